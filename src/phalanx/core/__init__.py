@@ -1,0 +1,1 @@
+"""The shared nouns. Standard library and numpy only; imports nobody."""

@@ -1,0 +1,104 @@
+"""Job: everything a run was asked to do, resolved. Plain frozen dataclasses that travel as JSON
+from the edge (`spec`) to the workers, which therefore need no pydantic."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.core.layout import Layout
+from phalanx.core.shape import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    steps: int = 200
+    seq_len: int = 256
+    global_batch: int = 16  # sequences per optimizer step
+    micro_batch: int = 2  # sequences per forward/backward
+    precision: str = "fp32"  # bf16 | fp32 | fp64
+    reduction: str = "fast"  # fast | exact
+    recompute: str = "none"  # none | selective | full
+    prefetch: int = 1  # layers whose parameters are gathered ahead
+    bucket_mb: float = 25.0
+    compress: str = "none"  # none | bf16 | int8: cross-replica traffic
+    document_mask: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    lr: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # 0: no clipping
+    schedule: str = "cosine"  # cosine | wsd
+    warmup_steps: int = 20
+    decay_steps: int = 0  # wsd only: length of the final decay
+    min_lr_ratio: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    source: str = "python-stdlib"  # or a file or directory of text
+    max_mb: float = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    dir: str = "runs"
+    device: str = "auto"
+    threads: int = 0  # CPU threads per rank; 0: cores / ranks
+    hang_timeout_s: float = 0.0  # 0: derived from the measured step time
+    trace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    name: str = "quickstart"
+    seed: int = 1
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: Layout = field(default_factory=Layout)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches in one step, over all ranks: the length of the exact reduction's tree."""
+        return self.train.global_batch // self.train.micro_batch
+
+    @property
+    def micro_per_rank(self) -> int:
+        return self.num_micro // self.layout.data_ranks
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch * self.train.seq_len
+
+    @property
+    def promise(self) -> str:
+        """What determinism this run has (contract 8)."""
+        if self.train.reduction == "exact":
+            return "bit-identical for any replica x shard split at this TP degree and micro-batch"
+        return "bit-identical for this layout; other layouts agree to rounding"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    @staticmethod
+    def from_dict(d: dict[str, Any]) -> Job:
+        sections = {f.name: f.default_factory for f in dataclasses.fields(Job) if callable(f.default_factory)}
+        kinds: dict[str, Any] = {
+            name: type(factory())
+            for name, factory in sections.items()  # type: ignore[operator]
+        }
+        return Job(**{k: kinds[k](**v) if k in kinds else v for k, v in d.items()})
