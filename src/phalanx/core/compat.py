@@ -3,163 +3,162 @@ these rules, the documentation prints them, the tests trip each one."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 
+Predicate = Callable[[Job], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A refusal. `broken` returns the sentence to print, or None when the job is fine."""
+    """A refusal: `what` holds when `broken`. Fields are named in full, so that a message can put a job's values in."""
 
     name: str
     field: str
-    broken: Callable[[Job], str | None]
+    broken: Predicate
+    what: str
+    why: str
     remedy: str
 
-    def value(self, job: Job) -> object:
-        node: object = job
-        for part in self.field.split("."):
-            node = getattr(node, part)
-        return node
+    def sentence(self, job: Job) -> str:
+        what = re.sub(r"\b[a-z]+\.\w+\b(?! =)", lambda match: f"{match[0]} ({_value(job, match[0])})", self.what)
+        return f"{what}; {self.why}"
 
 
-def _divides(what: str, size: Callable[[Job], int], by: str, parts: Callable[[Job], int]):
-    def broken(job: Job) -> str | None:
-        if size(job) % parts(job) == 0:
-            return None
-        return f"{what} ({size(job)}) is not divisible by {by} ({parts(job)})"
-
-    return broken
+def _value(job: Job, field: str) -> object:
+    section, name = field.split(".")
+    return getattr(getattr(job, section), name)
 
 
-def _is_dense(job: Job) -> bool:
-    return job.model.family == "dense"
-
-
-def _when(condition: Callable[[Job], bool], sentence: str):
-    return lambda job: sentence if condition(job) else None
+def _dense(broken: Predicate) -> Predicate:
+    """Rules about heads are the dense family's; a family of the user's own checks its sizes itself."""
+    return lambda job: job.model.family == "dense" and broken(job)
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         "heads-dim",
         "model.num_heads",
-        _divides("model.dim", lambda j: j.model.dim, "model.num_heads", lambda j: j.model.num_heads),
+        _dense(lambda j: j.model.dim % j.model.num_heads != 0),
+        "model.dim is not a multiple of model.num_heads",
+        "every head has the same width",
         "choose model.dim as a multiple of model.num_heads",
     ),
     Rule(
         "rope-even",
         "model.dim",
-        _when(lambda j: _is_dense(j) and j.model.head_dim % 2 == 1, "the head dimension is odd; RoPE rotates pairs"),
+        _dense(lambda j: j.model.head_dim % 2 == 1),
+        "the head dimension, model.dim / model.num_heads, is odd",
+        "rotary position embedding rotates pairs",
         "choose model.dim / model.num_heads even",
     ),
     Rule(
         "gqa",
         "model.num_kv_heads",
-        _divides("model.num_heads", lambda j: j.model.num_heads, "model.num_kv_heads", lambda j: j.model.num_kv_heads),
+        _dense(lambda j: j.model.num_heads % j.model.num_kv_heads != 0),
+        "model.num_heads is not a multiple of model.num_kv_heads",
+        "each key/value head serves the same number of query heads",
         "choose model.num_kv_heads as a divisor of model.num_heads",
     ),
     Rule(
         "tp-heads",
         "layout.tp",
-        _divides("model.num_heads", lambda j: j.model.num_heads, "layout.tp", lambda j: j.layout.tp),
-        "choose layout.tp as a divisor of model.num_heads: attention is split by whole heads",
+        _dense(lambda j: j.model.num_heads % j.layout.tp != 0),
+        "model.num_heads is not a multiple of layout.tp",
+        "attention is split by whole heads",
+        "choose layout.tp as a divisor of model.num_heads",
     ),
     Rule(
         "tp-kv-heads",
         "layout.tp",
-        _divides("model.num_kv_heads", lambda j: j.model.num_kv_heads, "layout.tp", lambda j: j.layout.tp),
-        "choose layout.tp as a divisor of model.num_kv_heads, or raise model.num_kv_heads: key/value heads are not replicated",
+        _dense(lambda j: j.model.num_kv_heads % j.layout.tp != 0),
+        "model.num_kv_heads is not a multiple of layout.tp",
+        "key/value heads are split over the TP ranks, not replicated",
+        "choose layout.tp as a divisor of model.num_kv_heads, or raise model.num_kv_heads",
     ),
     Rule(
         "tp-sequence",
         "layout.tp",
-        _divides("train.seq_len", lambda j: j.train.seq_len, "layout.tp", lambda j: j.layout.tp),
-        "choose train.seq_len as a multiple of layout.tp: between blocks each TP rank holds a slice of the sequence",
+        lambda j: j.train.seq_len % j.layout.tp != 0,
+        "train.seq_len is not a multiple of layout.tp",
+        "between blocks each TP rank holds an equal slice of the sequence",
+        "choose train.seq_len as a multiple of layout.tp",
     ),
     Rule(
         "micro-batch",
         "train.global_batch",
-        _divides(
-            "train.global_batch", lambda j: j.train.global_batch, "train.micro_batch", lambda j: j.train.micro_batch
-        ),
+        lambda j: j.train.global_batch % j.train.micro_batch != 0,
+        "train.global_batch is not a multiple of train.micro_batch",
+        "a step is a whole number of micro-batches",
         "choose train.global_batch as a multiple of train.micro_batch",
     ),
     Rule(
         "batch-ranks",
         "train.global_batch",
-        _divides(
-            "the number of micro-batches per step, train.global_batch / train.micro_batch",
-            lambda j: j.num_micro,
-            "layout.replica x layout.shard",
-            lambda j: j.layout.data_ranks,
-        ),
+        lambda j: j.num_micro % j.layout.data_ranks != 0,
+        "the micro-batches of a step, train.global_batch / train.micro_batch, "
+        "do not divide evenly over layout.replica x layout.shard ranks",
+        "every rank runs the same number of micro-batches",
         "choose train.global_batch as a multiple of train.micro_batch x layout.replica x layout.shard",
     ),
     Rule(
         "exact-compress",
         "train.compress",
-        _when(
-            lambda j: j.train.reduction == "exact" and j.train.compress != "none",
-            "compressed traffic rounds partial sums at a place that depends on the layout, so it cannot be exact",
-        ),
+        lambda j: j.train.reduction == "exact" and j.train.compress != "none",
+        'train.reduction = "exact" with compressed cross-replica traffic',
+        "compression rounds partial sums at a place that depends on the layout",
         'set train.compress = "none", or train.reduction = "fast"',
     ),
     Rule(
         "compress-replica",
         "train.compress",
-        _when(
-            lambda j: j.train.compress != "none" and j.layout.replica == 1,
-            "there is one replica, so no cross-replica traffic to compress",
-        ),
+        lambda j: j.train.compress != "none" and j.layout.replica == 1,
+        "layout.replica = 1 with compressed cross-replica traffic",
+        "one replica has no cross-replica traffic",
         'set train.compress = "none", or layout.replica > 1',
     ),
     Rule(
         "compress-fp64",
         "train.compress",
-        _when(
-            lambda j: j.train.compress != "none" and j.train.precision == "fp64",
-            "fp64 gradients compressed to 8 or 16 bits defeat the purpose of fp64",
-        ),
+        lambda j: j.train.compress != "none" and j.train.precision == "fp64",
+        'train.precision = "fp64" with compressed cross-replica traffic',
+        "gradients rounded to 8 or 16 bits defeat the purpose of fp64",
         'set train.compress = "none", or train.precision = "fp32"',
     ),
     Rule(
         "nodes-even",
         "layout.ranks_per_node",
-        _when(
-            lambda j: j.layout.ranks_per_node > 0 and j.layout.world_size % j.layout.ranks_per_node != 0,
-            "the ranks do not fill whole nodes",
-        ),
+        lambda j: j.layout.ranks_per_node > 0 and j.layout.world_size % j.layout.ranks_per_node != 0,
+        "layout.replica x layout.shard x layout.tp ranks do not fill whole nodes of layout.ranks_per_node",
+        "a job takes whole nodes, so that every node has the same number of ranks",
         "choose layout.ranks_per_node as a divisor of the number of ranks, or 0 for one node",
     ),
     Rule(
         "schedule-fits",
         "optimizer.warmup_steps",
-        _when(
-            lambda j: j.optimizer.warmup_steps + j.optimizer.decay_steps > j.train.steps,
-            "warm-up and decay together are longer than the run",
-        ),
+        lambda j: j.optimizer.warmup_steps + j.optimizer.decay_steps > j.train.steps,
+        "optimizer.warmup_steps and optimizer.decay_steps together are more than train.steps",
+        "warm-up and decay must both fit in the run",
         "lower optimizer.warmup_steps or optimizer.decay_steps, or raise train.steps",
     ),
     Rule(
         "wsd-decay",
         "optimizer.decay_steps",
-        _when(
-            lambda j: j.optimizer.schedule == "wsd" and j.optimizer.decay_steps == 0,
-            "warmup-stable-decay needs a decay",
-        ),
+        lambda j: j.optimizer.schedule == "wsd" and j.optimizer.decay_steps == 0,
+        'optimizer.schedule = "wsd" with optimizer.decay_steps = 0',
+        "warmup-stable-decay needs a decay",
         "set optimizer.decay_steps (a tenth to a fifth of train.steps is usual)",
     ),
     Rule(
         "cosine-decay",
         "optimizer.decay_steps",
-        _when(
-            lambda j: j.optimizer.schedule == "cosine" and j.optimizer.decay_steps != 0,
-            "the cosine schedule decays over the whole run; decay_steps would have no effect",
-        ),
+        lambda j: j.optimizer.schedule == "cosine" and j.optimizer.decay_steps != 0,
+        'optimizer.schedule = "cosine" with optimizer.decay_steps set',
+        "the cosine schedule decays over the whole run, so decay_steps would have no effect",
         'leave out optimizer.decay_steps, or set optimizer.schedule = "wsd"',
     ),
 )
@@ -168,6 +167,5 @@ RULES: tuple[Rule, ...] = (
 def check(job: Job) -> None:
     """Raise the first refusal that applies."""
     for rule in RULES:
-        sentence = rule.broken(job)
-        if sentence:
-            raise UserError(sentence, field=rule.field, value=rule.value(job), remedy=rule.remedy)
+        if rule.broken(job):
+            raise UserError(rule.sentence(job), field=rule.field, value=_value(job, rule.field), remedy=rule.remedy)

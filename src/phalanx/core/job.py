@@ -96,9 +96,7 @@ class Job:
 
     @staticmethod
     def from_dict(d: dict[str, Any]) -> Job:
-        sections = {f.name: f.default_factory for f in dataclasses.fields(Job) if callable(f.default_factory)}
         kinds: dict[str, Any] = {
-            name: type(factory())
-            for name, factory in sections.items()  # type: ignore[operator]
+            f.name: f.default_factory for f in dataclasses.fields(Job) if callable(f.default_factory)
         }
         return Job(**{k: kinds[k](**v) if k in kinds else v for k, v in d.items()})

@@ -1,0 +1,5 @@
+"""The model families, as plain modules, and the door through which every family enters."""
+
+from phalanx.model.family import Batch, Family, Init, load_family
+
+__all__ = ["Batch", "Family", "Init", "load_family"]

@@ -1,0 +1,127 @@
+"""RunRecord: the directory that a run leaves behind. Plain JSON, appended line by line, readable while the run
+goes and after a crash; the summary exists only when the run came to its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class RunRecord:
+    """job.json, meta.json, metrics.jsonl (a line per step), events.jsonl, logs/, summary.json."""
+
+    def __init__(self, path: Path, writable: bool = False):
+        self.path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._files = {n: os.open(path / f"{n}.jsonl", flags, 0o644) for n in ("metrics", "events") if writable}
+
+    @staticmethod
+    def create(root: Path, name: str, meta: Row, job: Row | None = None) -> RunRecord:
+        """`job`: the resolved job and where each value came from; `meta`: versions, host, promise."""
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+        path = Path(root) / f"{safe}-{stamp}-{secrets.token_hex(2)}"
+        path.mkdir(parents=True)
+        (path / "logs").mkdir()
+        _write(path / "job.json", job or {})
+        _write(path / "meta.json", meta)
+        return RunRecord(path, writable=True)
+
+    @staticmethod
+    def open(path: Path) -> RunRecord:
+        if not (Path(path) / "meta.json").is_file():
+            raise FileNotFoundError(f"{path} is not a run record: it has no meta.json")
+        return RunRecord(Path(path))
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def metric(self, row: Row) -> None:
+        self._append("metrics", row)
+
+    def event(self, event: Row) -> None:
+        self._append("events", {"time": time.time(), **event})
+
+    def finish(self, summary: Row) -> None:
+        _write(self.path / "summary.json", summary)
+        self.close()
+
+    def close(self) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    @property
+    def job(self) -> Row:
+        return json.loads((self.path / "job.json").read_bytes())
+
+    @property
+    def meta(self) -> Row:
+        return json.loads((self.path / "meta.json").read_bytes())
+
+    @property
+    def summary(self) -> Row | None:
+        """None: the run is going on, or it crashed."""
+        file = self.path / "summary.json"
+        return json.loads(file.read_bytes()) if file.exists() else None
+
+    def metrics(self) -> Iterator[Row]:
+        return _read(self.path / "metrics.jsonl")
+
+    def events(self) -> Iterator[Row]:
+        return _read(self.path / "events.jsonl")
+
+    def _append(self, name: str, row: Row) -> None:
+        # One write on a file opened for appending: a reader sees whole lines, a crash can tear the last one only.
+        os.write(self._files[name], (_json(row) + "\n").encode())
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), allow_nan=False, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN and no infinity, and neither do its readers: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _write(path: Path, value: Row) -> None:
+    """All of it or nothing, also when the machine loses power."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w") as f:
+        f.write(_json(value, indent=2) + "\n")
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.rename(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
+
+
+def _read(path: Path) -> Iterator[Row]:
+    if not path.exists():
+        return
+    with open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            if not line.endswith(b"\n"):
+                return  # torn by a crash, or still being written
+            try:
+                yield json.loads(line)
+            except ValueError as e:
+                raise ValueError(f"{path}, line {number}, is damaged: {e}") from None

@@ -1,0 +1,69 @@
+"""StepTable: folds what each rank says about a step into the one row that the run record keeps.
+Memory holds the steps that some ranks have not reported yet, nothing else."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+
+class StepTable:
+    """`flops_per_token` and `peak_flops` (of all ranks together, FLOP/s) give the MFU; 0: unknown."""
+
+    def __init__(self, world_size: int, tokens_per_step: int, flops_per_token: float = 0, peak_flops: float = 0):
+        self.world_size, self.tokens_per_step = world_size, tokens_per_step
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.events: list[dict[str, Any]] = []  # what was noticed on the way; the caller takes them out
+        self._open: dict[int, dict[int, dict[str, Any]]] = {}
+
+    def add(self, rank: int, message: dict[str, Any]) -> dict[str, Any] | None:
+        """One rank's report of a step; the step's row when it was the last one missing."""
+        reports = self._open.setdefault(message["step"], {})
+        reports[rank] = message
+        if len(reports) < self.world_size:
+            return None
+        return self._row(message["step"], dict(sorted(self._open.pop(message["step"]).items())))
+
+    def _row(self, step: int, reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        self._compare_norms(step, reports)
+        times = {rank: r["time_s"] for rank, r in reports.items()}
+        slowest = max(times, key=times.__getitem__)
+        tokens = sum(r["tokens"] for r in reports.values())
+        loss_sum = _sum([x for r in reports.values() for x in r["loss_sums"]])
+        tokens_per_s = self.tokens_per_step / times[slowest] if times[slowest] > 0 else 0.0
+        any_report = next(iter(reports.values()))
+        return {
+            "step": step,
+            "loss": loss_sum / tokens if tokens else math.nan,
+            "grad_norm": any_report["grad_norm"],
+            "lr": any_report["lr"],
+            "target_tokens": tokens,
+            "time_s": times[slowest],
+            "time_min_s": min(times.values()),
+            "time_median_s": statistics.median(times.values()),
+            "slowest_rank": slowest,
+            "tokens_per_s": tokens_per_s,
+            "mfu": tokens_per_s * self.flops_per_token / self.peak_flops if self.peak_flops else None,
+        }
+
+    def _compare_norms(self, step: int, reports: dict[int, dict[str, Any]]) -> None:
+        """All ranks compute the same norm, to the bit. One that does not has gone its own way."""
+        by_bits: dict[str, list[int]] = {}
+        for rank, r in reports.items():
+            by_bits.setdefault(float(r["grad_norm"]).hex(), []).append(rank)
+        if len(by_bits) > 1:
+            usual = max(by_bits.values(), key=len)
+            ranks = sorted(rank for group in by_bits.values() if group is not usual for rank in group)
+            norms = {str(rank): reports[rank]["grad_norm"] for rank in (usual[0], *ranks)}
+            self.events.append({"type": "grad_norm differs", "step": step, "ranks": ranks, "grad_norms": norms})
+
+
+def _sum(values: list[float]) -> float:
+    """Correctly rounded, hence the same in any order."""
+    if all(map(math.isfinite, values)):
+        try:
+            return math.fsum(values)
+        except OverflowError:
+            return math.inf
+    return sum(values)

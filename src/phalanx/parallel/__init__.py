@@ -1,0 +1,1 @@
+"""The mesh, and how each axis is applied to a model."""

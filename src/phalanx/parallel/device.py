@@ -1,0 +1,109 @@
+"""The one module that knows the device: which one, its process-group backend, streams, memory and
+peak speed. Everybody else says `device`, never the name of a vendor."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core.errors import UserError
+
+# Dense bf16 tensor-core peaks from the makers' data sheets, FLOP/s. Others are measured.
+DATASHEET_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "MI300X": 1307e12}
+
+
+@dataclass(frozen=True)
+class Device:
+    torch: torch.device
+    backend: str  # of torch.distributed
+
+    @staticmethod
+    def pick(wanted: str, local_rank: int, local_ranks: int) -> Device:
+        """`auto` takes the accelerator if there is one. Ranks that share a device speak Gloo,
+        because NCCL refuses two ranks on one GPU."""
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if wanted == "auto":
+            wanted = accelerator.type if accelerator else "cpu"
+        if wanted == "cpu":
+            return Device(torch.device("cpu"), "gloo")
+        if accelerator is None or accelerator.type != wanted:
+            found = accelerator.type if accelerator else "none"
+            raise UserError(
+                f"no such device on this host (accelerator found: {found})",
+                field="run.device",
+                value=wanted,
+                remedy='set run.device = "auto" or "cpu"',
+            )
+        count = torch.accelerator.device_count()
+        device = torch.device(wanted, local_rank % count)
+        torch.accelerator.set_device_index(device.index)
+        backend = dist.get_default_backend_for_device(device) if local_ranks <= count else "gloo"
+        return Device(device, backend)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.torch.type == "cpu"
+
+    def synchronize(self) -> None:
+        if not self.is_cpu:
+            torch.accelerator.synchronize(self.torch)
+
+    def new_stream(self) -> torch.Stream | None:
+        return None if self.is_cpu else torch.Stream(self.torch)
+
+    def on(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
+        """Run what follows on `stream`, after what the current stream has been given."""
+        if stream is None:
+            return contextlib.nullcontext()
+        return stream
+
+    def mark(self) -> torch.Event | None:
+        if self.is_cpu:
+            return None
+        return torch.accelerator.current_stream(self.torch).record_event()
+
+    def wait(self, stream: torch.Stream | None, event: torch.Event | None) -> None:
+        if event is not None:
+            (stream or torch.accelerator.current_stream(self.torch)).wait_event(event)
+
+    def describe(self) -> str:
+        if self.is_cpu:
+            return f"cpu ({torch.get_num_threads()} threads per rank)"
+        return torch.get_device_module(self.torch).get_device_name(self.torch)
+
+    def peak_flops(self, dtype: torch.dtype) -> tuple[float, str]:
+        """Peak FLOP/s of this rank's device for the MFU, and where the figure comes from."""
+        if dtype == torch.bfloat16:
+            for name, peak in DATASHEET_BF16.items():
+                if name in self.describe():
+                    return peak, f"{name} data sheet, dense bf16"
+        size = 512 if self.is_cpu else 4096
+        a = torch.ones(size, size, dtype=dtype, device=self.torch)
+        torch.mm(a, a)
+        best = float("inf")
+        for _ in range(5):
+            self.synchronize()
+            start = time.perf_counter()
+            torch.mm(a, a)
+            self.synchronize()
+            best = min(best, time.perf_counter() - start)
+        return 2 * size**3 / best, f"measured {size}x{size} matmul in {str(dtype).removeprefix('torch.')}"
+
+    def standalone_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        """A process group that torch's registry does not know: dropping the last reference closes
+        it, and peers that wait in it get an error."""
+        if self.backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._threads = 1
+            options._devices = [dist.ProcessGroupGloo.create_default_device()]
+            return dist.ProcessGroupGloo(store, rank, size, options)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)

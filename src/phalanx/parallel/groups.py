@@ -1,0 +1,95 @@
+"""The process groups of one rank in one generation. A replica is its own torch world, with the mesh
+inside it; across replicas there are only standalone groups, one set per coordinate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from phalanx.core.layout import Coord, Layout
+from phalanx.parallel.device import Device
+from phalanx.parallel.replica import Cross
+
+TIMEOUT = timedelta(seconds=600)
+
+
+@dataclass
+class Groups:
+    mesh: DeviceMesh
+    cross: Cross | None
+
+    @property
+    def shard(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("shard")
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("tp")
+
+    @staticmethod
+    def form(store: dist.Store, generation: int, layout: Layout, coord: Coord, device: Device) -> Groups:
+        """Collective over the replica, then over the replicas of this coordinate."""
+        inside = coord.shard * layout.tp + coord.tp
+        dist.init_process_group(
+            device.backend,
+            store=dist.PrefixStore(f"g{generation}/replica{coord.replica}", store),
+            rank=inside,
+            world_size=layout.replica_size,
+            timeout=TIMEOUT,
+        )
+        mesh = init_device_mesh(device.torch.type, (layout.shard, layout.tp), mesh_dim_names=("shard", "tp"))
+        return Groups(mesh, form_cross(store, generation, layout, coord, device))
+
+    def close(self) -> None:
+        """Drops every group. The engine that used them must be gone: it holds references, and a
+        group's sockets close with the last one."""
+        if self.cross:
+            self.cross.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def form_cross(
+    store: dist.Store,
+    generation: int,
+    layout: Layout,
+    coord: Coord,
+    device: Device,
+    replicas: Sequence[int] | None = None,
+) -> Cross | None:
+    """The groups over all replicas that hold this coordinate; two levels when nodes hold several."""
+    members = list(range(layout.replica)) if replicas is None else list(replicas)
+    if len(members) == 1:
+        return None
+    nodes = layout.peers_by_node(coord, members)
+    if len(nodes) == 1 or len({len(n) for n in nodes}) > 1 or len(nodes[0]) == 1:
+        nodes = [[m] for m in members]  # one level: every replica by itself
+    mine = next(n for n in nodes if coord.replica in n)
+    column = mine.index(coord.replica)
+    prefix = f"g{generation}/cross{coord.shard}.{coord.tp}"
+
+    def group(name: str, ranks: list[int]) -> Any:
+        scope = dist.PrefixStore(f"{prefix}/{name}", store)
+        return device.standalone_group(scope, ranks.index(coord.replica), len(ranks), TIMEOUT)
+
+    across = group(f"across{column}", [n[column] for n in nodes])
+    inside = group(f"inside{nodes.index(mine)}", mine) if len(mine) > 1 else None
+    return Cross(across, inside, nodes=nodes, me=coord.replica)
+
+
+def connect_store(host: str, port: int) -> dist.Store:
+    return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)
+
+
+def serve_store(channel: Any, args: dict[str, Any]) -> None:
+    """The rendezvous store, in a process of its own: it lives on no rank."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    channel.send({"type": "store", "host": "127.0.0.1", "port": server.port})
+    while channel.recv() is not None:
+        time.sleep(0)

@@ -1,0 +1,228 @@
+"""From FSDP2's per-module flat gradients to the sum over all micro-batches and replicas.
+
+FSDP2 calls the hook of each module as its backward ends, with that module's gradient reduced over
+the shard axis. The reducer accumulates over micro-batches itself (FSDP2's own accumulation has no
+place for a fixed order), fills buckets during the last backward, and sends each full bucket across
+the replicas from a thread of its own while the backward goes on. A failed exchange is recorded, not
+raised: the shard peers of this rank are inside collectives of their own and must get through them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from phalanx.core.job import Job
+from phalanx.core.layout import Coord
+from phalanx.parallel.device import Device
+from phalanx.parallel.groups import Groups
+from phalanx.parallel.tree import Node, TreeSum, exchange, fold, span
+
+
+class StepFailed(RuntimeError):
+    """The gradients of this step are not usable; throw the engine away and redo the step."""
+
+
+def micro_indices(job: Job, coord: Coord) -> list[int]:
+    """The global micro-batch indices this rank works on, in order. ZeRO-1 reduces once per step, so
+    a rank takes a contiguous run; ZeRO-2/3 reduce every micro-batch, so the shard ranks take
+    neighbours. Either way a replica holds a contiguous run, and TP ranks share theirs."""
+    n, shards = job.micro_per_rank, job.layout.shard
+    if job.layout.zero == 1:
+        first = (coord.replica * shards + coord.shard) * n
+        return list(range(first, first + n))
+    return [coord.replica * n * shards + j * shards + coord.shard for j in range(n)]
+
+
+@dataclass(slots=True)
+class _Unit:
+    """One FSDP2 module's accumulated gradient."""
+
+    tree: TreeSum = field(default_factory=TreeSum)  # exact
+    total: Tensor | None = None  # fast
+
+
+@dataclass(slots=True)
+class BucketTrace:
+    size_bytes: int
+    issued_ns: int
+    done_ns: int = 0
+
+
+class Reducer:
+    def __init__(self, job: Job, coord: Coord, groups: Groups, device: Device):
+        self.job, self.coord, self.groups, self.device = job, coord, groups, device
+        self.exact = job.train.reduction == "exact"
+        self.every_micro = job.layout.zero > 1
+        self.indices = micro_indices(job, coord)
+        self.trace: list[BucketTrace] = []
+        self.peak_pending_bytes = 0
+        self._units: list[_Unit] = []
+        self._micro = 0
+        self._bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]] = []
+        self._flying: list[Future[None]] = []
+        self._error: BaseException | None = None
+        self._stream = device.new_stream()
+        self._thread = ThreadPoolExecutor(1, "cross-replica") if groups.cross else None
+
+    def attach(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            unit = _Unit()
+            self._units.append(unit)
+            # The loss already carries 1 / tokens, the same for every micro-batch: plain sums from here.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_all_reduce_hook(self._hook(unit))
+            if self.exact:
+                module.set_custom_reduce_scatter(_TreeReduceScatter(self, unit))
+
+    def close(self) -> None:
+        if self._thread:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def begin(self, micro: int) -> None:
+        self._micro = micro
+        if micro == 0:
+            self.trace.clear()
+
+    @property
+    def last(self) -> bool:
+        return self._micro == len(self.indices) - 1
+
+    def sum_counts(self, count: Tensor) -> Tensor:
+        """An integer summed over every rank that sees different samples."""
+        dist.all_reduce(count, group=self.groups.shard)
+        if self.groups.cross:
+            self._guard(lambda: self.groups.cross.sum_(count))  # type: ignore[union-attr]
+        return count
+
+    def finish(self) -> None:
+        """Wait until every gradient is final."""
+        self._send_bucket()
+        for flight in self._flying:
+            flight.result()
+        self._flying.clear()
+        if self._stream is not None:
+            self.device.wait(None, self._stream.record_event())
+        if self._error is not None:
+            raise StepFailed(f"the reduction across replicas failed: {self._error}") from self._error
+
+    # -- called by FSDP2 in backward --------------------------------------------------------------
+
+    def _hook(self, unit: _Unit) -> Callable[[Tensor], None]:
+        def reduced(flat: Tensor) -> None:
+            if self.exact:
+                if self.groups.shard.size() == 1:  # then FSDP2 does not call the reduce-scatter
+                    unit.tree.push((0, self.indices[self._micro]), flat)
+                    self.note_pending()
+                if self.last:
+                    self._add_to_bucket(flat, unit.tree.take())
+                return
+            if unit.total is not None:
+                flat.add_(unit.total)
+            unit.total = None if self.last else flat
+            if self.last and self.groups.cross:
+                self._add_to_bucket(flat, [])
+
+        return reduced
+
+    def note_pending(self) -> None:
+        self.peak_pending_bytes = max(self.peak_pending_bytes, sum(u.tree.size_bytes for u in self._units))
+
+    # -- across replicas --------------------------------------------------------------------------
+
+    def _add_to_bucket(self, flat: Tensor, parts: list[tuple[Node, Tensor]]) -> None:
+        if not self.groups.cross:
+            total = fold(parts)
+            if total.data_ptr() != flat.data_ptr():
+                flat.copy_(total)
+            return
+        self._bucket.append((flat, parts))
+        if sum(f.numel() * f.element_size() for f, _ in self._bucket) >= self.job.train.bucket_mb * 1e6:
+            self._send_bucket()
+
+    def _send_bucket(self) -> None:
+        if not self._bucket or not self._thread:
+            return
+        bucket, self._bucket = self._bucket, []
+        trace = BucketTrace(sum(f.numel() * f.element_size() for f, _ in bucket), time.perf_counter_ns())
+        slot = len(self.trace)
+        self.trace.append(trace)
+        ready = self.device.mark()
+
+        def run() -> None:
+            with self.device.on(self._stream):
+                self.device.wait(self._stream, ready)
+                self._guard(lambda: self._reduce_bucket(bucket, slot))
+            trace.done_ns = time.perf_counter_ns()
+
+        self._flying.append(self._thread.submit(run))
+
+    def _reduce_bucket(self, bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]], slot: int) -> None:
+        cross, flats = self.groups.cross, [flat for flat, _ in bucket]
+        assert cross is not None
+        if self.exact:
+            nodes = [node for node, _ in bucket[0][1]]
+            joined = [(node, torch.cat([p[k][1] for _, p in bucket])) for k, node in enumerate(nodes)]
+            share = self.job.num_micro // self.job.layout.replica
+            ranges = [(r * share, (r + 1) * share) for r in range(self.job.layout.replica)]
+            total = cross.tree_sum(joined, ranges)
+        else:
+            total = flats[0] if len(flats) == 1 else torch.cat(flats)
+            cross.sum_(total, self.job.train.compress, slot)
+        if total.data_ptr() != flats[0].data_ptr() or len(flats) > 1:
+            for flat, part in zip(flats, total.split([f.numel() for f in flats]), strict=True):
+                flat.copy_(part)
+
+    def _guard(self, work: Callable[[], Any]) -> None:
+        if self._error is not None:
+            return
+        try:
+            work()
+        except RuntimeError as error:  # what torch raises when a peer is gone
+            self._error = error
+            if self.groups.cross:
+                self.groups.cross.close()  # so that peers waiting for us fail at once
+
+
+class _TreeReduceScatter:
+    """FSDP2's reduce-scatter, in tree order. With ZeRO-1 unsharded leaves are kept and exchanged
+    once per step; otherwise every micro-batch is exchanged and only slices are kept."""
+
+    def __init__(self, reducer: Reducer, unit: _Unit):
+        self.reducer, self.unit = reducer, unit
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        reducer, tree, width = self.reducer, self.unit.tree, group.size()
+        assert op == dist.ReduceOp.SUM, op
+        mine = reducer.indices[reducer._micro]
+        if reducer.every_micro:
+            first = mine - reducer.coord.shard
+            spans: list[list[Node]] = [[(0, first + s)] for s in range(width)]
+            for node, part in exchange([((0, mine), input_tensor)], spans, group).take():
+                tree.push(node, part)
+            if not reducer.last:
+                tree.compact()
+        else:
+            tree.push((0, mine), input_tensor)
+            if reducer.last:
+                n = len(reducer.indices)
+                start = reducer.indices[0] - reducer.coord.shard * n
+                spans = [span(start + s * n, start + (s + 1) * n) for s in range(width)]
+                self.unit.tree = exchange(tree.take(), spans, group)
+        reducer.note_pending()  # output_tensor is written by the hook, once the sum is whole

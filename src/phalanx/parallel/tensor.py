@@ -1,0 +1,150 @@
+"""Tensor parallelism with sequence and loss parallelism, on plain tensors. Between blocks a rank
+holds a slice of the sequence; a block gathers it, works on a slice of the features, and scatters the
+sum back. The styles are those of `phalanx.model.family`.
+
+Written out rather than through DTensor: sizes that the degree does not divide (an odd vocabulary, an
+odd FFN) are then plain arithmetic, FSDP2 sees ordinary parameters, and no dispatch is paid per op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.core.errors import UserError
+from phalanx.core.shape import chunk_bounds
+from phalanx.model.family import Family
+
+SPLIT_DIM = {"column": 0, "head": 0, "vocab": 0, "row": 1}
+SEQUENCE_DIM = 1
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), SEQUENCE_DIM, group))
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return funcol.wait_tensor(funcol.reduce_scatter_tensor(x.contiguous(), "sum", SEQUENCE_DIM, group))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_gather(grad, ctx.group), None
+
+
+class RowLinear(nn.Linear):
+    """Input features split. The bias, if any, is added once, after the sum."""
+
+    tp: dist.ProcessGroup
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = _Scatter.apply(F.linear(x, self.weight), self.tp)
+        return out if self.bias is None else out + self.bias
+
+
+class VocabEmbedding(nn.Embedding):
+    """Rows [start, start + rows) of the vocabulary; other ids contribute zeros to the sum."""
+
+    tp: dist.ProcessGroup
+    start: int
+
+    def forward(self, ids: Tensor) -> Tensor:
+        local = ids - self.start
+        inside = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(local * inside, self.weight)
+        return _Scatter.apply(rows * inside.unsqueeze(-1), self.tp)
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """Per-token cross-entropy of logits whose last dim is split over the group: the full row never
+    exists on one rank. Three small all-reduces, no gather."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+        top = funcol.wait_tensor(funcol.all_reduce(logits.amax(-1), "max", group))
+        exp = (logits - top.unsqueeze(-1)).exp()
+        local = targets - start
+        inside = (local >= 0) & (local < logits.shape[-1])
+        index = (local * inside).unsqueeze(-1)
+        wanted = (logits.gather(-1, index).squeeze(-1) - top) * inside
+        both = funcol.wait_tensor(funcol.all_reduce(torch.stack((exp.sum(-1), wanted)), "sum", group))
+        ctx.save_for_backward(exp.div_(both[0].unsqueeze(-1)), index, inside)
+        return both[0].log() - both[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        softmax, index, inside = ctx.saved_tensors
+        out = softmax.scatter_add(-1, index, -inside.unsqueeze(-1).to(softmax.dtype))
+        return out.mul_(grad.unsqueeze(-1)), None, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, vocab_size: int) -> Tensor:
+    """Per-token loss in fp32 (fp64 stays), from whole or vocabulary-split logits."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if group is None or group.size() == 1:
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view_as(targets)
+    start, _ = chunk_bounds(vocab_size, group.size(), group.rank())
+    return _VocabCrossEntropy.apply(logits, targets, start, group)
+
+
+def apply_tensor_parallel(model: nn.Module, family: Family, tp: dist.ProcessGroup) -> None:
+    """Cut the parameters of `model` (on the meta device) and swap in the modules that communicate."""
+    if tp.size() == 1:
+        return
+    cut: dict[int, nn.Parameter] = {}  # by identity, so that tied weights stay tied
+    for name, module in list(model.named_modules()):
+        style = family.style_of(name)
+        if style in ("gather", "head"):
+            module.register_forward_pre_hook(lambda _, args: (_Gather.apply(args[0], tp), *args[1:]))
+        if style in SPLIT_DIM:
+            _split_module(model, name, module, style, tp, cut)
+
+
+def _split_module(
+    model: nn.Module, name: str, module: nn.Module, style: str, tp: dist.ProcessGroup, cut: dict[int, nn.Parameter]
+) -> None:
+    wanted = nn.Embedding if style == "vocab" else nn.Linear
+    if not isinstance(module, wanted):
+        raise UserError(
+            f"layer {name!r} has the split style {style!r} but is a {type(module).__name__}",
+            field="model.family",
+            value=style,
+            remedy=f"give that style to a {wanted.__name__}",
+        )
+    start, stop = chunk_bounds(module.weight.shape[SPLIT_DIM[style]], tp.size(), tp.rank())
+    for key, param in list(module.named_parameters(recurse=False)):
+        if style == "row" and key == "bias":
+            continue
+        if id(param) not in cut:
+            part = param.narrow(SPLIT_DIM[style], start, stop - start)
+            cut[id(param)] = nn.Parameter(torch.empty_like(part, memory_format=torch.contiguous_format))
+            cut[id(cut[id(param)])] = cut[id(param)]
+        setattr(module, key, cut[id(param)])
+    if style == "row":
+        module.__class__ = RowLinear
+        module.tp = tp  # type: ignore[assignment]
+    elif style == "vocab":
+        module.__class__ = VocabEmbedding
+        module.tp, module.start = tp, start  # type: ignore[assignment]

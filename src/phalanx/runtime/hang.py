@@ -1,0 +1,75 @@
+"""Hangs: who stands still too long, and which of the ranks that wait for each other is the cause.
+
+Pure functions over what the node has read (progress records, process states, stacks), so that a judgement can
+be tested without hanging anything. Looking and asking is the node's work.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from typing import NamedTuple
+
+from phalanx.observe.progress import QUIET, Reading
+
+SOLO_FACTOR = 3  # patience with a worker that stands still while others move
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_WAITS = re.compile(
+    r"\.wait\(|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|\bi?(recv|send)\(", re.IGNORECASE
+)
+
+
+def stuck(readings: dict[int, Reading], now_ns: int, since_ns: int, limit_ns: int) -> set[int]:
+    """Workers that stand still too long: all that should move when none does, else those that are far too late.
+    No age counts from before `since_ns`."""
+    ages = {worker: now_ns - max(r.time_ns, since_ns) for worker, r in readings.items()}
+    active = {worker for worker, r in readings.items() if r.phase not in QUIET}
+    if active and min(ages.values()) > limit_ns:
+        return active
+    return {worker for worker in active if ages[worker] > SOLO_FACTOR * limit_ns}
+
+
+class Evidence(NamedTuple):
+    worker: int
+    reading: Reading
+    state: str  # of the process, as /proc has it: R, S, D, T...
+    stack: str  # what it wrote when asked where it stands; "" when it did not answer
+
+    @property
+    def top(self) -> tuple[str, int, str] | None:
+        frame = _FRAME.search(self.stack)
+        return (frame["file"], int(frame["line"]), frame["function"]) if frame else None
+
+    @property
+    def waits(self) -> bool:
+        """In a collective: inside torch.distributed, or at a line of our own that calls one. A library that
+        waits in C++ has no Python frame, hence the look at the source line."""
+        frames = [m.groupdict() for m in _FRAME.finditer(self.stack)]
+        if any("torch/distributed" in f["file"] for f in frames[:3]):
+            return True
+        return bool(frames) and bool(_WAITS.search(linecache.getline(frames[0]["file"], int(frames[0]["line"]))))
+
+
+def judge(evidence: list[Evidence]) -> tuple[list[int], str]:
+    """The culprits among stuck workers and what is said of each: "rank 3 " + reason."""
+    stopped = [e for e in evidence if e.state in "Tt"]
+    if stopped:
+        return [e.worker for e in stopped], "is stopped: something sent it SIGSTOP, or a debugger holds it"
+    silent = [e for e in evidence if not e.stack]
+    if silent and len(silent) < len(evidence):
+        state = "in an uninterruptible system call (state D)" if silent[0].state == "D" else "not answering signals"
+        return [e.worker for e in silent], f"is {state}"
+    busy = [e for e in evidence if not e.waits]
+    if busy and len(busy) < len(evidence):
+        return [e.worker for e in busy], f"stands still{_at(busy[0])}, while the others wait in a collective"
+    behind = min((e.reading.step, e.reading.micro, e.reading.counter) for e in evidence)
+    last = [e for e in evidence if (e.reading.step, e.reading.micro, e.reading.counter) == behind]
+    if len(evidence) == 1:
+        return [last[0].worker], f"stands still{_at(last[0])}"
+    if len(last) == len(evidence):
+        return [e.worker for e in last], f"and all others stand at the same point{_at(last[0])}; none is behind"
+    return [e.worker for e in last], f"is furthest behind and stands still{_at(last[0])}"
+
+
+def _at(e: Evidence) -> str:
+    return f" in {e.top[2]} ({e.top[0]}:{e.top[1]})" if e.top else ""

@@ -1,0 +1,57 @@
+"""The few Linux facilities that the standard library lacks: who dies with whom, and what /proc knows."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process when `parent` ends, however it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process, so that it can end and reap them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def stat(pid: int) -> tuple[str, int]:
+    """(state letter, parent) of a process; ("", 0) when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            fields = f.read().rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[1])
+
+
+def children() -> list[int]:
+    me = os.getpid()
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and stat(int(name))[1] == me]
+
+
+def end_all_children(timeout: float) -> None:
+    """SIGKILL and reap every child; with `adopt_orphans`, every descendant."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)  # a zombie takes it too, and no child's pid is reused before it is reaped
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)

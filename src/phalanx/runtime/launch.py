@@ -1,0 +1,159 @@
+"""Launch a job on this machine: a store, then one worker per rank, watched until all are done or one fails.
+
+Which code the workers run is named by the caller; this module never imports it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import RunFailed
+from phalanx.core.job import Job
+from phalanx.runtime.client import NodeClient
+from phalanx.runtime.gang import Gang
+from phalanx.runtime.wire import Message, Schemas, check
+
+STORE = -1  # the store's worker number; ranks have their own
+START_LIMIT_S = 300.0
+EXIT_LIMIT_S = 10.0  # from the last "done" to the last exit
+POLL_S = 0.1
+
+BODIES: Schemas = {"store": {"host": str, "port": int}, "step": {"step": int, "time_s": (int, float)}}
+
+
+class HangLimit:
+    """How long ranks may stand still: max(10 s, 20 x the median of the last 50 steps, each as long as its slowest
+    rank took); 300 s before the first step is known, as compiling may come first."""
+
+    def __init__(self, world_size: int, fixed_s: float = 0.0):
+        self.world_size, self.fixed_s = world_size, fixed_s
+        self.limit_s = fixed_s or START_LIMIT_S
+        self._open: dict[int, list[float]] = {}
+        self._slowest: deque[float] = deque(maxlen=50)
+
+    def add(self, step: int, time_s: float) -> bool:
+        """One rank's step; True when the limit has changed by more than a tenth."""
+        times = self._open.setdefault(step, [])
+        times.append(time_s)
+        if len(times) < self.world_size:
+            return False
+        self._slowest.append(max(self._open.pop(step)))
+        limit_s = self.fixed_s or max(10.0, 20 * statistics.median(self._slowest))
+        if abs(limit_s - self.limit_s) <= 0.1 * self.limit_s:
+            return False
+        self.limit_s = limit_s
+        return True
+
+
+def launch(
+    job: Job,
+    *,
+    worker_entry: str,
+    store_entry: str,
+    preload: list[str],
+    run_dir: Path,
+    on_event: Callable[[dict[str, Any]], None],
+    stop: Callable[[], bool],
+) -> dict[str, Any]:
+    """Run the job to its end and return a summary; RunFailed when it fails, KeyboardInterrupt when `stop()`.
+
+    `on_event` hears {"type": "started", "rank", "pid"}, {"type": "ready", "start_s"} once all ranks are,
+    {"type": "message", "rank", "body"} and {"type": "exit", "rank"}.
+    """
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with NodeClient(preload, log=logs / "node.log") as client:
+        return _Launch(job, Gang(client), on_event, stop).run(worker_entry, store_entry, run_dir)
+
+
+class _Launch:
+    def __init__(self, job: Job, gang: Gang, on_event: Callable[[dict[str, Any]], None], stop: Callable[[], bool]):
+        self.job, self.gang, self.on_event, self.stop = job, gang, on_event, stop
+        self.ranks = set(range(job.layout.world_size))
+        self.limit = HangLimit(job.layout.world_size, job.run.hang_timeout_s)
+        self.store: Message | None = None
+        self.ready: set[int] = set()
+        self.results: dict[int, Message] = {}
+        self.start = time.monotonic()
+        self.start_s = 0.0
+
+    def run(self, worker_entry: str, store_entry: str, run_dir: Path) -> dict[str, Any]:
+        logs = run_dir / "logs"
+        self.gang.spawn(STORE, "the store", store_entry, {}, logs / "store.log")
+        while self.store is None:
+            self._turn()
+            self._check_start("the store")
+        self.gang.client.watch(self.limit.limit_s)
+        for rank in sorted(self.ranks):
+            args = {
+                "job": self.job.to_dict(),
+                "rank": rank,
+                "store": {"host": self.store["host"], "port": self.store["port"]},
+                "generation": 0,
+                "run_dir": str(run_dir),
+            }
+            self.gang.spawn(rank, f"rank {rank}", worker_entry, args, logs / f"rank-{rank:05d}.log")
+        while not self.ranks <= self.ready:
+            self._turn()
+            missing = sorted(self.ranks - self.ready)
+            if missing:
+                self._check_start(f"rank {missing[0]}")
+        self.start_s = time.monotonic() - self.start
+        self.on_event({"type": "ready", "start_s": self.start_s})
+        while not self.ranks <= self.gang.done:
+            self._turn()
+        deadline = time.monotonic() + EXIT_LIMIT_S
+        while not self.ranks <= self.gang.ended and time.monotonic() < deadline:
+            self._turn()
+        return {
+            "world_size": len(self.ranks),
+            "start_s": self.start_s,
+            "wall_s": time.monotonic() - self.start,
+            "hang_timeout_s": self.limit.limit_s,
+            "done": [self.results[rank] for rank in sorted(self.ranks)],
+        }
+
+    def _check_start(self, name: str) -> None:
+        limit_s = max(START_LIMIT_S, self.job.run.hang_timeout_s)
+        if time.monotonic() - self.start > limit_s:
+            raise RunFailed(f"{name} was not ready after {limit_s:.0f} s", remedy="see the logs of the run")
+
+    def _turn(self) -> None:
+        """One event, or a moment without one."""
+        if self.stop():
+            raise KeyboardInterrupt
+        event = self.gang.next(POLL_S)
+        if event is None:
+            return
+        kind, rank = event["type"], event["worker"]
+        if kind == "started":
+            self._tell({"type": "started", "rank": rank, "pid": event["pid"]})
+        elif kind == "exit":
+            self._tell({"type": "exit", "rank": rank, "code": event["code"], "signal": event["signal"]})
+        elif kind == "message":
+            self._on_message(rank, event["body"])
+
+    def _on_message(self, rank: int, body: Message) -> None:
+        kind = body.get("type")
+        if kind in BODIES:
+            check(body, BODIES)
+        if kind == "store" and rank == STORE:
+            self.store = body
+            return
+        if kind == "ready":
+            self.ready.add(rank)
+            return
+        if kind == "step" and self.limit.add(body["step"], body["time_s"]):
+            self.gang.client.watch(self.limit.limit_s)
+        elif kind == "done":
+            self.results[rank] = body
+        self._tell({"type": "message", "rank": rank, "body": body})
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        if event["rank"] != STORE:
+            self.on_event(event)

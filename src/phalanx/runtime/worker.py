@@ -1,0 +1,110 @@
+"""A worker's first and last moments: what the forked child does before its entry function runs, the channel
+it is given, and how it ends. What it works on is not known here."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from phalanx.observe.progress import RECORD_BYTES, Progress
+from phalanx.runtime import kernel
+from phalanx.runtime.wire import Conn, Message
+
+
+class Channel:
+    """A worker's line to whoever spawned it."""
+
+    def __init__(self, sock: socket.socket, progress: Progress):
+        self.progress = progress
+        self._conn = Conn(sock)
+        self._sending = threading.Lock()  # frames of two threads must not mix
+
+    def send(self, body: Message) -> None:
+        with self._sending:
+            self._conn.send(body)
+
+    def recv(self, timeout: float | None = None) -> Message | None:
+        """The next message; None when the other side is gone. TimeoutError."""
+        return self._conn.recv(timeout)
+
+
+def main(fds: list[int], *, slot: int, parent: int, close: list[int]) -> NoReturn:
+    """Become a worker. `fds`: channel, progress board, log."""
+    code = 1
+    try:
+        kernel.die_with_parent(parent)
+        os.setpgid(0, 0)
+        for fd in close:
+            os.close(fd)
+        channel_fd, board_fd, log_fd = fds
+        _redirect(log_fd)
+        _set_signals()
+        gc.enable()
+        board = memoryview(mmap.mmap(board_fd, 0))
+        os.close(board_fd)
+        progress = Progress(board[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
+        code = _run(Channel(socket.socket(fileno=channel_fd), progress))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        # No interpreter shutdown: it would run the zygote's exit handlers, and wait for threads that a
+        # collective library may never end.
+        os._exit(code)
+
+
+def _redirect(log_fd: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(null)
+    os.close(log_fd)
+    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def _set_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's to answer
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)  # how the node asks where this worker stands
+
+
+def _run(channel: Channel) -> int:
+    start = channel.recv()
+    if start is None:
+        return 1
+    try:
+        entry(start["entry"])(channel, start["args"])
+    except SystemExit as e:
+        if isinstance(e.code, int | None):
+            return e.code or 0
+        print(e.code, file=sys.stderr)
+        return 1
+    except BaseException as e:
+        traceback.print_exc()
+        with contextlib.suppress(OSError):  # nobody may be left to be told
+            channel.send({"type": "error", "kind": type(e).__name__, "text": str(e)[:65536]})
+        return 1
+    return 0
+
+
+def entry(name: str) -> Callable[[Channel, dict[str, Any]], object]:
+    """The function behind "package.module:function"."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)

@@ -1,0 +1,102 @@
+"""The zygote: a process that has imported what workers need (by name: this module knows no torch), has
+touched no device, runs no thread and no tensor op, and forks a worker in milliseconds when the node asks.
+
+Its socket keeps packet boundaries (SOCK_SEQPACKET), so that a request and its file descriptors travel as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from phalanx.runtime import kernel, worker
+
+PACKET_BYTES = 64 << 10
+
+
+def main(argv: list[str]) -> None:
+    control = socket.socket(fileno=int(argv[0]))
+    kernel.die_with_parent(int(argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a worker that is asked for its stack too early must not die of it
+    try:
+        preload(argv[2:])
+    except BaseException:
+        _send(control, type="failed", text=traceback.format_exc()[-PACKET_BYTES // 4 :])
+        return
+    _send(control, type="ready", threads=len(os.listdir("/proc/self/task")))
+    serve(control)
+
+
+def preload(modules: list[str]) -> None:
+    # OpenBLAS starts its threads when numpy is imported, and threads do not survive a fork. Workers get the
+    # variable back as it was: libraries that read it later, after the fork, may use threads.
+    before = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    for name in modules:
+        importlib.import_module(name)
+    if before is None:
+        del os.environ["OPENBLAS_NUM_THREADS"]
+    else:
+        os.environ["OPENBLAS_NUM_THREADS"] = before
+    gc.collect()
+    gc.freeze()  # the collector then leaves the shared pages of workers alone
+
+
+def serve(control: socket.socket) -> None:
+    """Fork on request and report each child's end, until the node closes the socket."""
+    me = os.getpid()
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    children: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, worker)
+    while True:
+        for key, _ in selector.select():
+            if key.fd != control.fileno():
+                pid, number = children.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _send(control, type="exit", worker=number, status=os.waitpid(pid, 0)[1], error="")
+                continue
+            packet, fds, _, _ = socket.recv_fds(control, PACKET_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
+            if not packet:
+                return  # the workers go with this process
+            request = json.loads(packet)
+            try:
+                pid = os.fork()
+            except OSError as e:
+                _send(control, type="exit", worker=request["worker"], status=-1, error=f"fork failed: {e}")
+            else:
+                if pid == 0:
+                    worker.main(
+                        fds, slot=request["slot"], parent=me, close=[control.fileno(), selector.fileno(), *children]
+                    )
+                _own_group(pid)
+                pidfd = os.pidfd_open(pid)
+                children[pidfd] = (pid, request["worker"])
+                selector.register(pidfd, selectors.EVENT_READ)
+                _send(control, type="started", worker=request["worker"], pid=pid)
+            for fd in fds:
+                os.close(fd)
+
+
+def _own_group(pid: int) -> None:
+    """Parent and child both do it, so that whoever comes first, the group is there to be killed as one."""
+    with contextlib.suppress(OSError):  # it may have ended already
+        os.setpgid(pid, pid)
+
+
+def _send(control: socket.socket, **packet: Any) -> None:
+    control.send(json.dumps(packet).encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

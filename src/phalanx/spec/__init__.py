@@ -1,0 +1,8 @@
+"""The job file: what the user asks for, as TOML, checked once at the edge and resolved into a core Job.
+Nothing behind this package sees pydantic or TOML."""
+
+from phalanx.spec.describe import Row, explain, schema
+from phalanx.spec.load import Resolved, from_mapping, load
+from phalanx.spec.presets import PRESETS
+
+__all__ = ["PRESETS", "Resolved", "Row", "explain", "from_mapping", "load", "schema"]

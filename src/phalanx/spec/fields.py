@@ -1,0 +1,207 @@
+"""The fields of the job file: type, range and one sentence of help for each. Defaults are the core
+dataclasses' own, so that a job made in code and a job read from a file start from the same values."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from phalanx.core.job import DataConfig, Job, OptimizerConfig, RunConfig, TrainConfig
+from phalanx.core.layout import Layout
+from phalanx.core.shape import ModelConfig
+from phalanx.spec.presets import PRESETS
+
+JOB, MODEL, LAYOUT, TRAIN = Job(), ModelConfig(), Layout(), TrainConfig()
+OPTIMIZER, DATA, RUN = OptimizerConfig(), DataConfig(), RunConfig()
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(word), list(known), n=2)
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+def _refuse(message: str, remedy: str) -> PydanticCustomError:
+    # As context, not as the template: pydantic would read braces in a user's path as placeholders.
+    return PydanticCustomError("refused", "{message}", {"message": message, "remedy": remedy})
+
+
+def _preset(name: str | None) -> str | None:
+    if name is not None and name not in PRESETS:
+        raise _refuse("there is no such preset", f"{did_you_mean(name, PRESETS)}The presets are {', '.join(PRESETS)}")
+    return name
+
+
+def _absolute(path: str, info: ValidationInfo) -> str:
+    """The loader says per field which folder a relative path starts from."""
+    folder = (info.context or {}).get(info.field_name, Path())
+    return os.path.abspath(folder / os.path.expanduser(path))
+
+
+def _family(reference: str, info: ValidationInfo) -> str:
+    if reference == MODEL.family:
+        return reference
+    usage = f'write "{MODEL.family}", or "path/to/file.py:NAME" for a family of your own'
+    file, _, name = reference.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        what = "the reference names no NAME in the file" if ".py" in reference else "there is no such family"
+        raise _refuse(what, did_you_mean(reference, [MODEL.family]) + usage)
+    path = _absolute(file, info)
+    if not os.path.isfile(path):
+        raise _refuse(f"there is no file {path}", f"correct the path, or {usage}")
+    return f"{path}:{name}"
+
+
+def _source(source: str, info: ValidationInfo) -> str:
+    if source == DATA.source:
+        return source
+    path = _absolute(source, info)
+    if not os.path.exists(path):
+        usage = f'write "{DATA.source}", or the path of a text file or of a folder of them'
+        raise _refuse(f"there is no file or folder {path}", did_you_mean(source, [DATA.source]) + usage)
+    return path
+
+
+def option(default: object, text: str, **bounds: Any) -> Any:
+    return Field(default, description=text, **bounds)
+
+
+class Section(BaseModel):
+    # Strict: "8" is not 8 and true is not 1. A slip in a job for a thousand GPUs must not be guessed at.
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which model: a preset shape, sizes of your own, or a family of your own."""
+
+    preset: Annotated[str | None, AfterValidator(_preset)] = option(
+        None,
+        "Start from a named shape; fields given beside it override it.",
+        json_schema_extra={"enum": list(PRESETS)},
+    )
+    family: Annotated[str, AfterValidator(_family)] = option(
+        MODEL.family, 'The built-in "dense" transformer, or `path/to/file.py:NAME` for a family of your own.'
+    )
+    vocab_size: int = option(
+        MODEL.vocab_size, "Number of token ids; 257 is every byte and an end-of-document mark.", ge=2
+    )
+    dim: int = option(MODEL.dim, "Width of the residual stream.", ge=1)
+    num_layers: int = option(MODEL.num_layers, "Number of transformer blocks.", ge=1)
+    num_heads: int = option(MODEL.num_heads, "Query heads per block; each is dim / num_heads wide.", ge=1)
+    num_kv_heads: int = option(
+        MODEL.num_kv_heads, "Key/value heads per block; fewer than num_heads is grouped-query attention.", ge=1
+    )
+    ffn_dim: int = option(MODEL.ffn_dim, "Inner width of the SwiGLU feed-forward; 8/3 dim is usual.", ge=1)
+    tied: bool = option(MODEL.tied, "Whether the output projection shares the embedding's weights.")
+    rope_theta: float = option(MODEL.rope_theta, "Base of the rotary position embedding.", gt=0)
+    norm_eps: float = option(MODEL.norm_eps, "Epsilon of the RMS norms.", gt=0)
+    options: dict[str, JsonValue] = option(MODEL.options, "A free table, handed to a family of your own as it is.")
+
+
+class LayoutSection(Section):
+    """How the ranks are arranged: replica x shard x tp of them."""
+
+    ranks: int | None = option(None, "The expected number of ranks; checked against the product of the degrees.", ge=1)
+    replica: int = option(
+        LAYOUT.replica, "Whole copies of the model; they exchange gradients only, and fail one by one.", ge=1
+    )
+    shard: int = option(LAYOUT.shard, "Ranks that split one copy's state between them and see different samples.", ge=1)
+    tp: int = option(LAYOUT.tp, "Ranks that split every layer's matrices (tensor parallelism).", ge=1)
+    zero: int = option(
+        LAYOUT.zero,
+        "What the shard ranks split: 1 the optimizer state, 2 gradients too, 3 parameters too.",
+        ge=1,
+        le=3,
+    )
+    ranks_per_node: int = option(
+        LAYOUT.ranks_per_node, "Ranks on one host, for the two-level reduction; 0 means all on one.", ge=0
+    )
+
+
+class TrainSection(Section):
+    """The step: how many, how large, in which arithmetic."""
+
+    steps: int = option(TRAIN.steps, "Number of optimizer updates.", ge=1)
+    seq_len: int = option(TRAIN.seq_len, "Tokens per sequence.", ge=1)
+    global_batch: int = option(TRAIN.global_batch, "Sequences per optimizer update, over all ranks.", ge=1)
+    micro_batch: int = option(TRAIN.micro_batch, "Sequences per forward and backward pass of one rank.", ge=1)
+    precision: Literal["bf16", "fp32", "fp64"] = option(
+        TRAIN.precision, "Arithmetic of the forward and backward pass; bf16 keeps fp32 master weights."
+    )
+    reduction: Literal["fast", "exact"] = option(
+        TRAIN.reduction,
+        "How gradients are summed: exact gives the same bits for any replica x shard split, fast for the same layout.",
+    )
+    recompute: Literal["none", "selective", "full"] = option(
+        TRAIN.recompute, "Activations thrown away in the forward pass and computed again in the backward pass."
+    )
+    prefetch: int = option(TRAIN.prefetch, "Layers whose parameters are gathered ahead of their use.", ge=0)
+    bucket_mb: float = option(TRAIN.bucket_mb, "Megabytes in one gradient bucket of the cross-replica reduction.", gt=0)
+    compress: Literal["none", "bf16", "int8"] = option(
+        TRAIN.compress, "Format in which gradients cross between replicas; none sends them as they are."
+    )
+    document_mask: bool = option(TRAIN.document_mask, "Whether attention stops at document boundaries.")
+
+
+class OptimizerSection(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = option(OPTIMIZER.lr, "Peak learning rate.", gt=0)
+    beta1: float = option(OPTIMIZER.beta1, "Decay of the first moment.", ge=0, lt=1)
+    beta2: float = option(OPTIMIZER.beta2, "Decay of the second moment.", ge=0, lt=1)
+    eps: float = option(OPTIMIZER.eps, "Added to the root of the second moment.", gt=0)
+    weight_decay: float = option(OPTIMIZER.weight_decay, "Decoupled weight decay.", ge=0)
+    clip: float = option(OPTIMIZER.clip, "Largest global gradient norm; 0 does not clip.", ge=0)
+    schedule: Literal["cosine", "wsd"] = option(
+        OPTIMIZER.schedule, "Shape after the warm-up: a cosine to the end, or stable and then a decay (wsd)."
+    )
+    warmup_steps: int = option(OPTIMIZER.warmup_steps, "Updates over which the rate rises to its peak.", ge=0)
+    decay_steps: int = option(OPTIMIZER.decay_steps, "Length of the final decay; wsd only.", ge=0)
+    min_lr_ratio: float = option(OPTIMIZER.min_lr_ratio, "Final learning rate as a share of the peak.", ge=0, le=1)
+
+
+class DataSection(Section):
+    """What the model reads."""
+
+    source: Annotated[str, AfterValidator(_source)] = option(
+        DATA.source, 'The text: "python-stdlib", or the path of a text file or of a folder of them.'
+    )
+    max_mb: float = option(DATA.max_mb, "Megabytes of the text that are read at most.", gt=0)
+
+
+class RunSection(Section):
+    """Where and on what the job runs."""
+
+    dir: str = option(RUN.dir, "Folder that holds the records of runs.", min_length=1)
+    device: str = option(
+        RUN.device,
+        'A torch device type such as "cpu"; "auto" takes the accelerator if there is one.',
+        pattern="^[a-z]+$",
+    )
+    threads: int = option(RUN.threads, "CPU threads per rank; 0 divides the cores among the ranks.", ge=0)
+    hang_timeout_s: float = option(
+        RUN.hang_timeout_s, "Seconds without a step until a run counts as hung; 0 derives it from the step time.", ge=0
+    )
+    trace: bool = option(RUN.trace, "Whether to record a trace of every rank's operations.")
+
+
+class JobFile(Section):
+    """A training job."""
+
+    name: str = option(JOB.name, "Name of the job and of its run folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = option(JOB.seed, "Seed of the weights and of the order of the samples.", ge=0, lt=2**63)
+    model: ModelSection = ModelSection()
+    layout: LayoutSection = LayoutSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    data: DataSection = DataSection()
+    run: RunSection = RunSection()
+
+
+# Fields that shape the job but are no part of it.
+INPUT_ONLY = {"model": {"preset"}, "layout": {"ranks"}}

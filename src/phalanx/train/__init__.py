@@ -1,0 +1,1 @@
+"""The worker: the step loop, the engine, the optimizer, precision."""

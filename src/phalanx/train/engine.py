@@ -1,0 +1,186 @@
+"""The engine: one rank's wrapped model, reducer and groups around a borrowed state. It is disposable:
+after a failed step, or when the membership changes, it is closed and another is built around the
+same state. Nothing in it is worth keeping."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from phalanx.core.job import Job
+from phalanx.core.layout import Coord
+from phalanx.model.family import Batch, Family
+from phalanx.observe.progress import Phase
+from phalanx.parallel.device import Device
+from phalanx.parallel.groups import Groups
+from phalanx.parallel.norm import exact_norm, fast_norm
+from phalanx.parallel.parallelize import parallelize
+from phalanx.parallel.reduce import Reducer, micro_indices
+from phalanx.parallel.shard import set_micro_batch
+from phalanx.parallel.tensor import cross_entropy
+from phalanx.train.schedule import learning_rate
+from phalanx.train.state import State
+
+
+def _no_mark(phase: Phase, *, step: int = 0, micro: int = 0) -> None: ...
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Tensors, read by the caller a step later: nothing here waits for the device."""
+
+    loss_sums: Tensor  # one per micro-batch of this rank
+    tokens: Tensor  # target tokens in the whole global batch
+    grad_norm: Tensor
+    lr: float
+    backward_end_ns: int = 0
+    grads: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Engine:
+    def __init__(
+        self,
+        job: Job,
+        family: Family,
+        coord: Coord,
+        groups: Groups,
+        state: State,
+        device: Device,
+        mark: Callable[..., None] = _no_mark,
+    ):
+        self.job, self.family, self.coord, self.groups = job, family, coord, groups
+        self.state, self.device, self.mark = state, device, mark
+        self.indices = micro_indices(job, coord)
+        self.model = parallelize(job, family, groups)
+        self._bind()
+        self.reducer = Reducer(job, coord, groups, device)
+        self.reducer.attach(self.model)
+        self._summed_over_tp = [i.name for i in state.infos if i.tp_dim is None] if job.layout.tp > 1 else []
+        uncounted = set(self._summed_over_tp) if coord.tp else set()
+        self._counted = [i.name for i in state.infos if i.name not in uncounted]
+        self._num_params = sum(i.shape.numel() for i in state.infos)
+
+    def _bind(self) -> None:
+        """Make the wrapped model's parameters the very tensors of the state."""
+        mesh = self.groups.mesh["shard"]
+        wrapped = dict(self.model.named_parameters(remove_duplicate=False))
+        tied: dict[int, torch.nn.Parameter] = {}
+        bound = {}
+        for name, param in wrapped.items():
+            if id(param) not in tied:
+                local = self.state.params[name].detach()
+                value = DTensor.from_local(
+                    local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
+                )
+                tied[id(param)] = torch.nn.Parameter(value)
+            bound[name] = tied[id(param)]
+        self.model.load_state_dict(bound, assign=True)
+        self._wrapped = [(name, p) for name, p in self.model.named_parameters()]
+        self._aliased = False
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def step(self, batches: Sequence[Batch]) -> StepResult:
+        """Forward, backward, reduce, clip, update. `batches[j]` is micro-batch `indices[j]`."""
+        result = self.gradients(batches)
+        self.mark(Phase.optimizer)
+        self.update(result)
+        return result
+
+    def gradients(self, batches: Sequence[Batch]) -> StepResult:
+        """Everything up to the gradients, reduced and clipped, in `result.grads`. Weights and
+        optimizer are untouched until `update`, so a step that fails here never happened."""
+        assert len(batches) == len(self.indices), (len(batches), len(self.indices))
+        job, model = self.job, cast(FSDPModule, self.model)
+        batches = [b.to(self.device.torch) for b in batches]
+        tokens = self.reducer.sum_counts(torch.stack([b.weights_BL.sum() for b in batches]).sum())
+        scale = 1.0 / tokens.to(torch.float64)
+        loss_sums = []
+        for j, batch in enumerate(batches):
+            last = j == len(batches) - 1
+            set_micro_batch(model, job.layout.zero, self.reducer.exact, last)
+            self.reducer.begin(j)
+            self.mark(Phase.forward, step=self.state.step, micro=j)
+            loss = self._loss(self.model(batch), batch)
+            loss_sums.append(loss.detach())
+            self.mark(Phase.backward, step=self.state.step, micro=j)
+            (loss * scale.to(loss.dtype)).backward()
+            if not last:
+                for _, param in self._wrapped:
+                    param.grad = None
+        backward_end_ns = time.perf_counter_ns()
+        self.mark(Phase.reduce, step=self.state.step)
+        self.reducer.finish()
+        grads = self._take_gradients()
+        norm = self._clip(grads)
+        lr = learning_rate(job.optimizer, self.state.step, job.train.steps)
+        return StepResult(torch.stack(loss_sums), tokens, norm, lr, backward_end_ns, grads)
+
+    def update(self, result: StepResult) -> None:
+        optimizer = self.state.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = result.lr
+        for name, grad in result.grads.items():
+            self.state.params[name].grad = grad
+        optimizer.step()
+        for param in self.state.params.values():
+            param.grad = None
+        self.state.step += 1
+
+    def _loss(self, output: Tensor, batch: Batch) -> Tensor:
+        """Summed over this micro-batch's target tokens."""
+        if self.family.loss is not None:
+            return self.family.loss(output, batch, self.groups.tp)
+        per_token = cross_entropy(output, batch.targets_BL, self.groups.tp, self.job.model.vocab_size)
+        return (per_token * batch.weights_BL).sum()
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        grads = {}
+        for name, param in self._wrapped:
+            assert isinstance(param, DTensor), name
+            if param.grad is None:
+                raise RuntimeError(f"parameter {name} got no gradient: every parameter must take part in the loss")
+            grads[name] = param.grad.to_local()
+            param.grad = None
+            if not self._aliased:  # FSDP2 pads uneven slices into a buffer of its own on first use
+                self.state.params[name].data = param.to_local()
+        self._aliased = True
+        if self._summed_over_tp:
+            self._sum_over_tp([grads[name] for name in self._summed_over_tp])
+        return grads
+
+    def _sum_over_tp(self, grads: list[Tensor]) -> None:
+        """Small and rare, so gathered and added in rank order: the same bits for any sharding."""
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        first, *others = funcol.wait_tensor(funcol.all_gather_tensor(flat, 0, self.groups.tp)).view(-1, flat.numel())
+        total = first.clone()
+        for row in others:
+            total.add_(row)
+        for grad, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+    def _clip(self, grads: dict[str, Tensor]) -> Tensor:
+        counted = [grads[name] for name in self._counted]
+        if self.reducer.exact:
+            norm = exact_norm(counted, None, counted[0], self._num_params)
+        else:
+            norm = fast_norm(counted, None, counted[0])
+        if self.job.optimizer.clip > 0:
+            factor = (self.job.optimizer.clip / (norm + 1e-6)).clamp_max(1.0)
+            torch._foreach_mul_(list(grads.values()), factor.to(counted[0].dtype))
+        return norm
+
+    def close(self) -> None:
+        """Let go of the model and of every reference to a group."""
+        self.reducer.close()
+        del self.model, self._wrapped, self.reducer, self.groups
+        gc.collect()

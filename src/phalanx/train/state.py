@@ -1,0 +1,71 @@
+"""A worker's state: its local slices of the weights and of the optimizer, and the step. It lives
+outside the engine, which is thrown away after a failure; engines borrow these tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from phalanx.core.job import Job
+from phalanx.core.layout import Coord
+from phalanx.model.family import Family
+from phalanx.model.init import draw
+from phalanx.parallel.device import Device
+from phalanx.parallel.schema import ParamInfo, describe
+from phalanx.parallel.shard import MASTER_DTYPE
+
+
+@dataclass
+class State:
+    infos: list[ParamInfo]
+    params: dict[str, nn.Parameter]  # local slices, in the master precision
+    optimizer: torch.optim.AdamW
+    step: int = 0
+
+    @staticmethod
+    def create(job: Job, family: Family, coord: Coord, device: Device) -> State:
+        """First values: the same whole weights on any layout."""
+        infos = describe(family, job.model)
+        params = {}
+        for info in infos:
+            shape = info.local_shape(job.layout, coord)
+            local = torch.empty(shape, dtype=MASTER_DTYPE[job.train.precision])
+            rows, cols = info.local_slice(job.layout, coord)
+            draw(job.seed, info.name, info.shape, family.init(info.name, job.model), rows, cols, local)
+            params[info.name] = nn.Parameter(local.to(device.torch))
+        return State(infos, params, _optimizer(job, params))
+
+    def digest(self) -> dict[str, str]:
+        """SHA-256 of the bytes of the local weights, and of the optimizer's moments."""
+        weights, moments = hashlib.sha256(), hashlib.sha256()
+        for name, param in self.params.items():
+            weights.update(_bytes(name, param))
+            for key, value in sorted(self.optimizer.state[param].items()):
+                moments.update(_bytes(key, value))
+        return {"weights": weights.hexdigest(), "optimizer": moments.hexdigest()}
+
+
+def _bytes(name: str, tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return name.encode() + flat.cpu().numpy().tobytes()
+
+
+def _optimizer(job: Job, params: dict[str, nn.Parameter]) -> torch.optim.AdamW:
+    """Runs on local slices, so it does no communication. Vectors are not decayed. The exact
+    reduction needs foreach: the fused kernel's result depends on where a tensor is cut."""
+    c, exact = job.optimizer, job.train.reduction == "exact"
+    held = [p for p in params.values() if p.numel()]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in held if p.dim() > 1], "weight_decay": c.weight_decay},
+            {"params": [p for p in held if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=c.lr,
+        betas=(c.beta1, c.beta2),
+        eps=c.eps,
+        foreach=exact,
+        fused=not exact,
+    )

@@ -1,0 +1,175 @@
+"""What the parity tests and benchmarks run on each rank, and the compositions they run it on.
+
+`CASES` is the table: a name, the layout, and what differs from the base job. Functions named
+`case_*` run inside pool workers (tests/pool.py) and return JSON."""
+
+import dataclasses
+import gc
+
+import numpy as np
+import torch
+
+from phalanx.core.job import Job, OptimizerConfig, TrainConfig
+from phalanx.core.layout import Coord, Layout
+from phalanx.core.shape import ModelConfig
+from phalanx.model import Batch, load_family
+from phalanx.parallel.device import Device
+from phalanx.parallel.groups import Groups, connect_store
+from phalanx.parallel.reduce import micro_indices
+from phalanx.train.engine import Engine
+from phalanx.train.schedule import learning_rate
+from phalanx.train.state import State
+
+STEPS = 5
+CPU = Device(torch.device("cpu"), "gloo")
+
+EVEN = ModelConfig(vocab_size=96, dim=64, num_layers=3, num_heads=4, num_kv_heads=4, ffn_dim=160)
+# 101 and 171 are odd; 60 / 4 heads = 15 would be odd for RoPE, so 6 heads of 10.
+ODD = ModelConfig(vocab_size=101, dim=60, num_layers=2, num_heads=6, num_kv_heads=2, ffn_dim=171)
+TIED = dataclasses.replace(ODD, tied=True)
+
+
+def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, **train) -> Job:
+    defaults = dict(steps=STEPS, seq_len=24, global_batch=16, micro_batch=1, precision="fp64", bucket_mb=0.05)
+    return Job(
+        name="case",
+        seed=7,
+        model=model,
+        layout=Layout(*layout, zero=zero, ranks_per_node=ranks_per_node),
+        train=TrainConfig(**(defaults | train)),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2, clip=clip),
+    )
+
+
+# name, replica x shard x tp, keyword arguments of make_job
+CASES = [
+    ("single", (1, 1, 1), {}),
+    ("shard 2", (1, 2, 1), {}),
+    ("shard 3, uneven rows", (1, 3, 1), dict(global_batch=12)),
+    ("shard 4, ZeRO-1", (1, 4, 1), dict(zero=1)),
+    ("shard 4, ZeRO-2", (1, 4, 1), dict(zero=2)),
+    ("shard 8", (1, 8, 1), {}),
+    ("shard 4, no accumulation", (1, 4, 1), dict(global_batch=4)),
+    ("shard 2, even sizes", (1, 2, 1), dict(model=EVEN)),
+    ("tp 2", (1, 1, 2), {}),
+    ("tp 4", (1, 1, 4), dict(model=EVEN)),
+    ("tp 2, odd vocabulary, tied", (1, 1, 2), dict(model=TIED)),
+    ("tp 2, no mask", (1, 1, 2), dict(document_mask=False)),
+    ("tp 2, full recompute", (1, 1, 2), dict(recompute="full")),
+    ("tp 2, selective recompute", (1, 1, 2), dict(recompute="selective")),
+    ("replica 2", (2, 1, 1), {}),
+    ("replica 3", (3, 1, 1), dict(global_batch=12)),
+    ("replica 4, two nodes", (4, 1, 1), dict(ranks_per_node=2)),
+    ("replica 8, two nodes", (8, 1, 1), dict(ranks_per_node=4)),
+    ("shard 2 x tp 2", (1, 2, 2), {}),
+    ("shard 2 x tp 2, tied", (1, 2, 2), dict(model=TIED)),
+    ("shard 2 x tp 2, ZeRO-1", (1, 2, 2), dict(zero=1)),
+    ("shard 2 x tp 4", (1, 2, 4), dict(model=EVEN)),
+    ("shard 4 x tp 2", (1, 4, 2), {}),
+    ("shard 4 x tp 2, full recompute, tied", (1, 4, 2), dict(model=TIED, recompute="full")),
+    ("replica 2 x shard 2", (2, 2, 1), {}),
+    ("replica 2 x shard 2, ZeRO-1", (2, 2, 1), dict(zero=1)),
+    ("replica 2 x shard 2, no mask", (2, 2, 1), dict(document_mask=False)),
+    ("replica 4 x shard 2, two nodes", (4, 2, 1), dict(ranks_per_node=4)),
+    ("replica 2 x shard 4", (2, 4, 1), {}),
+    ("replica 2 x tp 2", (2, 1, 2), {}),
+    ("replica 2 x tp 4", (2, 1, 4), dict(model=EVEN)),
+    ("replica 4 x tp 2, two nodes", (4, 1, 2), dict(ranks_per_node=4)),
+    ("replica 2 x shard 2 x tp 2", (2, 2, 2), {}),
+    ("replica 2 x shard 2 x tp 2, tied, full recompute", (2, 2, 2), dict(model=TIED, recompute="full")),
+    ("replica 2 x shard 2 x tp 2, ZeRO-2, selective", (2, 2, 2), dict(zero=2, recompute="selective")),
+    ("replica 2 x shard 2 x tp 2, micro-batch 2", (2, 2, 2), dict(micro_batch=2)),
+    ("exact: shard 4", (1, 4, 1), dict(reduction="exact")),
+    ("exact: shard 3, 12 leaves", (1, 3, 1), dict(reduction="exact", global_batch=12)),
+    ("exact: replica 3 x shard 2, ZeRO-1", (3, 2, 1), dict(reduction="exact", global_batch=24, zero=1)),
+    ("exact: replica 2 x shard 2 x tp 2", (2, 2, 2), dict(reduction="exact")),
+    ("exact: replica 4 x shard 2, two nodes", (4, 2, 1), dict(reduction="exact", ranks_per_node=4)),
+]
+
+
+def make_batch(job: Job, step: int, index: int) -> Batch:
+    """Micro-batch `index` of a step: random tokens cut into documents of random lengths."""
+    rng = np.random.default_rng([job.seed, step, index])
+    shape = (job.train.micro_batch, job.train.seq_len)
+    tokens = rng.integers(0, job.model.vocab_size, (shape[0], shape[1] + 1))
+    ends = rng.random(shape) < 0.15
+    documents = np.cumsum(ends, axis=1) - ends
+    return Batch(
+        torch.from_numpy(tokens[:, :-1].copy()),
+        torch.from_numpy(tokens[:, 1:].copy()),
+        torch.from_numpy((~ends).astype(np.int64)),
+        torch.from_numpy(documents) if job.train.document_mask else None,
+    )
+
+
+def reference_inputs(job: Job):
+    """Initial weights, and every step's micro-batches and rate, as plain tensors."""
+    single = dataclasses.replace(job, layout=Layout())
+    state = State.create(single, load_family(job.model.family), Coord(0, 0, 0), CPU)
+    steps = []
+    for step in range(STEPS):
+        batches = [make_batch(job, step, i) for i in range(job.num_micro)]
+        plain = [(b.tokens_BL, b.targets_BL, b.weights_BL, b.documents_BL) for b in batches]
+        steps.append((plain, learning_rate(job.optimizer, step, job.train.steps)))
+    return {k: v.detach().clone() for k, v in state.params.items()}, steps
+
+
+class Rank:
+    """One rank of a job, inside a pool worker: forms the groups, builds the engine."""
+
+    def __init__(self, job: Job, rank: int, store, generation: int):
+        self.job, self.coord = job, job.layout.coord(rank)
+        self.store, self.generation = store, generation
+        self.family = load_family(job.model.family)
+        self.state = State.create(job, self.family, self.coord, CPU)
+        self.build()
+
+    def build(self):
+        self.groups = Groups.form(self.store, self.generation, self.job.layout, self.coord, CPU)
+        self.engine = Engine(self.job, self.family, self.coord, self.groups, self.state, CPU)
+
+    def batches(self, step):
+        return [make_batch(self.job, step, i) for i in micro_indices(self.job, self.coord)]
+
+    def close(self):
+        self.engine.close()
+        del self.engine
+        gc.collect()
+        self.groups.close()
+
+
+def connect(args) -> tuple[Job, Rank]:
+    job = Job.from_dict(args["job"])
+    store = connect_store(args["store"]["host"], args["store"]["port"])
+    return job, Rank(job, args["rank"], store, args["generation"])
+
+
+def compare(rank: Rank, local: dict, reference) -> dict:
+    """Per parameter: squared norm of the difference and of the reference, on this rank's slice."""
+    out = {}
+    for info in rank.state.infos:
+        rows, cols = info.local_slice(rank.job.layout, rank.coord)
+        want = torch.from_numpy(reference[info.name])
+        want = want[rows, cols] if want.dim() > 1 else want[rows]
+        got = local[info.name].detach().double()
+        out[info.name] = [float(((got - want) ** 2).sum()), float((want**2).sum())]
+    return out
+
+
+def case_parity(args):
+    """Five steps; compares the first step's gradients and the last weights with the references."""
+    job, rank = connect(args)
+    result = {"losses": [], "norms": []}
+    references = {name: np.load(path) for name, path in args["references"].items()}
+    for step in range(STEPS):
+        out = rank.engine.gradients(rank.batches(step))
+        if step == 0:
+            grads = {k: g.clone() for k, g in out.grads.items()}
+        rank.engine.update(out)
+        result["losses"].append([float(x) for x in out.loss_sums])
+        result["norms"].append(float(out.grad_norm))
+    for name, arrays in references.items():
+        result[name] = compare(rank, grads if name.endswith("grads") else rank.state.params, arrays)
+    result["digest"] = rank.state.digest()
+    rank.close()
+    return result

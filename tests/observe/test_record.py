@@ -1,0 +1,81 @@
+"""RunRecord: what a run leaves behind can be read while it runs, after it, and after a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+
+import pytest
+
+from phalanx.observe.record import RunRecord
+
+
+def test_a_record_is_read_back(tmp_path):
+    record = RunRecord.create(tmp_path / "runs", "my job/7", {"torch": "2.13"}, job={"job": {"seed": 1}, "origins": {}})
+    assert re.fullmatch(r"my-job-7-\d{8}T\d{6}Z-[0-9a-f]{4}", record.path.name)
+    record.metric({"step": 0, "loss": 1.25})
+    record.event({"type": "ready"})
+    while_running = RunRecord.open(record.path)
+    assert list(while_running.metrics()) == [{"step": 0, "loss": 1.25}]
+    assert while_running.summary is None
+    record.metric({"step": 1, "loss": math.nan, "norms": [math.inf, 1.0]})
+    record.finish({"ok": True})
+    after = RunRecord.open(record.path)
+    assert after.job == {"job": {"seed": 1}, "origins": {}} and after.meta == {"torch": "2.13"}
+    assert list(after.metrics())[1] == {"step": 1, "loss": None, "norms": [None, 1.0]}
+    assert [e["type"] for e in after.events()] == ["ready"] and next(after.events())["time"] > 1e9
+    assert after.summary == {"ok": True}
+    assert {p.name for p in record.path.iterdir()} == {
+        "job.json", "meta.json", "metrics.jsonl", "events.jsonl", "logs", "summary.json",
+    }  # fmt: skip
+
+
+def test_two_runs_of_one_name_do_not_meet(tmp_path):
+    assert RunRecord.create(tmp_path, "a", {}).path != RunRecord.create(tmp_path, "a", {}).path
+
+
+def test_a_torn_last_line_is_passed_over_and_a_damaged_one_is_not(tmp_path):
+    record = RunRecord.create(tmp_path, "a", {})
+    record.metric({"step": 0})
+    with open(record.path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 1, "lo')
+    assert list(record.metrics()) == [{"step": 0}]
+    with open(record.path / "metrics.jsonl", "a") as f:
+        f.write("\n")
+    with pytest.raises(ValueError, match="line 2"):
+        list(record.metrics())
+
+
+def test_a_kill_leaves_every_line_that_was_written(tmp_path):
+    pid = os.fork()
+    if pid == 0:
+        record = RunRecord.create(tmp_path, "a", {})
+        for step in range(50):
+            record.metric({"step": step})
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    (path,) = tmp_path.iterdir()
+    assert [row["step"] for row in RunRecord.open(path).metrics()] == list(range(50))
+    assert RunRecord.open(path).summary is None
+
+
+def test_what_is_no_record_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not a run record"):
+        RunRecord.open(tmp_path)
+
+
+def test_the_summary_is_whole_or_absent(tmp_path, monkeypatch):
+    record = RunRecord.create(tmp_path, "a", {})
+    with pytest.raises(TypeError):
+        record.finish({"bad": object()})
+    assert record.summary is None
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        record.finish({"ok": True})
+    assert record.summary is None
+    monkeypatch.undo()
+    record.finish({"ok": True})
+    assert json.loads((record.path / "summary.json").read_text()) == {"ok": True}

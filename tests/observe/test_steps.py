@@ -1,0 +1,69 @@
+"""StepTable: one row per step, whatever the order in which ranks report."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.observe.steps import StepTable
+
+
+def report(step=0, time_s=1.0, loss_sums=(), tokens=0, grad_norm=0.5, lr=1e-3):
+    return {
+        "type": "step", "step": step, "time_s": time_s, "loss_sums": list(loss_sums), "tokens": tokens,
+        "grad_norm": grad_norm, "lr": lr,
+    }  # fmt: skip
+
+
+def test_a_row_comes_when_the_last_rank_has_reported():
+    table = StepTable(world_size=4, tokens_per_step=800, flops_per_token=50, peak_flops=1e5)
+    assert table.add(0, report(loss_sums=[100.0, 200.0], tokens=300, time_s=1.0)) is None
+    assert table.add(3, report(time_s=2.0)) is None
+    assert table.add(0, report(step=1)) is None  # a rank may be a step ahead
+    assert table.add(2, report(loss_sums=[300.0], tokens=100, time_s=0.5)) is None
+    assert table.add(1, report(time_s=1.5)) == {
+        "step": 0, "loss": 1.5, "grad_norm": 0.5, "lr": 1e-3, "target_tokens": 400,
+        "time_s": 2.0, "time_min_s": 0.5, "time_median_s": 1.25, "slowest_rank": 3,
+        "tokens_per_s": 400.0, "mfu": 0.2,
+    }  # fmt: skip
+    assert list(table._open) == [1], "a finished step is still in memory"
+    assert table.events == []
+
+
+@given(st.lists(st.floats(-1e300, 1e300), min_size=4, max_size=12), st.randoms(use_true_random=False))
+def test_the_loss_does_not_depend_on_the_order_or_the_split(sums, rng):
+    def loss(sums, order, cut):
+        table = StepTable(world_size=2, tokens_per_step=1)
+        parts = [sums[:cut], sums[cut:]]
+        rows = [table.add(rank, report(loss_sums=parts[rank], tokens=3)) for rank in order]
+        return rows[-1]["loss"]
+
+    shuffled = list(sums)
+    rng.shuffle(shuffled)
+    assert loss(sums, (0, 1), 1).hex() == loss(shuffled, (1, 0), 3).hex()
+
+
+@pytest.mark.parametrize("sums", [[math.inf, -math.inf], [math.nan, 1.0], [1.7e308, 1.7e308]])
+def test_a_loss_that_has_left_the_numbers_still_gives_a_row(sums):
+    row = StepTable(1, 1).add(0, report(loss_sums=sums, tokens=2))
+    assert row is not None and not math.isfinite(row["loss"])
+
+
+def test_a_step_without_targets_has_no_loss():
+    row = StepTable(1, 10).add(0, report(time_s=0.0))
+    assert math.isnan(row["loss"]) and row["tokens_per_s"] == 0.0 and row["mfu"] is None
+
+
+def test_a_norm_that_differs_in_its_last_bit_is_flagged():
+    table = StepTable(world_size=4, tokens_per_step=1)
+    for rank in range(4):
+        table.add(rank, report(step=9, grad_norm=math.nextafter(0.5, 1) if rank == 2 else 0.5))
+    (event,) = table.events
+    assert (event["type"], event["step"], event["ranks"]) == ("grad_norm differs", 9, [2])
+    same_nan = StepTable(world_size=2, tokens_per_step=1)
+    for rank in range(2):
+        same_nan.add(rank, report(grad_norm=math.nan))
+    assert same_nan.events == [], "all ranks agree that it is not a number"

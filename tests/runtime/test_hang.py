@@ -1,0 +1,140 @@
+"""Hangs: seen when they are there, not seen when they are not, and blamed on the right worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from phalanx.observe.progress import Phase, Reading
+from phalanx.runtime import hang
+from phalanx.runtime.client import NodeClient
+from tests.runtime.conftest import WORKERS, Tree
+
+WAITING = 'most recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 3 in all_reduce\n'
+BUSY = 'most recent call first):\n  File "/x/model.py", line 3 in forward\n'
+
+
+def evidence(worker, stack=WAITING, state="S", step=5, micro=0, counter=9):
+    return hang.Evidence(worker, Reading(counter, step, micro, Phase.forward, 0), state, stack)
+
+
+@pytest.mark.parametrize(
+    "cases, culprits, said",
+    [
+        ([evidence(0), evidence(1, stack="", state="T"), evidence(2, stack="")], [1], "is stopped"),
+        ([evidence(0), evidence(1, stack="", state="D"), evidence(2, stack=BUSY)], [1], "state D"),
+        (
+            [evidence(0), evidence(1), evidence(2, stack=BUSY, step=6)],
+            [2],
+            "in forward (/x/model.py:3), while the others",
+        ),
+        ([evidence(0), evidence(1, step=4), evidence(2)], [1], "is furthest behind"),
+        ([evidence(0, micro=1), evidence(1, micro=1), evidence(2)], [2], "is furthest behind"),
+        ([evidence(0), evidence(1)], [0, 1], "none is behind"),
+        ([evidence(3, stack=BUSY)], [3], "stands still in forward"),
+        ([evidence(0, stack=""), evidence(1, stack="", step=4)], [1], "is furthest behind"),
+    ],
+)
+def test_judgement(cases, culprits, said):
+    found, reason = hang.judge(cases)
+    assert found == culprits
+    assert said in reason
+
+
+def test_waiting_is_read_from_the_source_where_the_library_has_no_python_frame(tmp_path):
+    source = tmp_path / "reduce.py"
+    source.write_text("import torch\n    work.wait()\n    x = x + 1\n")
+    stack = 'most recent call first):\n  File "{}", line {} in reduce\n'
+    assert evidence(0, stack=stack.format(source, 2)).waits
+    assert not evidence(0, stack=stack.format(source, 3)).waits
+
+
+def reading(phase, age_s, now_s=1000):
+    return Reading(1, 0, 0, phase, int((now_s - age_s) * 1e9))
+
+
+@pytest.mark.parametrize(
+    "ages, since_s, stuck",
+    [
+        ({0: (Phase.forward, 11), 1: (Phase.reduce, 12)}, 0, {0, 1}),
+        ({0: (Phase.forward, 9), 1: (Phase.reduce, 12)}, 0, set()),  # one still moves
+        ({0: (Phase.forward, 1), 1: (Phase.reduce, 31)}, 0, {1}),  # far too late even so
+        ({0: (Phase.idle, 99), 1: (Phase.done, 99), 2: (Phase.starting, 99)}, 0, set()),
+        ({0: (Phase.idle, 99), 1: (Phase.backward, 11)}, 0, {1}),
+        ({0: (Phase.forward, 99)}, 995, set()),  # the watch has just begun
+        ({}, 0, set()),
+    ],
+)
+def test_who_stands_still(ages, since_s, stuck):
+    readings = {worker: reading(*facts) for worker, facts in ages.items()}
+    assert hang.stuck(readings, int(1000e9), int(since_s * 1e9), int(10e9)) == stuck
+
+
+def test_a_stopped_worker_is_found_and_reported_once(tree):
+    for worker in range(3):
+        tree.spawn(worker, "stand", how="wait")
+        tree.until("message", worker)
+    os.kill(tree.pids[1], signal.SIGSTOP)
+    tree.client.watch(0.2)
+    event = tree.until("hang")
+    assert event["workers"] == [1]
+    assert "is stopped" in event["reason"]
+    assert event["progress"] == {"phase": "forward", "step": 3, "micro": 0, "counter": 1}
+    assert tree.client.events(0.8) is None, "the same hang was reported again"
+    tree.client.kill(1)  # also a stopped process ends
+    assert tree.until("exit", 1)["signal"] == "SIGKILL"
+
+
+def test_the_busy_one_is_blamed_with_its_stack(tree):
+    for worker, how in enumerate(("wait", "busy", "wait")):
+        tree.spawn(worker, "stand", how=how)
+        tree.until("message", worker)
+    tree.client.watch(0.2)
+    event = tree.until("hang")
+    assert event["workers"] == [1]
+    assert "busy_doing_something_else" in event["reason"]
+    assert "in busy_doing_something_else" in event["log_tail"] and "in stand" in event["log_tail"]
+
+
+def test_no_false_alarm_and_a_lone_straggler_comes_later(tree):
+    tree.spawn(0, "stand", how="move")
+    tree.spawn(1, "stand", how="wait", phase="idle")
+    tree.until("message", 0)
+    tree.until("message", 1)
+    tree.client.watch(0.3)
+    assert tree.client.events(1.2) is None
+    tree.spawn(2, "stand", how="busy")
+    start = time.monotonic()
+    event = tree.until("hang")
+    assert event["workers"] == [2]
+    assert time.monotonic() - start > 3 * 0.3
+
+
+def test_watching_can_be_switched_off(tree):
+    tree.spawn(0, "stand", how="busy")
+    tree.until("message")
+    tree.client.watch(0.2)
+    tree.client.watch(0)
+    assert tree.client.events(1.0) is None
+    tree.client.watch(0.1)
+    assert tree.until("hang")["worker"] == 0
+
+
+def test_torch_survives_the_fork_and_a_hang_in_a_collective_is_judged(tmp_path):
+    """The zygote has imported torch; workers compute with threads, reduce over gloo, and then one stays away."""
+    with NodeClient(["torch", "torch.distributed", WORKERS]) as client:
+        tree = Tree(client, tmp_path)
+        for rank in range(2):
+            tree.spawn(rank, "torch_rank", rank=rank, file=str(tmp_path / "store"))
+        for _ in range(2):
+            body = tree.until("message", timeout=60)["body"]
+            assert body == {"type": "reduced", "total": [3.0] * 4, "x": 512.0}
+        for rank in range(2):
+            client.send(rank, {})
+        client.watch(0.5)
+        event = tree.until("hang")
+        assert event["workers"] == [1], event
+        assert "while the others wait in a collective" in event["reason"]

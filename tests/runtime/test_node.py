@@ -1,0 +1,175 @@
+"""Workers through a real node and zygote: what they are given, what is heard of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.runtime.client import NodeClient
+from tests.runtime.conftest import WORKERS, Tree, wait_gone
+
+
+def test_messages_go_both_ways_also_large_ones(tree):
+    tree.spawn(0, "echo", a=1)
+    tree.spawn(7, "echo", a=2)
+    assert tree.client.events(10)["type"] == "started"
+    assert tree.until("message", 7)["body"] == {"hello": {"a": 2}}
+    tree.client.send(7, {"text": "x" * 3_000_000, "nan": float("inf")})  # many times a socket's buffer
+    assert tree.until("message", 7)["body"]["echo"] == {"text": "x" * 3_000_000, "nan": float("inf")}
+    assert tree.client.events(0.05) is None
+
+
+def test_worker_process_is_clean(tree):
+    tree.spawn(0, "facts")
+    facts = tree.until("message")["body"]
+    assert facts["session"] == tree.client.session
+    assert facts["group"] and facts["sigint_ignored"] and facts["threads"] == 1
+    assert facts["path"][:3] == [p or os.getcwd() for p in sys.path][:3]
+    assert facts["fds"] == ["pipe", "socket"], "more than the lifeline and its channel: leaked by the zygote"
+    assert tree.until("exit")["code"] == 0
+    assert tree.log(0).read_text() == "a line without its end"
+
+
+def test_an_exception_is_told_and_logged(tree):
+    tree.spawn(0, "fail", text="bad luck")
+    assert tree.until("message")["body"] == {"type": "error", "kind": "ValueError", "text": "bad luck"}
+    assert tree.until("exit")["code"] == 1
+    log = tree.log(0).read_text()
+    assert "Traceback" in log and "in fail" in log and log.endswith("ValueError: bad luck\n")
+
+
+def test_an_entry_that_does_not_exist_is_told(tree):
+    tree.client.spawn(0, "tests.runtime.nowhere:f", {}, tree.log(0))
+    assert tree.until("message")["body"]["kind"] == "ModuleNotFoundError"
+
+
+@pytest.mark.parametrize(
+    "function, args, code, signal_name",
+    [
+        ("leave", {"code": 5}, 5, None),
+        ("leave", {"code": "goodbye"}, 1, None),
+        ("die", {"signal": "SIGKILL"}, None, "SIGKILL"),
+        ("die", {"signal": "SIGSEGV"}, None, "SIGSEGV"),
+    ],
+)
+def test_exit_says_how_and_comes_after_the_last_words(tree, function, args, code, signal_name):
+    tree.spawn(0, function, **args)
+    kinds = []
+    while not kinds or kinds[-1]["type"] != "exit":
+        kinds.append(tree.client.events(10))
+    assert [e["type"] for e in kinds] == ["started", "message", "exit"]
+    assert (kinds[-1]["code"], kinds[-1]["signal"]) == (code, signal_name)
+    log = tree.log(0).read_text()
+    assert ("Fatal Python error: Segmentation fault" in log) == (signal_name == "SIGSEGV")
+    assert ("goodbye" in log) == (args.get("code") == "goodbye")
+
+
+def test_death_is_told_within_100_ms(tree):
+    waits = []
+    for worker in range(5):
+        tree.spawn(worker, "echo")
+        tree.until("message", worker)
+        start = time.monotonic()
+        os.kill(tree.pids[worker], signal.SIGKILL)
+        assert tree.until("exit", worker)["signal"] == "SIGKILL"
+        waits.append(time.monotonic() - start)
+    assert min(waits) < 0.1, waits
+
+
+def test_a_worker_is_respawned_under_its_number_with_a_fresh_record(tree):
+    for _ in range(2):
+        tree.spawn(0, "stand", how="wait", moves=3)
+        tree.until("message")
+        with pytest.raises(ValueError, match="worker 0 is running"):
+            tree.spawn(0, "echo")
+        tree.client.kill(0)
+        assert tree.until("exit")["progress"] == {"phase": "forward", "step": 3, "micro": 0, "counter": 3}
+
+
+def test_kill_before_the_fork_and_kill_takes_the_grandchildren(tree):
+    tree.spawn(0, "with_child")
+    tree.client.kill(0)
+    assert tree.until("exit")["signal"] == "SIGKILL"
+    tree.spawn(0, "with_child")
+    child = tree.until("message")["body"]["child"]
+    os.kill(tree.pids[0], signal.SIGKILL)  # not through the node: it must clean up all the same
+    tree.until("exit")
+    deadline = time.monotonic() + 2
+    while os.path.exists(f"/proc/{child}") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{child}")
+
+
+def test_a_slow_client_loses_nothing_and_blocks_nobody(tree):
+    """100 MB unread: the node keeps a bounded part and still obeys."""
+    tree.spawn(0, "flood", messages=100, bytes=1_000_000)
+    tree.spawn(1, "echo")
+    time.sleep(0.5)
+    status = Path(f"/proc/{tree.client.process.pid}/status").read_text()
+    peak_mb = int(status.split("VmHWM:")[1].split()[0]) / 1024
+    assert peak_mb < 90, "the node buffers without bound"
+    seen = []
+    while len(seen) < 100:
+        event = tree.until("message")
+        if event["worker"] == 0:
+            seen.append(event["body"]["i"])
+    assert seen == list(range(100))
+
+
+def test_a_deaf_worker_is_given_up_and_a_garbling_one_too(tree):
+    tree.spawn(0, "deaf")
+    tree.spawn(1, "garble")
+    assert "malformed message" in tree.until("exit", 1)["error"]
+    for _ in range(5):
+        tree.client.send(0, {"pad": "x" * (30 << 20)})
+    event = tree.until("exit", 0)
+    assert "unread" in event["error"] and event["signal"] == "SIGKILL"
+
+
+def test_the_limit_is_refused_where_it_is_broken(tree):
+    tree.spawn(0, "echo")
+    with pytest.raises(ValueError, match="over the limit"):
+        tree.client.send(0, {"pad": "x" * (65 << 20)})
+    tree.client.send(0, {"still": "fine"})
+    tree.until("message")
+    assert tree.until("message")["body"] == {"echo": {"still": "fine"}}
+
+
+def test_a_preload_that_fails_is_the_reason(tmp_path):
+    with NodeClient(["tests.runtime.not_there"], log=tmp_path / "node.log") as client:
+        reason = Tree(client, tmp_path).until("node_lost")["reason"]
+        assert "No module named 'tests.runtime.not_there'" in reason
+        assert "not_there" in (tmp_path / "node.log").read_text()
+
+
+def test_a_preload_that_starts_threads_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "threaded.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with NodeClient(["threaded"], log=tmp_path / "node.log") as client:
+        assert "started 1 threads" in Tree(client, tmp_path).until("node_lost")["reason"]
+    assert wait_gone(client.session) == {}
+
+
+def test_the_environment_is_passed_and_close_can_be_repeated(tmp_path):
+    client = NodeClient([WORKERS], env={"PHALANX_TEST_ONLY": "yes"}, log=tmp_path / "node.log")
+    tree = Tree(client, tmp_path)
+    tree.spawn(0, "echo")
+    tree.until("message")
+    assert b"PHALANX_TEST_ONLY=yes" in Path(f"/proc/{tree.pids[0]}/environ").read_bytes()
+    client.close()
+    client.close()
+    assert wait_gone(client.session, timeout=0.0) == {}, "close returned before everything was gone"
+
+
+def test_the_node_and_the_launcher_run_without_torch_pydantic_and_numpy():
+    code = "import sys, phalanx.runtime.node, phalanx.runtime.zygote, phalanx.runtime.launch; print(*sys.modules)"
+    modules = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert not modules & {"torch", "pydantic", "numpy", "rich", "typer"}
