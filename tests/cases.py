@@ -30,7 +30,7 @@ TIED = dataclasses.replace(ODD, tied=True)
 
 
 def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, **train) -> Job:
-    defaults = dict(steps=STEPS, seq_len=24, global_batch=16, micro_batch=1, precision="fp64", bucket_mb=0.05)
+    defaults = dict(steps=STEPS, seq_len=24, global_batch=8, micro_batch=1, precision="fp64", bucket_mb=0.05)
     return Job(
         name="case",
         seed=7,
@@ -45,7 +45,7 @@ def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3,
 CASES = [
     ("single", (1, 1, 1), {}),
     ("shard 2", (1, 2, 1), {}),
-    ("shard 3, uneven rows", (1, 3, 1), dict(global_batch=12)),
+    ("shard 3, uneven rows", (1, 3, 1), dict(global_batch=6)),
     ("shard 4, ZeRO-1", (1, 4, 1), dict(zero=1)),
     ("shard 4, ZeRO-2", (1, 4, 1), dict(zero=2)),
     ("shard 8", (1, 8, 1), {}),
@@ -58,7 +58,7 @@ CASES = [
     ("tp 2, full recompute", (1, 1, 2), dict(recompute="full")),
     ("tp 2, selective recompute", (1, 1, 2), dict(recompute="selective")),
     ("replica 2", (2, 1, 1), {}),
-    ("replica 3", (3, 1, 1), dict(global_batch=12)),
+    ("replica 3", (3, 1, 1), dict(global_batch=6)),
     ("replica 4, two nodes", (4, 1, 1), dict(ranks_per_node=2)),
     ("replica 8, two nodes", (8, 1, 1), dict(ranks_per_node=4)),
     ("shard 2 x tp 2", (1, 2, 2), {}),
@@ -78,10 +78,10 @@ CASES = [
     ("replica 2 x shard 2 x tp 2", (2, 2, 2), {}),
     ("replica 2 x shard 2 x tp 2, tied, full recompute", (2, 2, 2), dict(model=TIED, recompute="full")),
     ("replica 2 x shard 2 x tp 2, ZeRO-2, selective", (2, 2, 2), dict(zero=2, recompute="selective")),
-    ("replica 2 x shard 2 x tp 2, micro-batch 2", (2, 2, 2), dict(micro_batch=2)),
+    ("replica 2 x shard 2 x tp 2, micro-batch 2", (2, 2, 2), dict(micro_batch=2, global_batch=16)),
     ("exact: shard 4", (1, 4, 1), dict(reduction="exact")),
-    ("exact: shard 3, 12 leaves", (1, 3, 1), dict(reduction="exact", global_batch=12)),
-    ("exact: replica 3 x shard 2, ZeRO-1", (3, 2, 1), dict(reduction="exact", global_batch=24, zero=1)),
+    ("exact: shard 3, 6 leaves", (1, 3, 1), dict(reduction="exact", global_batch=6)),
+    ("exact: replica 3 x shard 2, ZeRO-1", (3, 2, 1), dict(reduction="exact", global_batch=12, zero=1)),
     ("exact: replica 2 x shard 2 x tp 2", (2, 2, 2), dict(reduction="exact")),
     ("exact: replica 4 x shard 2, two nodes", (4, 2, 1), dict(reduction="exact", ranks_per_node=4)),
 ]
@@ -154,6 +154,22 @@ def compare(rank: Rank, local: dict, reference) -> dict:
         got = local[info.name].detach().double()
         out[info.name] = [float(((got - want) ** 2).sum()), float((want**2).sum())]
     return out
+
+
+def save(path: str, tensors: dict) -> None:
+    np.savez(path, **{k: v.detach().double().numpy() for k, v in tensors.items()})
+
+
+def case_save(args):
+    """Our own single-process run, kept as a reference."""
+    job, rank = connect(args)
+    for step in range(STEPS):
+        out = rank.engine.gradients(rank.batches(step))
+        if step == 0:
+            save(args["stem"] + "-single-grads.npz", out.grads)
+        rank.engine.update(out)
+    save(args["stem"] + "-single-weights.npz", rank.state.params)
+    rank.close()
 
 
 def case_parity(args):

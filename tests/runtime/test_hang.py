@@ -102,8 +102,8 @@ def test_the_busy_one_is_blamed_with_its_stack(tree):
 def test_no_false_alarm_and_a_lone_straggler_comes_later(tree):
     tree.spawn(0, "stand", how="move")
     tree.spawn(1, "stand", how="wait", phase="idle")
-    tree.until("message", 0)
-    tree.until("message", 1)
+    tree.until("message")
+    tree.until("message")
     tree.client.watch(0.3)
     assert tree.client.events(1.2) is None
     tree.spawn(2, "stand", how="busy")

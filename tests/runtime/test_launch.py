@@ -91,7 +91,9 @@ def test_a_stopped_rank_is_a_hang(tmp_path):
 
 
 def test_a_store_that_fails_is_named(tmp_path):
-    with pytest.raises(RunFailed, match="(?s)the store failed while starting with AttributeError.*Traceback") as failed:
+    with pytest.raises(
+        RunFailed, match=r"(?s)the store failed while starting with AttributeError.*Traceback"
+    ) as failed:
         launch(
             job("fine"), worker_entry=f"{WORKERS}:rank", store_entry=f"{WORKERS}:no_such", preload=[WORKERS],
             run_dir=tmp_path, on_event=print, stop=lambda: False,

@@ -75,7 +75,7 @@ def test_what_is_not_a_message_is_refused(data, said):
 def test_fields_are_checked_by_name():
     schemas = {"kill": {"worker": int}}
     assert check({"type": "kill", "worker": 3}, schemas)["worker"] == 3
-    with pytest.raises(WireError, match="kill.worker = '3'"):
+    with pytest.raises(WireError, match=r"kill\.worker = '3'"):
         check({"type": "kill", "worker": "3"}, schemas)
     for wrong in ({"type": "nap"}, {"type": ["kill"]}, {}, [], None, json.loads("3")):
         with pytest.raises(WireError, match="unknown message"):

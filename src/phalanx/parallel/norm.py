@@ -37,7 +37,7 @@ def exact_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: T
     limbs = torch.zeros(2, dtype=torch.int64, device=like.device)
     for t in counted:
         for chunk in t.reshape(-1).split(CHUNK):
-            x = chunk.double().mul_(scale)
+            x = chunk.double() * scale  # a copy, also of fp64
             x.mul_(x).mul_(2.0**bits)
             high = x.floor()
             limbs[0] += high.long().sum()

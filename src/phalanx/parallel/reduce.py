@@ -103,10 +103,11 @@ class Reducer:
 
     def sum_counts(self, count: Tensor) -> Tensor:
         """An integer summed over every rank that sees different samples."""
+        count = count.view(1)
         dist.all_reduce(count, group=self.groups.shard)
         if self.groups.cross:
             self._guard(lambda: self.groups.cross.sum_(count))  # type: ignore[union-attr]
-        return count
+        return count[0]
 
     def finish(self) -> None:
         """Wait until every gradient is final."""

@@ -42,10 +42,10 @@ class Evidence(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """In a collective: inside torch.distributed, or at a line of our own that calls one. A library that
-        waits in C++ has no Python frame, hence the look at the source line."""
+        """For others: inside torch.distributed, in a wait(), or at a line that calls a collective. What waits in
+        C++ has no Python frame of its own, hence the look at the source line."""
         frames = [m.groupdict() for m in _FRAME.finditer(self.stack)]
-        if any("torch/distributed" in f["file"] for f in frames[:3]):
+        if any("torch/distributed" in f["file"] or f["function"] == "wait" for f in frames[:3]):
             return True
         return bool(frames) and bool(_WAITS.search(linecache.getline(frames[0]["file"], int(frames[0]["line"]))))
 

@@ -158,7 +158,7 @@ class Node:
         try:
             packet = self.zygote.recv(1 << 20)
         except ConnectionError:
-            packet = b""
+            return  # it left requests unread; the kernel says so once, before what it had sent
         if not packet:
             os.kill(self.zygote_pid, signal.SIGKILL)  # it is ending: this only bounds the wait
             raise Stop(f"the zygote ended ({_how(os.waitpid(self.zygote_pid, 0)[1])})")
