@@ -5,6 +5,7 @@
 
 import dataclasses
 import gc
+import hashlib
 
 import numpy as np
 import torch
@@ -16,12 +17,13 @@ from phalanx.model import Batch, load_family
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups, connect_store
 from phalanx.parallel.reduce import micro_indices
+from phalanx.parallel.schema import describe
 from phalanx.train.engine import Engine
 from phalanx.train.schedule import learning_rate
 from phalanx.train.state import State
 
 STEPS = 5
-CPU = Device(torch.device("cpu"), "gloo")
+CPU = Device(torch.device("cpu"), "gloo")  # imported by the zygote, so nothing may run here
 
 EVEN = ModelConfig(vocab_size=96, dim=64, num_layers=3, num_heads=4, num_kv_heads=4, ffn_dim=160)
 # 101 and 171 are odd; 60 / 4 heads = 15 would be odd for RoPE, so 6 heads of 10.
@@ -139,6 +141,7 @@ class Rank:
 
 
 def connect(args) -> tuple[Job, Rank]:
+    Device.pick("cpu", 0, 1)
     job = Job.from_dict(args["job"])
     store = connect_store(args["store"]["host"], args["store"]["port"])
     return job, Rank(job, args["rank"], store, args["generation"])
@@ -170,6 +173,56 @@ def case_save(args):
         rank.engine.update(out)
     save(args["stem"] + "-single-weights.npz", rank.state.params)
     rank.close()
+
+
+def case_train(args):
+    """`steps` steps; leaves this rank's slices of weights and moments in a file. Every replica saves."""
+    job, rank = connect(args)
+    result = {"loss_sums": [], "norms": [], "peak_pending_bytes": 0, "sent_bytes": 0}
+    for step in range(args["steps"]):
+        out = rank.engine.step(rank.batches(step))
+        result["loss_sums"].append(out.loss_sums.tolist() if rank.coord.tp == 0 else [])
+        result["norms"].append(float(out.grad_norm).hex())
+    result["peak_pending_bytes"] = rank.engine.reducer.peak_pending_bytes
+    result["sent_bytes"] = rank.groups.cross.sent_bytes if rank.groups.cross else 0
+    result["digest"] = rank.state.digest()
+    arrays = {}
+    for name, param in rank.state.params.items():
+        moments = rank.state.optimizer.state[param] if param.numel() else {}
+        arrays["weights/" + name] = param.detach().numpy()
+        for key in ("exp_avg", "exp_avg_sq"):
+            arrays[f"{key}/{name}"] = moments[key].numpy() if moments else param.detach().numpy()
+    np.savez(f"{args['stem']}-{args['rank']}.npz", **arrays)
+    rank.close()
+    return result
+
+
+def assemble(job: Job, stem: str, replica: int = 0) -> dict:
+    """The whole tensors of one replica, put together from its ranks' files."""
+    infos = {i.name: i for i in describe(load_family(job.model.family), job.model)}
+    whole: dict = {}
+    for rank in range(job.layout.world_size):
+        coord = job.layout.coord(rank)
+        if coord.replica != replica:
+            continue
+        with np.load(f"{stem}-{rank}.npz") as arrays:
+            for key, part in arrays.items():
+                info = infos[key.partition("/")[2]]
+                out = whole.setdefault(key, np.full(info.shape, np.nan, part.dtype))
+                rows, cols = info.local_slice(job.layout, coord)
+                out[(rows, cols)[: out.ndim]] = part
+    return whole
+
+
+def fingerprint(arrays: dict) -> dict[str, str]:
+    """SHA-256 of the bytes of all weights, and of all moments."""
+    out = {}
+    for kind, wanted in (("weights", ("weights/",)), ("moments", ("exp_avg",))):
+        digest = hashlib.sha256()
+        for key in sorted(k for k in arrays if k.startswith(wanted)):
+            digest.update(key.encode() + arrays[key].tobytes())
+        out[kind] = digest.hexdigest()[:16]
+    return out
 
 
 def case_parity(args):

@@ -1,3 +1,34 @@
-"""Phalanx trains very large models on very many accelerators."""
+"""Phalanx trains very large models on very many accelerators.
+
+    import phalanx
+    phalanx.train({"model": {"family": "my_model.py:FAMILY"}, "layout": {"shard": 2, "tp": 2}})
+
+`Family`, `Init` and `Batch` are the door for a model of your own (phalanx.model.family).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
+
+
+def train(job: Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> dict[str, Any]:
+    """Run a job, given as a mapping or as a job file, on this machine; returns its summary."""
+    from phalanx.cli.console import Console
+    from phalanx.cli.run import run_job
+    from phalanx.spec import from_mapping, load
+
+    resolved = from_mapping(job) if isinstance(job, Mapping) else load(Path(job), list(sets))
+    with Console(resolved.job) as console:
+        return run_job(resolved.job, resolved.origins, console)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Family", "Init", "Batch"):  # these need torch; importing phalanx does not
+        import phalanx.model
+
+        return getattr(phalanx.model, name)
+    raise AttributeError(name)

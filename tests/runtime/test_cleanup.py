@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.runtime import kernel
+from phalanx.runtime.client import NodeClient
 from tests.runtime.conftest import alive_with, wait_gone
 
 CLIENT = """
@@ -61,7 +63,7 @@ class Victim:
 
 @pytest.fixture
 def victim(tmp_path):
-    v = Victim(tmp_path, "echo", "echo", "with_child")
+    v = Victim(tmp_path, "echo", "deaf", "with_child")
     yield v
     v.end()
 
@@ -81,12 +83,48 @@ def test_one_death_ends_all(victim, who, number):
     assert {p.name for p in victim.directory.iterdir()} == {"scratch", "node.log", "w.log"}
 
 
+def test_the_tree_falls_without_the_help_of_a_living_client(victim):
+    """The kernel ends zygote and workers with their parents; the client, stopped here, cannot."""
+    victim.wait_up()
+    node = victim.find("node")
+    victim.client.send_signal(signal.SIGSTOP)
+    os.kill(node, signal.SIGKILL)
+    deadline = time.monotonic() + 2
+    # Only what a worker itself had started is beyond the kernel's order: the client sees to it when it wakes.
+    while left := [x for x in alive_with(victim.token).values() if "phalanx.runtime." in x and "-m" in x]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+    victim.client.send_signal(signal.SIGCONT)
+    assert wait_gone(victim.token) == {}
+
+
+def test_a_zygote_amid_its_imports_goes_with_its_node(tmp_path, monkeypatch):
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    client = NodeClient(["slow_module"])
+    deadline = time.monotonic() + 5
+    while not any("runtime.zygote" in line for line in alive_with(client.session).values()):
+        assert time.monotonic() < deadline
+    time.sleep(0.3)
+    client.process.kill()
+    assert wait_gone(client.session) == {}
+    client.close()
+
+
+def test_a_process_whose_parent_is_gone_already_ends_itself():
+    pid = os.fork()
+    if pid == 0:
+        kernel.die_with_parent(parent=1 << 22)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
 def test_a_kill_at_any_moment_of_the_start(tmp_path):
     """Between two lines of any of the processes: the window in which nobody has set up anything yet."""
     rng = random.Random(4)
     for i in range(12):
         (tmp_path / str(i)).mkdir()
-        v = Victim(tmp_path / str(i), "echo", "echo")
+        v = Victim(tmp_path / str(i), "echo", "deaf")
         try:
             who = ("client", "node", "zygote")[i % 3]
             deadline = time.monotonic() + 5

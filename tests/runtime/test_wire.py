@@ -33,6 +33,15 @@ def test_any_cut_gives_the_same_messages(sent, cuts):
     ours.close()
 
 
+def test_draining_reads_to_the_end():
+    ours, theirs = socket.socketpair()
+    theirs.send(encode({"last": "words"}))
+    theirs.close()
+    conn = Conn(ours)
+    assert conn.pull(drain=True) == [{"last": "words"}] and conn.eof
+    ours.close()
+
+
 def test_push_never_blocks_and_send_waits():
     a, b = map(Conn, socket.socketpair())
     big = {"x": "y" * 5_000_000}

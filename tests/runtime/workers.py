@@ -65,6 +65,7 @@ def flood(channel, args):
 
 
 def deaf(channel, args):
+    channel.send({"deaf": True})
     time.sleep(60)
 
 

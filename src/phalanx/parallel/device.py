@@ -4,9 +4,13 @@ peak speed. Everybody else says `device`, never the name of a vendor."""
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +35,7 @@ class Device:
         if wanted == "auto":
             wanted = accelerator.type if accelerator else "cpu"
         if wanted == "cpu":
+            _avoid_broken_amx()
             return Device(torch.device("cpu"), "gloo")
         if accelerator is None or accelerator.type != wanted:
             found = accelerator.type if accelerator else "none"
@@ -107,3 +112,22 @@ class Device:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@cache
+def _avoid_broken_amx() -> None:
+    """Some virtual machines advertise Intel's AMX and then refuse its instructions, which kills the
+    process at its first bf16 matmul. A child tries it; if it dies, oneDNN is told to stay below."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not cpuinfo.exists() or "amx_bf16" not in cpuinfo.read_text():
+        return
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            signal.signal(signal.SIGILL, signal.SIG_DFL)  # no stack dump: dying is an answer
+            torch.set_num_threads(1)
+            a = torch.ones(64, 64, dtype=torch.bfloat16)
+            torch.nn.functional.linear(a, a)
+        os._exit(0)
+    if os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"

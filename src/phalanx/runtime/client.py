@@ -97,7 +97,6 @@ class NodeClient:
             event = {"type": "node_lost", "reason": f"the node process {self._how_it_ended()}"}
         if event["type"] == "node_lost":
             self._lost = event
-            self._sweep()
         elif event["type"] == "started":
             self.running[event["worker"]] = event["pid"]
         elif event["type"] == "exit":

@@ -90,6 +90,7 @@ class Node:
             os.set_inheritable(fd, True)
         args = [sys.executable, "-P", "-m", "phalanx.runtime.zygote", str(theirs.fileno()), str(os.getpid()), *preload]
         self.zygote_pid = os.posix_spawn(sys.executable, args, os.environ)
+        self.zygote_status: int | None = None
         theirs.close()
 
     def run(self) -> str:
@@ -139,7 +140,7 @@ class Node:
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # the zygote, or what a worker left behind
                 if ended[0] == self.zygote_pid:
-                    raise Stop(f"the zygote ended ({_how(ended[1])})")
+                    self.zygote_status = ended[1]  # the end of its socket follows, after what it had to say
         except ChildProcessError:
             pass
 
@@ -160,8 +161,10 @@ class Node:
         except ConnectionError:
             return  # it left requests unread; the kernel says so once, before what it had sent
         if not packet:
-            os.kill(self.zygote_pid, signal.SIGKILL)  # it is ending: this only bounds the wait
-            raise Stop(f"the zygote ended ({_how(os.waitpid(self.zygote_pid, 0)[1])})")
+            if self.zygote_status is None:
+                os.kill(self.zygote_pid, signal.SIGKILL)  # it is ending: this only bounds the wait
+                self.zygote_status = os.waitpid(self.zygote_pid, 0)[1]
+            raise Stop(f"the zygote ended ({_how(self.zygote_status)})")
         report = check(json.loads(packet), REPORTS)
         getattr(self, "on_" + report.pop("type"))(**report)
 

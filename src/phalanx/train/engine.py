@@ -39,6 +39,7 @@ class StepResult:
     """Tensors, read by the caller a step later: nothing here waits for the device."""
 
     loss_sums: Tensor  # one per micro-batch of this rank
+    local_tokens: int  # target tokens in them
     tokens: Tensor  # target tokens in the whole global batch
     grad_norm: Tensor
     lr: float
@@ -101,8 +102,9 @@ class Engine:
         optimizer are untouched until `update`, so a step that fails here never happened."""
         assert len(batches) == len(self.indices), (len(batches), len(self.indices))
         job, model = self.job, cast(FSDPModule, self.model)
+        local_tokens = sum(int(b.weights_BL.sum()) for b in batches)  # on the host, where they come from
         batches = [b.to(self.device.torch) for b in batches]
-        tokens = self.reducer.sum_counts(torch.stack([b.weights_BL.sum() for b in batches]).sum())
+        tokens = self.reducer.sum_counts(torch.tensor(local_tokens, device=self.device.torch))
         scale = 1.0 / tokens.to(torch.float64)
         loss_sums = []
         for j, batch in enumerate(batches):
@@ -123,7 +125,7 @@ class Engine:
         grads = self._take_gradients()
         norm = self._clip(grads)
         lr = learning_rate(job.optimizer, self.state.step, job.train.steps)
-        return StepResult(torch.stack(loss_sums), tokens, norm, lr, backward_end_ns, grads)
+        return StepResult(torch.stack(loss_sums), local_tokens, tokens, norm, lr, backward_end_ns, grads)
 
     def update(self, result: StepResult) -> None:
         optimizer = self.state.optimizer

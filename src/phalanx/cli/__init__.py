@@ -1,0 +1,1 @@
+"""Thin commands. Heavy imports happen inside them, so that help answers at once."""

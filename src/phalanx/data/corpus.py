@@ -1,0 +1,99 @@
+"""Text on this machine as byte tokens: 0-255 are bytes, 256 ends a document. Built once into a flat
+file of 16-bit ids that every rank maps; a sample is a window of it, packed across documents."""
+
+from __future__ import annotations
+
+import math
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.core.errors import UserError
+from phalanx.data.order import sample_of
+
+END_OF_DOCUMENT = 256
+VOCAB_SIZE = 257
+STDLIB = "python-stdlib"
+_DTYPE = np.dtype("<u2")
+
+
+def documents(source: str) -> Iterator[Path]:
+    """The files of a source, in an order that does not depend on the file system."""
+    if source == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        yield from sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts and "test" not in p.parts)
+    elif Path(source).is_dir():
+        yield from sorted(p for p in Path(source).rglob("*") if p.is_file())
+    else:
+        yield Path(source)
+
+
+def build(source: str, out: Path, max_bytes: int) -> int:
+    """Write the token file; returns the number of tokens. The file appears whole or not at all."""
+    partial = out.with_suffix(".partial")
+    written = 0
+    with open(partial, "wb") as f:
+        for path in documents(source):
+            try:
+                text = path.read_bytes()[: max_bytes - written]
+            except OSError as error:
+                raise UserError(
+                    f"cannot read {path}: {error.strerror}",
+                    field="data.source",
+                    value=source,
+                    remedy="name a readable text file or directory",
+                ) from error
+            ids = np.append(np.frombuffer(text, np.uint8).astype(_DTYPE), _DTYPE.type(END_OF_DOCUMENT))
+            f.write(ids.tobytes())
+            written += len(text)
+            if written >= max_bytes:
+                break
+    if written == 0:
+        raise UserError(
+            "there is no text there", field="data.source", value=source, remedy="name a file or directory with text"
+        )
+    os.replace(partial, out)
+    return out.stat().st_size // _DTYPE.itemsize
+
+
+@dataclass(slots=True)
+class Samples:
+    """B windows of L tokens, as numpy arrays of int64."""
+
+    tokens_BL: np.ndarray
+    targets_BL: np.ndarray
+    weights_BL: np.ndarray  # 0 where the target opens the next document
+    documents_BL: np.ndarray
+
+
+class Corpus:
+    def __init__(self, path: Path, seq_len: int, seed: int):
+        self.tokens = np.memmap(path, dtype=_DTYPE, mode="r")
+        self.seq_len, self.seed = seq_len, seed
+        self.num_samples = (len(self.tokens) - 1) // seq_len
+        if self.num_samples < 1:
+            raise UserError(
+                f"the corpus has {len(self.tokens)} tokens, less than one sample",
+                field="train.seq_len",
+                value=seq_len,
+                remedy="name more text in data.source, or lower train.seq_len",
+            )
+
+    def samples(self, positions: Iterable[int]) -> Samples:
+        rows = []
+        for position in positions:
+            start = sample_of(position, self.num_samples, self.seed) * self.seq_len
+            rows.append(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
+        window = np.stack(rows)
+        tokens = window[:, :-1]
+        ends = tokens == END_OF_DOCUMENT
+        return Samples(tokens, window[:, 1:], (~ends).astype(np.int64), np.cumsum(ends, axis=1) - ends)
+
+    def unigram_entropy(self) -> float:
+        """In nats: the loss of a model that knows only how frequent each token is."""
+        counts = np.bincount(self.tokens, minlength=VOCAB_SIZE)
+        return -math.fsum(p * math.log(p) for p in counts[counts > 0] / len(self.tokens))

@@ -1,0 +1,96 @@
+"""A worker: one rank of one job, from assignment to the last step. It reports each step to its node
+one step late, so that nothing waits for the device."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.core.job import Job
+from phalanx.core.layout import Coord
+from phalanx.data.corpus import Corpus
+from phalanx.model.family import Batch, load_family
+from phalanx.observe.progress import Phase
+from phalanx.parallel.device import Device
+from phalanx.parallel.groups import Groups, connect_store
+from phalanx.parallel.shard import COMPUTE_DTYPE
+from phalanx.train.engine import Engine, StepResult
+from phalanx.train.state import State
+
+
+def main(channel: Any, args: dict[str, Any]) -> None:
+    job, rank = Job.from_dict(args["job"]), int(args["rank"])
+    coord = job.layout.coord(rank)
+    local_ranks = job.layout.ranks_per_node or job.layout.world_size
+    torch.set_num_threads(job.run.threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    torch.manual_seed(job.seed)
+    device = Device.pick(job.run.device, rank % local_ranks, local_ranks)
+    family = load_family(job.model.family)
+    state = State.create(job, family, coord, device)
+    store = connect_store(args["store"]["host"], args["store"]["port"])
+    groups = Groups.form(store, args["generation"], job.layout, coord, device)
+    engine = Engine(job, family, coord, groups, state, device, mark=channel.progress.mark)
+    corpus = Corpus(Path(args["run_dir"]) / "corpus.bin", job.train.seq_len, job.seed)
+    channel.send({"type": "facts", **_facts(job, engine, device)})
+    channel.send({"type": "ready"})
+    previous: tuple[int, float, StepResult] | None = None
+    while state.step < job.train.steps:
+        began, step = time.perf_counter(), state.step
+        channel.progress.mark(Phase.loading, step=step)
+        batches = [micro_batch(job, corpus, step, i) for i in engine.indices]
+        result = engine.step(batches)
+        if previous:
+            _report(channel, coord, *previous)
+        previous = (step, time.perf_counter() - began, result)
+    if previous:
+        _report(channel, coord, *previous)
+    channel.progress.mark(Phase.done)
+    channel.send({"type": "done", "digest": state.digest(), "step": state.step})
+    engine.close()
+    groups.close()
+
+
+def micro_batch(job: Job, corpus: Corpus, step: int, index: int) -> Batch:
+    """Micro-batch `index` of a step: a function of the job alone, not of the rank."""
+    first = step * job.train.global_batch + index * job.train.micro_batch
+    s = corpus.samples(range(first, first + job.train.micro_batch))
+    documents = torch.from_numpy(s.documents_BL) if job.train.document_mask else None
+    return Batch(torch.from_numpy(s.tokens_BL), torch.from_numpy(s.targets_BL), torch.from_numpy(s.weights_BL), documents)
+
+
+def _facts(job: Job, engine: Engine, device: Device) -> dict[str, Any]:
+    peak, source = device.peak_flops(COMPUTE_DTYPE[job.train.precision])
+    return {
+        "device": device.describe(),
+        "backend": device.backend,
+        "peak_flops": peak,
+        "peak_source": source,
+        "num_params": sum(i.shape.numel() for i in engine.state.infos),
+        "torch": torch.__version__,
+    }
+
+
+def _report(channel: Any, coord: Coord, step: int, time_s: float, result: StepResult) -> None:
+    loss_sums, norm = [float(x) for x in result.loss_sums.tolist()], float(result.grad_norm)
+    if not (math.isfinite(norm) and all(map(math.isfinite, loss_sums))):
+        raise FloatingPointError(
+            f"step {step}: the loss is {math.fsum(loss_sums)} and the gradient norm {norm}; "
+            "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the samples of this step"
+        )
+    counts = coord.tp == 0
+    channel.send(
+        {
+            "type": "step",
+            "step": step,
+            "time_s": time_s,
+            "loss_sums": loss_sums if counts else [],
+            "tokens": result.local_tokens if counts else 0,
+            "grad_norm": norm,
+            "lr": result.lr,
+        }
+    )
