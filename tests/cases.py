@@ -140,11 +140,11 @@ class Rank:
         self.groups.close()
 
 
-def connect(args) -> tuple[Job, Rank]:
+def connect(args) -> Rank:
     Device.pick("cpu", 0, 1)
     job = Job.from_dict(args["job"])
     store = connect_store(args["store"]["host"], args["store"]["port"])
-    return job, Rank(job, args["rank"], store, args["generation"])
+    return Rank(job, args["rank"], store, args["generation"])
 
 
 def compare(rank: Rank, local: dict, reference) -> dict:
@@ -165,7 +165,7 @@ def save(path: str, tensors: dict) -> None:
 
 def case_save(args):
     """Our own single-process run, kept as a reference."""
-    job, rank = connect(args)
+    rank = connect(args)
     for step in range(STEPS):
         out = rank.engine.gradients(rank.batches(step))
         if step == 0:
@@ -177,7 +177,7 @@ def case_save(args):
 
 def case_train(args):
     """`steps` steps; leaves this rank's slices of weights and moments in a file. Every replica saves."""
-    job, rank = connect(args)
+    rank = connect(args)
     result = {"loss_sums": [], "norms": [], "peak_pending_bytes": 0, "sent_bytes": 0}
     for step in range(args["steps"]):
         out = rank.engine.step(rank.batches(step))
@@ -227,7 +227,7 @@ def fingerprint(arrays: dict) -> dict[str, str]:
 
 def case_parity(args):
     """Five steps; compares the first step's gradients and the last weights with the references."""
-    job, rank = connect(args)
+    rank = connect(args)
     result = {"losses": [], "norms": []}
     references = {name: np.load(path) for name, path in args["references"].items()}
     for step in range(STEPS):

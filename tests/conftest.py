@@ -1,7 +1,11 @@
+import hypothesis
 import pytest
 
 from tests.parity import References
 from tests.pool import Pool
+
+hypothesis.settings.register_profile("phalanx", deadline=None)  # a busy machine is not a bug
+hypothesis.settings.load_profile("phalanx")
 
 
 @pytest.fixture(scope="session")

@@ -118,11 +118,13 @@ def test_watching_can_be_switched_off(tree):
     tree.until("message")
     tree.client.watch(0.2)
     tree.client.watch(0)
-    assert tree.client.events(1.0) is None
+    assert tree.client.events(0.8) is None
+    tree.client.watch(5)
+    assert tree.client.events(0.5) is None
     tree.client.watch(0.6)
     start = time.monotonic()
     assert tree.until("hang")["worker"] == 0
-    assert time.monotonic() - start > 0.6, "blamed for the time before the watch"
+    assert time.monotonic() - start > 0.9, "blamed for the time before the watch"
 
 
 def test_torch_survives_the_fork_and_a_hang_in_a_collective_is_judged(tmp_path):

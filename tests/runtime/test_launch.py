@@ -15,6 +15,8 @@ from phalanx.runtime.gang import MEMORY_REMEDY, Failure
 from phalanx.runtime.launch import HangLimit, launch
 from tests.runtime.conftest import WORKERS, wait_gone
 
+KILLED_REMEDY = f"if memory ran out, as the kernel's log would say: {MEMORY_REMEDY}"
+
 
 def job(name: str, ranks: int = 3, steps: int = 5, hang_timeout_s: float = 0.0) -> Job:
     return Job(
@@ -58,7 +60,7 @@ def test_a_job_runs_to_its_end(tmp_path):
         (
             "kill@1",
             "rank 1 was killed by SIGKILL in forward of step 2; if nobody did that, the kernel's",
-            MEMORY_REMEDY,
+            KILLED_REMEDY,
         ),
         ("memory@2", "rank 2 failed in forward of step 2 with RuntimeError: DefaultCPUAllocator", MEMORY_REMEDY),
         ("value@0", "rank 0 failed in forward of step 2 with ValueError: the true cause", ""),
@@ -78,16 +80,19 @@ def test_the_first_cause_is_named_not_its_echo(tmp_path, name, said, remedy):
 
 
 def test_a_hang_is_named_with_its_stack(tmp_path):
+    events = []
     with pytest.raises(RunFailed) as failed:
-        run(job("sleep@1", hang_timeout_s=0.3), tmp_path)
+        run(job("sleep@1", hang_timeout_s=0.3), tmp_path, events)
+    assert [e["rank"] for e in events if e["type"] == "hang"] == [1]
     assert "rank 1 hangs in forward of step 2: it stands still in busy_doing_something_else" in failed.value.reason
     assert "in rank" in failed.value.log_tail
     assert "run.hang_timeout_s" in failed.value.remedy
 
 
 def test_a_stopped_rank_is_a_hang(tmp_path):
-    with pytest.raises(RunFailed, match="rank 2 hangs in forward of step 2: it is stopped"):
+    with pytest.raises(RunFailed, match="rank 2 hangs in forward of step 2: it is stopped") as failed:
         run(job("stop@2", hang_timeout_s=0.3), tmp_path)
+    assert "SIGCONT" in failed.value.remedy
 
 
 def test_a_store_that_fails_is_named(tmp_path):
@@ -116,7 +121,7 @@ def test_stop_ends_everything_at_once(tmp_path, monkeypatch):
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         run(job("fine", steps=100_000), tmp_path, stop=stopped.is_set)
-    assert time.monotonic() and wait_gone(token, timeout=0.0) == {}
+    assert wait_gone(token, timeout=0.0) == {}
 
 
 def test_the_hang_limit_is_derived_from_the_slowest_ranks(tmp_path):

@@ -7,91 +7,129 @@ from pathlib import Path
 from typing import Any
 
 import rich.console
+from rich.console import RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from phalanx.core.job import Job
 
 PLAIN_EVERY_S = 5.0
 
 
+def plain_console() -> rich.console.Console:
+    """What a user named is printed as it is: a path may hold [brackets] and :colons:."""
+    return rich.console.Console(highlight=False, markup=False, emoji=False)
+
+
 def duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
 
 
 def flops(value: float) -> str:
-    for unit, size in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12)):
+    for unit, size in (("EFLOP/s", 1e18), ("PFLOP/s", 1e15), ("TFLOP/s", 1e12)):
         if value >= size:
             return f"{value / size:.1f} {unit}"
     return f"{value / 1e9:.0f} GFLOP/s"
 
 
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}" if share >= 0.01 else f"{share:.3%}"
+
+
 class Console:
     def __init__(self, job: Job, out: rich.console.Console | None = None):
-        self.job, self.out = job, out or rich.console.Console(highlight=False)
+        self.job, self.out = job, out or plain_console()
         self._live: Live | None = None
-        self._last_plain = 0.0
+        self._view: RenderableType | None = None
+        self._last_plain = -PLAIN_EVERY_S
         self._recent: list[float] = []
 
     def __enter__(self) -> Console:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
+        self._stop_live()
 
     # -- what the run tells ------------------------------------------------------------------------
 
     def starting(self, run_dir: Path) -> None:
-        self.out.print(f"[bold]{self.job.name}[/] on {self.job.layout.describe()}")
-        self.out.print(f"record: {run_dir}", soft_wrap=True)
+        self._line(f"{self.job.name} on {self.job.layout.describe()}")
+        self._line(f"record: {run_dir}")
+        if self.out.is_terminal and not self.out.is_dumb_terminal:
+            self._live = Live(console=self.out, refresh_per_second=8, transient=True)
+            self._live.start()
+
+    def status(self, text: str) -> None:
+        if self._live:
+            self._live.update(Spinner("line", Text(text, style="dim", overflow="ellipsis", no_wrap=True)))
 
     def note(self, text: str) -> None:
-        self.out.print(text)
+        self._line(text)
 
     def facts(self, facts: dict[str, Any]) -> None:
-        self.out.print(
+        self._line(
             f"model: {facts['num_params']:,} parameters in {self.job.train.precision} "
             f"on {facts['device']}, torch {facts['torch']}"
         )
-        self.out.print(f"MFU: {facts['mfu']} = {flops(facts['peak_flops'])}", soft_wrap=True)
-        if self.out.is_terminal:
-            self._live = Live(console=self.out, refresh_per_second=8)
-            self._live.start()
+        self._line(f"MFU: of {flops(facts['peak_flops'])} ({facts['peak_source']}); {facts['mfu']}")
 
     def step(self, row: dict[str, Any]) -> None:
         self._recent = [*self._recent[-19:], row["time_s"]]
-        left = self.job.train.steps - row["step"] - 1
-        eta = left * sum(self._recent) / len(self._recent)
+        done = row["step"] + 1
+        eta = (self.job.train.steps - done) * sum(self._recent) / len(self._recent)
         if self._live:
-            self._live.update(self._view(row, eta))
-        elif time.monotonic() - self._last_plain > PLAIN_EVERY_S or left == 0:
+            self._view = self._draw(self._cells(row, eta), done)
+            self._live.update(self._view)
+        elif time.monotonic() - self._last_plain >= PLAIN_EVERY_S or done == self.job.train.steps:
             self._last_plain = time.monotonic()
-            text = "  ".join(f"{k} {v}" for k, v in self._cells(row, eta).items())
-            self.out.print(text, soft_wrap=True)
+            self._line("  ".join(f"{name} {value}" for name, value in self._cells(row, eta).items()))
 
     def finished(self, s: dict[str, Any]) -> None:
+        self._stop_live()
+        below = s["unigram_entropy"] - s["last_loss"]
+        compared = f"{below:.3f} below" if below > 0 else f"{-below:.3f} ABOVE"
+        speed = f"{s['tokens_per_s']:,.0f} tokens/s, median step {s['median_step_s'] * 1e3:,.0f} ms"
+        averaged = min(10, s["steps"])
+        rows = {
+            "loss": f"{s['first_loss']:.3f} -> {s['last_loss']:.3f} nats per token (mean of the last {averaged})",
+            "unigram entropy": f"{s['unigram_entropy']:.3f} nats; the loss is {compared} it",
+            "speed": speed + (f", MFU {percent(s['mfu'])}" if "mfu" in s else ""),
+            "time": f"{duration(s['wall_s'])}, of which {s['start_s']:.1f} s to start the ranks",
+            "determinism": self.job.promise,
+            "record": s["run_dir"],
+        }
+        self.out.print()
+        if not self.out.is_terminal:
+            for name, value in rows.items():
+                self._line(f"{name:<15}  {value}")
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True, style="dim")
+        table.add_column(overflow="fold")
+        for row in rows.items():
+            table.add_row(*row)
+        self.out.print(table)
+
+    # -- drawing -----------------------------------------------------------------------------------
+
+    def _line(self, text: str) -> None:
+        """In a terminal long lines break at words, elsewhere not at all."""
+        self.out.print(text, soft_wrap=not self.out.is_terminal)
+
+    def _stop_live(self) -> None:
         if self._live:
             self._live.stop()
             self._live = None
-        table = Table(box=None, pad_edge=False, show_header=False)
-        bits = f"{s['last_loss']:.3f} nats per token (mean of the last 10 steps), from {s['first_loss']:.3f}"
-        table.add_row("loss", bits)
-        below = s["unigram_entropy"] - s["last_loss"]
-        compared = f"{below:.3f} below" if below > 0 else f"{-below:.3f} ABOVE"
-        table.add_row("unigram entropy", f"{s['unigram_entropy']:.3f} nats; the loss is {compared} it")
-        table.add_row("speed", f"{s['tokens_per_s']:,.0f} tokens/s, median step {s['median_step_s'] * 1e3:.0f} ms")
-        if "mfu" in s:
-            table.add_row("MFU", f"{s['mfu']:.1%}")
-        table.add_row("time", f"{duration(s['wall_s'])}, of which {s['start_s']:.1f} s to start")
-        table.add_row("determinism", self.job.promise)
-        table.add_row("record", s["run_dir"])
-        self.out.print()
-        self.out.print(table, soft_wrap=True)
-
-    # -- drawing -----------------------------------------------------------------------------------
+            if self._view:
+                self.out.print(self._view)
 
     def _cells(self, row: dict[str, Any], eta: float) -> dict[str, str]:
         times = "/".join(f"{row[k] * 1e3:.0f}" for k in ("time_min_s", "time_median_s", "time_s"))
@@ -100,18 +138,24 @@ class Console:
             "loss": f"{row['loss']:.4f}",
             "grad norm": f"{row['grad_norm']:.3f}",
             "tokens/s": f"{row['tokens_per_s']:,.0f}",
-            "MFU": "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            "MFU": percent(row["mfu"]),
             "step ms min/med/max": times,
             "ETA": duration(eta),
         }
 
-    def _view(self, row: dict[str, Any], eta: float) -> Table:
-        cells = self._cells(row, eta)
-        table = Table(box=None, pad_edge=False)
+    def _draw(self, cells: dict[str, str], done: int) -> RenderableType:
+        """One row; where the terminal is too narrow for it, one line for each cell."""
+        table = Table(box=None, pad_edge=False, header_style="dim")
         for name in cells:
-            table.add_column(name, justify="right", header_style="dim")
+            table.add_column(name, justify="right", no_wrap=True)
         table.add_row(*cells.values())
-        grid = Table.grid()
-        grid.add_row(table)
-        grid.add_row(ProgressBar(total=self.job.train.steps, completed=row["step"] + 1, width=60))
-        return grid
+        width = Measurement.get(self.out, self.out.options.update(width=10_000), table).maximum
+        if width > self.out.width:
+            table = Table.grid(padding=(0, 2))
+            for cell in cells.items():
+                table.add_row(*cell)
+        bar = ProgressBar(total=self.job.train.steps, completed=done, width=min(width, self.out.width))
+        view = Table.grid()
+        view.add_row(table)
+        view.add_row(bar)
+        return view

@@ -1,17 +1,19 @@
-"""One run on this machine, from a resolved job to its record: checks that it fits, builds the corpus,
-launches the ranks, folds their reports. The console only listens."""
+"""One run on this machine, from a resolved job to its record: builds the corpus, launches the ranks,
+folds their reports. The listener only listens."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-import signal
+import shutil
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from phalanx import __version__
+from phalanx.cli.refuse import refuse
+from phalanx.cli.stop import Stop
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
 from phalanx.core.shape import MFU_CONVENTION
@@ -22,66 +24,88 @@ from phalanx.runtime.launch import launch
 
 WORKER = "phalanx.train.worker:main"
 STORE = "phalanx.parallel.groups:serve_store"
-GIB = 2**30
+MFU_CUSTOM = "6N FLOPs per token, N all parameters"
 
 
 class Listener(Protocol):
     def starting(self, run_dir: Path) -> None: ...
+    def status(self, text: str) -> None: ...  # what is being waited for
+    def note(self, text: str) -> None: ...
     def facts(self, facts: dict[str, Any]) -> None: ...
     def step(self, row: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
     def finished(self, summary: dict[str, Any]) -> None: ...
 
 
 def run_job(job: Job, origins: dict[str, str], listener: Listener) -> dict[str, Any]:
     """Train to the end; the summary that is also in the record. Raises UserError, RunFailed or
     KeyboardInterrupt, each after everything has been cleaned up and recorded."""
-    check_memory(job)
+    refuse(job)
+    with Stop() as stop:
+        record = _create_record(job, origins)
+        run = _Run(job, record, listener, stop)
+        try:
+            summary = run.go()
+            record.finish(summary)
+        except BaseException as error:
+            told = run.end(error)
+            if told is error:
+                raise
+            raise told from error
+        listener.finished(summary)
+    return summary
+
+
+def _create_record(job: Job, origins: dict[str, str]) -> RunRecord:
     meta = {
         "phalanx": __version__,
         "python": platform.python_version(),
         "host": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0))},
         "job_digest": job.digest(),
         "promise": job.promise,
-        "mfu_convention": MFU_CONVENTION,
+        "mfu_convention": MFU_CONVENTION if job.model.family == "dense" else MFU_CUSTOM,
     }
-    record = RunRecord.create(Path(job.run.dir), job.name, meta, {"job": job.to_dict(), "origins": origins})
-    listener.starting(record.path)
-    run = _Run(job, record, listener)
     try:
-        with _Signals() as signals:
-            summary = run.go(signals)
-    except BaseException as error:
-        status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-        record.finish({"status": status, "reason": str(error), **run.figures()})
-        record.close()
-        raise
-    record.finish(summary)
-    record.close()
-    listener.finished(summary)
-    return summary
+        return RunRecord.create(Path(job.run.dir), job.name, meta, {"job": job.to_dict(), "origins": origins})
+    except OSError as error:
+        raise UserError(
+            f"no run record can be made there: {error.strerror} ({error.filename})",
+            field="run.dir",
+            value=job.run.dir,
+            remedy="name a folder that you may write to, on a disk with space left",
+        ) from error
 
 
 class _Run:
-    def __init__(self, job: Job, record: RunRecord, listener: Listener):
-        self.job, self.record, self.listener = job, record, listener
+    def __init__(self, job: Job, record: RunRecord, listener: Listener, stop: Stop):
+        self.job, self.record, self.listener, self.stop = job, record, listener, stop
+        self.launched = False
+        self.running: set[int] = set()
         self.facts: dict[int, dict[str, Any]] = {}
+        self.mistakes: dict[int, str] = {}  # rank -> the text of a UserError it raised
         self.table: StepTable | None = None
         self.rows: list[dict[str, Any]] = []
         self.entropy = 0.0
 
-    def go(self, signals: _Signals) -> dict[str, Any]:
+    def go(self) -> dict[str, Any]:
         started = time.monotonic()
+        self.listener.starting(self.record.path)
         self._prepare_corpus()
-        ended = launch(
-            self.job,
-            worker_entry=WORKER,
-            store_entry=STORE,
-            preload=[WORKER.partition(":")[0]],
-            run_dir=self.record.path,
-            on_event=self._on_event,
-            stop=lambda: signals.stop,
-        )
+        self.launched = True
+        self.listener.status(f"starting {self.job.layout.world_size} ranks: loading torch")
+        try:
+            ended = launch(
+                self.job,
+                worker_entry=WORKER,
+                store_entry=STORE,
+                preload=[WORKER.partition(":")[0]],
+                run_dir=self.record.path,
+                on_event=self._on_event,
+                stop=lambda: self.stop.asked,
+            )
+        except RunFailed as error:
+            if error.rank in self.mistakes:  # found out by a worker, but the user's to mend all the same
+                raise UserError(self.mistakes[error.rank]) from None
+            raise
         return {
             "status": "done",
             **self.figures(),
@@ -90,6 +114,25 @@ class _Run:
             "digests": [d["digest"] for d in ended["done"]],
             "run_dir": str(self.record.path),
         }
+
+    def end(self, error: BaseException) -> BaseException:
+        """Record how far the run came; returns what the caller is told. A run that was refused before
+        its ranks started leaves nothing."""
+        if isinstance(error, UserError) and not self.launched:
+            self.record.close()
+            shutil.rmtree(self.record.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.record.path.parent.rmdir()  # if it is empty, it was made for this run
+            return error
+        stopped = isinstance(error, KeyboardInterrupt | BrokenPipeError) or self.stop.asked
+        if stopped and not isinstance(error, BrokenPipeError):
+            error = KeyboardInterrupt(f"stopped after {len(self.rows)} of {self.job.train.steps} steps")
+        elif isinstance(error, OSError) and not stopped:
+            error = RunFailed(f"the record {self.record.path} cannot be written: {error.strerror}")
+        with contextlib.suppress(OSError):
+            status = "stopped" if stopped else "failed"
+            self.record.finish({"status": status, "reason": str(error), **self.figures()})
+        return error
 
     def figures(self) -> dict[str, Any]:
         """What is known of the run so far."""
@@ -108,39 +151,50 @@ class _Run:
         return out
 
     def _prepare_corpus(self) -> None:
-        path = self.record.path / "corpus.bin"
-        tokens = corpus.build(self.job.data.source, path, int(self.job.data.max_mb * 1e6))
-        if self.job.model.vocab_size < corpus.VOCAB_SIZE:
-            raise UserError(
-                f"byte tokens need a vocabulary of {corpus.VOCAB_SIZE}",
-                field="model.vocab_size",
-                value=self.job.model.vocab_size,
-                remedy=f"set model.vocab_size to at least {corpus.VOCAB_SIZE}",
-            )
+        source, path = self.job.data.source, self.record.path / "corpus.bin"
+
+        def on_progress(size_bytes: int) -> None:
+            self.stop.check()
+            self.listener.status(f"reading {source}: {size_bytes / 1e6:.1f} MB")
+
+        tokens = corpus.build(source, path, int(self.job.data.max_mb * 1e6), on_progress)
         text = corpus.Corpus(path, self.job.train.seq_len, self.job.seed)
         self.entropy = text.unigram_entropy()
-        self.listener.note(f"corpus: {tokens:,} byte tokens from {self.job.data.source}")
+        self.listener.note(f"corpus: {tokens:,} byte tokens from {source}")
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        kind = event.get("type")
-        if kind != "message":
+        if event["type"] != "message":
             self.record.event(event)
+            if event["type"] == "started":
+                self.running.add(event["rank"])
+                self._starting()
             return
         body, rank = event["body"], event["rank"]
-        if body.get("type") == "facts":
+        kind = body.get("type")
+        if kind == "facts":
             self.facts[rank] = body
+            self._starting()
             if len(self.facts) == self.job.layout.world_size:
                 self._all_facts()
-        elif body.get("type") == "step" and self.table:
-            row = self.table.add(rank, body)
-            if row:
-                self.rows.append(row)
-                self.record.metric(row)
-                self.listener.step(row)
-            for noticed in self.table.events:
-                self.record.event(noticed)
-                self.listener.note(f"step {noticed['step']}: {noticed['type']} on ranks {noticed['ranks']}")
-            self.table.events.clear()
+        elif kind == "step" and self.table:
+            self._on_step(self.table, rank, body)
+        elif kind == "error" and body.get("kind") == UserError.__name__:
+            self.mistakes[rank] = str(body["text"])
+
+    def _starting(self) -> None:
+        of = f"of {self.job.layout.world_size}"
+        self.listener.status(f"starting ranks: {len(self.running)} {of} running, {len(self.facts)} {of} ready")
+
+    def _on_step(self, table: StepTable, rank: int, body: dict[str, Any]) -> None:
+        row = table.add(rank, body)
+        if row:
+            self.rows.append(row)
+            self.record.metric(row)
+            self.listener.step(row)
+        for noticed in table.events:
+            self.record.event(noticed)
+            self.listener.note(f"step {noticed['step']}: {noticed['type']} on ranks {noticed['ranks']}")
+        table.events.clear()
 
     def _all_facts(self) -> None:
         """Every rank has said what it runs on: the MFU's denominator is known."""
@@ -154,54 +208,9 @@ class _Run:
             "device": first["device"],
             "torch": first["torch"],
             "peak_flops": peak,
-            "mfu": (MFU_CONVENTION if dense else "6N FLOPs per token") + f"; peak: {first['peak_source']}, sum over ranks",
+            "mfu": MFU_CONVENTION if dense else MFU_CUSTOM,
+            "peak_source": f"{first['peak_source']}, sum over ranks",
         }
         self.record.event({"type": "facts", **facts})
         self.listener.facts(facts)
-
-
-def check_memory(job: Job) -> None:
-    """Refuse what cannot fit this host, with the figures, before anything starts: weights, gradients
-    and two moments in the master precision per parameter, once per replica."""
-    if job.model.family != "dense" or job.run.device not in ("cpu", "auto") or Path("/dev/nvidiactl").exists():
-        return
-    per_param = 32 if job.train.precision == "fp64" else 16
-    need = job.model.num_params * per_param * job.layout.replica
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > total:
-        raise UserError(
-            f"weights, gradients and optimizer state of {job.model.num_params / 1e9:.1f}e9 parameters x "
-            f"{job.layout.replica} replica(s) need {need / GIB:.1f} GiB; this host has {total / GIB:.1f} GiB "
-            f"({free / GIB:.1f} GiB free)",
-            field="model",
-            value=f"{job.model.num_layers} layers of {job.model.dim}",
-            remedy="choose a smaller model.preset, or run on accelerators",
-        )
-
-
-class _Signals:
-    """Ctrl-C and SIGTERM ask for an orderly stop; a second one gets the default treatment."""
-
-    def __init__(self) -> None:
-        self.stop = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._before[number] = signal.signal(number, self._ask)
-            except ValueError:  # not the main thread: the caller handles signals
-                break
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.stop = True
-        signal.signal(number, signal.default_int_handler)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-__all__ = ["RunFailed", "run_job"]
+        self.listener.status("the first step")

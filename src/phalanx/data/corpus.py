@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,39 +25,52 @@ def documents(source: str) -> Iterator[Path]:
     """The files of a source, in an order that does not depend on the file system."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        yield from sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts and "test" not in p.parts)
+        left_out = {"site-packages", "test"}
+        yield from sorted(p for p in root.rglob("*.py") if left_out.isdisjoint(p.relative_to(root).parts))
     elif Path(source).is_dir():
         yield from sorted(p for p in Path(source).rglob("*") if p.is_file())
     else:
         yield Path(source)
 
 
-def build(source: str, out: Path, max_bytes: int) -> int:
-    """Write the token file; returns the number of tokens. The file appears whole or not at all."""
+def build(source: str, out: Path, max_bytes: int, on_progress: Callable[[int], None] | None = None) -> int:
+    """Write the token file; returns the number of tokens. The file appears whole or not at all.
+    `on_progress` hears after every document how many bytes were taken, and may raise to stop."""
     partial = out.with_suffix(".partial")
-    written = 0
-    with open(partial, "wb") as f:
-        for path in documents(source):
-            try:
-                text = path.read_bytes()[: max_bytes - written]
-            except OSError as error:
-                raise UserError(
-                    f"cannot read {path}: {error.strerror}",
-                    field="data.source",
-                    value=source,
-                    remedy="name a readable text file or directory",
-                ) from error
-            ids = np.append(np.frombuffer(text, np.uint8).astype(_DTYPE), _DTYPE.type(END_OF_DOCUMENT))
-            f.write(ids.tobytes())
-            written += len(text)
-            if written >= max_bytes:
-                break
-    if written == 0:
-        raise UserError(
-            "there is no text there", field="data.source", value=source, remedy="name a file or directory with text"
-        )
-    os.replace(partial, out)
+    taken = 0
+    try:
+        with open(partial, "wb") as f:
+            for path in documents(source):
+                text = _read(source, path, max_bytes - taken)
+                if text:
+                    ids = np.append(np.frombuffer(text, np.uint8).astype(_DTYPE), _DTYPE.type(END_OF_DOCUMENT))
+                    f.write(ids.tobytes())
+                taken += len(text)
+                if on_progress:
+                    on_progress(taken)
+                if taken >= max_bytes:
+                    break
+        if taken == 0:
+            raise _refusal(source, f"there is no text in its first {max_bytes:,} bytes (data.max_mb)")
+        os.replace(partial, out)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     return out.stat().st_size // _DTYPE.itemsize
+
+
+def _read(source: str, path: Path, max_bytes: int) -> bytes:
+    if path.exists() and not path.is_file():
+        raise _refusal(source, f"{path} is neither a file nor a folder")  # reading a pipe may never end
+    try:
+        with open(path, "rb") as f:
+            return f.read(max_bytes)
+    except OSError as error:
+        raise _refusal(source, f"cannot read {path}: {error.strerror}") from error
+
+
+def _refusal(source: str, message: str) -> UserError:
+    return UserError(message, field="data.source", value=source, remedy="name a readable text file, or a folder of them")
 
 
 @dataclass(slots=True)
@@ -77,7 +90,7 @@ class Corpus:
         self.num_samples = (len(self.tokens) - 1) // seq_len
         if self.num_samples < 1:
             raise UserError(
-                f"the corpus has {len(self.tokens)} tokens, less than one sample",
+                f"the corpus has {len(self.tokens)} tokens; one sample takes {seq_len + 1}",
                 field="train.seq_len",
                 value=seq_len,
                 remedy="name more text in data.source, or lower train.seq_len",

@@ -37,4 +37,4 @@ def apply_recompute(units: list[nn.Module], mode: str) -> None:
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for unit in units:
-        unit.forward = partial(checkpoint, unit.forward, **options)  # type: ignore[method-assign]
+        unit.forward = partial(checkpoint, unit.forward, **options)

@@ -53,7 +53,8 @@ class _Unit:
 @dataclass(slots=True)
 class BucketTrace:
     size_bytes: int
-    issued_ns: int
+    issued_ns: int  # handed to the thread
+    started_ns: int = 0  # its first collective called
     done_ns: int = 0
 
 
@@ -166,6 +167,7 @@ class Reducer:
         def run() -> None:
             with self.device.on(self._stream):
                 self.device.wait(self._stream, ready)
+                trace.started_ns = time.perf_counter_ns()
                 self._guard(lambda: self._reduce_bucket(bucket, slot))
             trace.done_ns = time.perf_counter_ns()
 
@@ -208,7 +210,9 @@ class _TreeReduceScatter:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
         reducer, tree, width = self.reducer, self.unit.tree, group.size()
         assert op == dist.ReduceOp.SUM, op
         mine = reducer.indices[reducer._micro]

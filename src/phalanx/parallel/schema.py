@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig, chunk_bounds
 from phalanx.model.family import Family
@@ -54,5 +53,3 @@ def describe(family: Family, config: ModelConfig) -> list[ParamInfo]:
         assert owner in modules
         infos.append(ParamInfo(name, param.shape, split))
     return infos
-
-

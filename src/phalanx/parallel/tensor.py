@@ -39,7 +39,7 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter(grad, ctx.group), None
 
 
@@ -50,7 +50,7 @@ class _Scatter(torch.autograd.Function):
         return _reduce_scatter(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grad, ctx.group), None
 
 
@@ -94,7 +94,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return both[0].log() - both[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, index, inside = ctx.saved_tensors
         out = softmax.scatter_add(-1, index, -inside.unsqueeze(-1).to(softmax.dtype))
         return out.mul_(grad.unsqueeze(-1)), None, None, None
@@ -144,7 +144,7 @@ def _split_module(
         setattr(module, key, cut[id(param)])
     if style == "row":
         module.__class__ = RowLinear
-        module.tp = tp  # type: ignore[assignment]
+        module.tp = tp
     elif style == "vocab":
         module.__class__ = VocabEmbedding
-        module.tp, module.start = tp, start  # type: ignore[assignment]
+        module.tp, module.start = tp, start

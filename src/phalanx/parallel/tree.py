@@ -75,9 +75,7 @@ def exchange(parts: list[tuple[Node, Tensor]], spans: Sequence[Sequence[Node]], 
     else:
         outgoing = torch.stack([t.view(width, size) for _, t in parts], dim=1).view(-1)
     incoming = outgoing.new_empty(sum(len(s) for s in spans) * size)
-    group.alltoall_base(
-        incoming, outgoing, [len(s) * size for s in spans], [len(parts) * size] * width
-    ).wait()
+    group.alltoall_base(incoming, outgoing, [len(s) * size for s in spans], [len(parts) * size] * width).wait()
     merged = TreeSum()
     rows = incoming.view(-1, size)
     for row, node in enumerate(node for s in spans for node in s):

@@ -75,8 +75,12 @@ class Failure:
         return f"{name} exited with code {self.code}{where}"
 
     def remedy(self) -> str:
-        if self.out_of_memory or self.signal == "SIGKILL":
+        if self.out_of_memory:
             return MEMORY_REMEDY
+        if self.signal == "SIGKILL":
+            return f"if memory ran out, as the kernel's log would say: {MEMORY_REMEDY}"
+        if self.hang.startswith("is stopped"):
+            return "find out what stopped it; SIGCONT would let it go on"
         return HANG_REMEDY if self.hang else ""
 
 

@@ -54,7 +54,7 @@ def judge(evidence: list[Evidence]) -> tuple[list[int], str]:
     """The culprits among stuck workers and what is said of each: "rank 3 " + reason."""
     stopped = [e for e in evidence if e.state in "Tt"]
     if stopped:
-        return [e.worker for e in stopped], "is stopped: something sent it SIGSTOP, or a debugger holds it"
+        return [e.worker for e in stopped], "is stopped, by SIGSTOP or by a debugger"
     silent = [e for e in evidence if not e.stack]
     if silent and len(silent) < len(evidence):
         state = "in an uninterruptible system call (state D)" if silent[0].state == "D" else "not answering signals"

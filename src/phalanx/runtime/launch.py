@@ -63,8 +63,10 @@ def launch(
     """Run the job to its end and return a summary; RunFailed when it fails, KeyboardInterrupt when `stop()`.
 
     `on_event` hears {"type": "started", "rank", "pid"}, {"type": "ready", "start_s"} once all ranks are,
-    {"type": "message", "rank", "body"} and {"type": "exit", "rank"}.
+    {"type": "message", "rank", "body"}, {"type": "hang", "rank", "reason", "progress"} and
+    {"type": "exit", "rank", "code", "signal"}.
     """
+    run_dir = run_dir.absolute()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with NodeClient(preload, log=logs / "node.log") as client:
@@ -137,6 +139,8 @@ class _Launch:
             self._tell({"type": "exit", "rank": rank, "code": event["code"], "signal": event["signal"]})
         elif kind == "message":
             self._on_message(rank, event["body"])
+        elif kind == "hang":
+            self._tell({"type": "hang", "rank": rank, "reason": event["reason"], "progress": event["progress"]})
 
     def _on_message(self, rank: int, body: Message) -> None:
         kind = body.get("type")

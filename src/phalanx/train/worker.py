@@ -60,7 +60,9 @@ def micro_batch(job: Job, corpus: Corpus, step: int, index: int) -> Batch:
     first = step * job.train.global_batch + index * job.train.micro_batch
     s = corpus.samples(range(first, first + job.train.micro_batch))
     documents = torch.from_numpy(s.documents_BL) if job.train.document_mask else None
-    return Batch(torch.from_numpy(s.tokens_BL), torch.from_numpy(s.targets_BL), torch.from_numpy(s.weights_BL), documents)
+    return Batch(
+        torch.from_numpy(s.tokens_BL), torch.from_numpy(s.targets_BL), torch.from_numpy(s.weights_BL), documents
+    )
 
 
 def _facts(job: Job, engine: Engine, device: Device) -> dict[str, Any]:

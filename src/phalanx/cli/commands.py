@@ -1,0 +1,68 @@
+"""What `phalanx` can be asked to do. Heavy imports happen inside a command, so that help answers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Trains very large models on very many accelerators.",
+)
+spec_app = typer.Typer(no_args_is_help=True, help="The job file: its schema.")
+app.add_typer(spec_app, name="spec")
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from phalanx import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    job: Annotated[Path | None, typer.Argument(help="The job file; without one, the quickstart.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field of the job; repeatable.")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the resolved job and stop.")] = False,
+) -> None:
+    """Train. With no arguments: a small model on the Python library's own sources, on this machine."""
+    from phalanx.spec import load
+
+    resolved = load(job, sets or [])
+    if explain:
+        from phalanx.cli.explain import print_explanation
+
+        print_explanation(resolved)
+        return
+    from phalanx.cli.console import Console
+    from phalanx.cli.run import run_job
+
+    try:
+        with Console(resolved.job) as console:
+            run_job(resolved.job, resolved.origins, console)
+    except KeyboardInterrupt as stopped:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(stopped or "stopped", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@spec_app.command("schema")
+def spec_schema() -> None:
+    """Print the JSON schema of the job file."""
+    import json
+
+    from phalanx.spec import schema
+
+    print(json.dumps(schema(), indent=2))

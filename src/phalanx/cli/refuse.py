@@ -1,0 +1,74 @@
+"""What this host cannot do, refused with the figures before anything starts. What no host can do is
+refused by the spec (`core.compat`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from phalanx.core.errors import UserError
+from phalanx.core.job import Job
+from phalanx.data.corpus import VOCAB_SIZE
+from phalanx.runtime.node import SLOTS
+
+GIB = 2**30
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# Device nodes of drivers: where one is, the ranks may not run in host memory.
+ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
+
+
+def refuse(job: Job) -> None:
+    _vocabulary(job)
+    _ranks(job)
+    _memory(job)
+
+
+def _vocabulary(job: Job) -> None:
+    if job.model.vocab_size < VOCAB_SIZE:
+        raise UserError(
+            f"byte tokens need a vocabulary of {VOCAB_SIZE}",
+            field="model.vocab_size",
+            value=job.model.vocab_size,
+            remedy=f"set model.vocab_size to at least {VOCAB_SIZE}",
+        )
+
+
+def _ranks(job: Job) -> None:
+    most = SLOTS - 1  # one is the store's
+    if job.layout.world_size > most:
+        raise UserError(
+            f"one host runs at most {most} ranks",
+            field="layout",
+            value=job.layout.describe(),
+            remedy="lower layout.replica, layout.shard or layout.tp",
+        )
+
+
+def _memory(job: Job) -> None:
+    """Weights, gradients and two moments in the master precision per parameter, once per replica. A
+    family of the user's own is not known well enough here; its ranks fail with torch's own figures."""
+    if job.model.family != "dense" or job.run.device not in ("cpu", "auto"):
+        return
+    if job.run.device == "auto" and any(Path(node).exists() for node in ACCELERATORS):
+        return
+    bytes_per_param = 32 if job.train.precision == "fp64" else 16
+    need, have = job.model.num_params * bytes_per_param * job.layout.replica, host_memory_bytes()
+    if need > have:
+        raise UserError(
+            f"weights, gradients and optimizer state of {job.model.num_params / 1e9:.1f} billion parameters, "
+            f"{bytes_per_param} bytes each, in {job.layout.replica} replica(s) need {need / GIB:,.1f} GiB; "
+            f"this host has {have / GIB:,.1f} GiB",
+            field="model",
+            value=f"{job.model.num_layers} layers of width {job.model.dim}",
+            remedy="choose a smaller model.preset, or run on accelerators",
+        )
+
+
+def host_memory_bytes() -> int:
+    """What this process may use: the host's memory, or less in a container."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            limits.append(int(Path(file).read_text()))
+    return min(limits)

@@ -1,0 +1,189 @@
+"""What the engine tests run inside pool workers."""
+
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from phalanx.parallel.groups import form_cross
+from phalanx.parallel.reduce import StepFailed
+from tests.cases import CPU, Rank, connect
+
+
+def _same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def _grads(rank: Rank, step: int = 0) -> dict:
+    return {k: v.clone() for k, v in rank.engine.gradients(rank.batches(step)).grads.items()}
+
+
+class Boom(RuntimeError):
+    pass
+
+
+def rebuild(args):
+    """Raise in the middle of the second micro-batch's backward, rebuild, redo; several times."""
+    rank = connect(args)
+    clean = _grads(rank)
+    before = {k: v.detach().clone() for k, v in rank.state.params.items()}
+    seconds, resources = [], []
+    for attempt in range(args["times"]):
+        calls = iter(range(100))
+
+        def explode(*_, calls=calls):
+            if next(calls) == 1:
+                raise Boom
+
+        rank.engine.model.layers["1"].register_full_backward_pre_hook(explode)
+        try:
+            rank.engine.gradients(rank.batches(0))
+            return "the fault was not injected"
+        except Boom:
+            pass
+        start = time.perf_counter()
+        rank.close()
+        rank.generation = args["generation"] * 1000 + attempt + 1
+        rank.build()
+        seconds.append(time.perf_counter() - start)
+        if not _same(_grads(rank), clean):
+            return f"attempt {attempt}: the redone gradients differ from the clean ones"
+        resources.append([threading.active_count(), len(os.listdir("/proc/self/fd"))])
+    if not _same(before, {k: v.detach() for k, v in rank.state.params.items()}):
+        return "the failed steps changed the weights"
+    rank.close()
+    return {"seconds": seconds, "resources": resources}
+
+
+def retry_without_rebuild(args):
+    """The negative control: the same fault, redone on the half-run engine."""
+    rank = connect(args)
+    clean = _grads(rank)
+    calls = iter(range(100))
+
+    def explode(*_):
+        if next(calls) == 1:
+            raise Boom
+
+    hook = rank.engine.model.layers["1"].register_full_backward_pre_hook(explode)
+    try:
+        rank.engine.gradients(rank.batches(0))
+    except Boom:
+        hook.remove()
+    try:
+        same = _same(_grads(rank), clean)
+    except Exception:
+        same = False
+    rank.close()
+    return same
+
+
+def reform_cross(args):
+    """Between two steps the cross-replica groups are dropped and formed again, model untouched."""
+    rank = connect(args)
+    first = _grads(rank)
+    rank.groups.cross.close()
+    fresh = form_cross(rank.store, args["generation"] * 1000 + 1, rank.job.layout, rank.coord, CPU)
+    assert fresh is not None
+    rank.groups.cross = fresh
+    second = _grads(rank)
+    rank.close()
+    return _same(first, second)
+
+
+def lose_cross(args):
+    """Replica 1 drops its cross-replica group before the step: replica 0 must get an error, soon,
+    after all of its own shard collectives, with its weights untouched."""
+    rank = connect(args)
+    before = {k: v.detach().clone() for k, v in rank.state.params.items()}
+    if rank.coord.replica == 1:
+        rank.groups.cross.close()
+        time.sleep(0.1)
+        rank.close()
+        return {"failed": None}
+    start = time.perf_counter()
+    try:
+        rank.engine.step(rank.batches(0))
+        failed = ""
+    except StepFailed as error:
+        failed = str(error)
+    out = {"failed": failed, "seconds": time.perf_counter() - start, "step": rank.state.step}
+    out["untouched"] = _same(before, {k: v.detach() for k, v in rank.state.params.items()})
+    rank.close()
+    return out
+
+
+def overlap(args):
+    """When each bucket's reduction started and was done, and when the backward ended, in ns."""
+    rank = connect(args)
+    rank.engine.gradients(rank.batches(0))
+    out = rank.engine.gradients(rank.batches(0))
+    trace = [[t.size_bytes, t.started_ns, t.done_ns] for t in rank.engine.reducer.trace]
+    rank.close()
+    return {"buckets": trace, "backward_end_ns": out.backward_end_ns}
+
+
+def collectives(args):
+    """How many all-gathers and reduce-scatters one step makes inside the replica."""
+    rank = connect(args)
+    rank.engine.step(rank.batches(0))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        rank.engine.step(rank.batches(1))
+    counts = {e.key: e.count for e in profile.key_averages()}
+    rank.close()
+    return {
+        "gathers": sum(n for k, n in counts.items() if "c10d::" in k and "allgather" in k),
+        "scatters": sum(n for k, n in counts.items() if "c10d::" in k and "reduce_scatter" in k),
+    }
+
+
+def saved_bytes(args):
+    """Bytes that autograd keeps between forward and backward."""
+    rank = connect(args)
+    rank.engine.gradients(rank.batches(0))
+    kept = 0
+
+    def pack(tensor):
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        rank.engine.model(rank.batches(0)[0]).sum().backward()
+    rank.close()
+    return kept
+
+
+def compression(args):
+    """The reduced gradients of a few steps with the job's codec, summed, against uncompressed ones."""
+    rank = connect(args)
+    steps = args["steps"]
+    grads = [torch.cat([g.reshape(-1) for g in _grads(rank).values()]) for _ in range(steps)]
+    sent = rank.groups.cross.sent_bytes / steps
+    rank.close()
+    return {"one": grads[0].tolist(), "mean": (sum(grads) / steps).tolist(), "sent_bytes": sent}
+
+
+def dtypes(args):
+    rank = connect(args)
+    seen = {}
+
+    def look(module, args, output):
+        seen["activation"] = str(output.dtype)
+
+    rank.engine.model.layers["0"].register_forward_hook(look)
+    out = rank.engine.step(rank.batches(0))
+    seen["grad"] = str(next(iter(out.grads.values())).dtype)
+    seen["master"] = str(next(iter(rank.state.params.values())).dtype)
+    seen["moment"] = str(next(iter(rank.state.optimizer.state.values()))["exp_avg"].dtype)
+    rank.close()
+    return seen
+
+
+def world_size(args):
+    rank = connect(args)
+    size = dist.get_world_size()
+    rank.close()
+    return size

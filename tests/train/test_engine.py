@@ -1,0 +1,114 @@
+"""The engine is disposable, the state is not; the replicas' group is not part of either."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.cases import EVEN, make_job
+
+CASES = "tests.train.engine_cases:"
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
+def test_after_a_fault_in_backward_a_rebuilt_engine_gives_the_clean_gradients(pool, layout, reduction):
+    job = make_job(layout, precision="fp32", reduction=reduction, global_batch=8)
+    for answer in pool.run(CASES + "rebuild", job, times=2):
+        assert isinstance(answer, dict), answer
+        assert min(answer["seconds"]) < 1.0
+
+
+def test_rebuilding_many_times_leaks_neither_threads_nor_descriptors(pool):
+    answers = pool.run(CASES + "rebuild", make_job((2, 2, 1), precision="fp32"), times=8)
+    for answer in answers:
+        assert answer["resources"][-1] <= answer["resources"][2], answer["resources"]
+
+
+def test_redoing_the_step_on_the_half_run_engine_is_wrong(pool):
+    """If this ever fails, torch has changed, and rebuilding may no longer be needed."""
+    assert not all(pool.run(CASES + "retry_without_rebuild", make_job((1, 2, 1), precision="fp32", global_batch=8)))
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, 4])
+def test_the_cross_replica_group_can_be_re_formed_between_steps(pool, ranks_per_node):
+    job = make_job((4, 2, 1), precision="fp32", ranks_per_node=ranks_per_node)
+    assert all(pool.run(CASES + "reform_cross", job))
+
+
+def test_each_replica_is_a_world_of_its_own(pool):
+    assert pool.run(CASES + "world_size", make_job((2, 2, 2))) == [4] * 8
+
+
+def test_a_lost_replica_fails_the_step_and_changes_nothing(pool):
+    answers = pool.run(CASES + "lose_cross", make_job((2, 2, 1), precision="fp32"), timeout=60)
+    for answer in answers[:2]:
+        assert "across replicas failed" in answer["failed"], answer
+        assert answer["seconds"] < 10
+        assert answer["untouched"] and answer["step"] == 0
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_the_first_bucket_is_reduced_while_the_backward_still_runs(pool, reduction):
+    deep = dataclasses.replace(EVEN, num_layers=12)
+    job = make_job((2, 2, 1), model=deep, precision="fp32", reduction=reduction, bucket_mb=0.05, seq_len=128)
+    for answer in pool.run(CASES + "overlap", job):
+        buckets = answer["buckets"]
+        assert len(buckets) >= 3
+        assert all(size >= 0.05e6 for size, _, _ in buckets[:-1])
+        assert buckets[0][1] < answer["backward_end_ns"], "the first bucket's reduction started after the backward"
+        assert buckets[0][2] < answer["backward_end_ns"], "the first bucket was done after the backward"
+
+
+def test_one_large_bucket_leaves_only_after_the_backward_so_the_test_above_can_fail(pool):
+    job = make_job((2, 2, 1), model=EVEN, precision="fp32", bucket_mb=25.0)
+    for answer in pool.run(CASES + "overlap", job):
+        assert answer["buckets"][0][1] >= answer["backward_end_ns"]
+
+
+def test_zero_stages_communicate_as_they_should(pool):
+    """Per step of 2 micro-batches and 4 FSDP2 modules (3 blocks and the root)."""
+    counts = {}
+    for zero in (1, 2, 3):
+        job = make_job((1, 4, 1), model=EVEN, precision="fp32", zero=zero)
+        counts[zero] = pool.run(CASES + "collectives", job)[0]
+    assert counts[1] == {"gathers": 4, "scatters": 4}  # once per step
+    assert counts[2] == {"gathers": 4, "scatters": 8}  # gradients every micro-batch
+    assert counts[3] == {"gathers": 14, "scatters": 8}  # blocks twice per micro-batch, the root once
+
+
+def test_recomputation_keeps_less(pool):
+    kept = {}
+    for mode in ("none", "selective", "full"):
+        job = make_job((1, 1, 1), model=EVEN, precision="fp32", recompute=mode)
+        (kept[mode],) = pool.run(CASES + "saved_bytes", job)
+    assert kept["full"] < kept["none"] / 2, kept
+    assert kept["selective"] < kept["none"], kept
+
+
+@pytest.mark.parametrize("codec, ratio, error", [("bf16", 0.5, 4e-3), ("int8", 0.27, 3e-2)])
+@pytest.mark.parametrize("layout, nodes", [((2, 1, 1), 0), ((4, 1, 1), 0), ((4, 1, 1), 2)], ids=str)
+def test_compressed_traffic_is_small_and_its_error_does_not_stay(pool, codec, ratio, error, layout, nodes):
+    options = dict(model=EVEN, precision="fp32", ranks_per_node=nodes, clip=0.0, bucket_mb=0.1)
+    plain = pool.run(CASES + "compression", make_job(layout, **options), steps=1)
+    packed = pool.run(CASES + "compression", make_job(layout, compress=codec, **options), steps=8)
+    assert all(p == packed[0] for p in packed), "the replicas decoded different sums"
+    want, once, mean = (np.array(x) for x in (plain[0]["one"], packed[0]["one"], packed[0]["mean"]))
+
+    def off(got):
+        return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+    assert off(once) < error
+    assert off(mean) < off(once) / 3, "what rounding takes must come back with the next step"
+    if not nodes:
+        assert packed[0]["sent_bytes"] < ratio * 1.1 * plain[0]["sent_bytes"]
+
+
+def test_bf16_computes_in_bf16_over_fp32_masters_and_reduces_in_fp32(pool):
+    for seen in pool.run(CASES + "dtypes", make_job((2, 2, 1), precision="bf16")):
+        assert seen == {
+            "activation": "torch.bfloat16",
+            "grad": "torch.float32",
+            "master": "torch.float32",
+            "moment": "torch.float32",
+        }
