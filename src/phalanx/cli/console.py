@@ -133,8 +133,9 @@ class Console:
 
     def _cells(self, row: dict[str, Any], eta: float) -> dict[str, str]:
         times = "/".join(f"{row[k] * 1e3:.0f}" for k in ("time_min_s", "time_median_s", "time_s"))
+        steps = str(self.job.train.steps)
         return {
-            "step": f"{row['step'] + 1}/{self.job.train.steps}",
+            "step": f"{row['step'] + 1:>{len(steps)}}/{steps}",
             "loss": f"{row['loss']:.4f}",
             "grad norm": f"{row['grad_norm']:.3f}",
             "tokens/s": f"{row['tokens_per_s']:,.0f}",

@@ -16,23 +16,24 @@ WIDE = 110  # columns from which on the meaning of each field has its place
 def print_explanation(resolved: Resolved) -> None:
     console = plain_console()
     terminal = console.is_terminal
-    names = ["field", "value", "from"] + (["meaning"] if not terminal or console.width >= WIDE else [])
-    rows = [(row.field, json.dumps(row.value), row.origin, row.help) for row in explain(resolved)]
-    rows = [row[: len(names)] for row in rows]
+    lines = [["field", "value", "from", "meaning"]]
+    lines += [[row.field, json.dumps(row.value), row.origin, row.help] for row in explain(resolved)]
+    if terminal and console.width < WIDE:
+        lines = [line[:-1] for line in lines]
     if terminal:
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in names:
+        for name in lines[0]:
             table.add_column(name, no_wrap=name == "field", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
+        for line in lines[1:]:
+            table.add_row(*line)
         console.print(table)
     else:
-        widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
-        for row in (names, *rows):
-            line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            console.print(line.rstrip(), soft_wrap=True)
-    for line in _derived(resolved.job):
-        console.print(line, soft_wrap=True)
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            console.print(text.rstrip(), soft_wrap=True)
+    for text in _derived(resolved.job):
+        console.print(text, soft_wrap=True)
 
 
 def _derived(job: Job) -> list[str]:

@@ -26,7 +26,8 @@ class RunFailed(RuntimeError):
         self.reason, self.rank, self.log_tail, self.remedy = reason, rank, log_tail, remedy
         text = reason
         if log_tail:
-            text += f"\n  last log lines of rank {rank}:\n" + "\n".join(f"  | {line}" for line in log_tail.splitlines())
+            whose = "" if rank is None else f" of rank {rank}"
+            text += f"\n  last log lines{whose}:\n" + "\n".join(f"  | {line}" for line in log_tail.splitlines())
         if remedy:
             text += f"\n  remedy: {remedy}"
         super().__init__(text)

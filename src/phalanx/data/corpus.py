@@ -70,7 +70,9 @@ def _read(source: str, path: Path, max_bytes: int) -> bytes:
 
 
 def _refusal(source: str, message: str) -> UserError:
-    return UserError(message, field="data.source", value=source, remedy="name a readable text file, or a folder of them")
+    return UserError(
+        message, field="data.source", value=source, remedy="name a readable text file, or a folder of them"
+    )
 
 
 @dataclass(slots=True)

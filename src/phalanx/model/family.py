@@ -19,12 +19,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +37,12 @@ from phalanx.core.shape import ModelConfig
 
 BUILTIN = {"dense": "phalanx.model.dense:DENSE"}
 STYLES = ("gather", "column", "row", "vocab", "head")
+MODULE_OF: dict[str, type[nn.Module]] = {
+    "column": nn.Linear,
+    "row": nn.Linear,
+    "vocab": nn.Embedding,
+    "head": nn.Linear,
+}
 
 
 @dataclass(slots=True)
@@ -89,20 +98,20 @@ def load_family(reference: str) -> Family:
     where, _, name = target.rpartition(":")
     remedy = f"use one of {sorted(BUILTIN)}, or path/to/file.py:NAME where NAME is a phalanx.Family"
     if not where:
-        raise UserError("unknown model family", field="model.family", value=reference, remedy=remedy)
-    module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        raise _refusal(reference, "unknown model family", remedy)
+    try:
+        module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:
+        raise _refusal(reference, f"it cannot be imported: {_told(error, where)}", "correct the file") from error
     family = getattr(module, name, None)
     if not isinstance(family, Family):
-        raise UserError(
-            f"{where} has no phalanx.Family called {name}", field="model.family", value=reference, remedy=remedy
-        )
+        what = "is not a phalanx.Family" if hasattr(module, name) else "is not there"
+        known = [key for key, value in vars(module).items() if isinstance(value, Family)]
+        raise _refusal(reference, f"{name} {what}", f"{where} has {', '.join(known)}" if known else remedy)
     for pattern, style in family.split.items():
         if style not in STYLES:
-            raise UserError(
-                f"layer {pattern!r} has the unknown split style {style!r}",
-                field="model.family",
-                value=reference,
-                remedy=f"use one of {', '.join(STYLES)}",
+            raise _refusal(
+                reference, f"layer {pattern!r} has the unknown split style {style!r}", f"use one of {', '.join(STYLES)}"
             )
     return family
 
@@ -110,9 +119,63 @@ def load_family(reference: str) -> Family:
 def _import_file(path: Path) -> ModuleType:
     name = f"phalanx_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise UserError("no such file", field="model.family", value=str(path), remedy="check the path")
+    assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # for modules beside it; last, so that it shadows nothing
     spec.loader.exec_module(module)
     return module
+
+
+def check_family(family: Family, config: ModelConfig) -> None:
+    """Refuse a description that does not fit its model: what would fail deep inside a step, or would
+    train something else without a word."""
+
+    def refuse(message: str, remedy: str) -> NoReturn:
+        raise _refusal(config.family, message, remedy)
+
+    try:
+        with torch.device("meta"):
+            model = family.build(config)
+    except UserError:
+        raise
+    except Exception as error:
+        where = config.family.rpartition(":")[0]
+        refuse(f"building the model failed: {_told(error, where)}", "correct it, or its sizes under [model]")
+    modules = dict(model.named_modules())
+    for kind, patterns in (("split", family.split), ("units", family.units)):
+        for pattern in patterns:
+            if not any(_matches(name, pattern) for name in modules):
+                names = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in modules if name)
+                refuse(f"{kind} pattern {pattern!r} matches no module", f"the modules are {', '.join(names)}")
+    gathered = tuple(f"{name}." for name in modules if family.style_of(name) == "gather")
+    for name, module in modules.items():
+        style = family.style_of(name) or ""
+        wanted = MODULE_OF.get(style)
+        if wanted and not isinstance(module, wanted):
+            what = f"layer {name!r} has the split style {style!r} but is a {type(module).__name__}"
+            refuse(what, f"give that style to a {wanted.__name__}")
+        if isinstance(module, nn.Embedding) and not style and not name.startswith(gathered):
+            what = f"embedding {name!r} is not split, so it would not know which slice of the sequence a rank holds"
+            refuse(what, f"add {name!r}: 'vocab' to split, and look up all positions, of which each rank gets its own")
+        if style == "vocab" and (module.padding_idx is not None or module.max_norm):
+            refuse(f"embedding {name!r} has padding_idx or max_norm", "leave them out: a split embedding has neither")
+        if style == "head" and family.loss is None and module.out_features != config.vocab_size:
+            what = f"layer {name!r} has {module.out_features} outputs, but model.vocab_size is {config.vocab_size}"
+            refuse(what, "make them agree: the loss counts columns from model.vocab_size")
+    for name, _ in model.named_buffers():
+        refuse(f"{name!r} is a buffer, and would have no values", "compute it in forward, or make it a parameter")
+    for name, _ in model.named_parameters():
+        if not isinstance(family.init(name, config), Init):
+            refuse(f"init gives {family.init(name, config)!r} for {name!r}", "return a phalanx.Init for each parameter")
+
+
+def _refusal(reference: str, message: str, remedy: str) -> UserError:
+    return UserError(message, field="model.family", value=reference, remedy=remedy)
+
+
+def _told(error: Exception, file: str) -> str:
+    """The error in a line, with the last line of the user's own file that led to it."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")

@@ -12,46 +12,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.core.errors import UserError
 from phalanx.core.shape import chunk_bounds
 from phalanx.model.family import Family
+from phalanx.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
 SPLIT_DIM = {"column": 0, "head": 0, "vocab": 0, "row": 1}
 SEQUENCE_DIM = 1
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), SEQUENCE_DIM, group))
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return funcol.wait_tensor(funcol.reduce_scatter_tensor(x.contiguous(), "sum", SEQUENCE_DIM, group))
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_gather(x, group)
+        return all_gather(x, SEQUENCE_DIM, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
+        return reduce_scatter(grad, SEQUENCE_DIM, ctx.group), None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _reduce_scatter(x, group)
+        return reduce_scatter(x, SEQUENCE_DIM, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.group), None
+        return all_gather(grad, SEQUENCE_DIM, ctx.group), None
 
 
 class RowLinear(nn.Linear):
@@ -83,13 +75,13 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
-        top = funcol.wait_tensor(funcol.all_reduce(logits.amax(-1), "max", group))
+        top = all_reduce(logits.amax(-1), "max", group)
         exp = (logits - top.unsqueeze(-1)).exp()
         local = targets - start
         inside = (local >= 0) & (local < logits.shape[-1])
         index = (local * inside).unsqueeze(-1)
         wanted = (logits.gather(-1, index).squeeze(-1) - top) * inside
-        both = funcol.wait_tensor(funcol.all_reduce(torch.stack((exp.sum(-1), wanted)), "sum", group))
+        both = all_reduce(torch.stack((exp.sum(-1), wanted)), "sum", group)
         ctx.save_for_backward(exp.div_(both[0].unsqueeze(-1)), index, inside)
         return both[0].log() - both[1]
 

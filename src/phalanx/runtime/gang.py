@@ -57,9 +57,9 @@ class Failure:
         return 2 if self.is_echo else 0 if self.signal or self.hang else 1
 
     def sentence(self, name: str) -> str:
-        p = self.progress
-        where = f" in {p['phase']} of step {p['step']}" if p and p["phase"] != "starting" else " while starting"
-        where = where if p else ""
+        where, p = "", self.progress
+        if p:
+            where = " while starting" if p["phase"] == "starting" else f" in {p['phase']} of step {p['step']}"
         if self.hang:
             return f"{name} hangs{where}: it {self.hang}"
         if self.kind:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -20,6 +19,7 @@ from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.model.family import Batch, Family
 from phalanx.observe.progress import Phase
+from phalanx.parallel.collectives import all_gather
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.norm import exact_norm, fast_norm
@@ -163,7 +163,7 @@ class Engine:
     def _sum_over_tp(self, grads: list[Tensor]) -> None:
         """Small and rare, so gathered and added in rank order: the same bits for any sharding."""
         flat = torch.cat([g.reshape(-1) for g in grads])
-        first, *others = funcol.wait_tensor(funcol.all_gather_tensor(flat, 0, self.groups.tp)).view(-1, flat.numel())
+        first, *others = all_gather(flat, 0, self.groups.tp).view(-1, flat.numel())
         total = first.clone()
         for row in others:
             total.add_(row)

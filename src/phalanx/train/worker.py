@@ -14,7 +14,7 @@ import torch
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.data.corpus import Corpus
-from phalanx.model.family import Batch, load_family
+from phalanx.model.family import Batch, check_family, load_family
 from phalanx.observe.progress import Phase
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups, connect_store
@@ -31,6 +31,7 @@ def main(channel: Any, args: dict[str, Any]) -> None:
     torch.manual_seed(job.seed)
     device = Device.pick(job.run.device, rank % local_ranks, local_ranks)
     family = load_family(job.model.family)
+    check_family(family, job.model)
     state = State.create(job, family, coord, device)
     store = connect_store(args["store"]["host"], args["store"]["port"])
     groups = Groups.form(store, args["generation"], job.layout, coord, device)

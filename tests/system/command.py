@@ -1,0 +1,125 @@
+"""The real `phalanx` command in a process of its own, and everything that it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.runtime.conftest import alive_with, wait_gone
+
+PHALANX = Path(sys.executable).with_name("phalanx")
+# One layer, two ranks that wait for each other in every pass: what a failure needs, and no more.
+TINY = {
+    "model.dim": 16,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.ffn_dim": 32,
+    "layout.shard": 1,
+    "layout.tp": 2,
+    "train.seq_len": 32,
+    "train.global_batch": 2,
+    "train.micro_batch": 2,
+    "train.steps": 100_000,
+    "data.max_mb": 0.1,
+}
+GONE_S = 3.0
+
+
+def sets(values: dict[str, object]) -> list[str]:
+    return [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+    left: dict[int, str]  # processes that outlived the command
+    scratch: list[str]  # files in its temporary directory
+    runs: list[Path]  # the folders of its runs
+    signalled_s: float = 0.0  # from the signal to the end of everything
+    rows: list[dict] = field(default_factory=list)
+    summary: dict | None = None
+
+    def check_clean(self) -> None:
+        """No traceback of ours, no process, no temporary or half-written file."""
+        lines = (self.out + self.err).splitlines()
+        assert not [line for line in lines if line.startswith("Traceback")], self.err
+        assert self.left == {}
+        assert self.scratch == []
+        assert [f for run in self.runs for f in run.rglob("*") if f.suffix in (".tmp", ".partial")] == []
+
+
+class Command:
+    """`phalanx train` in a directory of its own, where it keeps its records under runs/."""
+
+    def __init__(self, directory: Path, *args: object, command: str = "train", env: dict[str, str] | None = None):
+        self.directory, self.token = directory, uuid.uuid4().hex
+        self.scratch = directory / "scratch"
+        self.scratch.mkdir(parents=True)
+        self.process = subprocess.Popen(
+            [PHALANX, command, *map(str, args)],
+            cwd=directory,
+            env={**os.environ, "PHALANX_TOKEN": self.token, "TMPDIR": str(self.scratch), **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._signalled_at = 0.0
+
+    @property
+    def runs(self) -> list[Path]:
+        return sorted((self.directory / "runs").glob("*"))
+
+    def rows(self) -> list[dict]:
+        text = (self.runs[0] / "metrics.jsonl").read_text() if self.runs else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def wait_until(self, happened, timeout: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not happened():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, "it did not come so far"
+            time.sleep(0.01)
+
+    def pid_of(self, rank: int) -> int:
+        events = [json.loads(line) for line in (self.runs[0] / "events.jsonl").read_text().splitlines()]
+        return next(e["pid"] for e in events if e["type"] == "started" and e["rank"] == rank)
+
+    def signal(self, *numbers: int, pid: int | None = None) -> None:
+        self._signalled_at = time.monotonic()
+        for number in numbers:
+            os.kill(pid or self.process.pid, number)
+            time.sleep(0.03 if len(numbers) > 1 else 0)
+
+    def end(self, timeout: float = 60.0) -> Ended:
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+            left = wait_gone(self.token, GONE_S)
+            took_s = time.monotonic() - self._signalled_at
+        finally:
+            for pid in alive_with(self.token):  # of this command only: nobody else has the token
+                os.kill(pid, 9)
+        runs = self.runs
+        summary = runs[0] / "summary.json" if runs else None
+        return Ended(
+            self.process.returncode,
+            out,
+            err,
+            left,
+            [p.name for p in self.scratch.iterdir()],
+            runs,
+            took_s,
+            self.rows() if runs and (runs[0] / "metrics.jsonl").exists() else [],
+            json.loads(summary.read_text()) if summary and summary.exists() else None,
+        )
+
+
+def train(directory: Path, *args: object, **env: str) -> Ended:
+    return Command(directory, *args, env=env).end()

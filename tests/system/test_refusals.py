@@ -1,0 +1,90 @@
+"""A user's mistake: one message that names the field, the value and the remedy; exit code 2; no traceback, no
+record of a run that never was, nothing running."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+
+from tests.system.command import TINY, sets, train
+
+# name: (what is set, and what is said). "{here}" is the directory of the run.
+AT_ONCE = {
+    "ranks": ({"layout.ranks": 6}, ["layout.ranks = 6", "shard 2 x tp 2 = 4 ranks", "remedy: set layout.ranks = 4"]),
+    "heads": (
+        {"layout.tp": 4, "train.seq_len": 256},
+        ["layout.tp = 4", "num_kv_heads (2) is not a multiple of layout.tp", "remedy"],
+    ),
+    "batch": ({"train.global_batch": 6}, ["train.global_batch = 6", "not a multiple of train.micro_batch (4)", "remedy"]),
+    "batch over ranks": ({"train.global_batch": 4}, ["train.global_batch = 4", "do not divide evenly", "remedy"]),
+    "sequence": ({"train.seq_len": 255}, ["layout.tp = 2", "train.seq_len (255)", "remedy"]),
+    "no corpus": ({"data.source": "not/there"}, ["data.source = 'not/there'", "there is no file or folder", "remedy"]),
+    "empty corpus": ({"data.source": "empty"}, ["data.source = '{here}/empty'", "no text", "remedy: name a"]),
+    "pipe": ({"data.source": "pipe"}, ["data.source = '{here}/pipe'", "neither a file nor a folder", "remedy"]),
+    "short corpus": (
+        {"data.source": "short"},
+        ["train.seq_len = 256", "the corpus has 6 tokens; one sample takes 257", "remedy: name more text"],
+    ),
+    "typo": ({"train.stepz": 3}, ["train.stepz = 3", "no such field", "did you mean train.steps?"]),
+    "preset": ({"model.preset": "gpt5"}, ["model.preset = 'gpt5'", "no such preset", "The presets are tiny"]),
+    "vocabulary": ({"model.vocab_size": 256}, ["model.vocab_size = 256", "need a vocabulary of 257", "remedy: set"]),
+    "too large": (
+        {"model.preset": "llama3-405b", "run.device": "cpu"},
+        ["126 layers of width 16384", "405.9 billion parameters", "need 6,04", "GiB; this host has", "remedy: choose"],
+    ),
+    "too many ranks": (
+        {"layout.replica": 100, "train.global_batch": 800},
+        ["layout = 'replica 100 x shard 2 x tp 2 = 400 ranks'", "at most 255 ranks", "remedy: lower"],
+    ),
+    "run.dir": ({"run.dir": "short/runs"}, ["run.dir = 'short/runs'", "Not a directory", "remedy: name a folder"]),
+    "full disk": ({}, ["corpus.partial", "File too large", "remedy"]),
+    "no job file": ({}, ["job file = 'qiuckstart.toml'", "cannot be read", "remedy"]),
+}  # fmt: skip
+
+# What only a worker can find out is the user's mistake all the same.
+FROM_A_WORKER = {
+    "device": ({"run.device": "mps"}, ["run.device = 'mps'", "no such device on this host", 'remedy: set run.device = "auto"']),
+    "import": ({"model.family": "broken.py:FAMILY"}, ["broken.py:FAMILY", "No module named 'no_such_module' (line 2)", "remedy: correct"]),
+    "name": ({"model.family": "other.py:FAMILY"}, ["other.py:FAMILY'", "FAMILY is not there", "remedy: ", "other.py has MINE"]),
+    "style": ({"model.family": "other.py:MINE"}, ["layer 'norm' has the split style 'column' but is a RMSNorm", "remedy: give that style to a Linear"]),
+}  # fmt: skip
+OTHER = "from tests.system.faulty import WRONG_STYLE as MINE\n"
+
+
+def run(directory, name, values):
+    (directory / "empty").mkdir()
+    (directory / "short").write_text("short")
+    (directory / "broken.py").write_text("\nimport no_such_module\n")
+    (directory / "other.py").write_text(OTHER)
+    os.mkfifo(directory / "pipe")
+    args = ["qiuckstart.toml"] if name == "no job file" else []
+    return train(directory, *args, *sets(values), PYTHONPATH=os.getcwd()), directory
+
+
+SCENARIOS = {name: partial(run, name=name, values=values) for name, (values, _) in AT_ONCE.items()}
+SCENARIOS |= {name: partial(run, name=name, values=TINY | values) for name, (values, _) in FROM_A_WORKER.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in AT_ONCE if name != "full disk"])
+def test_refused_before_anything_starts(outcomes, name):
+    ended, directory = outcomes(name)
+    ended.check_clean()
+    assert ended.code == 2, ended.err
+    for part in AT_ONCE[name][1]:
+        assert part.replace("{here}", str(directory)) in ended.err
+    assert ended.err.startswith("error: ") and len(ended.err.splitlines()) <= 3, "one message, and its remedy"
+    assert not (directory / "runs").exists(), "a run that never was left a record"
+
+
+@pytest.mark.parametrize("name", list(FROM_A_WORKER))
+def test_a_mistake_that_a_worker_finds_is_told_like_any_other(outcomes, name):
+    ended, _ = outcomes(name)
+    ended.check_clean()
+    assert ended.code == 2, ended.err
+    for part in FROM_A_WORKER[name][1]:
+        assert part in ended.err
+    assert len(ended.err.splitlines()) <= 3, "not a crash: no log of a rank"
+    assert ended.summary["status"] == "failed" and ended.summary["steps"] == 0
+    assert ended.summary["reason"] in ended.err
