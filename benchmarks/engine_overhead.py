@@ -3,9 +3,9 @@ CPU-seconds per step over all ranks, because wall time on a shared machine measu
 
 Bar: the upper end of the 95 % interval of the ratio is at most 1.05."""
 
-import statistics
+from common import bootstrap, finish, machine  # isort: skip  (first: it makes tests/ importable)
 
-from common import bootstrap, finish, machine
+import statistics
 
 from phalanx.core.shape import ModelConfig
 from tests.cases import make_job
@@ -32,7 +32,9 @@ def main():
     print(f"on {machine()}; {PAIRS} interleaved pairs\n")
     print(f"{'':24}{'plain':>10}{'ours':>10}")
     print(f"{'CPU-seconds per step':24}{statistics.median(plain):10.3f}{statistics.median(ours):10.3f}")
-    walls = [statistics.median(max(a[f"{k}_wall"][i] for a in answers) for i in range(PAIRS)) for k in ("plain", "ours")]
+    walls = [
+        statistics.median(max(a[f"{k}_wall"][i] for a in answers) for i in range(PAIRS)) for k in ("plain", "ours")
+    ]
     print(f"{'wall seconds per step':24}{walls[0]:10.3f}{walls[1]:10.3f}")
     print(f"\nratio of CPU-seconds: {middle:.3f}, 95 % interval {low:.3f} to {high:.3f}; bar {BAR}")
     finish(

@@ -59,12 +59,13 @@ class Ended:
 class Command:
     """`phalanx train` in a directory of its own, where it keeps its records under runs/."""
 
-    def __init__(self, directory: Path, *args: object, command: str = "train", env: dict[str, str] | None = None):
+    def __init__(self, directory: Path, *args: object, limit_kb: int = 0, env: dict[str, str] | None = None):
         self.directory, self.token = directory, uuid.uuid4().hex
         self.scratch = directory / "scratch"
         self.scratch.mkdir(parents=True)
+        limit = f"ulimit -f {limit_kb} && " if limit_kb else ""  # no file may grow larger, as on a full disk
         self.process = subprocess.Popen(
-            [PHALANX, command, *map(str, args)],
+            ["bash", "-c", f'{limit}exec "$@"', "bash", PHALANX, "train", *map(str, args)],
             cwd=directory,
             env={**os.environ, "PHALANX_TOKEN": self.token, "TMPDIR": str(self.scratch), **(env or {})},
             stdout=subprocess.PIPE,
@@ -78,15 +79,17 @@ class Command:
         return sorted((self.directory / "runs").glob("*"))
 
     def rows(self) -> list[dict]:
-        text = (self.runs[0] / "metrics.jsonl").read_text() if self.runs else ""
+        file = self.runs[0] / "metrics.jsonl" if self.runs else None
+        text = file.read_text() if file and file.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def wait_until(self, happened, timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
-        while not happened():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, "it did not come so far"
+        while not happened() and self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
+        if not happened():
+            self.process.kill()
+            raise AssertionError(f"it did not come so far: {self.end()}")
 
     def pid_of(self, rank: int) -> int:
         events = [json.loads(line) for line in (self.runs[0] / "events.jsonl").read_text().splitlines()]
@@ -113,10 +116,10 @@ class Command:
             out,
             err,
             left,
-            [p.name for p in self.scratch.iterdir()],
+            [p.name for p in self.scratch.iterdir() if not p.name.startswith("torchinductor_")],  # torch's own cache
             runs,
             took_s,
-            self.rows() if runs and (runs[0] / "metrics.jsonl").exists() else [],
+            self.rows(),
             json.loads(summary.read_text()) if summary and summary.exists() else None,
         )
 

@@ -61,5 +61,7 @@ BUFFER = Family(build=Careless, init=DENSE.init, split=DENSE.split)
 UNSPLIT = Family(build=Decoder, init=DENSE.init, split={k: v for k, v in DENSE.split.items() if k != "embed"})
 NO_INIT = Family(build=Decoder, init=lambda name, config: 0.02, split=DENSE.split)
 NO_BUILD = Family(build=lambda config: config.options["depth"], init=DENSE.init, split=DENSE.split)
-SMALL_HEAD = Family(build=lambda c: nn.ModuleDict({"head": nn.Linear(4, 5)}), init=DENSE.init, split={"head": "head"}, units=())
+SMALL_HEAD = Family(
+    build=lambda c: nn.ModuleDict({"head": nn.Linear(4, 5)}), init=DENSE.init, split={"head": "head"}, units=()
+)
 NOT_A_FAMILY = {"build": Decoder}

@@ -39,7 +39,6 @@ AT_ONCE = {
         ["layout = 'replica 100 x shard 2 x tp 2 = 400 ranks'", "at most 255 ranks", "remedy: lower"],
     ),
     "run.dir": ({"run.dir": "short/runs"}, ["run.dir = 'short/runs'", "Not a directory", "remedy: name a folder"]),
-    "full disk": ({}, ["corpus.partial", "File too large", "remedy"]),
     "no job file": ({}, ["job file = 'qiuckstart.toml'", "cannot be read", "remedy"]),
 }  # fmt: skip
 
@@ -67,7 +66,7 @@ SCENARIOS = {name: partial(run, name=name, values=values) for name, (values, _) 
 SCENARIOS |= {name: partial(run, name=name, values=TINY | values) for name, (values, _) in FROM_A_WORKER.items()}
 
 
-@pytest.mark.parametrize("name", [name for name in AT_ONCE if name != "full disk"])
+@pytest.mark.parametrize("name", list(AT_ONCE))
 def test_refused_before_anything_starts(outcomes, name):
     ended, directory = outcomes(name)
     ended.check_clean()

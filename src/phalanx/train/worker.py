@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # torch's optimizers import it; here the ranks get it with the fork
 
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord

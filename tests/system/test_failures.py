@@ -1,0 +1,93 @@
+"""A run that fails: within seconds one message that names the rank, how it ended and its last log lines; exit
+code 1; the record says so; everything else is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.system.command import TINY, Command, sets
+
+FAULTY = Path(__file__).with_name("faulty.py")
+FAIL_S = 10.0  # on a busy machine; the hang limit below is 2 s of it
+
+SAID = {
+    "killed": ["rank 1 was killed by SIGKILL in ", " of step ", "out-of-memory killer", "remedy: "],
+    "stopped": ["rank 1 hangs in ", "it is stopped, by SIGSTOP or by a debugger", "remedy: find out what stopped it"],
+    "sleep": [
+        "rank 1 hangs in forward of step 2: it stands still in sleep_for_ever",
+        "while the others wait in a collective",
+        "last log lines of rank 1:",
+        "faulty.py",
+        "remedy: see where it stands",
+    ],
+    "backward": [
+        "rank 1 failed in backward of step 2 with ArithmeticError: the true cause",
+        "last log lines of rank 1:",
+        "  |     raise ArithmeticError",
+    ],
+    "memory": [
+        "rank 0 failed in forward of step 1 with RuntimeError",
+        "DefaultCPUAllocator",
+        "1125899906842624 bytes",
+        "  | about to take a petabyte",
+        "remedy: lower train.micro_batch",
+    ],
+    "nan": ["rank 0 failed in", "step 1: the loss is nan", "lower optimizer.lr"],
+    "full disk": ["cannot be written: File too large", "runs/quickstart-"],
+}
+
+
+def signalled(directory, number):
+    """A signal to rank 1, from outside, once the run is going."""
+    command = Command(directory, *sets(TINY | {"run.hang_timeout_s": 2.0}))
+    command.wait_until(command.rows)
+    command.signal(number, pid=command.pid_of(1))
+    return command.end()
+
+
+def faulty(directory, **fault):
+    options = {f"model.options.{name}": value for name, value in fault.items()}
+    family = {"model.family": f"{FAULTY}:FAULTY", "run.hang_timeout_s": 2.0}
+    command = Command(directory, *sets(TINY | family | options))
+    command.wait_until(command.rows)
+    command.signal(0)  # from here the time counts: the fault is a step or two away
+    return command.end()
+
+
+SCENARIOS = {
+    "killed": partial(signalled, number=signal.SIGKILL),
+    "stopped": partial(signalled, number=signal.SIGSTOP),
+    "sleep": partial(faulty, what="sleep", rank=1, step=2),
+    "backward": partial(faulty, what="backward", rank=1, step=2),
+    "memory": partial(faulty, what="memory", rank=0, step=1),
+    "nan": partial(faulty, what="nan", rank=0, step=1),
+    "full disk": lambda directory: Command(directory, *sets(TINY), limit_kb=64).end(),
+}
+
+
+@pytest.mark.parametrize("name", list(SCENARIOS))
+def test_a_failed_run_names_the_rank_and_the_cause(outcomes, name):
+    ended = outcomes(name)
+    ended.check_clean()
+    assert ended.code == 1, ended.err
+    assert ended.err.startswith("error: ")
+    for part in SAID[name]:
+        assert part in ended.err
+    assert ended.signalled_s < FAIL_S or name == "full disk"
+    assert ended.summary["status"] == "failed"
+    assert ended.summary["reason"] in ended.err
+    assert ended.summary["steps"] == len(ended.rows)
+
+
+@pytest.mark.parametrize("name", ["killed"])
+def test_the_record_keeps_how_each_rank_ended(outcomes, name):
+    events = [json.loads(line) for line in (outcomes(name).runs[0] / "events.jsonl").read_text().splitlines()]
+    ends = {e["rank"]: e for e in events if e["type"] == "exit"}
+    assert ends[1]["signal"] == "SIGKILL"
+    assert all(not os.path.exists(f"/proc/{e['pid']}") for e in events if e["type"] == "started")
