@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from phalanx.train.engine import Engine
 from phalanx.train.state import State
-from tests.cases import CPU, connect
+from tests.cases import connect
 
 
 def tcp_sent_bytes() -> int:
@@ -41,8 +41,8 @@ def price(args):
     out, engines = {}, {}
     for kind in ("fast", "exact"):
         job = dataclasses.replace(rank.job, train=dataclasses.replace(rank.job.train, reduction=kind))
-        state = State.create(job, rank.family, rank.coord, CPU)
-        engines[kind] = Engine(job, rank.family, rank.coord, rank.groups, state, CPU)
+        state = State.create(job, rank.family, rank.coord, rank.device)
+        engines[kind] = Engine(job, rank.family, rank.coord, rank.groups, state, rank.device)
         out[kind] = {"cpu_s": [], "sent_bytes": []}
     for step in range(args["steps"] + 2):
         batches = rank.batches(step)

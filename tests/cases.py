@@ -6,11 +6,12 @@
 import dataclasses
 import gc
 import hashlib
+import os
 
 import numpy as np
 import torch
 
-from phalanx.core.job import Job, OptimizerConfig, TrainConfig
+from phalanx.core.job import Job, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig
 from phalanx.model import Batch, load_family
@@ -40,6 +41,7 @@ def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3,
         layout=Layout(*layout, zero=zero, ranks_per_node=ranks_per_node),
         train=TrainConfig(**(defaults | train)),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2, clip=clip),
+        run=RunConfig(device=os.environ.get("PHALANX_TEST_DEVICE", "cpu")),
     )
 
 
@@ -123,12 +125,13 @@ class Rank:
         self.job, self.coord = job, job.layout.coord(rank)
         self.store, self.generation = store, generation
         self.family = load_family(job.model.family)
-        self.state = State.create(job, self.family, self.coord, CPU)
+        self.device = Device.pick(job.run.device, 0, local_ranks=64)  # so that ranks may share one
+        self.state = State.create(job, self.family, self.coord, self.device)
         self.build()
 
     def build(self):
-        self.groups = Groups.form(self.store, self.generation, self.job.layout, self.coord, CPU)
-        self.engine = Engine(self.job, self.family, self.coord, self.groups, self.state, CPU)
+        self.groups = Groups.form(self.store, self.generation, self.job.layout, self.coord, self.device)
+        self.engine = Engine(self.job, self.family, self.coord, self.groups, self.state, self.device)
 
     def batches(self, step):
         return [make_batch(self.job, step, i) for i in micro_indices(self.job, self.coord)]
@@ -141,7 +144,6 @@ class Rank:
 
 
 def connect(args) -> Rank:
-    Device.pick("cpu", 0, 1)
     job = Job.from_dict(args["job"])
     store = connect_store(args["store"]["host"], args["store"]["port"])
     return Rank(job, args["rank"], store, args["generation"])
@@ -154,13 +156,13 @@ def compare(rank: Rank, local: dict, reference) -> dict:
         rows, cols = info.local_slice(rank.job.layout, rank.coord)
         want = torch.from_numpy(reference[info.name])
         want = want[rows, cols] if want.dim() > 1 else want[rows]
-        got = local[info.name].detach().double()
+        got = local[info.name].detach().cpu().double()
         out[info.name] = [float(((got - want) ** 2).sum()), float((want**2).sum())]
     return out
 
 
 def save(path: str, tensors: dict) -> None:
-    np.savez(path, **{k: v.detach().double().numpy() for k, v in tensors.items()})
+    np.savez(path, **{k: v.detach().cpu().double().numpy() for k, v in tensors.items()})
 
 
 def case_save(args):
@@ -189,9 +191,9 @@ def case_train(args):
     arrays = {}
     for name, param in rank.state.params.items():
         moments = rank.state.optimizer.state[param] if param.numel() else {}
-        arrays["weights/" + name] = param.detach().numpy()
+        arrays["weights/" + name] = param.detach().cpu().numpy()
         for key in ("exp_avg", "exp_avg_sq"):
-            arrays[f"{key}/{name}"] = moments[key].numpy() if moments else param.detach().numpy()
+            arrays[f"{key}/{name}"] = moments[key].cpu().numpy() if moments else param.detach().cpu().numpy()
     np.savez(f"{args['stem']}-{args['rank']}.npz", **arrays)
     rank.close()
     return result

@@ -24,7 +24,7 @@ class Pool:
         self._node = NodeClient(PRELOAD, env={"GLOO_SOCKET_IFNAME": "lo"})
         self._spawn(STORE, "phalanx.parallel.groups:serve_store", {})
         self.store = self._wait({STORE}, 60)[STORE]
-        self._threads = threads
+        self.store_pid = self._node.running[STORE]
         for worker in range(size):
             self._spawn(worker, "tests.pool:serve", {"threads": threads})
         self._wait(set(range(size)), 60)

@@ -91,15 +91,16 @@ class Command:
             self.process.kill()
             raise AssertionError(f"it did not come so far: {self.end()}")
 
-    def pid_of(self, rank: int) -> int:
-        events = [json.loads(line) for line in (self.runs[0] / "events.jsonl").read_text().splitlines()]
-        return next(e["pid"] for e in events if e["type"] == "started" and e["rank"] == rank)
+    def events(self, kind: str) -> list[dict]:
+        file = self.runs[0] / "events.jsonl" if self.runs else None
+        lines = file.read_text().splitlines() if file and file.exists() else []
+        return [event for event in map(json.loads, lines) if event["type"] == kind]
 
     def signal(self, *numbers: int, pid: int | None = None) -> None:
         self._signalled_at = time.monotonic()
         for number in numbers:
             os.kill(pid or self.process.pid, number)
-            time.sleep(0.03 if len(numbers) > 1 else 0)
+            time.sleep(0.003 if len(numbers) > 1 else 0)
 
     def end(self, timeout: float = 60.0) -> Ended:
         try:

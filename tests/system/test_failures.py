@@ -35,7 +35,7 @@ SAID = {
         "rank 0 failed in forward of step 1 with RuntimeError",
         "DefaultCPUAllocator",
         "1125899906842624 bytes",
-        "  | about to take a petabyte",
+        "  |     torch.empty(1 << 50",
         "remedy: lower train.micro_batch",
     ],
     "nan": ["rank 0 failed in", "step 1: the loss is nan", "lower optimizer.lr"],
@@ -47,7 +47,7 @@ def signalled(directory, number):
     """A signal to rank 1, from outside, once the run is going."""
     command = Command(directory, *sets(TINY | {"run.hang_timeout_s": 2.0}))
     command.wait_until(command.rows)
-    command.signal(number, pid=command.pid_of(1))
+    command.signal(number, pid=next(e["pid"] for e in command.events("started") if e["rank"] == 1))
     return command.end()
 
 
@@ -55,7 +55,7 @@ def faulty(directory, **fault):
     options = {f"model.options.{name}": value for name, value in fault.items()}
     family = {"model.family": f"{FAULTY}:FAULTY", "run.hang_timeout_s": 2.0}
     command = Command(directory, *sets(TINY | family | options))
-    command.wait_until(command.rows)
+    command.wait_until(lambda: command.events("ready"))
     command.signal(0)  # from here the time counts: the fault is a step or two away
     return command.end()
 
@@ -66,7 +66,7 @@ SCENARIOS = {
     "sleep": partial(faulty, what="sleep", rank=1, step=2),
     "backward": partial(faulty, what="backward", rank=1, step=2),
     "memory": partial(faulty, what="memory", rank=0, step=1),
-    "nan": partial(faulty, what="nan", rank=0, step=1),
+    "nan": partial(faulty, what="not a number", rank=0, step=1),
     "full disk": lambda directory: Command(directory, *sets(TINY), limit_kb=64).end(),
 }
 

@@ -17,7 +17,10 @@ AT_ONCE = {
         {"layout.tp": 4, "train.seq_len": 256},
         ["layout.tp = 4", "num_kv_heads (2) is not a multiple of layout.tp", "remedy"],
     ),
-    "batch": ({"train.global_batch": 6}, ["train.global_batch = 6", "not a multiple of train.micro_batch (4)", "remedy"]),
+    "batch": (
+        {"train.global_batch": 6},
+        ["train.global_batch = 6", "not a multiple of train.micro_batch (4)", "remedy"],
+    ),
     "batch over ranks": ({"train.global_batch": 4}, ["train.global_batch = 4", "do not divide evenly", "remedy"]),
     "sequence": ({"train.seq_len": 255}, ["layout.tp = 2", "train.seq_len (255)", "remedy"]),
     "no corpus": ({"data.source": "not/there"}, ["data.source = 'not/there'", "there is no file or folder", "remedy"]),
@@ -44,12 +47,28 @@ AT_ONCE = {
 
 # What only a worker can find out is the user's mistake all the same.
 FROM_A_WORKER = {
-    "device": ({"run.device": "mps"}, ["run.device = 'mps'", "no such device on this host", 'remedy: set run.device = "auto"']),
-    "import": ({"model.family": "broken.py:FAMILY"}, ["broken.py:FAMILY", "No module named 'no_such_module' (line 2)", "remedy: correct"]),
-    "name": ({"model.family": "other.py:FAMILY"}, ["other.py:FAMILY'", "FAMILY is not there", "remedy: ", "other.py has MINE"]),
-    "style": ({"model.family": "other.py:MINE"}, ["layer 'norm' has the split style 'column' but is a RMSNorm", "remedy: give that style to a Linear"]),
-}  # fmt: skip
-OTHER = "from tests.system.faulty import WRONG_STYLE as MINE\n"
+    "device": (
+        {"run.device": "mps"},
+        ["run.device = 'mps'", "no such device on this host", 'remedy: set run.device = "auto"'],
+    ),
+    "import": (
+        {"model.family": "broken.py:FAMILY"},
+        ["broken.py:FAMILY'", "ModuleNotFoundError: No module named 'no_such_module' (line 2)", "remedy: correct"],
+    ),
+    "name": (
+        {"model.family": "other.py:FAMILY"},
+        ["other.py:FAMILY'", "FAMILY is not there", "remedy: ", "other.py has MINE"],
+    ),
+    "style": (
+        {"model.family": "other.py:MINE"},
+        ["layer 'norm' has the split style 'column' but is a RMSNorm", "remedy: give that style to a Linear"],
+    ),
+}
+OTHER = """
+import dataclasses
+from phalanx.model.dense import DENSE
+MINE = dataclasses.replace(DENSE, split=DENSE.split | {"norm": "column"})
+"""
 
 
 def run(directory, name, values):
@@ -59,7 +78,7 @@ def run(directory, name, values):
     (directory / "other.py").write_text(OTHER)
     os.mkfifo(directory / "pipe")
     args = ["qiuckstart.toml"] if name == "no job file" else []
-    return train(directory, *args, *sets(values), PYTHONPATH=os.getcwd()), directory
+    return train(directory, *args, *sets(values)), directory
 
 
 SCENARIOS = {name: partial(run, name=name, values=values) for name, (values, _) in AT_ONCE.items()}

@@ -44,7 +44,7 @@ SCENARIOS = {
     "hup, starting": lambda d: stopped(d, signal.SIGHUP, moment="starting"),
     "int": lambda d: stopped(d, signal.SIGINT, moment="steps"),
     "term": lambda d: stopped(d, signal.SIGTERM, moment="steps"),
-    "int twice": lambda d: stopped(d, signal.SIGINT, signal.SIGINT, moment="steps"),
+    "int held down": lambda d: stopped(d, *[signal.SIGINT] * 20, moment="steps"),
     "kill": lambda d: stopped(d, signal.SIGKILL, moment="steps"),
 }
 

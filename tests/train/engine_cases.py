@@ -1,5 +1,6 @@
 """What the engine tests run inside pool workers."""
 
+import contextlib
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from phalanx.parallel.groups import form_cross
 from phalanx.parallel.reduce import StepFailed
-from tests.cases import CPU, Rank, connect
+from tests.cases import Rank, connect
 
 
 def _same(a: dict, b: dict) -> bool:
@@ -85,7 +86,7 @@ def reform_cross(args):
     rank = connect(args)
     first = _grads(rank)
     rank.groups.cross.close()
-    fresh = form_cross(rank.store, args["generation"] * 1000 + 1, rank.job.layout, rank.coord, CPU)
+    fresh = form_cross(rank.store, args["generation"] * 1000 + 1, rank.job.layout, rank.coord, rank.device)
     assert fresh is not None
     rank.groups.cross = fresh
     second = _grads(rank)
@@ -188,3 +189,20 @@ def world_size(args):
     size = dist.get_world_size()
     rank.close()
     return size
+
+
+def listening_addresses(pid) -> list[str]:
+    """On which a process listens, as /proc/net writes them."""
+    mine = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/{pid}/net/{name}").readlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+
+
+def listening(args):
+    rank = connect(args)
+    found = listening_addresses("self")
+    rank.close()
+    return found

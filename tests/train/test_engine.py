@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.cases import EVEN, make_job
+from tests.train.engine_cases import listening_addresses
 
 CASES = "tests.train.engine_cases:"
 
@@ -112,3 +113,10 @@ def test_bf16_computes_in_bf16_over_fp32_masters_and_reduces_in_fp32(pool):
             "master": "torch.float32",
             "moment": "torch.float32",
         }
+
+
+def test_on_one_machine_everything_listens_on_loopback_only(pool):
+    found = pool.run(CASES + "listening", make_job((2, 2, 1)))
+    found.append(listening_addresses(pool.store_pid))
+    for addresses in found:
+        assert addresses and set(addresses) == {"0100007F"}, addresses

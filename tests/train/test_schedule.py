@@ -28,3 +28,8 @@ def test_wsd_is_flat_then_falls_linearly():
 
 def test_no_warm_up_starts_at_the_peak():
     assert learning_rate(OptimizerConfig(lr=1.0, warmup_steps=0), 0, 100) == 1.0
+
+
+def test_the_default_warm_up_is_a_tenth_of_the_run():
+    rates = [learning_rate(OptimizerConfig(lr=1.0), s, 200) for s in range(200)]
+    assert rates[18] < 1.0 and rates[19] == 1.0

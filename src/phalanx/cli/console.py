@@ -20,9 +20,14 @@ from phalanx.core.job import Job
 PLAIN_EVERY_S = 5.0
 
 
-def plain_console() -> rich.console.Console:
+class PlainConsole(rich.console.Console):
     """What a user named is printed as it is: a path may hold [brackets] and :colons:."""
-    return rich.console.Console(highlight=False, markup=False, emoji=False)
+
+    def __init__(self, **options: Any):
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError; rich would leave the process, and a run without its record
 
 
 def duration(seconds: float) -> str:
@@ -46,7 +51,7 @@ def percent(share: float | None) -> str:
 
 class Console:
     def __init__(self, job: Job, out: rich.console.Console | None = None):
-        self.job, self.out = job, out or plain_console()
+        self.job, self.out = job, out or PlainConsole()
         self._live: Live | None = None
         self._view: RenderableType | None = None
         self._last_plain = -PLAIN_EVERY_S

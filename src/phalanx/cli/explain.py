@@ -6,7 +6,7 @@ import json
 
 from rich.table import Table
 
-from phalanx.cli.console import plain_console
+from phalanx.cli.console import PlainConsole
 from phalanx.core.job import Job
 from phalanx.spec import Resolved, explain
 
@@ -14,7 +14,7 @@ WIDE = 110  # columns from which on the meaning of each field has its place
 
 
 def print_explanation(resolved: Resolved) -> None:
-    console = plain_console()
+    console = PlainConsole()
     terminal = console.is_terminal
     lines = [["field", "value", "from", "meaning"]]
     lines += [[row.field, json.dumps(row.value), row.origin, row.help] for row in explain(resolved)]

@@ -89,7 +89,8 @@ class _Run:
     def go(self) -> dict[str, Any]:
         started = time.monotonic()
         self.listener.starting(self.record.path)
-        self._prepare_corpus()
+        with self.stop.at_once():
+            self._prepare_corpus()
         self.launched = True
         self.listener.status(f"starting {self.job.layout.world_size} ranks: loading torch")
         # For the ranks on CPUs: threads that spin at barriers starve the other ranks, and whoever shares the host.
@@ -156,7 +157,6 @@ class _Run:
         source, path = self.job.data.source, self.record.path / "corpus.bin"
 
         def on_progress(size_bytes: int) -> None:
-            self.stop.check()
             self.listener.status(f"reading {source}: {size_bytes / 1e6:.1f} MB")
 
         tokens = corpus.build(source, path, int(self.job.data.max_mb * 1e6), on_progress)

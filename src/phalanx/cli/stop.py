@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -13,11 +15,19 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
+        self._raises = False
         self._before: dict[int, Any] = {}
 
-    def check(self) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """For a time in which nothing runs that wants an orderly end: a signal raises KeyboardInterrupt."""
+        self._raises = True
+        try:
+            if self.asked:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raises = False
 
     def __enter__(self) -> Stop:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -30,7 +40,9 @@ class Stop:
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        first, self.asked = not self.asked, True
+        if first and self._raises:
+            raise KeyboardInterrupt
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -140,7 +140,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "schedule-fits",
         "optimizer.warmup_steps",
-        lambda j: j.optimizer.warmup_steps + j.optimizer.decay_steps > j.train.steps,
+        lambda j: j.optimizer.warmup(j.train.steps) + j.optimizer.decay_steps > j.train.steps,
         "optimizer.warmup_steps and optimizer.decay_steps together are more than train.steps",
         "warm-up and decay must both fit in the run",
         "lower optimizer.warmup_steps or optimizer.decay_steps, or raise train.steps",

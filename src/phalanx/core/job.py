@@ -37,9 +37,12 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip: float = 1.0  # 0: no clipping
     schedule: str = "cosine"  # cosine | wsd
-    warmup_steps: int = 20
+    warmup_steps: int = -1  # -1: a tenth of the run
     decay_steps: int = 0  # wsd only: length of the final decay
     min_lr_ratio: float = 0.1
+
+    def warmup(self, total: int) -> int:
+        return total // 10 if self.warmup_steps < 0 else self.warmup_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,6 @@ class RunConfig:
     device: str = "auto"
     threads: int = 0  # CPU threads per rank; 0: cores / ranks
     hang_timeout_s: float = 0.0  # 0: derived from the measured step time
-    trace: bool = False
 
 
 @dataclass(frozen=True, slots=True)

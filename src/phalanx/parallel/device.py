@@ -26,6 +26,7 @@ DATASHEET_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "MI300X": 1307
 class Device:
     torch: torch.device
     backend: str  # of torch.distributed
+    share: float = 1.0  # of the device that is this rank's own, when ranks outnumber devices or cores
 
     @staticmethod
     def pick(wanted: str, local_rank: int, local_ranks: int) -> Device:
@@ -36,7 +37,8 @@ class Device:
             wanted = accelerator.type if accelerator else "cpu"
         if wanted == "cpu":
             _avoid_broken_amx()
-            return Device(torch.device("cpu"), "gloo")
+            cores = len(os.sched_getaffinity(0))
+            return Device(torch.device("cpu"), "gloo", min(1.0, cores / (torch.get_num_threads() * local_ranks)))
         if accelerator is None or accelerator.type != wanted:
             found = accelerator.type if accelerator else "none"
             raise UserError(
@@ -48,8 +50,9 @@ class Device:
         count = torch.accelerator.device_count()
         device = torch.device(wanted, local_rank % count)
         torch.accelerator.set_device_index(device.index)
+        _choose_deterministic_kernels()
         backend = dist.get_default_backend_for_device(device) if local_ranks <= count else "gloo"
-        return Device(device, backend)
+        return Device(device, backend, min(1.0, count / local_ranks))
 
     @property
     def is_cpu(self) -> bool:
@@ -87,7 +90,7 @@ class Device:
         if dtype == torch.bfloat16:
             for name, peak in DATASHEET_BF16.items():
                 if name in self.describe():
-                    return peak, f"{name} data sheet, dense bf16"
+                    return peak * self.share, f"{name} data sheet, dense bf16"
         size = 512 if self.is_cpu else 4096
         a = torch.ones(size, size, dtype=dtype, device=self.torch)
         torch.mm(a, a)
@@ -98,7 +101,7 @@ class Device:
             torch.mm(a, a)
             self.synchronize()
             best = min(best, time.perf_counter() - start)
-        return 2 * size**3 / best, f"measured {size}x{size} matmul in {str(dtype).removeprefix('torch.')}"
+        return self.share * 2 * size**3 / best, f"measured {size}x{size} matmul in {str(dtype).removeprefix('torch.')}"
 
     def standalone_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
         """A process group that torch's registry does not know: dropping the last reference closes
@@ -107,11 +110,24 @@ class Device:
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
             options._threads = 1
-            options._devices = [dist.ProcessGroupGloo.create_default_device()]
+            interface = os.environ.get("GLOO_SOCKET_IFNAME")  # torch's own groups honour it
+            options._devices = [
+                dist.ProcessGroupGloo.create_device(interface=interface)
+                if interface
+                else dist.ProcessGroupGloo.create_default_device()
+            ]
             return dist.ProcessGroupGloo(store, rank, size, options)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _choose_deterministic_kernels() -> None:
+    """The same job must give the same bits twice; some kernels (attention's backward) have a faster
+    version that does not."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 @cache

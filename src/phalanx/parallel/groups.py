@@ -3,7 +3,8 @@ inside it; across replicas there are only standalone groups, one set per coordin
 
 from __future__ import annotations
 
-import time
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from phalanx.core.layout import Coord, Layout
 from phalanx.parallel.device import Device
 from phalanx.parallel.replica import Cross
 
+LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=600)
 
 
@@ -88,8 +90,18 @@ def connect_store(host: str, port: int) -> dist.Store:
 
 
 def serve_store(channel: Any, args: dict[str, Any]) -> None:
-    """The rendezvous store, in a process of its own: it lives on no rank."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-    channel.send({"type": "store", "host": "127.0.0.1", "port": server.port})
+    """The rendezvous store, in a process of its own: it lives on no rank. torch would listen on every
+    interface; a socket that is bound already keeps it on loopback."""
+    with socket.create_server((LOOPBACK, 0), backlog=4096) as listener:
+        port = listener.getsockname()[1]
+        server = dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=TIMEOUT,
+            master_listen_fd=os.dup(listener.fileno()),  # the store closes its own copy
+        )
+    channel.send({"type": "store", "host": LOOPBACK, "port": server.port})
     while channel.recv() is not None:
-        time.sleep(0)
+        pass

@@ -69,7 +69,8 @@ def launch(
     run_dir = run_dir.absolute()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with NodeClient(preload, log=logs / "node.log") as client:
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # one machine: nothing listens outside it
+    with NodeClient(preload, env=loopback, log=logs / "node.log") as client:
         return _Launch(job, Gang(client), on_event, stop).run(worker_entry, store_entry, run_dir)
 
 

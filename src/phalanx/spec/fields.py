@@ -160,7 +160,9 @@ class OptimizerSection(Section):
     schedule: Literal["cosine", "wsd"] = option(
         OPTIMIZER.schedule, "Shape after the warm-up: a cosine to the end, or stable and then a decay (wsd)."
     )
-    warmup_steps: int = option(OPTIMIZER.warmup_steps, "Updates over which the rate rises to its peak.", ge=0)
+    warmup_steps: int = option(
+        OPTIMIZER.warmup_steps, "Updates over which the rate rises to its peak; -1: a tenth of the run.", ge=-1
+    )
     decay_steps: int = option(OPTIMIZER.decay_steps, "Length of the final decay; wsd only.", ge=0)
     min_lr_ratio: float = option(OPTIMIZER.min_lr_ratio, "Final learning rate as a share of the peak.", ge=0, le=1)
 
@@ -187,7 +189,6 @@ class RunSection(Section):
     hang_timeout_s: float = option(
         RUN.hang_timeout_s, "Seconds without a step until a run counts as hung; 0 derives it from the step time.", ge=0
     )
-    trace: bool = option(RUN.trace, "Whether to record a trace of every rank's operations.")
 
 
 class JobFile(Section):

@@ -10,12 +10,13 @@ from phalanx.core.job import OptimizerConfig
 def learning_rate(c: OptimizerConfig, step: int, total: int) -> float:
     """Rate of step 0, 1, … total-1: linear warm-up, then a cosine to the end of the run, or a
     plateau and a final linear decay (wsd); never below min_lr_ratio."""
-    if step < c.warmup_steps:
-        return c.lr * (step + 1) / c.warmup_steps
+    warmup = c.warmup(total)
+    if step < warmup:
+        return c.lr * (step + 1) / warmup
     if c.schedule == "wsd":
         left = total - step
         ratio = 1.0 if left > c.decay_steps else left / (c.decay_steps + 1)
     else:
-        done = (step - c.warmup_steps) / max(1, total - c.warmup_steps)
+        done = (step - warmup) / max(1, total - warmup)
         ratio = 0.5 * (1 + math.cos(math.pi * done))
     return c.lr * (c.min_lr_ratio + (1 - c.min_lr_ratio) * ratio)

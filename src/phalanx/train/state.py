@@ -17,6 +17,8 @@ from phalanx.parallel.device import Device
 from phalanx.parallel.schema import ParamInfo, describe
 from phalanx.parallel.shard import MASTER_DTYPE
 
+DIGEST_LIMIT_BYTES = 1 << 28
+
 
 @dataclass
 class State:
@@ -38,8 +40,11 @@ class State:
             params[info.name] = nn.Parameter(local.to(device.torch))
         return State(infos, params, _optimizer(job, params))
 
-    def digest(self) -> dict[str, str]:
-        """SHA-256 of the bytes of the local weights, and of the optimizer's moments."""
+    def digest(self) -> dict[str, str] | None:
+        """SHA-256 of the bytes of the local weights, and of the optimizer's moments. None for more
+        than DIGEST_LIMIT_BYTES: hashing on the host would hold up a large run's end."""
+        if sum(p.numel() * p.element_size() for p in self.params.values()) > DIGEST_LIMIT_BYTES:
+            return None
         weights, moments = hashlib.sha256(), hashlib.sha256()
         for name, param in self.params.items():
             weights.update(_bytes(name, param))

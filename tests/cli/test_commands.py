@@ -1,0 +1,110 @@
+"""The command itself, in real processes: quick, quiet, and plain where nobody looks at colours."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PHALANX = Path(sys.executable).with_name("phalanx")
+
+
+def phalanx(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PHALANX, *args], capture_output=True, text=True, timeout=30, env={**os.environ, **env})
+
+
+def test_help_answers_at_once():
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = phalanx("--help")
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0 and "train" in done.stdout
+    assert min(times) < 0.3, times
+
+
+@pytest.mark.parametrize(
+    "args, unwanted",
+    [
+        (["--help"], {"torch", "numpy", "rich", "pydantic"}),
+        (["--version"], {"torch", "numpy", "rich"}),  # typer parses options with pydantic
+        (["train", "--help"], {"torch", "numpy", "rich"}),
+        (["spec", "schema"], {"torch", "numpy", "rich"}),
+        (["train", "--explain"], {"torch", "numpy"}),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(args, unwanted):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "phalanx.cli.main", *args], capture_output=True, text=True
+    )
+    imported = {line.split("|")[-1].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
+    assert "typer" in imported
+    assert not imported & unwanted
+
+
+@pytest.mark.parametrize("args, said", [(["trian"], "No such command 'trian'"), (["train", "--bogus"], "--bogus")])
+def test_a_wrong_command_line_is_the_users_mistake(args, said):
+    done = phalanx(*args)
+    assert done.returncode == 2
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_explain_says_where_each_value_comes_from():
+    done = phalanx("train", "--explain", "--set", "train.steps=7", "--set", "optimizer.warmup_steps=2")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    assert re.match(r"train.steps +7 +--set +Number of optimizer updates", lines["train.steps"])
+    assert re.match(r"model.dim +128 +preset tiny ", lines["model.dim"])
+    assert re.match(r"layout.tp +2 +packaged quickstart.toml:\d+ ", lines["layout.tp"])
+    assert re.match(r'train.reduction +"fast" +default ', lines["train.reduction"])
+    assert "replica 1 x shard 2 x tp 2 = 4 ranks" in done.stdout and "791,936 parameters" in done.stdout
+    assert "\x1b" not in done.stdout and not re.search(r" $", done.stdout, re.MULTILINE)
+
+
+def test_the_schema_is_json_that_describes_the_job_file():
+    schema = json.loads(phalanx("spec", "schema").stdout)
+    assert set(schema["properties"]) >= {"model", "layout", "train", "optimizer", "data", "run"}
+
+
+@pytest.mark.parametrize("args", ["--help", "--version", "train --explain", "spec schema"])
+def test_a_reader_that_has_gone_away_is_no_error(args):
+    """As `| head` leaves it: a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # so that what is printed is only missed at the end
+    done = subprocess.run([PHALANX, *args.split()], stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
+    os.close(writer)
+    assert done.stderr == ""
+
+
+def in_terminal(args: list[str], columns: int, **env: str) -> str:
+    """What the command writes to a terminal of that many columns."""
+    parent, child = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color", **env}
+    process = subprocess.Popen([PHALANX, *args], stdout=child, stderr=child, stdin=child, env=environment)
+    os.close(child)
+    written = b""
+    try:
+        while chunk := os.read(parent, 65536):
+            written += chunk
+    except OSError:  # the other end is closed: that is how a terminal ends
+        pass
+    os.close(parent)
+    process.wait(30)
+    return written.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_explain_fits_the_terminal(columns):
+    text = re.sub(r"\x1b\[[0-9;]*m", "", in_terminal(["train", "--explain"], columns))
+    lines = text.replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= columns
+    assert ("meaning" in lines[0]) == (columns == 120)
+    assert any(line.startswith("optimizer.weight_decay ") for line in lines), "no field is broken in two"

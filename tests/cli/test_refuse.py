@@ -1,0 +1,69 @@
+"""What this host cannot do is refused with figures that are right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from phalanx.cli import refuse
+from phalanx.core.errors import UserError
+from phalanx.core.job import Job, RunConfig, TrainConfig
+from phalanx.core.layout import Layout
+from phalanx.core.shape import ModelConfig
+
+# 10 M parameters a layer and little else: 0.149 GiB with gradients and moments in fp32.
+WIDE = ModelConfig(dim=1000, ffn_dim=2000, num_heads=10, num_kv_heads=10, num_layers=10)
+
+
+def job(replica: int = 1, precision: str = "fp32", device: str = "cpu", **model) -> Job:
+    return Job(
+        model=dataclasses.replace(WIDE, **model),
+        layout=Layout(replica=replica),
+        train=TrainConfig(precision=precision),
+        run=RunConfig(device=device),
+    )
+
+
+@pytest.fixture
+def host(monkeypatch):
+    def has(gib: float, accelerator: bool = False) -> None:
+        monkeypatch.setattr(refuse, "host_memory_bytes", lambda: int(gib * refuse.GIB))
+        monkeypatch.setattr(refuse, "ACCELERATORS", ("/dev/null",) if accelerator else ())
+
+    return has
+
+
+def test_what_fits_is_let_through(host):
+    need = job().model.num_params * 16 / refuse.GIB
+    host(need * 1.001)
+    refuse.refuse(job())
+    host(need * 0.999)
+    with pytest.raises(UserError, match=f"need {need:.1f} GiB"):
+        refuse.refuse(job())
+
+
+@pytest.mark.parametrize("more", [{"replica": 2}, {"precision": "fp64"}])
+def test_replicas_and_precision_count(host, more):
+    host(job().model.num_params * 31 / refuse.GIB)
+    refuse.refuse(job())
+    with pytest.raises(UserError, match="this host has"):
+        refuse.refuse(job(**more))
+
+
+def test_host_memory_does_not_bound_accelerators_or_unknown_models(host):
+    host(0.001, accelerator=True)
+    refuse.refuse(job(device="auto"))
+    refuse.refuse(job(device="cuda"))
+    refuse.refuse(job(family="mine.py:FAMILY"))
+    with pytest.raises(UserError):
+        refuse.refuse(job(device="cpu"))
+
+
+def test_a_container_s_limit_counts(monkeypatch, tmp_path):
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "limit").write_text("1048576\n")
+    monkeypatch.setattr(refuse, "CGROUP_LIMITS", (str(tmp_path / "missing"), str(tmp_path / "max")))
+    whole = refuse.host_memory_bytes()
+    monkeypatch.setattr(refuse, "CGROUP_LIMITS", (str(tmp_path / "max"), str(tmp_path / "limit")))
+    assert refuse.host_memory_bytes() == 1048576 < whole
