@@ -244,3 +244,4 @@ def case_parity(args):
     result["digest"] = rank.state.digest()
     rank.close()
     return result
+

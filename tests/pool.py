@@ -10,7 +10,7 @@ from pathlib import Path
 from phalanx.runtime.client import NodeClient
 
 STORE = -1
-PRELOAD = ["phalanx.train.engine", "tests.cases"]
+PRELOAD = ["phalanx.train.worker", "phalanx.model.dense", "tests.cases"]
 
 
 class CaseFailed(AssertionError):

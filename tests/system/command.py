@@ -42,17 +42,18 @@ class Ended:
     err: str
     left: dict[int, str]  # processes that outlived the command
     scratch: list[str]  # files in its temporary directory
+    shared: list[str]  # named shared memory of its ranks
     runs: list[Path]  # the folders of its runs
     signalled_s: float = 0.0  # from the signal to the end of everything
     rows: list[dict] = field(default_factory=list)
     summary: dict | None = None
 
     def check_clean(self) -> None:
-        """No traceback of ours, no process, no temporary or half-written file."""
+        """No traceback of ours; no process (and with it no port), no shared memory, no half-written file."""
         lines = (self.out + self.err).splitlines()
         assert not [line for line in lines if line.startswith("Traceback")], self.err
         assert self.left == {}
-        assert self.scratch == []
+        assert self.scratch == [] and self.shared == []
         assert [f for run in self.runs for f in run.rglob("*") if f.suffix in (".tmp", ".partial")] == []
 
 
@@ -110,7 +111,7 @@ class Command:
         finally:
             for pid in alive_with(self.token):  # of this command only: nobody else has the token
                 os.kill(pid, 9)
-        runs = self.runs
+        runs, pids = self.runs, [str(e["pid"]) for e in self.events("started")]
         summary = runs[0] / "summary.json" if runs else None
         return Ended(
             self.process.returncode,
@@ -118,6 +119,7 @@ class Command:
             err,
             left,
             [p.name for p in self.scratch.iterdir() if not p.name.startswith("torchinductor_")],  # torch's own cache
+            [name for name in os.listdir("/dev/shm") if any(pid in name for pid in pids)],
             runs,
             took_s,
             self.rows(),

@@ -15,13 +15,12 @@ from tests.runtime.conftest import wait_gone
 from tests.system.command import PHALANX, TINY, sets, train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS = 8
+STEPS = 6
 SHORT = {
     "train.steps": STEPS,
     "train.seq_len": 64,
-    "train.global_batch": 8,
+    "train.global_batch": 4,
     "train.micro_batch": 2,
-    "optimizer.warmup_steps": 2,
     "data.max_mb": 1,
 }
 
@@ -95,7 +94,6 @@ def test_the_library_trains_a_model_of_ones_own(tmp_path):
         "model": {"family": f"{EXAMPLES / 'custom_model.py'}:FAMILY", "options": options},
         "layout": {"shard": 2, "tp": 2},
         "train": {"steps": 2, "seq_len": 32, "global_batch": 4},
-        "optimizer": {"warmup_steps": 0},
         "data": {"max_mb": 0.1},
     }
     script = tmp_path / "script.py"

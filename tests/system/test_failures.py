@@ -38,7 +38,7 @@ SAID = {
         "  |     torch.empty(1 << 50",
         "remedy: lower train.micro_batch",
     ],
-    "nan": ["rank 0 failed in", "step 1: the loss is nan", "lower optimizer.lr"],
+    "nan": [" failed in ", "with FloatingPointError: step 1: the loss is nan", "lower optimizer.lr"],
     "full disk": ["cannot be written: File too large", "runs/quickstart-"],
 }
 

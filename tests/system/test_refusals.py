@@ -18,10 +18,13 @@ AT_ONCE = {
         ["layout.tp = 4", "num_kv_heads (2) is not a multiple of layout.tp", "remedy"],
     ),
     "batch": (
-        {"train.global_batch": 6},
+        {"train.global_batch": 6, "train.micro_batch": 4},
         ["train.global_batch = 6", "not a multiple of train.micro_batch (4)", "remedy"],
     ),
-    "batch over ranks": ({"train.global_batch": 4}, ["train.global_batch = 4", "do not divide evenly", "remedy"]),
+    "batch over ranks": (
+        {"train.global_batch": 4, "train.micro_batch": 4},
+        ["train.global_batch = 4", "do not divide evenly", "remedy"],
+    ),
     "sequence": ({"train.seq_len": 255}, ["layout.tp = 2", "train.seq_len (255)", "remedy"]),
     "no corpus": ({"data.source": "not/there"}, ["data.source = 'not/there'", "there is no file or folder", "remedy"]),
     "empty corpus": ({"data.source": "empty"}, ["data.source = '{here}/empty'", "no text", "remedy: name a"]),
@@ -38,12 +41,12 @@ AT_ONCE = {
         ["126 layers of width 16384", "405.9 billion parameters", "need 6,04", "GiB; this host has", "remedy: choose"],
     ),
     "too many ranks": (
-        {"layout.replica": 100, "train.global_batch": 800},
+        {"layout.replica": 100, "train.global_batch": 200, "train.micro_batch": 1},
         ["layout = 'replica 100 x shard 2 x tp 2 = 400 ranks'", "at most 255 ranks", "remedy: lower"],
     ),
     "run.dir": ({"run.dir": "short/runs"}, ["run.dir = 'short/runs'", "Not a directory", "remedy: name a folder"]),
     "no job file": ({}, ["job file = 'qiuckstart.toml'", "cannot be read", "remedy"]),
-}  # fmt: skip
+}
 
 # What only a worker can find out is the user's mistake all the same.
 FROM_A_WORKER = {
@@ -57,7 +60,7 @@ FROM_A_WORKER = {
     ),
     "name": (
         {"model.family": "other.py:FAMILY"},
-        ["other.py:FAMILY'", "FAMILY is not there", "remedy: ", "other.py has MINE"],
+        ["other.py:FAMILY'", "FAMILY is not there", "remedy: ", "other.py has DENSE, MINE"],
     ),
     "style": (
         {"model.family": "other.py:MINE"},

@@ -68,7 +68,7 @@ class Console:
     def starting(self, run_dir: Path) -> None:
         self._line(f"{self.job.name} on {self.job.layout.describe()}")
         self._line(f"record: {run_dir}")
-        if self.out.is_terminal and not self.out.is_dumb_terminal:
+        if self.out.is_interactive:
             self._live = Live(console=self.out, refresh_per_second=8, transient=True)
             self._live.start()
 
