@@ -26,14 +26,14 @@ from phalanx.train.state import State
 STEPS = 5
 CPU = Device(torch.device("cpu"), "gloo")  # imported by the zygote, so nothing may run here
 
-EVEN = ModelConfig(vocab_size=96, dim=64, num_layers=3, num_heads=4, num_kv_heads=4, ffn_dim=160)
+EVEN = ModelConfig(vocab_size=96, dim=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=160)
 # 101 and 171 are odd; 60 / 4 heads = 15 would be odd for RoPE, so 6 heads of 10.
 ODD = ModelConfig(vocab_size=101, dim=60, num_layers=2, num_heads=6, num_kv_heads=2, ffn_dim=171)
 TIED = dataclasses.replace(ODD, tied=True)
 
 
 def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, **train) -> Job:
-    defaults = dict(steps=STEPS, seq_len=24, global_batch=8, micro_batch=1, precision="fp64", bucket_mb=0.05)
+    defaults = dict(steps=STEPS, seq_len=16, global_batch=8, micro_batch=1, precision="fp64", bucket_mb=0.05)
     return Job(
         name="case",
         seed=7,
@@ -244,4 +244,3 @@ def case_parity(args):
     result["digest"] = rank.state.digest()
     rank.close()
     return result
-

@@ -1,5 +1,6 @@
 import hypothesis
 import pytest
+import torch
 
 from tests.parity import References
 from tests.pool import Pool
@@ -17,3 +18,6 @@ def pool():
 @pytest.fixture(scope="session")
 def references(pool):
     return References(pool)
+
+
+torch.set_num_threads(1)  # the pool's workers need the cores

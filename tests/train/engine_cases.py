@@ -4,7 +4,9 @@ import contextlib
 import os
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -162,10 +164,11 @@ def compression(args):
     """The reduced gradients of a few steps with the job's codec, summed, against uncompressed ones."""
     rank = connect(args)
     steps = args["steps"]
-    grads = [torch.cat([g.reshape(-1) for g in _grads(rank).values()]) for _ in range(steps)]
+    grads = [torch.cat([g.reshape(-1) for g in _grads(rank).values()]).numpy() for _ in range(steps)]
     sent = rank.groups.cross.sent_bytes / steps
+    np.savez(f"{args['stem']}-{args['rank']}.npz", one=grads[0], mean=sum(grads) / steps)
     rank.close()
-    return {"one": grads[0].tolist(), "mean": (sum(grads) / steps).tolist(), "sent_bytes": sent}
+    return sent
 
 
 def dtypes(args):
@@ -197,7 +200,8 @@ def listening_addresses(pid) -> list[str]:
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
             mine.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/{pid}/net/{name}").readlines()[1:]]
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
 
 
@@ -206,3 +210,21 @@ def listening(args):
     found = listening_addresses("self")
     rank.close()
     return found
+
+
+def prefetched(args):
+    """Whether the second block's parameters are gathered before the first block has finished."""
+    rank = connect(args)
+    rank.engine.step(rank.batches(0))
+
+    def in_the_first_block(*_):
+        with torch.profiler.record_function("in the first block"):
+            pass
+
+    rank.engine.model.layers["0"].ffn.register_forward_pre_hook(in_the_first_block)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        rank.engine.model(rank.batches(1)[0])
+    begun = {e.name: e.time_range.start for e in reversed(profile.events())}
+    (gather,) = (name for name in begun if name.startswith("FSDP::all_gather (") and "layers.1" in name)
+    rank.close()
+    return begun[gather] < begun["in the first block"]

@@ -5,16 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
+from phalanx.core.shape import ModelConfig
 from tests.cases import EVEN, make_job
 from tests.train.engine_cases import listening_addresses
 
 CASES = "tests.train.engine_cases:"
 
 
-@pytest.mark.parametrize("reduction", ["fast", "exact"])
-@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout, reduction", [((1, 2, 1), "fast"), ((2, 2, 1), "exact"), ((2, 1, 2), "exact"), ((2, 2, 2), "fast")], ids=str
+)
 def test_after_a_fault_in_backward_a_rebuilt_engine_gives_the_clean_gradients(pool, layout, reduction):
-    job = make_job(layout, precision="fp32", reduction=reduction, global_batch=8)
+    job = make_job(layout, model=ModelConfig(), precision="fp32", reduction=reduction, global_batch=8)
     for answer in pool.run(CASES + "rebuild", job, times=2):
         assert isinstance(answer, dict), answer
         assert min(answer["seconds"]) < 1.0
@@ -68,14 +70,14 @@ def test_one_large_bucket_leaves_only_after_the_backward_so_the_test_above_can_f
 
 
 def test_zero_stages_communicate_as_they_should(pool):
-    """Per step of 2 micro-batches and 4 FSDP2 modules (3 blocks and the root)."""
+    """Per step of 2 micro-batches and 3 FSDP2 modules (2 blocks and the root)."""
     counts = {}
     for zero in (1, 2, 3):
         job = make_job((1, 4, 1), model=EVEN, precision="fp32", zero=zero)
         counts[zero] = pool.run(CASES + "collectives", job)[0]
-    assert counts[1] == {"gathers": 4, "scatters": 4}  # once per step
-    assert counts[2] == {"gathers": 4, "scatters": 8}  # gradients every micro-batch
-    assert counts[3] == {"gathers": 14, "scatters": 8}  # blocks twice per micro-batch, the root once
+    assert counts[1] == {"gathers": 3, "scatters": 3}  # once per step
+    assert counts[2] == {"gathers": 3, "scatters": 6}  # gradients every micro-batch
+    assert counts[3] == {"gathers": 10, "scatters": 6}  # blocks twice per micro-batch, the root once
 
 
 def test_recomputation_keeps_less(pool):
@@ -88,21 +90,20 @@ def test_recomputation_keeps_less(pool):
 
 
 @pytest.mark.parametrize("codec, ratio, error", [("bf16", 0.5, 4e-3), ("int8", 0.27, 3e-2)])
-@pytest.mark.parametrize("layout, nodes", [((2, 1, 1), 0), ((4, 1, 1), 0), ((4, 1, 1), 2)], ids=str)
-def test_compressed_traffic_is_small_and_its_error_does_not_stay(pool, codec, ratio, error, layout, nodes):
+@pytest.mark.parametrize("layout, nodes", [((2, 1, 1), 0), ((4, 1, 1), 2)], ids=str)
+def test_compressed_traffic_is_small_and_its_error_does_not_stay(pool, tmp_path, codec, ratio, error, layout, nodes):
     options = dict(model=EVEN, precision="fp32", ranks_per_node=nodes, clip=0.0, bucket_mb=0.1)
-    plain = pool.run(CASES + "compression", make_job(layout, **options), steps=1)
-    packed = pool.run(CASES + "compression", make_job(layout, compress=codec, **options), steps=8)
-    assert all(p == packed[0] for p in packed), "the replicas decoded different sums"
-    want, once, mean = (np.array(x) for x in (plain[0]["one"], packed[0]["one"], packed[0]["mean"]))
-
-    def off(got):
-        return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-    assert off(once) < error
-    assert off(mean) < off(once) / 3, "what rounding takes must come back with the next step"
+    plain, packed = make_job(layout, **options), make_job(layout, compress=codec, **options)
+    plain_bytes = pool.run(CASES + "compression", plain, steps=1, stem=str(tmp_path / "plain"))[0]
+    packed_bytes = pool.run(CASES + "compression", packed, steps=8, stem=str(tmp_path / "packed"))[0]
+    want = np.load(tmp_path / "plain-0.npz")["one"]
+    got = [np.load(tmp_path / f"packed-{rank}.npz") for rank in range(layout[0])]
+    assert all(np.array_equal(g["mean"], got[0]["mean"]) for g in got), "the replicas decoded different sums"
+    once, mean = (np.linalg.norm(got[0][k] - want) / np.linalg.norm(want) for k in ("one", "mean"))
+    assert once < error
+    assert mean < once / 3, "what rounding takes must come back with the next step"
     if not nodes:
-        assert packed[0]["sent_bytes"] < ratio * 1.1 * plain[0]["sent_bytes"]
+        assert packed_bytes < ratio * 1.1 * plain_bytes
 
 
 def test_bf16_computes_in_bf16_over_fp32_masters_and_reduces_in_fp32(pool):
@@ -120,3 +121,9 @@ def test_on_one_machine_everything_listens_on_loopback_only(pool):
     found.append(listening_addresses(pool.store_pid))
     for addresses in found:
         assert addresses and set(addresses) == {"0100007F"}, addresses
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_the_next_blocks_parameters_are_gathered_ahead(pool, prefetch):
+    job = make_job((1, 2, 1), precision="fp32", prefetch=prefetch)
+    assert pool.run(CASES + "prefetched", job) == [prefetch == 1] * 2

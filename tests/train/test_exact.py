@@ -12,7 +12,7 @@ LAYOUTS = [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (4, 1, 1), (2, 4, 1), (1,
 TP_LAYOUTS = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 4, 2), (2, 2, 2), (4, 1, 2)]
 
 
-def run(pool, folder: Path, layout, steps=4, **options) -> dict:
+def run(pool, folder: Path, layout, steps=3, **options) -> dict:
     """Fingerprints of one run, with the loss and norm bits of every step."""
     job = make_job(layout, model=ODD, **({"precision": "fp32", "reduction": "exact"} | options))
     stem = str(folder / "run")
