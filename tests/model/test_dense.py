@@ -32,7 +32,7 @@ def test_logits_are_those_of_plain_pytorch(config, masked):
 def test_a_document_does_not_see_its_neighbour():
     _, model, _ = whole_model(ODD)
     batch = make_batch(make_job(), 0, 0)
-    batch.documents_BL = torch.tensor([[0] * 10 + [1] * 14])
+    batch.documents_BL = torch.tensor([[0] * 10 + [1] * 6])
     before = model(batch)
     batch.tokens_BL = batch.tokens_BL.clone()
     batch.tokens_BL[:, :10] = (batch.tokens_BL[:, :10] + 1) % ODD.vocab_size

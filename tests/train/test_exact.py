@@ -24,6 +24,12 @@ def run(pool, folder: Path, layout, steps=3, **options) -> dict:
     return {**prints[0], "losses": losses, "norms": answers[0]["norms"]}
 
 
+@pytest.fixture(scope="module")
+def alone(pool, tmp_path_factory):
+    """One rank's run, to which the others are compared."""
+    return run(pool, tmp_path_factory.mktemp("alone"), (1, 1, 1))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_same_bits_for_every_replica_and_shard_split(pool, tmp_path, precision):
     results = {layout: run(pool, tmp_path, layout, precision=precision) for layout in LAYOUTS}
@@ -31,7 +37,7 @@ def test_same_bits_for_every_replica_and_shard_split(pool, tmp_path, precision):
 
 
 def test_same_bits_with_tensor_parallelism_held_at_two(pool, tmp_path):
-    results = {layout: run(pool, tmp_path, layout) for layout in TP_LAYOUTS}
+    results = {layout: run(pool, tmp_path, layout, steps=2) for layout in TP_LAYOUTS}
     assert all(r == results[1, 1, 2] for r in results.values()), results
 
 
@@ -55,12 +61,12 @@ def test_same_bits_for_splits_that_are_not_powers_of_two(pool, tmp_path):
     ],
     ids=str,
 )
-def test_same_bits_whatever_the_zero_stage_the_nodes_the_buckets(pool, tmp_path, layout, options):
-    assert run(pool, tmp_path, layout, **options) == run(pool, tmp_path, (1, 1, 1))
+def test_same_bits_whatever_the_zero_stage_the_nodes_the_buckets(pool, alone, tmp_path, layout, options):
+    assert run(pool, tmp_path, layout, **options) == alone
 
 
 def test_the_fast_reduction_is_not_exact_so_this_test_can_fail(pool, tmp_path):
-    results = [run(pool, tmp_path, layout, reduction="fast") for layout in LAYOUTS]
+    results = [run(pool, tmp_path, layout, reduction="fast") for layout in ((1, 1, 1), (1, 4, 1), (4, 1, 1))]
     assert len({r["weights"] for r in results}) > 1
 
 
