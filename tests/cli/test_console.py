@@ -14,7 +14,7 @@ from phalanx.core.layout import Layout
 
 FACTS = {
     "num_params": 791_936,
-    "device": "cpu (1 threads per rank)",
+    "device": "cpu, threads per rank: 1",
     "torch": "2.11.0",
     "peak_flops": 832e9,
     "peak_source": "measured 512x512 matmul in float32, sum over ranks",

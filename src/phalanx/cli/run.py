@@ -93,8 +93,6 @@ class _Run:
             self._prepare_corpus()
         self.launched = True
         self.listener.status(f"starting {self.job.layout.world_size} ranks: loading torch")
-        # For the ranks on CPUs: threads that spin at barriers starve the other ranks, and whoever shares the host.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         try:
             ended = launch(
                 self.job,

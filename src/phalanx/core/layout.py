@@ -64,4 +64,4 @@ class Layout:
 
     def describe(self) -> str:
         degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.AXES)
-        return f"{degrees} = {self.world_size} ranks"
+        return f"{degrees} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"

@@ -82,7 +82,7 @@ class Device:
 
     def describe(self) -> str:
         if self.is_cpu:
-            return f"cpu ({torch.get_num_threads()} threads per rank)"
+            return f"cpu, threads per rank: {torch.get_num_threads()}"
         return torch.get_device_module(self.torch).get_device_name(self.torch)
 
     def peak_flops(self, dtype: torch.dtype) -> tuple[float, str]:

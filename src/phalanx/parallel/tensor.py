@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.core.errors import UserError
 from phalanx.core.shape import chunk_bounds
 from phalanx.model.family import Family
 from phalanx.parallel.collectives import all_gather, all_reduce, reduce_scatter
@@ -111,20 +110,10 @@ def apply_tensor_parallel(model: nn.Module, family: Family, tp: dist.ProcessGrou
         if style in ("gather", "head"):
             module.register_forward_pre_hook(lambda _, args: (_Gather.apply(args[0], tp), *args[1:]))
         if style in SPLIT_DIM:
-            _split_module(model, name, module, style, tp, cut)
+            _split_module(module, style, tp, cut)
 
 
-def _split_module(
-    model: nn.Module, name: str, module: nn.Module, style: str, tp: dist.ProcessGroup, cut: dict[int, nn.Parameter]
-) -> None:
-    wanted = nn.Embedding if style == "vocab" else nn.Linear
-    if not isinstance(module, wanted):
-        raise UserError(
-            f"layer {name!r} has the split style {style!r} but is a {type(module).__name__}",
-            field="model.family",
-            value=style,
-            remedy=f"give that style to a {wanted.__name__}",
-        )
+def _split_module(module: nn.Module, style: str, tp: dist.ProcessGroup, cut: dict[int, nn.Parameter]) -> None:
     start, stop = chunk_bounds(module.weight.shape[SPLIT_DIM[style]], tp.size(), tp.rank())
     for key, param in list(module.named_parameters(recurse=False)):
         if style == "row" and key == "bias":

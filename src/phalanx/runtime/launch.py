@@ -5,6 +5,7 @@ Which code the workers run is named by the caller; this module never imports it.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import deque
@@ -69,9 +70,18 @@ def launch(
     run_dir = run_dir.absolute()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # one machine: nothing listens outside it
-    with NodeClient(preload, env=loopback, log=logs / "node.log") as client:
+    with NodeClient(preload, env=_environment(), log=logs / "node.log") as client:
         return _Launch(job, Gang(client), on_event, stop).run(worker_entry, store_entry, run_dir)
+
+
+def _environment() -> dict[str, str]:
+    """Of the ranks, where the user has not said otherwise."""
+    wanted = {
+        "GLOO_SOCKET_IFNAME": "lo",  # one machine: nothing listens outside it
+        "NCCL_SOCKET_IFNAME": "lo",
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin at barriers starve the other ranks
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 class _Launch:
