@@ -80,6 +80,12 @@ class Device:
         if event is not None:
             (stream or torch.accelerator.current_stream(self.torch)).wait_event(event)
 
+    def hold(self, tensor: torch.Tensor, stream: torch.Stream | None = None) -> None:
+        """`tensor` is read on this stream (default: the current one), which is not the one it was
+        made on: its memory must not be reused before that, even if we let go of it now."""
+        if not self.is_cpu:
+            tensor.record_stream(stream or torch.accelerator.current_stream(self.torch))
+
     def describe(self) -> str:
         if self.is_cpu:
             return f"cpu, threads per rank: {torch.get_num_threads()}"

@@ -20,7 +20,8 @@ def fast_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: Te
     return total.sqrt_()
 
 
-CHUNK = 1 << 16  # elements worked on at once, so that the temporaries stay in cache
+CACHE_CHUNK = 1 << 16  # elements worked on at once by a CPU, so that the temporaries stay in cache
+DEVICE_CHUNK = 1 << 24  # by an accelerator, so that it has something to do per launch
 
 
 def exact_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: Tensor, num_total: int) -> Tensor:
@@ -35,8 +36,9 @@ def exact_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: T
     bits = 62 - max(1, num_total).bit_length()  # sums of num_total squares below 2**bits fit in int64
     scale = torch.ldexp(torch.ones_like(top), -exponent)
     limbs = torch.zeros(2, dtype=torch.int64, device=like.device)
+    size = CACHE_CHUNK if like.device.type == "cpu" else DEVICE_CHUNK
     for t in counted:
-        for chunk in t.reshape(-1).split(CHUNK):
+        for chunk in t.reshape(-1).split(size):
             x = chunk.double() * scale  # a copy, also of fp64
             x.mul_(x).mul_(2.0**bits)
             high = x.floor()

@@ -133,6 +133,7 @@ class Reducer:
                     self._add_to_bucket(flat, unit.tree.take())
                 return
             if unit.total is not None:
+                self.device.hold(unit.total)
                 flat.add_(unit.total)
             unit.total = None if self.last else flat
             if self.last and self.groups.cross:
@@ -146,6 +147,8 @@ class Reducer:
     # -- across replicas --------------------------------------------------------------------------
 
     def _add_to_bucket(self, flat: Tensor, parts: list[tuple[Node, Tensor]]) -> None:
+        for _, part in parts:
+            self.device.hold(part, self._stream if self.groups.cross else None)
         if not self.groups.cross:
             total = fold(parts)
             if total.data_ptr() != flat.data_ptr():
@@ -216,6 +219,7 @@ class _TreeReduceScatter:
         reducer, tree, width = self.reducer, self.unit.tree, group.size()
         assert op == dist.ReduceOp.SUM, op
         mine = reducer.indices[reducer._micro]
+        reducer.device.hold(input_tensor)
         if reducer.every_micro:
             first = mine - reducer.coord.shard
             spans: list[list[Node]] = [[(0, first + s)] for s in range(width)]
