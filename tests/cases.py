@@ -30,6 +30,7 @@ EVEN = ModelConfig(vocab_size=96, dim=64, num_layers=2, num_heads=4, num_kv_head
 # 101 and 171 are odd; 60 / 4 heads = 15 would be odd for RoPE, so 6 heads of 10.
 ODD = ModelConfig(vocab_size=101, dim=60, num_layers=2, num_heads=6, num_kv_heads=2, ffn_dim=171)
 TIED = dataclasses.replace(ODD, tied=True)
+NARROW = dataclasses.replace(EVEN, ffn_dim=9)
 
 
 def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, **train) -> Job:
@@ -57,6 +58,7 @@ CASES = [
     ("shard 2, even sizes", (1, 2, 1), dict(model=EVEN)),
     ("tp 2", (1, 1, 2), {}),
     ("tp 4", (1, 1, 4), dict(model=EVEN)),
+    ("tp 4, 9 FFN features", (1, 1, 4), dict(model=NARROW, global_batch=2)),
     ("tp 2, odd vocabulary, tied", (1, 1, 2), dict(model=TIED)),
     ("tp 2, no mask", (1, 1, 2), dict(document_mask=False)),
     ("tp 2, full recompute", (1, 1, 2), dict(recompute="full")),

@@ -76,3 +76,20 @@ def test_an_unreadable_source_leaves_no_corpus(tmp_path):
     with pytest.raises(UserError, match=r"data\.source"):
         corpus.build(str(tmp_path / "missing"), tmp_path / "c", 10**6)
     assert not (tmp_path / "c").exists()
+
+
+def test_records_inside_the_source_are_not_read(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"words " * 100)
+    sizes = []
+    for name in ("first", "second"):
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        (run / "rank.log").write_text("not for training")
+        sizes.append(corpus.build(str(tmp_path), run / "corpus.bin", 10**6, left_out=(tmp_path / "runs", run)))
+    assert sizes == [601, 601]
+
+
+def test_a_source_inside_the_folder_of_runs_is_read(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"abc")
+    assert corpus.build(str(tmp_path / "text"), tmp_path / "c", 10**6, left_out=(tmp_path, tmp_path / "r")) == 4

@@ -7,6 +7,7 @@ from phalanx.core.errors import UserError
 from phalanx.spec import from_mapping
 
 TRIPPED_BY: dict[str, dict] = {
+    "options-dense": {"model": {"options": {"depth": 3}}},
     "heads-dim": {"model": {"num_heads": 3}},
     "rope-even": {"model": {"dim": 12}},
     "gqa": {"model": {"num_kv_heads": 3}},

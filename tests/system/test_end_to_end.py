@@ -105,3 +105,17 @@ def test_the_library_trains_a_model_of_ones_own(tmp_path):
     assert summary["last_loss"] < summary["first_loss"]
     assert "12,305 parameters in fp32" in done.stdout
     assert Path(tmp_path, summary["run_dir"], "summary.json").exists()
+
+
+def test_exact_gives_the_same_bits_over_splits_with_nothing_else_set(tmp_path):
+    """Through the command: what a rank derives from the number of ranks (its threads) must not show."""
+    options = {**SHORT, "train.steps": 3, "train.micro_batch": 1, "train.reduction": "exact", "layout.tp": 1}
+    seen = {}
+    for replica, shard, per_node in ((1, 1, 0), (2, 1, 1)):
+        directory = tmp_path / f"{replica}x{shard}"
+        directory.mkdir()
+        layout = {"layout.replica": replica, "layout.shard": shard, "layout.ranks_per_node": per_node}
+        ended = train(directory, *sets({**options, **layout}))
+        assert ended.code == 0, ended.err
+        seen[replica, shard] = [(row["loss"], row["grad_norm"]) for row in ended.rows]
+    assert len(seen[1, 1]) == 3 and all(rows == seen[1, 1] for rows in seen.values()), seen

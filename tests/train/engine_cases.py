@@ -179,8 +179,9 @@ def dtypes(args):
         seen["activation"] = str(output.dtype)
 
     rank.engine.model.layers["0"].register_forward_hook(look)
-    out = rank.engine.step(rank.batches(0))
+    out = rank.engine.gradients(rank.batches(0))
     seen["grad"] = str(next(iter(out.grads.values())).dtype)
+    rank.engine.update(out)
     seen["master"] = str(next(iter(rank.state.params.values())).dtype)
     seen["moment"] = str(next(iter(rank.state.optimizer.state.values()))["exp_avg"].dtype)
     rank.close()
@@ -228,3 +229,37 @@ def prefetched(args):
     (gather,) = (name for name in begun if name.startswith("FSDP::all_gather (") and "layers.1" in name)
     rank.close()
     return begun[gather] < begun["in the first block"]
+
+
+def not_finite(args):
+    """A step whose gradients overflow, then a good one: weights and moments before and after each."""
+    rank = connect(args)
+    rank.engine.step(rank.batches(0))
+    before = rank.state.digest()
+    bad = rank.engine.gradients(rank.batches(1))
+    next(iter(bad.grads.values())).fill_(float("nan"))
+    bad.grad_norm.fill_(float("nan"))
+    rank.engine.update(bad)
+    after = rank.state.digest()
+    rank.engine.step(rank.batches(2))
+    last = rank.state.digest()
+    rank.close()
+    return {"untouched": before == after, "goes on": last["weights"] != after["weights"], "kept": len(bad.grads)}
+
+
+def close_with_silent_peer(args):
+    """Replica 1 stays away; replica 0 has a bucket in flight and closes its engine all the same."""
+    rank = connect(args)
+    seconds = 0.0
+    if rank.coord.replica == 0:
+        rank.engine.reducer._bucket.append((torch.zeros(1000), []))
+        rank.engine.reducer._send_bucket()
+        start = time.perf_counter()
+        rank.engine.close()
+        seconds = time.perf_counter() - start
+    rank.store.set(f"closed{args['generation']}/{args['rank']}", "")
+    rank.store.wait([f"closed{args['generation']}/{r}" for r in range(2)])
+    if rank.coord.replica == 1:
+        rank.engine.close()
+    rank.groups.close()
+    return seconds

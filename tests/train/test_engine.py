@@ -127,3 +127,13 @@ def test_on_one_machine_everything_listens_on_loopback_only(pool):
 def test_the_next_blocks_parameters_are_gathered_ahead(pool, prefetch):
     job = make_job((1, 2, 1), precision="fp32", prefetch=prefetch)
     assert pool.run(CASES + "prefetched", job) == [prefetch == 1] * 2
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_step_that_is_not_finite_changes_nothing(pool, reduction):
+    for answer in pool.run(CASES + "not_finite", make_job((1, 2, 1), precision="fp32", reduction=reduction)):
+        assert answer == {"untouched": True, "goes on": True, "kept": 0}, answer
+
+
+def test_closing_an_engine_does_not_wait_for_a_silent_replica(pool):
+    assert max(pool.run(CASES + "close_with_silent_peer", make_job((2, 1, 1), precision="fp32"))) < 1.0

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,7 +84,8 @@ class _Run:
         self.facts: dict[int, dict[str, Any]] = {}
         self.mistakes: dict[int, str] = {}  # rank -> the text of a UserError it raised
         self.table: StepTable | None = None
-        self.rows: list[dict[str, Any]] = []
+        self.num_steps, self.first_loss = 0, 0.0
+        self.rows: deque[dict[str, Any]] = deque(maxlen=1000)  # the latest; all of them are in the record
         self.entropy = 0.0
 
     def go(self) -> dict[str, Any]:
@@ -127,7 +129,7 @@ class _Run:
             return error
         stopped = isinstance(error, KeyboardInterrupt | BrokenPipeError) or self.stop.asked
         if stopped and not isinstance(error, BrokenPipeError):
-            error = KeyboardInterrupt(f"stopped after {len(self.rows)} of {self.job.train.steps} steps")
+            error = KeyboardInterrupt(f"stopped after {self.num_steps} of {self.job.train.steps} steps")
         elif isinstance(error, OSError) and not stopped:
             error = RunFailed(f"the record {self.record.path} cannot be written: {error.strerror}")
         with contextlib.suppress(OSError):
@@ -137,12 +139,12 @@ class _Run:
 
     def figures(self) -> dict[str, Any]:
         """What is known of the run so far."""
-        rows = self.rows
-        out: dict[str, Any] = {"steps": len(rows), "unigram_entropy": self.entropy}
+        rows = list(self.rows)
+        out: dict[str, Any] = {"steps": self.num_steps, "unigram_entropy": self.entropy}
         if rows:
             middle = sorted(r["time_s"] for r in rows)[len(rows) // 2]
             out |= {
-                "first_loss": rows[0]["loss"],
+                "first_loss": self.first_loss,
                 "last_loss": sum(r["loss"] for r in rows[-10:]) / len(rows[-10:]),
                 "median_step_s": middle,
                 "tokens_per_s": self.job.tokens_per_step / middle,
@@ -157,7 +159,8 @@ class _Run:
         def on_progress(size_bytes: int) -> None:
             self.listener.status(f"reading {source}: {size_bytes / 1e6:.1f} MB")
 
-        tokens = corpus.build(source, path, int(self.job.data.max_mb * 1e6), on_progress)
+        records = (Path(self.job.run.dir), self.record.path)
+        tokens = corpus.build(source, path, int(self.job.data.max_mb * 1e6), on_progress, left_out=records)
         text = corpus.Corpus(path, self.job.train.seq_len, self.job.seed)
         self.entropy = text.unigram_entropy()
         self.listener.note(f"corpus: {tokens:,} byte tokens from {source}")
@@ -188,6 +191,8 @@ class _Run:
     def _on_step(self, table: StepTable, rank: int, body: dict[str, Any]) -> None:
         row = table.add(rank, body)
         if row:
+            self.first_loss = self.first_loss if self.num_steps else row["loss"]
+            self.num_steps += 1
             self.rows.append(row)
             self.record.metric(row)
             self.listener.step(row)

@@ -41,6 +41,14 @@ def _dense(broken: Predicate) -> Predicate:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        "options-dense",
+        "model.options",
+        _dense(lambda j: bool(j.model.options)),
+        "model.options are given for the dense family",
+        "they would have no effect: its sizes are fields of [model]",
+        "set the fields of [model], or name a family of your own in model.family",
+    ),
+    Rule(
         "heads-dim",
         "model.num_heads",
         _dense(lambda j: j.model.dim % j.model.num_heads != 0),

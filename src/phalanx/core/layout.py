@@ -6,7 +6,6 @@ that the ranks of one TP group are neighbours. Nothing here knows torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -54,10 +53,10 @@ class Layout:
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node if self.ranks_per_node else 0
 
-    def peers_by_node(self, coord: Coord, replicas: Sequence[int] | None = None) -> list[list[int]]:
+    def peers_by_node(self, coord: Coord) -> list[list[int]]:
         """The replicas holding this coordinate, grouped by the node their rank lives on."""
         nodes: dict[int, list[int]] = {}
-        for replica in range(self.replica) if replicas is None else replicas:
+        for replica in range(self.replica):
             node = self.node(self.rank(Coord(replica, coord.shard, coord.tp)))
             nodes.setdefault(node, []).append(replica)
         return list(nodes.values())

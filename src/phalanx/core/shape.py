@@ -14,6 +14,12 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * step, size), min((index + 1) * step, size)
 
 
+def even_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """[start, stop) of part `index` when `size` is cut in `parts` that differ by one at most, so that
+    none is empty while there are as many elements as parts."""
+    return size * index // parts, size * (index + 1) // parts
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model: a family (a built-in name or `path.py:NAME`) and its sizes."""

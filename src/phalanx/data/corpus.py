@@ -21,26 +21,35 @@ STDLIB = "python-stdlib"
 _DTYPE = np.dtype("<u2")
 
 
-def documents(source: str) -> Iterator[Path]:
-    """The files of a source, in an order that does not depend on the file system."""
+def documents(source: str, left_out: Iterable[Path] = ()) -> Iterator[Path]:
+    """The files of a source, in an order that does not depend on the file system. `left_out`: folders
+    inside it that are not part of it (the records of runs may lie there)."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        left_out = {"site-packages", "test"}
-        yield from sorted(p for p in root.rglob("*.py") if left_out.isdisjoint(p.relative_to(root).parts))
+        others = {"site-packages", "test"}
+        yield from sorted(p for p in root.rglob("*.py") if others.isdisjoint(p.relative_to(root).parts))
     elif Path(source).is_dir():
-        yield from sorted(p for p in Path(source).rglob("*") if p.is_file())
+        root = Path(source).resolve()
+        skip = {folder.resolve() for folder in left_out if root in folder.resolve().parents}
+        yield from sorted(p for p in root.rglob("*") if skip.isdisjoint(p.parents) and p.is_file())
     else:
         yield Path(source)
 
 
-def build(source: str, out: Path, max_bytes: int, on_progress: Callable[[int], None] | None = None) -> int:
+def build(
+    source: str,
+    out: Path,
+    max_bytes: int,
+    on_progress: Callable[[int], None] | None = None,
+    left_out: Iterable[Path] = (),
+) -> int:
     """Write the token file; returns the number of tokens. The file appears whole or not at all.
     `on_progress` hears after every document how many bytes were taken, and may raise to stop."""
     partial = out.with_suffix(".partial")
     taken = 0
     try:
         with open(partial, "wb") as f:
-            for path in documents(source):
+            for path in documents(source, left_out):
                 text = _read(source, path, max_bytes - taken)
                 if text:
                     ids = np.append(np.frombuffer(text, np.uint8).astype(_DTYPE), _DTYPE.type(END_OF_DOCUMENT))
@@ -53,8 +62,10 @@ def build(source: str, out: Path, max_bytes: int, on_progress: Callable[[int], N
         if taken == 0:
             raise _refusal(source, f"there is no text in its first {max_bytes:,} bytes (data.max_mb)")
         os.replace(partial, out)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename and Path(error.filename) not in (partial, out):
+            raise _refusal(source, f"cannot read {error.filename}: {error.strerror}") from error
         raise
     return out.stat().st_size // _DTYPE.itemsize
 

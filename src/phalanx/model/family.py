@@ -54,9 +54,10 @@ class Batch:
     weights_BL: Tensor  # 1 where the target counts, 0 where it does not
     documents_BL: Tensor | None = None  # which document a position belongs to; None: no mask
 
-    def to(self, device: torch.device) -> Batch:
-        moved = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Batch(**{k: v if v is None else v.to(device, non_blocking=True) for k, v in moved.items()})
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with every tensor passed through `function`."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Batch(**{k: v if v is None else function(v) for k, v in fields.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,9 @@ def check_family(family: Family, config: ModelConfig) -> None:
             refuse(what, "make them agree: the loss counts columns from model.vocab_size")
     for name, _ in model.named_buffers():
         refuse(f"{name!r} is a buffer, and would have no values", "compute it in forward, or make it a parameter")
-    for name, _ in model.named_parameters():
+    for name, param in model.named_parameters():
+        if param.dim() == 0:
+            refuse(f"parameter {name!r} is a scalar, which has no rows to shard", "give it the shape (1,)")
         if not isinstance(family.init(name, config), Init):
             refuse(f"init gives {family.init(name, config)!r} for {name!r}", "return a phalanx.Init for each parameter")
 

@@ -66,7 +66,7 @@ class Device:
         return None if self.is_cpu else torch.Stream(self.torch)
 
     def on(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
-        """Run what follows on `stream`, after what the current stream has been given."""
+        """Run what follows on `stream`; what it must wait for is said with `wait`."""
         if stream is None:
             return contextlib.nullcontext()
         return stream
@@ -79,6 +79,10 @@ class Device:
     def wait(self, stream: torch.Stream | None, event: torch.Event | None) -> None:
         if event is not None:
             (stream or torch.accelerator.current_stream(self.torch)).wait_event(event)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor on the device, without waiting for the copy."""
+        return tensor if self.is_cpu else tensor.pin_memory().to(self.torch, non_blocking=True)
 
     def hold(self, tensor: torch.Tensor, stream: torch.Stream | None = None) -> None:
         """`tensor` is read on this stream (default: the current one), which is not the one it was

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -57,21 +56,13 @@ class Groups:
             dist.destroy_process_group()
 
 
-def form_cross(
-    store: dist.Store,
-    generation: int,
-    layout: Layout,
-    coord: Coord,
-    device: Device,
-    replicas: Sequence[int] | None = None,
-) -> Cross | None:
+def form_cross(store: dist.Store, generation: int, layout: Layout, coord: Coord, device: Device) -> Cross | None:
     """The groups over all replicas that hold this coordinate; two levels when nodes hold several."""
-    members = list(range(layout.replica)) if replicas is None else list(replicas)
-    if len(members) == 1:
+    if layout.replica == 1:
         return None
-    nodes = layout.peers_by_node(coord, members)
+    nodes = layout.peers_by_node(coord)
     if len(nodes) == 1 or len({len(n) for n in nodes}) > 1 or len(nodes[0]) == 1:
-        nodes = [[m] for m in members]  # one level: every replica by itself
+        nodes = [[replica] for replica in range(layout.replica)]  # one level: each by itself
     mine = next(n for n in nodes if coord.replica in n)
     column = mine.index(coord.replica)
     prefix = f"g{generation}/cross{coord.shard}.{coord.tp}"

@@ -1,6 +1,6 @@
 """Activation checkpointing, unit by unit. `full` keeps a unit's input and runs its forward again in
-backward; `selective` keeps the results of matrix products, attention and collectives, and redoes only the cheap
-rest. Parameter names do not change."""
+backward; `selective` keeps the results of matrix products, attention and (not on Gloo) collectives,
+and redoes only the cheap rest. Parameter names do not change."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from phalanx.core.layout import Coord
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.tree import Node, TreeSum, exchange, fold, span
+
+CLOSE_LIMIT_S = 0.5
 
 
 class StepFailed(RuntimeError):
@@ -88,8 +90,10 @@ class Reducer:
                 module.set_custom_reduce_scatter(_TreeReduceScatter(self, unit))
 
     def close(self) -> None:
+        """Does not wait for a peer that is silent: what its bucket still writes to is ours no more."""
         if self._thread:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            wait(self._flying, timeout=CLOSE_LIMIT_S)
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -104,7 +108,6 @@ class Reducer:
 
     def sum_counts(self, count: Tensor) -> Tensor:
         """An integer summed over every rank that sees different samples."""
-        count = count.view(1)
         dist.all_reduce(count, group=self.groups.shard)
         if self.groups.cross:
             self._guard(lambda: self.groups.cross.sum_(count))  # type: ignore[union-attr]
@@ -127,6 +130,7 @@ class Reducer:
         def reduced(flat: Tensor) -> None:
             if self.exact:
                 if self.groups.shard.size() == 1:  # then FSDP2 does not call the reduce-scatter
+                    self.device.hold(flat)
                     unit.tree.push((0, self.indices[self._micro]), flat)
                     self.note_pending()
                 if self.last:

@@ -27,18 +27,19 @@ class Cross:
         self.sent_bytes = 0
         self._residual: dict[tuple[str, int], Tensor] = {}
 
-    @property
-    def hierarchical(self) -> bool:
-        return self._inside is not None
-
     def close(self) -> None:
         self._across = self._inside = None
+
+    def _check_open(self) -> None:
+        if self._across is None:
+            raise RuntimeError("the group across replicas is closed")
 
     def _padded(self, flat: Tensor) -> Tensor:
         return F.pad(flat, (0, -flat.numel() % self.size))
 
     def sum_(self, flat: Tensor, codec: str = "none", slot: int = 0) -> None:
         """All-reduce in place, in the library's order. `slot` says which bucket of the step it is."""
+        self._check_open()
         if self._inside is None:
             self._sum_across(flat, codec, slot)
             return
@@ -59,6 +60,7 @@ class Cross:
 
     def tree_sum(self, parts: list[tuple[Node, Tensor]], ranges: Sequence[tuple[int, int]]) -> Tensor:
         """Exact: add the tree nodes of all replicas. `ranges[r]` are the leaves replica r holds."""
+        self._check_open()
         numel = parts[0][1].numel()
         parts = [(node, self._padded(t)) for node, t in parts]
         node = next(n for n in self.nodes if self.me in n)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.core.layout import Coord, Layout
-from phalanx.core.shape import ModelConfig, chunk_bounds
+from phalanx.core.shape import ModelConfig, chunk_bounds, even_bounds
 from phalanx.model.family import Family
 from phalanx.parallel.tensor import SPLIT_DIM
 
@@ -24,7 +24,7 @@ class ParamInfo:
         """Rows and columns that this TP rank holds (columns of a 1-D parameter: everything)."""
         bounds = [(0, size) for size in (*self.shape, 0, 0)[:2]]
         if self.tp_dim is not None:
-            bounds[self.tp_dim] = chunk_bounds(self.shape[self.tp_dim], layout.tp, coord.tp)
+            bounds[self.tp_dim] = even_bounds(self.shape[self.tp_dim], layout.tp, coord.tp)
         return slice(*bounds[0]), slice(*bounds[1])
 
     def local_slice(self, layout: Layout, coord: Coord) -> tuple[slice, slice]:

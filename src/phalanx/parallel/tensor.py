@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.core.shape import chunk_bounds
+from phalanx.core.errors import UserError
+from phalanx.core.shape import even_bounds
 from phalanx.model.family import Family
 from phalanx.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
@@ -96,7 +97,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | No
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if group is None or group.size() == 1:
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view_as(targets)
-    start, _ = chunk_bounds(vocab_size, group.size(), group.rank())
+    start, _ = even_bounds(vocab_size, group.size(), group.rank())
     return _VocabCrossEntropy.apply(logits, targets, start, group)
 
 
@@ -114,7 +115,15 @@ def apply_tensor_parallel(model: nn.Module, family: Family, tp: dist.ProcessGrou
 
 
 def _split_module(module: nn.Module, style: str, tp: dist.ProcessGroup, cut: dict[int, nn.Parameter]) -> None:
-    start, stop = chunk_bounds(module.weight.shape[SPLIT_DIM[style]], tp.size(), tp.rank())
+    size = module.weight.shape[SPLIT_DIM[style]]
+    if size < tp.size():
+        raise UserError(
+            f"a layer of the style {style!r} has only {size} features to split",
+            field="layout.tp",
+            value=tp.size(),
+            remedy="lower layout.tp, or make the layer wider",
+        )
+    start, stop = even_bounds(size, tp.size(), tp.rank())
     for key, param in list(module.named_parameters(recurse=False)):
         if style == "row" and key == "bias":
             continue

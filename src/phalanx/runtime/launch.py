@@ -106,6 +106,8 @@ class _Launch:
             args = {
                 "job": self.job.to_dict(),
                 "rank": rank,
+                "local_rank": rank,  # all on this host, whatever nodes the layout assumes
+                "local_ranks": len(self.ranks),
                 "store": {"host": self.store["host"], "port": self.store["port"]},
                 "generation": 0,
                 "run_dir": str(run_dir),

@@ -26,7 +26,7 @@ command line (a TOML value, or else text). A preset named by `--set` replaces th
 `phalanx train --explain` prints every field with its value and where it came from, and `phalanx spec schema`
 the JSON schema, with which an editor completes the file.
 
-A relative path in the file starts from the file's folder; one in `--set` from the current folder.
+A relative path to data or to a model starts from the file's folder, one in `--set` from the current folder.
 Combinations that are refused, with the reason and the remedy, are listed under [compatibility](compatibility.md).
 
 {sections}
@@ -44,7 +44,7 @@ COMPATIBILITY = """\
 
 {generated}
 
-A job that cannot work, or would not do what it says, is refused before anything starts. The message names the
+A job that cannot work, or would not do what it says, is refused before its first step. The message names the
 field, its value and the remedy. The rules about heads apply to the dense family; a family of your own checks
 its sizes itself.
 

@@ -107,9 +107,7 @@ class LayoutSection(Section):
     """How the ranks are arranged: replica x shard x tp of them."""
 
     ranks: int | None = option(None, "The expected number of ranks; checked against the product of the degrees.", ge=1)
-    replica: int = option(
-        LAYOUT.replica, "Whole copies of the model; they exchange gradients only, and fail one by one.", ge=1
-    )
+    replica: int = option(LAYOUT.replica, "Whole copies of the model; they exchange gradients only.", ge=1)
     shard: int = option(LAYOUT.shard, "Ranks that split one copy's state between them and see different samples.", ge=1)
     tp: int = option(LAYOUT.tp, "Ranks that split every layer's matrices (tensor parallelism).", ge=1)
     zero: int = option(
@@ -173,19 +171,26 @@ class DataSection(Section):
     source: Annotated[str, AfterValidator(_source)] = option(
         DATA.source, 'The text: "python-stdlib", or the path of a text file or of a folder of them.'
     )
-    max_mb: float = option(DATA.max_mb, "Megabytes of the text that are read at most.", gt=0)
+    max_mb: float = option(DATA.max_mb, "Megabytes of the text that are read at most.", gt=0, le=1e6)
 
 
 class RunSection(Section):
     """Where and on what the job runs."""
 
-    dir: str = option(RUN.dir, "Folder that holds the records of runs.", min_length=1)
+    dir: Annotated[str, AfterValidator(os.path.expanduser)] = option(
+        RUN.dir, "Folder that holds the records of runs; a relative one starts from the current folder.", min_length=1
+    )
     device: str = option(
         RUN.device,
         'A torch device type such as "cpu"; "auto" takes the accelerator if there is one.',
         pattern="^[a-z]+$",
     )
-    threads: int = option(RUN.threads, "CPU threads per rank; 0 divides the cores among the ranks.", ge=0)
+    threads: int = option(
+        RUN.threads,
+        "CPU threads per rank; 0 divides the cores among the ranks, or is 1 with the exact reduction.",
+        ge=0,
+        le=1024,
+    )
     hang_timeout_s: float = option(
         RUN.hang_timeout_s, "Seconds without a step until a run counts as hung; 0 derives it from the step time.", ge=0
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.model.family import Batch, Family
@@ -103,8 +104,8 @@ class Engine:
         assert len(batches) == len(self.indices), (len(batches), len(self.indices))
         job, model = self.job, cast(FSDPModule, self.model)
         local_tokens = sum(int(b.weights_BL.sum()) for b in batches)  # on the host, where they come from
-        batches = [b.to(self.device.torch) for b in batches]
-        tokens = self.reducer.sum_counts(torch.tensor(local_tokens, device=self.device.torch))
+        batches = [b.map(self.device.put) for b in batches]
+        tokens = self.reducer.sum_counts(self.device.put(torch.tensor([local_tokens])))
         scale = 1.0 / tokens.to(torch.float64)
         loss_sums = []
         for j, batch in enumerate(batches):
@@ -128,7 +129,14 @@ class Engine:
         return StepResult(torch.stack(loss_sums), local_tokens, tokens, norm, lr, backward_end_ns, grads)
 
     def update(self, result: StepResult) -> None:
+        """A step whose norm is not finite is not applied. The fused kernel looks at that on the
+        device; foreach cannot, so the exact reduction asks the host."""
         optimizer = self.state.optimizer
+        bad = ~torch.isfinite(result.grad_norm)
+        if self.reducer.exact and bool(bad):
+            result.grads.clear()
+        elif not self.reducer.exact:
+            optimizer.found_inf = bad.float()  # torch's own door for this, made for gradient scalers
         for group in optimizer.param_groups:
             group["lr"] = result.lr
         for name, grad in result.grads.items():
@@ -136,6 +144,7 @@ class Engine:
         optimizer.step()
         for param in self.state.params.values():
             param.grad = None
+        result.grads.clear()  # the caller reads the rest a step later; this must not live that long
         self.state.step += 1
 
     def _loss(self, output: Tensor, batch: Batch) -> Tensor:
@@ -150,7 +159,12 @@ class Engine:
         for name, param in self._wrapped:
             assert isinstance(param, DTensor), name
             if param.grad is None:
-                raise RuntimeError(f"parameter {name} got no gradient: every parameter must take part in the loss")
+                raise UserError(
+                    f"parameter {name} got no gradient",
+                    field="model.family",
+                    value=self.job.model.family,
+                    remedy="use every parameter in the loss, or leave it out of the model",
+                )
             grads[name] = param.grad.to_local()
             param.grad = None
             if not self._aliased:  # FSDP2 pads uneven slices into a buffer of its own on first use

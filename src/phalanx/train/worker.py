@@ -27,10 +27,10 @@ from phalanx.train.state import State
 def main(channel: Any, args: dict[str, Any]) -> None:
     job, rank = Job.from_dict(args["job"]), int(args["rank"])
     coord = job.layout.coord(rank)
-    local_ranks = job.layout.ranks_per_node or job.layout.world_size
-    torch.set_num_threads(job.run.threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    local_ranks = int(args["local_ranks"])
+    torch.set_num_threads(num_threads(job, local_ranks))
     torch.manual_seed(job.seed)
-    device = Device.pick(job.run.device, rank % local_ranks, local_ranks)
+    device = Device.pick(job.run.device, int(args["local_rank"]), local_ranks)
     family = load_family(job.model.family)
     check_family(family, job.model)
     state = State.create(job, family, coord, device)
@@ -55,6 +55,14 @@ def main(channel: Any, args: dict[str, Any]) -> None:
     channel.send({"type": "done", "digest": state.digest(), "step": state.step})
     engine.close()
     groups.close()
+
+
+def num_threads(job: Job, local_ranks: int) -> int:
+    """CPU threads of a rank. A matrix product's last bits depend on them, so the exact reduction does
+    not let them follow the number of ranks."""
+    if job.run.threads or job.train.reduction == "exact":
+        return job.run.threads or 1
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
 def micro_batch(job: Job, corpus: Corpus, step: int, index: int) -> Batch:
