@@ -27,7 +27,14 @@ def hashes(pool, precision, tp, reduction):
     seen = {}
     with tempfile.TemporaryDirectory() as folder:
         for replica, shard in LAYOUTS[tp]:
-            job = make_job((replica, shard, tp), model=ODD, precision=precision, reduction=reduction, steps=STEPS)
+            job = make_job(
+                (replica, shard, tp),
+                model=ODD,
+                precision=precision,
+                reduction=reduction,
+                steps=STEPS,
+                global_batch=8,
+            )
             stem = str(Path(folder) / "run")
             answers = pool.run("tests.cases:case_train", job, stem=stem, steps=STEPS)
             clipped = all(float.fromhex(n) > job.optimizer.clip for n in answers[0]["norms"])

@@ -34,7 +34,8 @@ NARROW = dataclasses.replace(EVEN, ffn_dim=9)
 
 
 def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, **train) -> Job:
-    defaults = dict(steps=STEPS, seq_len=16, global_batch=8, micro_batch=1, precision="fp64", bucket_mb=0.05)
+    batch = max(2, min(8, 2 * layout[0] * layout[1]))  # two micro-batches per rank, one when there are many
+    defaults = dict(steps=STEPS, seq_len=16, global_batch=batch, micro_batch=1, precision="fp64", bucket_mb=0.05)
     return Job(
         name="case",
         seed=7,

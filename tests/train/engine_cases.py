@@ -23,6 +23,13 @@ def _grads(rank: Rank, step: int = 0) -> dict:
     return {k: v.clone() for k, v in rank.engine.gradients(rank.batches(step)).grads.items()}
 
 
+def _meet(rank: Rank, args, point: str) -> None:
+    """Wait until every rank of the job is here."""
+    key = f"{point}{args['generation']}/"
+    rank.store.set(f"{key}{args['rank']}", "")
+    rank.store.wait([f"{key}{r}" for r in range(rank.job.layout.world_size)])
+
+
 class Boom(RuntimeError):
     pass
 
@@ -101,9 +108,9 @@ def lose_cross(args):
     after all of its own shard collectives, with its weights untouched."""
     rank = connect(args)
     before = {k: v.detach().clone() for k, v in rank.state.params.items()}
+    _meet(rank, args, "formed")  # a group that loses a member while it is being formed is another matter
     if rank.coord.replica == 1:
         rank.groups.cross.close()
-        time.sleep(0.1)
         rank.close()
         return {"failed": None}
     start = time.perf_counter()
@@ -257,8 +264,7 @@ def close_with_silent_peer(args):
         start = time.perf_counter()
         rank.engine.close()
         seconds = time.perf_counter() - start
-    rank.store.set(f"closed{args['generation']}/{args['rank']}", "")
-    rank.store.wait([f"closed{args['generation']}/{r}" for r in range(2)])
+    _meet(rank, args, "closed")
     if rank.coord.replica == 1:
         rank.engine.close()
     rank.groups.close()

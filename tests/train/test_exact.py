@@ -14,7 +14,8 @@ TP_LAYOUTS = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 4, 2), (2, 2, 2), (4, 1, 2)]
 
 def run(pool, folder: Path, layout, steps=3, **options) -> dict:
     """Fingerprints of one run, with the loss and norm bits of every step."""
-    job = make_job(layout, model=ODD, **({"precision": "fp32", "reduction": "exact"} | options))
+    defaults = {"precision": "fp32", "reduction": "exact", "global_batch": 8}
+    job = make_job(layout, model=ODD, **(defaults | options))
     stem = str(folder / "run")
     answers = pool.run("tests.cases:case_train", job, stem=stem, steps=steps)
     prints = [fingerprint(assemble(job, stem, r)) for r in range(job.layout.replica)]
