@@ -34,7 +34,7 @@ def case_losses(args):
 
 def curves(pool, layout, **options) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, over all ranks that see samples of their own."""
-    job = make_job(layout, model=CUSTOM, micro_batch=2, **options)
+    job = make_job(layout, model=CUSTOM, micro_batch=2, global_batch=8, **options)
     answers = pool.run("tests.model.test_family:case_losses", job)
     seen = [rows for rank, rows in enumerate(answers) if job.layout.coord(rank).tp == 0]
     return [(sum(r[step][0] for r in seen) / sum(r[step][1] for r in seen), seen[0][step][2]) for step in range(3)]
