@@ -109,7 +109,8 @@ def test_the_library_trains_a_model_of_ones_own(tmp_path):
 
 def test_exact_gives_the_same_bits_over_splits_with_nothing_else_set(tmp_path):
     """Through the command: what a rank derives from the number of ranks (its threads) must not show."""
-    options = {**SHORT, "train.steps": 3, "train.micro_batch": 1, "train.reduction": "exact", "layout.tp": 1}
+    options = {"train.steps": 3, "train.micro_batch": 2, "train.global_batch": 4, "data.max_mb": 1}
+    options |= {"train.reduction": "exact", "layout.tp": 1}  # sequences long enough for threads to show
     seen = {}
     for replica, shard, per_node in ((1, 1, 0), (2, 1, 1)):
         directory = tmp_path / f"{replica}x{shard}"
