@@ -109,8 +109,8 @@ class Reducer:
     def sum_counts(self, count: Tensor) -> Tensor:
         """An integer summed over every rank that sees different samples."""
         dist.all_reduce(count, group=self.groups.shard)
-        if self.groups.cross:
-            self._guard(lambda: self.groups.cross.sum_(count))  # type: ignore[union-attr]
+        if cross := self.groups.cross:
+            self._guard(lambda: cross.sum_(count))
         return count[0]
 
     def finish(self) -> None:
