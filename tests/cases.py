@@ -30,17 +30,20 @@ EVEN = ModelConfig(vocab_size=96, dim=64, num_layers=2, num_heads=4, num_kv_head
 # 101 and 171 are odd; 60 / 4 heads = 15 would be odd for RoPE, so 6 heads of 10.
 ODD = ModelConfig(vocab_size=101, dim=60, num_layers=2, num_heads=6, num_kv_heads=2, ffn_dim=171)
 TIED = dataclasses.replace(ODD, tied=True)
+DEEP = dataclasses.replace(ODD, num_layers=5)  # does not divide over the stages
 NARROW = dataclasses.replace(EVEN, ffn_dim=9)
 
 
-def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, **train) -> Job:
+def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, axes=None, **train) -> Job:
     batch = max(2, min(8, 2 * layout[0] * layout[1]))  # two micro-batches per rank, one when there are many
+    if axes and axes.get("pp", 1) > 1:
+        batch = max(batch, 4 * layout[0] * layout[1])
     defaults = dict(steps=STEPS, seq_len=16, global_batch=batch, micro_batch=1, precision="fp64", bucket_mb=0.05)
     return Job(
         name="case",
         seed=7,
         model=model,
-        layout=Layout(*layout, zero=zero, ranks_per_node=ranks_per_node),
+        layout=Layout(*layout, zero=zero, ranks_per_node=ranks_per_node, **(axes or {})),
         train=TrainConfig(**(defaults | train)),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2, clip=clip),
         run=RunConfig(device=os.environ.get("PHALANX_TEST_DEVICE", "cpu")),
@@ -133,7 +136,8 @@ class Rank:
         self.build()
 
     def build(self):
-        self.groups = Groups.form(self.store, self.generation, self.job.layout, self.coord, self.device)
+        layout, experts = self.job.layout, bool(self.family.experts)
+        self.groups = Groups.form(self.store, self.generation, layout, self.coord, self.device, experts)
         self.engine = Engine(self.job, self.family, self.coord, self.groups, self.state, self.device)
 
     def batches(self, step):
@@ -204,7 +208,7 @@ def case_train(args):
 
 def assemble(job: Job, stem: str, replica: int = 0) -> dict:
     """The whole tensors of one replica, put together from its ranks' files."""
-    infos = {i.name: i for i in describe(load_family(job.model.family), job.model)}
+    infos = {i.name: i for i in describe(load_family(job.model.family), job.model, job.layout)}
     whole: dict = {}
     for rank in range(job.layout.world_size):
         coord = job.layout.coord(rank)

@@ -54,8 +54,8 @@ def worst_error(job, answers, kind) -> float:
     worst = 0.0
     for replica in range(job.layout.replica):
         ranks = [a for r, a in enumerate(answers) if job.layout.coord(r).replica == replica]
-        for name in ranks[0][kind]:
-            difference, norm = (sum(a[kind][name][i] for a in ranks) for i in (0, 1))
+        for name in {name for a in ranks for name in a[kind]}:
+            difference, norm = (sum(a[kind][name][i] for a in ranks if name in a[kind]) for i in (0, 1))
             worst = max(worst, math.sqrt(difference / norm) if norm else math.inf)
     return worst
 

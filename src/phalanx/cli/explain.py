@@ -43,6 +43,7 @@ def _derived(job: Job) -> list[str]:
         f"batch: {job.num_micro} micro-batches per step, {job.micro_per_rank} per rank; "
         f"{job.tokens_per_step:,} tokens per step",
     ]
-    if job.model.family == "dense":
-        lines.append(f"model: {job.model.num_params:,} parameters")
+    if job.model.family in ("dense", "moe"):
+        active = f", {job.model.active_params:,} of them for each token" if job.model.family == "moe" else ""
+        lines.append(f"model: {job.model.num_params:,} parameters{active}")
     return [*lines, f"determinism: {job.promise}"]

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from phalanx.core.errors import UserError
+from phalanx.core.image import MAX_CLASSES, SYNTHETIC_IMAGES
 from phalanx.core.job import Job
 from phalanx.data.corpus import VOCAB_SIZE
 from phalanx.runtime.node import SLOTS
@@ -25,7 +26,15 @@ def refuse(job: Job) -> None:
 
 
 def _vocabulary(job: Job) -> None:
-    if job.model.vocab_size < VOCAB_SIZE:
+    if job.data.source == SYNTHETIC_IMAGES:
+        if job.model.vocab_size > MAX_CLASSES:
+            raise UserError(
+                f"{SYNTHETIC_IMAGES} have at most {MAX_CLASSES} classes",
+                field="model.vocab_size",
+                value=job.model.vocab_size,
+                remedy=f"set model.vocab_size to the number of classes, {MAX_CLASSES} at most",
+            )
+    elif job.model.vocab_size < VOCAB_SIZE:
         raise UserError(
             f"byte tokens need a vocabulary of {VOCAB_SIZE}",
             field="model.vocab_size",
@@ -48,7 +57,7 @@ def _ranks(job: Job) -> None:
 def _memory(job: Job) -> None:
     """Weights, gradients and two moments in the master precision per parameter, once per replica. A
     family of the user's own is not known well enough here; its ranks fail with torch's own figures."""
-    if job.model.family != "dense" or job.run.device not in ("cpu", "auto"):
+    if job.model.family not in ("dense", "moe") or job.run.device not in ("cpu", "auto"):
         return
     if job.run.device == "auto" and any(Path(node).exists() for node in ACCELERATORS):
         return

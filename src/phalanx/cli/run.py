@@ -17,8 +17,8 @@ from phalanx.cli.refuse import refuse
 from phalanx.cli.stop import Stop
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
-from phalanx.core.shape import MFU_CONVENTION
-from phalanx.data import corpus
+from phalanx.core.shape import MFU_CONVENTION, MFU_EXPERTS
+from phalanx.data import source
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
 from phalanx.runtime.launch import launch
@@ -26,6 +26,7 @@ from phalanx.runtime.launch import launch
 WORKER = "phalanx.train.worker:main"
 STORE = "phalanx.parallel.groups:serve_store"
 MFU_CUSTOM = "6N FLOPs per token, N all parameters"
+MFU = {"dense": MFU_CONVENTION, "moe": MFU_EXPERTS}  # by family, of those whose FLOPs are counted
 
 
 class Listener(Protocol):
@@ -63,7 +64,7 @@ def _create_record(job: Job, origins: dict[str, str]) -> RunRecord:
         "host": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0))},
         "job_digest": job.digest(),
         "promise": job.promise,
-        "mfu_convention": MFU_CONVENTION if job.model.family == "dense" else MFU_CUSTOM,
+        "mfu_convention": MFU.get(job.model.family, MFU_CUSTOM),
     }
     try:
         return RunRecord.create(Path(job.run.dir), job.name, meta, {"job": job.to_dict(), "origins": origins})
@@ -92,7 +93,7 @@ class _Run:
         started = time.monotonic()
         self.listener.starting(self.record.path)
         with self.stop.at_once():
-            self._prepare_corpus()
+            self._build_source()
         self.launched = True
         self.listener.status(f"starting {self.job.layout.world_size} ranks: loading torch")
         try:
@@ -153,17 +154,13 @@ class _Run:
                 out["mfu"] = out["tokens_per_s"] * self.table.flops_per_token / self.table.peak_flops
         return out
 
-    def _prepare_corpus(self) -> None:
-        source, path = self.job.data.source, self.record.path / "corpus.bin"
-
+    def _build_source(self) -> None:
         def on_progress(size_bytes: int) -> None:
-            self.listener.status(f"reading {source}: {size_bytes / 1e6:.1f} MB")
+            self.listener.status(f"reading {self.job.data.source}: {size_bytes / 1e6:.1f} MB")
 
-        records = (Path(self.job.run.dir), self.record.path)
-        tokens = corpus.build(source, path, int(self.job.data.max_mb * 1e6), on_progress, left_out=records)
-        text = corpus.Corpus(path, self.job.train.seq_len, self.job.seed)
-        self.entropy = text.unigram_entropy()
-        self.listener.note(f"corpus: {tokens:,} byte tokens from {source}")
+        built = source.build(self.job, self.record.path, on_progress)
+        self.entropy = source.open_source(self.job, self.record.path).unigram_entropy()
+        self.listener.note(built)
 
     def _on_event(self, event: dict[str, Any]) -> None:
         if event["type"] != "message":
@@ -204,8 +201,8 @@ class _Run:
     def _all_facts(self) -> None:
         """Every rank has said what it runs on: the MFU's denominator is known."""
         first, job = self.facts[0], self.job
-        dense = job.model.family == "dense"
-        flops = job.model.flops_per_token(job.train.seq_len) if dense else 6 * first["num_params"]
+        counted = job.model.family in MFU
+        flops = job.model.flops_per_token(job.train.seq_len) if counted else 6 * first["num_params"]
         peak = sum(f["peak_flops"] for f in self.facts.values())
         self.table = StepTable(job.layout.world_size, job.tokens_per_step, flops, peak)
         facts = {
@@ -213,7 +210,7 @@ class _Run:
             "device": first["device"],
             "torch": first["torch"],
             "peak_flops": peak,
-            "mfu": MFU_CONVENTION if dense else MFU_CUSTOM,
+            "mfu": MFU.get(job.model.family, MFU_CUSTOM),
             "peak_source": f"{first['peak_source']}, sum over ranks",
         }
         self.record.event({"type": "facts", **facts})

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.core.errors import UserError
+from phalanx.core.image import SYNTHETIC_IMAGES, ImageShape
 from phalanx.core.job import Job
+from phalanx.core.shape import FAMILIES
 
 Predicate = Callable[[Job], bool]
 
@@ -34,40 +36,55 @@ def _value(job: Job, field: str) -> object:
     return getattr(getattr(job, section), name)
 
 
-def _dense(broken: Predicate) -> Predicate:
-    """Rules about heads are the dense family's; a family of the user's own checks its sizes itself."""
-    return lambda job: job.model.family == "dense" and broken(job)
+def _decoder(broken: Predicate) -> Predicate:
+    """Rules about heads are the built-in decoders'; a family of the user's own checks its sizes itself."""
+    return lambda job: job.model.family in ("dense", "moe") and broken(job)
+
+
+def _blocks(broken: Predicate) -> Predicate:
+    """The same for all built-in families."""
+    return lambda job: job.model.family in FAMILIES and broken(job)
+
+
+def _moe(broken: Predicate) -> Predicate:
+    return lambda job: job.model.family == "moe" and broken(job)
+
+
+def _patches(job: Job) -> int:
+    """In an image; 0: model.options do not say."""
+    shape = ImageShape.of(job.model.options)
+    return shape.num_patches if shape else 0
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "options-dense",
+        "options-decoder",
         "model.options",
-        _dense(lambda j: bool(j.model.options)),
-        "model.options are given for the dense family",
+        _decoder(lambda j: bool(j.model.options)),
+        "model.options are given for the dense or the moe family",
         "they would have no effect: its sizes are fields of [model]",
         "set the fields of [model], or name a family of your own in model.family",
     ),
     Rule(
         "heads-dim",
         "model.num_heads",
-        _dense(lambda j: j.model.dim % j.model.num_heads != 0),
+        _blocks(lambda j: not j.model.head_width and j.model.dim % j.model.num_heads != 0),
         "model.dim is not a multiple of model.num_heads",
         "every head has the same width",
-        "choose model.dim as a multiple of model.num_heads",
+        "choose model.dim as a multiple of model.num_heads, or set model.head_width",
     ),
     Rule(
         "rope-even",
         "model.dim",
-        _dense(lambda j: j.model.head_dim % 2 == 1),
-        "the head dimension, model.dim / model.num_heads, is odd",
+        _decoder(lambda j: j.model.head_dim % 2 == 1),
+        "the head dimension, model.dim / model.num_heads or else model.head_width, is odd",
         "rotary position embedding rotates pairs",
-        "choose model.dim / model.num_heads even",
+        "choose model.dim / model.num_heads, or model.head_width, even",
     ),
     Rule(
         "gqa",
         "model.num_kv_heads",
-        _dense(lambda j: j.model.num_heads % j.model.num_kv_heads != 0),
+        _blocks(lambda j: j.model.num_heads % j.model.num_kv_heads != 0),
         "model.num_heads is not a multiple of model.num_kv_heads",
         "each key/value head serves the same number of query heads",
         "choose model.num_kv_heads as a divisor of model.num_heads",
@@ -75,7 +92,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "tp-heads",
         "layout.tp",
-        _dense(lambda j: j.model.num_heads % j.layout.tp != 0),
+        _blocks(lambda j: j.model.num_heads % j.layout.tp != 0),
         "model.num_heads is not a multiple of layout.tp",
         "attention is split by whole heads",
         "choose layout.tp as a divisor of model.num_heads",
@@ -83,10 +100,58 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "tp-kv-heads",
         "layout.tp",
-        _dense(lambda j: j.model.num_kv_heads % j.layout.tp != 0),
+        _blocks(lambda j: j.model.num_kv_heads % j.layout.tp != 0),
         "model.num_kv_heads is not a multiple of layout.tp",
         "key/value heads are split over the TP ranks, not replicated",
         "choose layout.tp as a divisor of model.num_kv_heads, or raise model.num_kv_heads",
+    ),
+    Rule(
+        "top-k",
+        "model.top_k",
+        _moe(lambda j: j.model.top_k > j.model.num_experts),
+        "model.top_k is more than model.num_experts",
+        "a token goes to different experts",
+        "choose model.top_k up to model.num_experts",
+    ),
+    Rule(
+        "dense-layers",
+        "model.dense_layers",
+        _moe(lambda j: j.model.dense_layers >= j.model.num_layers),
+        "model.dense_layers leaves no layer of model.num_layers to the experts",
+        "the moe family without experts is the dense family",
+        'choose model.dense_layers below model.num_layers, or model.family = "dense"',
+    ),
+    Rule(
+        "images-text",
+        "data.source",
+        lambda j: j.model.family == "image" and j.data.source != SYNTHETIC_IMAGES,
+        'model.family = "image" with a source of text',
+        "it reads patches of images, not tokens",
+        f'set data.source = "{SYNTHETIC_IMAGES}", or model.family = "dense"',
+    ),
+    Rule(
+        "text-images",
+        "data.source",
+        _decoder(lambda j: j.data.source == SYNTHETIC_IMAGES),
+        "a source of images with model.family",
+        "it reads tokens, not patches of images",
+        'set model.family = "image", or data.source to a text',
+    ),
+    Rule(
+        "image-options",
+        "model.options",
+        lambda j: j.data.source == SYNTHETIC_IMAGES and not _patches(j),
+        "image, patch and channels of model.options are not whole numbers of which patch divides image",
+        "they are the size of an image and of the squares it is cut into",
+        "give all three, such as image = 32, patch = 8, channels = 1",
+    ),
+    Rule(
+        "image-patches",
+        "train.seq_len",
+        lambda j: j.data.source == SYNTHETIC_IMAGES and j.train.seq_len != _patches(j),
+        "train.seq_len is not the number of patches, (image / patch) squared of model.options",
+        "a sequence is the patches of one image",
+        "set train.seq_len to (image / patch) squared, or change model.options",
     ),
     Rule(
         "tp-sequence",

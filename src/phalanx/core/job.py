@@ -26,6 +26,7 @@ class TrainConfig:
     bucket_mb: float = 25.0
     compress: str = "none"  # none | bf16 | int8: cross-replica traffic
     document_mask: bool = True
+    compile: str = "none"  # none | inductor | aot_eager: each unit by itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,18 @@
 """Layout: the degrees of every axis, and which rank stands where.
 
-A replica holds one whole copy of the model; inside it ranks are ordered shard-major, tp-minor, so
-that the ranks of one TP group are neighbours. Nothing here knows torch.
+A replica holds one whole copy of the model; inside it ranks are ordered pp-major, then shard, cp, and
+tp-minor, so that the ranks that talk most are neighbours. State is sharded over shard x cp; experts
+over ep of the shard x cp x tp ranks of a stage, and over the rest of them by rows. Nothing here knows
+torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+# Model chunks that a pipeline rank holds, unless `chunks` says otherwise.
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "interleaved-zb": 2, "zbv": 2}
+SPLIT_BACKWARD = ("interleaved-zb", "zbv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +22,8 @@ class Coord:
     replica: int
     shard: int
     tp: int
+    pp: int = 0
+    cp: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +33,23 @@ class Layout:
     tp: int = 1
     zero: int = 3
     ranks_per_node: int = 0  # 0: all ranks on one node
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1  # divides shard x cp x tp, whose ranks it takes
+    schedule: str = "1f1b"  # gpipe | 1f1b | interleaved | interleaved-zb | zbv
+    chunks: int = 0  # pieces of the model on a pipeline rank; 0: what the schedule needs
+    cp_style: str = "ring"  # ring | ulysses
 
-    AXES = ("replica", "shard", "tp")
+    AXES = ("replica", "pp", "shard", "cp", "tp")
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks that work on one pipeline stage of one replica."""
+        return self.shard * self.cp * self.tp
 
     @property
     def replica_size(self) -> int:
-        return self.shard * self.tp
+        return self.pp * self.stage_size
 
     @property
     def world_size(self) -> int:
@@ -41,14 +60,45 @@ class Layout:
         """How many ranks see different samples."""
         return self.replica * self.shard
 
+    @property
+    def num_chunks(self) -> int:
+        return 1 if self.pp == 1 else self.chunks or CHUNKS[self.schedule]
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.num_chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.pp > 1 and self.schedule in SPLIT_BACKWARD
+
     def coord(self, rank: int) -> Coord:
         assert 0 <= rank < self.world_size, (rank, self)
         replica, inside = divmod(rank, self.replica_size)
-        shard, tp = divmod(inside, self.tp)
-        return Coord(replica, shard, tp)
+        pp, inside = divmod(inside, self.stage_size)
+        shard, inside = divmod(inside, self.cp * self.tp)
+        cp, tp = divmod(inside, self.tp)
+        return Coord(replica, shard, tp, pp, cp)
 
     def rank(self, coord: Coord) -> int:
-        return coord.replica * self.replica_size + coord.shard * self.tp + coord.tp
+        return coord.replica * self.replica_size + self.inside(coord)
+
+    def inside(self, coord: Coord) -> int:
+        """The rank within its replica."""
+        return coord.pp * self.stage_size + self.in_stage(coord)
+
+    def in_stage(self, coord: Coord) -> int:
+        return (coord.shard * self.cp + coord.cp) * self.tp + coord.tp
+
+    def stages_of(self, pp: int) -> list[int]:
+        """The pipeline stages on a rank: in a loop, or down and up again (zbv)."""
+        if self.schedule == "zbv" and self.pp > 1:
+            return [pp, 2 * self.pp - 1 - pp]
+        return [pp + chunk * self.pp for chunk in range(self.num_chunks)]
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        return next(pp for pp in range(self.pp) if stage in self.stages_of(pp))
 
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node if self.ranks_per_node else 0
@@ -57,10 +107,12 @@ class Layout:
         """The replicas holding this coordinate, grouped by the node their rank lives on."""
         nodes: dict[int, list[int]] = {}
         for replica in range(self.replica):
-            node = self.node(self.rank(Coord(replica, coord.shard, coord.tp)))
+            node = self.node(replica * self.replica_size + self.inside(coord))
             nodes.setdefault(node, []).append(replica)
         return list(nodes.values())
 
     def describe(self) -> str:
-        degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.AXES)
-        return f"{degrees} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        shown = [a for a in self.AXES if a not in ("pp", "cp") or getattr(self, a) > 1]
+        degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in shown)
+        experts = f", ep {self.ep}" if self.ep > 1 else ""
+        return f"{degrees}{experts} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"

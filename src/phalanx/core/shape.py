@@ -3,6 +3,7 @@ parameters, how many FLOPs. The planner and the engine both count with these."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,32 @@ def even_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return size * index // parts, size * (index + 1) // parts
 
 
+def balance(costs: Sequence[float], parts: int) -> list[int]:
+    """How many neighbouring items each of `parts` gets (at least one), so that the dearest part is as
+    cheap as can be; among equals, the earlier parts get more."""
+    assert len(costs) >= parts, (len(costs), parts)
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[k][i]: the dearest part when the items from i on are cut in k parts, and where the first ends
+    best = {1: {i: (total[-1] - total[i], len(costs)) for i in range(len(costs))}}
+    for k in range(2, parts + 1):
+        best[k] = {}
+        for i in range(len(costs) - k + 1):
+            cuts = ((max(total[j] - total[i], best[k - 1][j][0]), -j) for j in range(i + 1, len(costs) - k + 2))
+            dearest, end = min(cuts)
+            best[k][i] = (dearest, -end)
+    counts, start = [], 0
+    for k in range(parts, 0, -1):
+        end = best[k][start][1]
+        counts.append(end - start)
+        start = end
+    return counts
+
+
+FAMILIES = ("dense", "moe", "image")  # the built-in ones
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model: a family (a built-in name or `path.py:NAME`) and its sizes."""
@@ -31,27 +58,55 @@ class ModelConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     ffn_dim: int = 344
+    head_width: int = 0  # of one head; 0: dim / num_heads
     tied: bool = False
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
-    options: dict[str, Any] = field(default_factory=dict)  # for a family of the user's own
+    # The moe family: experts in place of the FFN, in all but the first dense_layers layers.
+    num_experts: int = 8
+    top_k: int = 2
+    expert_dim: int = 0  # inner width of one expert; 0: ffn_dim
+    shared_experts: int = 0  # as wide as an expert each, for every token
+    dense_layers: int = 0
+    scoring: str = "softmax"  # softmax | sigmoid
+    route_scale: float = 1.0
+    balance_loss: float = 0.01
+    balance_bias: float = 0.0  # step of the selection bias; 0: none
+    options: dict[str, Any] = field(default_factory=dict)  # for images, and for a family of the user's own
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.num_heads
+        return self.head_width or self.dim // self.num_heads
+
+    @property
+    def expert_width(self) -> int:
+        return self.expert_dim or self.ffn_dim
 
     @property
     def num_params(self) -> int:
-        """Exact for the dense family; tests compare it with the built module."""
+        """Exact for the dense and the moe family; tests compare it with the built module."""
+        return self._params(self.num_experts)
+
+    @property
+    def active_params(self) -> int:
+        """Those that one token uses: of the routed experts, its own."""
+        return self._params(self.top_k)
+
+    def _params(self, experts: int) -> int:
+        """With so many routed experts in a layer."""
         attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
-        return self.num_layers * block + (1 if self.tied else 2) * self.vocab_size * self.dim + self.dim
+        ffn = 3 * self.dim * self.ffn_dim
+        routed = 3 * self.dim * self.expert_width * (experts + self.shared_experts) + self.dim * self.num_experts
+        with_ffn = self.dense_layers if self.family == "moe" else self.num_layers
+        layers = self.num_layers * (attention + 2 * self.dim) + with_ffn * ffn + (self.num_layers - with_ffn) * routed
+        return layers + (1 if self.tied else 2) * self.vocab_size * self.dim + self.dim
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Training FLOPs per token: 6 per matmul parameter (the embedding look-up is not one) plus
-        12 * layers * dim * seq_len for attention, causality NOT halved (PaLM, appendix B)."""
-        matmul = self.num_params - (0 if self.tied else self.vocab_size * self.dim)
-        return 6 * matmul + 12 * self.num_layers * self.dim * seq_len
+        """Training FLOPs per token: 6 per active matmul parameter (the embedding look-up is not one) plus
+        12 * layers * width of all heads * seq_len for attention, causality NOT halved (PaLM, appendix B)."""
+        matmul = self.active_params - (0 if self.tied else self.vocab_size * self.dim)
+        return 6 * matmul + 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
 
 
 MFU_CONVENTION = "6N + 12*L*d*T FLOPs per token, causal attention not halved, embedding look-up not counted"
+MFU_EXPERTS = f"{MFU_CONVENTION}, of the experts a token's own"

@@ -88,12 +88,12 @@ def _refusal(source: str, message: str) -> UserError:
 
 @dataclass(slots=True)
 class Samples:
-    """B windows of L tokens, as numpy arrays of int64."""
+    """B sequences of L tokens, as numpy arrays of int64; a token may also be a vector of float32."""
 
     tokens_BL: np.ndarray
     targets_BL: np.ndarray
     weights_BL: np.ndarray  # 0 where the target opens the next document
-    documents_BL: np.ndarray
+    documents_BL: np.ndarray | None  # None: every sequence is one
 
 
 class Corpus:

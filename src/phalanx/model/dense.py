@@ -9,19 +9,26 @@ V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.core.shape import ModelConfig
+from phalanx.model.attention import Attend
 from phalanx.model.family import Batch, Family, Init
 
+Rope = tuple[Tensor, Tensor]  # cos and sin
 
-def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency, (L, E/2), in fp64 and rounded once by the caller's use."""
-    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequency)
-    return angle.cos(), angle.sin()
+
+def rotary_tables(batch: Batch, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
+    """cos and sin of position x frequency, (L, E/2), computed in fp64 and rounded once."""
+    positions_L = batch.positions().double()
+    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_L.device) / head_dim)
+    angle = torch.outer(positions_L, frequency)
+    table = torch.float64 if dtype == torch.float64 else torch.float32
+    return angle.cos().to(table), angle.sin().to(table)
 
 
 def rotate(x_BHLE: Tensor, cos_LE: Tensor, sin_LE: Tensor) -> Tensor:
@@ -31,80 +38,81 @@ def rotate(x_BHLE: Tensor, cos_LE: Tensor, sin_LE: Tensor) -> Tensor:
     return turned.to(x_BHLE.dtype)
 
 
-def document_mask(documents_BL: Tensor) -> Tensor:
-    """(B, 1, L, L): true where a query may look, that is back, and inside its own document."""
-    same = documents_BL[:, None, :, None] == documents_BL[:, None, None, :]
-    return same.tril()
-
-
 class Attention(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, causal: bool = True):
         super().__init__()
         self.head_dim = c.head_dim
         self.wq = nn.Linear(c.dim, c.num_heads * c.head_dim, bias=False)
         self.wk = nn.Linear(c.dim, c.num_kv_heads * c.head_dim, bias=False)
         self.wv = nn.Linear(c.dim, c.num_kv_heads * c.head_dim, bias=False)
         self.wo = nn.Linear(c.num_heads * c.head_dim, c.dim, bias=False)
+        self.attend = Attend(causal)
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, rope: Rope | None, batch: Batch) -> Tensor:
         q_BHLE = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k_BKLE = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         v_BKLE = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        out_BHLE = F.scaled_dot_product_attention(
-            rotate(q_BHLE, *rope),
-            rotate(k_BKLE, *rope),
-            v_BKLE,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=q_BHLE.shape[1] != k_BKLE.shape[1],
-        )
+        if rope is not None:
+            q_BHLE, k_BKLE = rotate(q_BHLE, *rope), rotate(k_BKLE, *rope)
+        out_BHLE = self.attend(q_BHLE, k_BKLE, v_BKLE, batch)
         return self.wo(out_BHLE.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, dim: int, inner: int):
         super().__init__()
-        self.w1 = nn.Linear(c.dim, c.ffn_dim, bias=False)
-        self.w2 = nn.Linear(c.ffn_dim, c.dim, bias=False)
-        self.w3 = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.w1 = nn.Linear(dim, inner, bias=False)
+        self.w2 = nn.Linear(inner, dim, bias=False)
+        self.w3 = nn.Linear(dim, inner, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
 
 
-class Block(nn.Module):
-    def __init__(self, c: ModelConfig):
+class HalfBlock(nn.Module):
+    """Attention, and then what `feed` of a subclass does."""
+
+    def __init__(self, c: ModelConfig, causal: bool = True):
         super().__init__()
         self.attention_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
-        self.attention = Attention(c)
+        self.attention = Attention(c, causal)
         self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
-        self.ffn = FeedForward(c)
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope, mask)
-        return x_BLD + self.ffn(self.ffn_norm(x_BLD))
+    def forward(self, x_BLD: Tensor, rope: Rope | None, batch: Batch) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope, batch)
+        return x_BLD + self.feed(self.ffn_norm(x_BLD), batch)
+
+    def feed(self, x_BLD: Tensor, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+
+class Block(HalfBlock):
+    def __init__(self, c: ModelConfig, causal: bool = True):
+        super().__init__(c, causal)
+        self.ffn = FeedForward(c.dim, c.ffn_dim)
+
+    def feed(self, x_BLD: Tensor, batch: Batch) -> Tensor:
+        return self.ffn(x_BLD)
 
 
 class Decoder(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, block: Callable[[int], nn.Module] | None = None):
+        """`block` makes the layer of that number; None: a Block."""
         super().__init__()
         self.config = c
         self.embed = nn.Embedding(c.vocab_size, c.dim)
-        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.num_layers)})
+        self.layers = nn.ModuleDict({str(i): block(i) if block else Block(c) for i in range(c.num_layers)})
         self.norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
         self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
         if c.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, batch: Batch) -> Tensor:
-        c, length = self.config, batch.tokens_BL.shape[1]
-        x_BLD = self.embed(batch.tokens_BL)
-        cos, sin = rotary_tables(length, c.head_dim, c.rope_theta, x_BLD.device)
-        table = torch.float64 if x_BLD.dtype == torch.float64 else torch.float32
-        rope = (cos.to(table), sin.to(table))
-        mask = None if batch.documents_BL is None else document_mask(batch.documents_BL)
+    def forward(self, batch: Batch, x_BLD: Tensor | None = None) -> Tensor:
+        if x_BLD is None:
+            x_BLD = self.embed(batch.tokens_BL)
+        rope = rotary_tables(batch, self.config.head_dim, self.config.rope_theta, x_BLD.dtype)
         for layer in self.layers.values():
-            x_BLD = layer(x_BLD, rope, mask)
+            x_BLD = layer(x_BLD, rope, batch)
         return self.head(self.norm(x_BLD))  # (B, L, V)
 
 
@@ -130,4 +138,6 @@ DENSE = Family(
         "layers.*.ffn.w2": "row",
         "head": "head",
     },
+    first=("embed",),
+    last=("norm", "head"),
 )

@@ -1,13 +1,14 @@
 """The door for models. A family is a factory for a plain module plus a short description of how
 its layers split; our own families and a user's own come in the same way.
 
-`Family.split` maps module-name patterns to one of five styles. Between two blocks a tensor-parallel
+`Family.split` maps module-name patterns to one of six styles. Between two blocks a tensor-parallel
 rank holds a slice of the sequence; inside a block, after "gather", a slice of the features:
 
     "gather"  a module whose input is gathered along the sequence (an attention, an FFN)
     "column"  a Linear inside it whose output features are split
     "row"     the Linear that ends it: input features split, output summed and scattered over the sequence
     "vocab"   an Embedding split by rows, output summed and scattered over the sequence
+    "input"   a Linear that reads raw features instead: they are split, the output as of "row"
     "head"    the Linear to the vocabulary: gather the sequence, split the output
 
 Every parameter that no style splits is held whole by each tensor-parallel rank, and its gradient is
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,29 +36,45 @@ from torch import Tensor, nn
 from phalanx.core.errors import UserError
 from phalanx.core.shape import ModelConfig
 
-BUILTIN = {"dense": "phalanx.model.dense:DENSE"}
-STYLES = ("gather", "column", "row", "vocab", "head")
+BUILTIN = {
+    "dense": "phalanx.model.dense:DENSE",
+    "moe": "phalanx.model.moe:MOE",
+    "image": "phalanx.model.image:IMAGE",
+}
+STYLES = ("gather", "column", "row", "vocab", "input", "head")
 MODULE_OF: dict[str, type[nn.Module]] = {
     "column": nn.Linear,
     "row": nn.Linear,
     "vocab": nn.Embedding,
+    "input": nn.Linear,
     "head": nn.Linear,
 }
 
 
 @dataclass(slots=True)
 class Batch:
-    """One micro-batch. B sequences of length L; nothing here says that a token is text."""
+    """One micro-batch. B sequences of length L; nothing here says that a token is text: a token may
+    also be a vector (tokens_BL is then B x L x features). Under context parallelism a rank has its own
+    positions of the sequence, except of `documents_BL`, which every rank has whole."""
 
     tokens_BL: Tensor
     targets_BL: Tensor
     weights_BL: Tensor  # 1 where the target counts, 0 where it does not
     documents_BL: Tensor | None = None  # which document a position belongs to; None: no mask
+    positions_L: Tensor | None = None  # where in the sequence; None: from 0 on
+    scale: Tensor | None = None  # what the step multiplies summed losses with
+    cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)  # for what layers share
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with every tensor passed through `function`."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Batch(**{k: v if v is None else function(v) for k, v in fields.items()})
+        names = [f.name for f in dataclasses.fields(self) if f.name != "cache"]
+        values = {name: getattr(self, name) for name in names}
+        return Batch(**{k: v if v is None else function(v) for k, v in values.items()})
+
+    def positions(self) -> Tensor:
+        if self.positions_L is not None:
+            return self.positions_L
+        return torch.arange(self.tokens_BL.shape[1], device=self.tokens_BL.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +91,13 @@ class Family:
     init: Callable[[str, ModelConfig], Init]
     split: Mapping[str, str]
     units: Sequence[str] = ("layers.*",)  # gathered, recomputed and compiled one by one, in this order
+    # For pipelines: what only the first and only the last stage has. Between stages goes what goes
+    # between units, (B, L, model.dim), into `forward(batch, x)`. Elsewhere these pass on what they get.
+    first: Sequence[str] = ()
+    last: Sequence[str] = ()
+    optional: Sequence[str] = ()  # modules of `split` that not every size of the model has, with all beneath them
+    buffers: Mapping[str, float] = dataclasses.field(default_factory=dict)  # those that it may have -> first value
+    experts: Sequence[str] = ()  # modules whose parameters hold the rows of one expert after the other
     loss: Callable[[Tensor, Batch, object], Tensor] | None = None  # default: cross-entropy, summed
 
     def style_of(self, module_name: str) -> str | None:
@@ -82,9 +106,16 @@ class Family:
                 return style
         return None
 
-    def unit_modules(self, model: nn.Module) -> list[nn.Module]:
-        modules = dict(model.named_modules())
-        return [m for pattern in self.units for name, m in modules.items() if _matches(name, pattern)]
+    def names(self, model: nn.Module, patterns: Sequence[str]) -> list[str]:
+        """The modules that match, in the order of the patterns."""
+        names = [name for name, _ in model.named_modules()]
+        return [name for pattern in patterns for name in names if _matches(name, pattern)]
+
+    def modules(self, model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+        return [model.get_submodule(name) for name in self.names(model, patterns)]
+
+    def is_expert(self, module_name: str) -> bool:
+        return any(_matches(module_name, pattern) for pattern in self.experts)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -145,9 +176,10 @@ def check_family(family: Family, config: ModelConfig) -> None:
         where = config.family.rpartition(":")[0]
         refuse(f"building the model failed: {_told(error, where)}", "correct it, or its sizes under [model]")
     modules = dict(model.named_modules())
-    for kind, patterns in (("split", family.split), ("units", family.units)):
+    may_lack = tuple(f"{pattern}." for pattern in family.optional)
+    for kind, patterns in (("split", family.split), ("units", family.units), ("experts", family.experts)):
         for pattern in patterns:
-            if not any(_matches(name, pattern) for name in modules):
+            if not any(_matches(name, pattern) for name in modules) and not f"{pattern}.".startswith(may_lack):
                 names = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in modules if name)
                 refuse(f"{kind} pattern {pattern!r} matches no module", f"the modules are {', '.join(names)}")
     gathered = tuple(f"{name}." for name in modules if family.style_of(name) == "gather")
@@ -166,6 +198,8 @@ def check_family(family: Family, config: ModelConfig) -> None:
             what = f"layer {name!r} has {module.out_features} outputs, but model.vocab_size is {config.vocab_size}"
             refuse(what, "make them agree: the loss counts columns from model.vocab_size")
     for name, _ in model.named_buffers():
+        if any(_matches(name, pattern) for pattern in family.buffers):
+            continue
         refuse(f"{name!r} is a buffer, and would have no values", "compute it in forward, or make it a parameter")
     for name, param in model.named_parameters():
         if param.dim() == 0:

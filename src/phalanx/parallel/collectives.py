@@ -49,3 +49,31 @@ def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
         dist.all_reduce(out, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
         return out
     return funcol.wait_tensor(funcol.all_reduce(x, op, group))
+
+
+def swap_dims(x: Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> Tensor:
+    """All-to-all: dim `cut` is cut in as many parts as there are ranks, part r goes to rank r, and what
+    comes back is joined along dim `joined` in rank order."""
+    parts = torch.stack(x.chunk(group.size(), dim=cut))
+    return torch.cat(_exchange(parts, group).unbind(), dim=joined)
+
+
+class Shift:
+    """A tensor on its way to the next rank of a ring, while the one before sends its own here. Gloo
+    cannot send from an accelerator's memory, so there it goes through the host's."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup):
+        me, width = group.rank(), group.size()
+        self.home = x.device
+        self.out = (x.cpu() if _on_gloo(group) else x).contiguous()
+        self.into = torch.empty_like(self.out)
+        ops = [
+            dist.P2POp(dist.isend, self.out, group=group, group_peer=(me + 1) % width),
+            dist.P2POp(dist.irecv, self.into, group=group, group_peer=(me - 1) % width),
+        ]
+        self.works = dist.batch_isend_irecv(ops)
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.into.to(self.home)

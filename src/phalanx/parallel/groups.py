@@ -22,30 +22,44 @@ TIMEOUT = timedelta(seconds=600)
 
 @dataclass
 class Groups:
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # pp x shard x cp x tp
+    state: DeviceMesh  # over which a stage's state is sharded: shard x cp
+    experts: DeviceMesh | None  # the same ranks seen by the experts: edp x ep
     cross: Cross | None
+
+    def axis(self, name: str) -> dist.ProcessGroup:
+        return self.mesh.get_group(name)
 
     @property
     def shard(self) -> dist.ProcessGroup:
-        return self.mesh.get_group("shard")
+        return self.axis("shard")
 
     @property
     def tp(self) -> dist.ProcessGroup:
-        return self.mesh.get_group("tp")
+        return self.axis("tp")
 
     @staticmethod
-    def form(store: dist.Store, generation: int, layout: Layout, coord: Coord, device: Device) -> Groups:
-        """Collective over the replica, then over the replicas of this coordinate."""
-        inside = coord.shard * layout.tp + coord.tp
+    def form(
+        store: dist.Store, generation: int, layout: Layout, coord: Coord, device: Device, experts: bool = False
+    ) -> Groups:
+        """Collective over the replica, then over the replicas of this coordinate. `experts`: the model
+        has some."""
         dist.init_process_group(
             device.backend,
             store=dist.PrefixStore(f"g{generation}/replica{coord.replica}", store),
-            rank=inside,
+            rank=layout.inside(coord),
             world_size=layout.replica_size,
             timeout=TIMEOUT,
         )
-        mesh = init_device_mesh(device.torch.type, (layout.shard, layout.tp), mesh_dim_names=("shard", "tp"))
-        return Groups(mesh, form_cross(store, generation, layout, coord, device))
+        kind = device.torch.type
+        sizes = (layout.pp, layout.shard, layout.cp, layout.tp)
+        mesh = init_device_mesh(kind, sizes, mesh_dim_names=("pp", "shard", "cp", "tp"))
+        state = mesh["shard"] if layout.cp == 1 else mesh["shard", "cp"]._flatten("state")
+        view = None
+        if experts:
+            sizes_e = (layout.pp, layout.stage_size // layout.ep, layout.ep)
+            view = init_device_mesh(kind, sizes_e, mesh_dim_names=("pp_e", "edp", "ep"))
+        return Groups(mesh, state, view, form_cross(store, generation, layout, coord, device))
 
     def close(self) -> None:
         """Drops every group. The engine that used them must be gone: it holds references, and a
@@ -65,7 +79,7 @@ def form_cross(store: dist.Store, generation: int, layout: Layout, coord: Coord,
         nodes = [[replica] for replica in range(layout.replica)]  # one level: each by itself
     mine = next(n for n in nodes if coord.replica in n)
     column = mine.index(coord.replica)
-    prefix = f"g{generation}/cross{coord.shard}.{coord.tp}"
+    prefix = f"g{generation}/cross{layout.inside(coord)}"
 
     def group(name: str, ranks: list[int]) -> Any:
         scope = dist.PrefixStore(f"{prefix}/{name}", store)

@@ -6,20 +6,34 @@ import torch
 from torch import nn
 
 from phalanx.core.job import Job
+from phalanx.core.layout import Coord
 from phalanx.model.family import Family
+from phalanx.parallel.context import apply_context_parallel
+from phalanx.parallel.deferred import WeightGradients, apply_deferral
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.recompute import apply_recompute
 from phalanx.parallel.shard import MASTER_DTYPE, apply_shard
+from phalanx.parallel.stages import Absent, cut_stages, keep_stage
 from phalanx.parallel.tensor import apply_tensor_parallel
 
 
-def parallelize(job: Job, family: Family, groups: Groups) -> nn.Module:
-    """The model on the meta device, cut and wrapped; it holds no values yet. No collective is called
-    here, so a rank that joins can build alone."""
-    with torch.device("meta"):
-        model = family.build(job.model).to(MASTER_DTYPE[job.train.precision])
-    units = family.unit_modules(model)
-    apply_tensor_parallel(model, family, groups.tp)
-    apply_recompute(units, job.train.recompute)
-    apply_shard(model, units, groups.mesh["shard"], job.layout.zero, job.train.precision, job.train.prefetch)
-    return model
+def parallelize(
+    job: Job, family: Family, coord: Coord, groups: Groups, deferred: WeightGradients
+) -> dict[int, nn.Module]:
+    """This rank's stages of the model, on the meta device, cut and wrapped; they hold no values yet. No
+    collective is called here, so a rank that joins can build alone."""
+    stages = {}
+    for stage in job.layout.stages_of(coord.pp):
+        with torch.device("meta"):
+            model = family.build(job.model).to(MASTER_DTYPE[job.train.precision])
+        where = cut_stages(family, model, job.model, job.layout)
+        apply_tensor_parallel(model, family, groups.tp)
+        keep_stage(model, where, stage)
+        apply_context_parallel(model, job.layout, groups.axis("cp"))
+        if job.layout.splits_backward:
+            apply_deferral(model, deferred)
+        units = [m for m in family.modules(model, family.units) if not isinstance(m, Absent)]
+        apply_recompute(units, job.train.recompute)
+        apply_shard(job, model, units, family.modules(model, family.experts), groups)
+        stages[stage] = model
+    return stages

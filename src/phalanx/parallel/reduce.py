@@ -36,18 +36,26 @@ class StepFailed(RuntimeError):
 def micro_indices(job: Job, coord: Coord) -> list[int]:
     """The global micro-batch indices this rank works on, in order. ZeRO-1 reduces once per step, so
     a rank takes a contiguous run; ZeRO-2/3 reduce every micro-batch, so the shard ranks take
-    neighbours. Either way a replica holds a contiguous run, and TP ranks share theirs."""
+    neighbours. Either way a replica holds a contiguous run, and TP, CP and PP ranks share theirs."""
     n, shards = job.micro_per_rank, job.layout.shard
-    if job.layout.zero == 1:
+    if _once_per_step(job):
         first = (coord.replica * shards + coord.shard) * n
         return list(range(first, first + n))
     return [coord.replica * n * shards + j * shards + coord.shard for j in range(n)]
 
 
+def _once_per_step(job: Job) -> bool:
+    """Whether the exact sum over the shard axis waits for the last micro-batch. Not when ranks share a
+    micro-batch: their leaves would not be neighbours."""
+    return job.layout.zero == 1 and job.layout.cp * job.layout.tp == 1
+
+
 @dataclass(slots=True)
 class _Unit:
-    """One FSDP2 module's accumulated gradient."""
+    """One FSDP2 module's accumulated gradient. A micro-batch is one leaf of the exact sum, or several
+    when ranks that share it (cp, and tp for experts) are added up by FSDP2."""
 
+    leaves: int = 1
     tree: TreeSum = field(default_factory=TreeSum)  # exact
     total: Tensor | None = None  # fast
 
@@ -64,13 +72,14 @@ class Reducer:
     def __init__(self, job: Job, coord: Coord, groups: Groups, device: Device):
         self.job, self.coord, self.groups, self.device = job, coord, groups, device
         self.exact = job.train.reduction == "exact"
-        self.every_micro = job.layout.zero > 1
+        self.every_micro = not _once_per_step(job)
         self.indices = micro_indices(job, coord)
         self.trace: list[BucketTrace] = []
         self.peak_pending_bytes = 0
         self._units: list[_Unit] = []
         self._micro = 0
         self._bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]] = []
+        self._bucket_leaves = 1
         self._flying: list[Future[None]] = []
         self._error: BaseException | None = None
         self._stream = device.new_stream()
@@ -98,16 +107,16 @@ class Reducer:
     # -- one step ---------------------------------------------------------------------------------
 
     def begin(self, micro: int) -> None:
+        """The backward of this micro-batch is next; each stage's come in order."""
         self._micro = micro
-        if micro == 0:
-            self.trace.clear()
 
     @property
     def last(self) -> bool:
         return self._micro == len(self.indices) - 1
 
     def sum_counts(self, count: Tensor) -> Tensor:
-        """An integer summed over every rank that sees different samples."""
+        """An integer summed over every rank that sees different samples. Opens the step."""
+        self.trace.clear()
         dist.all_reduce(count, group=self.groups.shard)
         if cross := self.groups.cross:
             self._guard(lambda: cross.sum_(count))
@@ -134,14 +143,14 @@ class Reducer:
                     unit.tree.push((0, self.indices[self._micro]), flat)
                     self.note_pending()
                 if self.last:
-                    self._add_to_bucket(flat, unit.tree.take())
+                    self._add_to_bucket(flat, unit.tree.take(), unit.leaves)
                 return
             if unit.total is not None:
                 self.device.hold(unit.total)
                 flat.add_(unit.total)
             unit.total = None if self.last else flat
             if self.last and self.groups.cross:
-                self._add_to_bucket(flat, [])
+                self._add_to_bucket(flat, [], 1)
 
         return reduced
 
@@ -150,7 +159,7 @@ class Reducer:
 
     # -- across replicas --------------------------------------------------------------------------
 
-    def _add_to_bucket(self, flat: Tensor, parts: list[tuple[Node, Tensor]]) -> None:
+    def _add_to_bucket(self, flat: Tensor, parts: list[tuple[Node, Tensor]], leaves: int) -> None:
         for _, part in parts:
             self.device.hold(part, self._stream if self.groups.cross else None)
         if not self.groups.cross:
@@ -158,6 +167,9 @@ class Reducer:
             if total.data_ptr() != flat.data_ptr():
                 flat.copy_(total)
             return
+        if leaves != self._bucket_leaves:
+            self._send_bucket()
+        self._bucket_leaves = leaves
         self._bucket.append((flat, parts))
         if sum(f.numel() * f.element_size() for f, _ in self._bucket) >= self.job.train.bucket_mb * 1e6:
             self._send_bucket()
@@ -165,7 +177,7 @@ class Reducer:
     def _send_bucket(self) -> None:
         if not self._bucket or not self._thread:
             return
-        bucket, self._bucket = self._bucket, []
+        bucket, self._bucket, leaves = self._bucket, [], self._bucket_leaves
         trace = BucketTrace(sum(f.numel() * f.element_size() for f, _ in bucket), time.perf_counter_ns())
         slot = len(self.trace)
         self.trace.append(trace)
@@ -175,18 +187,18 @@ class Reducer:
             with self.device.on(self._stream):
                 self.device.wait(self._stream, ready)
                 trace.started_ns = time.perf_counter_ns()
-                self._guard(lambda: self._reduce_bucket(bucket, slot))
+                self._guard(lambda: self._reduce_bucket(bucket, slot, leaves))
             trace.done_ns = time.perf_counter_ns()
 
         self._flying.append(self._thread.submit(run))
 
-    def _reduce_bucket(self, bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]], slot: int) -> None:
+    def _reduce_bucket(self, bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]], slot: int, leaves: int) -> None:
         cross, flats = self.groups.cross, [flat for flat, _ in bucket]
         assert cross is not None
         if self.exact:
             nodes = [node for node, _ in bucket[0][1]]
             joined = [(node, torch.cat([p[k][1] for _, p in bucket])) for k, node in enumerate(nodes)]
-            share = self.job.num_micro // self.job.layout.replica
+            share = leaves * self.job.num_micro // self.job.layout.replica
             ranges = [(r * share, (r + 1) * share) for r in range(self.job.layout.replica)]
             total = cross.tree_sum(joined, ranges)
         else:
@@ -222,10 +234,11 @@ class _TreeReduceScatter:
     ) -> None:
         reducer, tree, width = self.reducer, self.unit.tree, group.size()
         assert op == dist.ReduceOp.SUM, op
-        mine = reducer.indices[reducer._micro]
+        leaves = self.unit.leaves = width // reducer.job.layout.shard
+        mine = reducer.indices[reducer._micro] * leaves + group.rank() % leaves
         reducer.device.hold(input_tensor)
         if reducer.every_micro:
-            first = mine - reducer.coord.shard
+            first = mine - group.rank()
             spans: list[list[Node]] = [[(0, first + s)] for s in range(width)]
             for node, part in exchange([((0, mine), input_tensor)], spans, group).take():
                 tree.push(node, part)

@@ -6,29 +6,36 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from phalanx.core.job import Job
+from phalanx.parallel.groups import Groups
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def apply_shard(
-    model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, zero: int, precision: str, prefetch: int
-) -> None:
+def apply_shard(job: Job, model: nn.Module, units: list[nn.Module], experts: list[nn.Module], groups: Groups) -> None:
+    """`experts` are inside the units, and sharded over the ranks that hold the same ones."""
+    precision, zero, prefetch = job.train.precision, job.layout.zero, job.train.prefetch
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPE[precision],
         reduce_dtype=MASTER_DTYPE[precision],
         cast_forward_inputs=False,  # position tables stay in fp32
     )
+    for module in experts:
+        assert groups.experts is not None
+        fully_shard(module, mesh=groups.experts["edp"], mp_policy=policy, reshard_after_forward=zero == 3)
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    sharded = [u for u in units if isinstance(u, FSDPModule)]
-    for i, unit in enumerate(sharded):
+        fully_shard(unit, mesh=groups.state, mp_policy=policy, reshard_after_forward=zero == 3)
+    fully_shard(model, mesh=groups.state, mp_policy=policy, reshard_after_forward=False)
+    # A unit and the experts inside it are gathered together.
+    sharded = [[m for m in unit.modules() if isinstance(m, FSDPModule)] for unit in units]
+    for i, (unit, *_) in enumerate(sharded):
         if prefetch > 0:
-            unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + prefetch])
-            unit.set_modules_to_backward_prefetch(sharded[max(0, i - prefetch) : i][::-1])
+            unit.set_modules_to_forward_prefetch([m for s in sharded[i + 1 : i + 1 + prefetch] for m in s])
+            behind = sharded[max(0, i - prefetch) : i][::-1]
+            unit.set_modules_to_backward_prefetch([m for s in behind for m in s])
 
 
 def set_micro_batch(model: FSDPModule, zero: int, exact: bool, last: bool) -> None:
@@ -37,3 +44,10 @@ def set_micro_batch(model: FSDPModule, zero: int, exact: bool, last: bool) -> No
         model.set_reshard_after_backward(last)
     if zero == 1 and not exact:
         model.set_requires_gradient_sync(last)
+
+
+def set_half(model: FSDPModule, zero: int, half: str, last: bool) -> None:
+    """The same for a backward in two halves: the first reduces nothing, the second has nothing to free
+    unless the parameters were kept for the step."""
+    model.set_requires_gradient_sync(half == "weights")
+    model.set_reshard_after_backward(zero == 3 or (half == "weights" and last))

@@ -20,7 +20,7 @@ from phalanx.core.shape import even_bounds
 from phalanx.model.family import Family
 from phalanx.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
-SPLIT_DIM = {"column": 0, "head": 0, "vocab": 0, "row": 1}
+SPLIT_DIM = {"column": 0, "head": 0, "vocab": 0, "row": 1, "input": 1}
 SEQUENCE_DIM = 1
 
 
@@ -50,10 +50,20 @@ class RowLinear(nn.Linear):
     """Input features split. The bias, if any, is added once, after the sum."""
 
     tp: dist.ProcessGroup
+    multiply = staticmethod(F.linear)  # a pipeline without a bubble puts its own here
 
     def forward(self, x: Tensor) -> Tensor:
-        out = _Scatter.apply(F.linear(x, self.weight), self.tp)
+        out = _Scatter.apply(self.multiply(x, self.weight), self.tp)
         return out if self.bias is None else out + self.bias
+
+
+class InputLinear(RowLinear):
+    """The same for raw features, which every rank has whole: it reads [start, start + columns) of them."""
+
+    start: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.narrow(-1, self.start, self.weight.shape[1]))
 
 
 class VocabEmbedding(nn.Embedding):
@@ -125,7 +135,7 @@ def _split_module(module: nn.Module, style: str, tp: dist.ProcessGroup, cut: dic
         )
     start, stop = even_bounds(size, tp.size(), tp.rank())
     for key, param in list(module.named_parameters(recurse=False)):
-        if style == "row" and key == "bias":
+        if style in ("row", "input") and key == "bias":
             continue
         if id(param) not in cut:
             part = param.narrow(SPLIT_DIM[style], start, stop - start)
@@ -135,6 +145,6 @@ def _split_module(module: nn.Module, style: str, tp: dist.ProcessGroup, cut: dic
     if style == "row":
         module.__class__ = RowLinear
         module.tp = tp
-    elif style == "vocab":
-        module.__class__ = VocabEmbedding
+    elif style in ("vocab", "input"):
+        module.__class__ = VocabEmbedding if style == "vocab" else InputLinear
         module.tp, module.start = tp, start

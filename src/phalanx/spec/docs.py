@@ -45,8 +45,8 @@ COMPATIBILITY = """\
 {generated}
 
 A job that cannot work, or would not do what it says, is refused before its first step. The message names the
-field, its value and the remedy. The rules about heads apply to the dense family; a family of your own checks
-its sizes itself.
+field, its value and the remedy. The rules about heads apply to the built-in families; a family of your own
+checks its sizes itself.
 
 {rules}
 """
@@ -74,14 +74,16 @@ def _count(parameters: int) -> str:
 
 def job_file_page() -> str:
     sizes = ["dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "tied"]
-    rows = [
-        [f"`{name}`", _count(ModelConfig(**shape).num_params), *(json.dumps(shape[size]) for size in sizes)]
-        for name, shape in PRESETS.items()
-    ]
+    rows = []
+    for name, shape in PRESETS.items():
+        model = ModelConfig(**shape)
+        experts = f"{model.top_k} of {model.num_experts}" if model.family == "moe" else ""
+        counts = [_count(model.num_params), _count(model.active_params) if experts else "", experts]
+        rows.append([f"`{name}`", *counts, *(json.dumps(shape[size]) for size in sizes)])
     return JOB_FILE.format(
         generated=GENERATED,
         sections="\n\n".join(_section(name, sentence) for name, sentence in sections().items()),
-        presets=_table(["preset", "parameters", *sizes], rows),
+        presets=_table(["preset", "parameters", "active", "experts", *sizes], rows),
     )
 
 

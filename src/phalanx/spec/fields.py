@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from phalanx.core.image import SYNTHETIC_IMAGES
 from phalanx.core.job import DataConfig, Job, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.core.layout import Layout
-from phalanx.core.shape import ModelConfig
+from phalanx.core.shape import FAMILIES, ModelConfig
 from phalanx.spec.presets import PRESETS
 
 JOB, MODEL, LAYOUT, TRAIN = Job(), ModelConfig(), Layout(), TrainConfig()
@@ -44,13 +45,13 @@ def _absolute(path: str, info: ValidationInfo) -> str:
 
 
 def _family(reference: str, info: ValidationInfo) -> str:
-    if reference == MODEL.family:
+    if reference in FAMILIES:
         return reference
-    usage = f'write "{MODEL.family}", or "path/to/file.py:NAME" for a family of your own'
+    usage = f'write one of {", ".join(FAMILIES)}, or "path/to/file.py:NAME" for a family of your own'
     file, _, name = reference.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         what = "the reference names no NAME in the file" if ".py" in reference else "there is no such family"
-        raise _refuse(what, did_you_mean(reference, [MODEL.family]) + usage)
+        raise _refuse(what, did_you_mean(reference, FAMILIES) + usage)
     path = _absolute(file, info)
     if not os.path.isfile(path):
         raise _refuse(f"there is no file {path}", f"correct the path, or {usage}")
@@ -58,12 +59,13 @@ def _family(reference: str, info: ValidationInfo) -> str:
 
 
 def _source(source: str, info: ValidationInfo) -> str:
-    if source == DATA.source:
+    known = (DATA.source, SYNTHETIC_IMAGES)
+    if source in known:
         return source
     path = _absolute(source, info)
     if not os.path.exists(path):
-        usage = f'write "{DATA.source}", or the path of a text file or of a folder of them'
-        raise _refuse(f"there is no file or folder {path}", did_you_mean(source, [DATA.source]) + usage)
+        usage = f'write "{DATA.source}", "{SYNTHETIC_IMAGES}", or the path of a text file or of a folder of them'
+        raise _refuse(f"there is no file or folder {path}", did_you_mean(source, known) + usage)
     return path
 
 
@@ -85,7 +87,7 @@ class ModelSection(Section):
         json_schema_extra={"enum": list(PRESETS)},
     )
     family: Annotated[str, AfterValidator(_family)] = option(
-        MODEL.family, 'The built-in "dense" transformer, or `path/to/file.py:NAME` for a family of your own.'
+        MODEL.family, "A built-in one: dense, moe or image; or `path/to/file.py:NAME` for a family of your own."
     )
     vocab_size: int = option(
         MODEL.vocab_size, "Number of token ids; 257 is every byte and an end-of-document mark.", ge=2
@@ -97,14 +99,28 @@ class ModelSection(Section):
         MODEL.num_kv_heads, "Key/value heads per block; fewer than num_heads is grouped-query attention.", ge=1
     )
     ffn_dim: int = option(MODEL.ffn_dim, "Inner width of the SwiGLU feed-forward; 8/3 dim is usual.", ge=1)
+    head_width: int = option(MODEL.head_width, "Width of one head; 0 means dim / num_heads.", ge=0)
     tied: bool = option(MODEL.tied, "Whether the output projection shares the embedding's weights.")
     rope_theta: float = option(MODEL.rope_theta, "Base of the rotary position embedding.", gt=0)
     norm_eps: float = option(MODEL.norm_eps, "Epsilon of the RMS norms.", gt=0)
-    options: dict[str, JsonValue] = option(MODEL.options, "A free table, handed to a family of your own as it is.")
+    num_experts: int = option(MODEL.num_experts, "Experts in a mixture-of-experts layer (moe family).", ge=2)
+    top_k: int = option(MODEL.top_k, "Experts that each token goes to.", ge=1)
+    expert_dim: int = option(MODEL.expert_dim, "Inner width of one expert; 0 means ffn_dim.", ge=0)
+    shared_experts: int = option(MODEL.shared_experts, "Experts that every token goes to, besides top_k.", ge=0)
+    dense_layers: int = option(MODEL.dense_layers, "Leading layers with a plain FFN instead of experts.", ge=0)
+    scoring: Literal["softmax", "sigmoid"] = option(MODEL.scoring, "How the router's logits become scores.")
+    route_scale: float = option(MODEL.route_scale, "Factor on the weights of the chosen experts.", gt=0)
+    balance_loss: float = option(MODEL.balance_loss, "Weight of the load-balance loss; 0 leaves it out.", ge=0)
+    balance_bias: float = option(
+        MODEL.balance_bias, "Step by which an expert's selection bias follows its load; 0 leaves it out.", ge=0
+    )
+    options: dict[str, JsonValue] = option(
+        MODEL.options, "A free table for a family of your own; for images their sizes."
+    )
 
 
 class LayoutSection(Section):
-    """How the ranks are arranged: replica x shard x tp of them."""
+    """How the ranks are arranged: replica x pp x shard x cp x tp of them."""
 
     ranks: int | None = option(None, "The expected number of ranks; checked against the product of the degrees.", ge=1)
     replica: int = option(LAYOUT.replica, "Whole copies of the model; they exchange gradients only.", ge=1)
@@ -118,6 +134,20 @@ class LayoutSection(Section):
     )
     ranks_per_node: int = option(
         LAYOUT.ranks_per_node, "Ranks on one host, for the two-level reduction; 0 means all on one.", ge=0
+    )
+    pp: int = option(LAYOUT.pp, "Pipeline ranks: each holds a run of layers (pipeline parallelism).", ge=1)
+    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv"] = option(
+        LAYOUT.schedule, "Order of the micro-batches in the pipeline; the last two have (nearly) no bubble."
+    )
+    chunks: int = option(
+        LAYOUT.chunks, "Pieces of the model on one pipeline rank; 0 takes what the schedule needs.", ge=0
+    )
+    cp: int = option(LAYOUT.cp, "Ranks that split every sequence between them (context parallelism).", ge=1)
+    cp_style: Literal["ring", "ulysses"] = option(
+        LAYOUT.cp_style, "How cp ranks attend: keys and values go round a ring, or heads are exchanged for positions."
+    )
+    ep: int = option(
+        LAYOUT.ep, "Ranks that split the experts between them; they are taken from shard x cp x tp.", ge=1
     )
 
 
@@ -144,6 +174,9 @@ class TrainSection(Section):
         TRAIN.compress, "Format in which gradients cross between replicas; none sends them as they are."
     )
     document_mask: bool = option(TRAIN.document_mask, "Whether attention stops at document boundaries.")
+    compile: Literal["none", "inductor", "aot_eager"] = option(
+        TRAIN.compile, "Compiler for each block; aot_eager only traces, to see whether a model can be compiled."
+    )
 
 
 class OptimizerSection(Section):
@@ -169,7 +202,8 @@ class DataSection(Section):
     """What the model reads."""
 
     source: Annotated[str, AfterValidator(_source)] = option(
-        DATA.source, 'The text: "python-stdlib", or the path of a text file or of a folder of them.'
+        DATA.source,
+        'The text: "python-stdlib", or the path of a text file or of a folder of them; or "synthetic-images".',
     )
     max_mb: float = option(DATA.max_mb, "Megabytes of the text that are read at most.", gt=0, le=1e6)
 

@@ -1,11 +1,19 @@
-"""Model shapes by name, from presets.toml."""
+"""Model shapes by name, from presets.toml. A shape names every field of the model but its options: what
+the file leaves out is the default, so that one preset laid over another leaves nothing of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from importlib import resources
 from typing import Any
 
-PRESETS: dict[str, dict[str, Any]] = tomllib.loads(
-    resources.files("phalanx.spec").joinpath("presets.toml").read_text(encoding="utf-8")
-)
+from phalanx.core.shape import ModelConfig
+
+DEFAULTS = {k: v for k, v in dataclasses.asdict(ModelConfig()).items() if k != "options"}
+PRESETS: dict[str, dict[str, Any]] = {
+    name: DEFAULTS | shape
+    for name, shape in tomllib.loads(
+        resources.files("phalanx.spec").joinpath("presets.toml").read_text(encoding="utf-8")
+    ).items()
+}

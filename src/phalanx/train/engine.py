@@ -21,12 +21,16 @@ from phalanx.core.layout import Coord
 from phalanx.model.family import Batch, Family
 from phalanx.observe.progress import Phase
 from phalanx.parallel.collectives import all_gather
+from phalanx.parallel.context import cut_batch
+from phalanx.parallel.deferred import Halves, WeightGradients
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.norm import exact_norm, fast_norm
 from phalanx.parallel.parallelize import parallelize
+from phalanx.parallel.pipeline import Pipe, Stages
 from phalanx.parallel.reduce import Reducer, micro_indices
-from phalanx.parallel.shard import set_micro_batch
+from phalanx.parallel.schema import describe
+from phalanx.parallel.shard import COMPUTE_DTYPE, set_half, set_micro_batch
 from phalanx.parallel.tensor import cross_entropy
 from phalanx.train.schedule import learning_rate
 from phalanx.train.state import State
@@ -62,32 +66,40 @@ class Engine:
         self.job, self.family, self.coord, self.groups = job, family, coord, groups
         self.state, self.device, self.mark = state, device, mark
         self.indices = micro_indices(job, coord)
-        self.model = parallelize(job, family, groups)
+        self._deferred = WeightGradients()
+        self.stages = parallelize(job, family, coord, groups, self._deferred)
+        self._halves: dict[int, Halves] = {}
         self._bind()
         self.reducer = Reducer(job, coord, groups, device)
-        self.reducer.attach(self.model)
-        self._summed_over_tp = [i.name for i in state.infos if i.tp_dim is None] if job.layout.tp > 1 else []
-        uncounted = set(self._summed_over_tp) if coord.tp else set()
+        for model in self.stages.values():
+            self.reducer.attach(model)
+        whole = [i.name for i in state.infos if i.tp_dim is None and not i.experts] if job.layout.tp > 1 else []
+        self._summed_over_tp = whole
+        uncounted = set(whole) if coord.tp else set()
         self._counted = [i.name for i in state.infos if i.name not in uncounted]
-        self._num_params = sum(i.shape.numel() for i in state.infos)
+        self._num_params = sum(i.shape.numel() for i in describe(family, job.model))
 
     def _bind(self) -> None:
         """Make the wrapped model's parameters the very tensors of the state."""
-        mesh = self.groups.mesh["shard"]
-        wrapped = dict(self.model.named_parameters(remove_duplicate=False))
         tied: dict[int, torch.nn.Parameter] = {}
-        bound = {}
-        for name, param in wrapped.items():
-            if id(param) not in tied:
-                local = self.state.params[name].detach()
-                value = DTensor.from_local(
-                    local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
-                )
-                tied[id(param)] = torch.nn.Parameter(value)
-            bound[name] = tied[id(param)]
-        self.model.load_state_dict(bound, assign=True)
-        self._wrapped = [(name, p) for name, p in self.model.named_parameters()]
+        for model in self.stages.values():
+            bound = {}
+            for name, param in model.named_parameters(remove_duplicate=False):
+                assert isinstance(param, DTensor), name
+                if id(param) not in tied:
+                    local = self.state.params[name].detach()
+                    mesh, shape, stride = param.device_mesh, param.shape, param.stride()
+                    value = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+                    tied[id(param)] = torch.nn.Parameter(value)
+                bound[name] = tied[id(param)]
+            model.load_state_dict(bound, assign=True)
+        self._wrapped = {stage: list(model.named_parameters()) for stage, model in self.stages.items()}
         self._aliased = False
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """This rank's first stage: without a pipeline, the model."""
+        return next(iter(self.stages.values()))
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -102,31 +114,65 @@ class Engine:
         """Everything up to the gradients, reduced and clipped, in `result.grads`. Weights and
         optimizer are untouched until `update`, so a step that fails here never happened."""
         assert len(batches) == len(self.indices), (len(batches), len(self.indices))
-        job, model = self.job, cast(FSDPModule, self.model)
+        job = self.job
         local_tokens = sum(int(b.weights_BL.sum()) for b in batches)  # on the host, where they come from
-        batches = [b.map(self.device.put) for b in batches]
         tokens = self.reducer.sum_counts(self.device.put(torch.tensor([local_tokens])))
         scale = 1.0 / tokens.to(torch.float64)
-        loss_sums = []
-        for j, batch in enumerate(batches):
-            last = j == len(batches) - 1
-            set_micro_batch(model, job.layout.zero, self.reducer.exact, last)
-            self.reducer.begin(j)
-            self.mark(Phase.forward, step=self.state.step, micro=j)
-            loss = self._loss(self.model(batch), batch)
-            loss_sums.append(loss.detach())
-            self.mark(Phase.backward, step=self.state.step, micro=j)
-            (loss * scale.to(loss.dtype)).backward()
-            if not last:
-                for _, param in self._wrapped:
-                    param.grad = None
+        self._batches = [self._prepare(batch, scale) for batch in batches]
+        self._loss_sums: list[Tensor] = []
+        Stages(job.layout, self.coord.pp, self._pipe(), self._forward, self._backward).run(len(batches))
+        self._batches.clear()
         backward_end_ns = time.perf_counter_ns()
         self.mark(Phase.reduce, step=self.state.step)
         self.reducer.finish()
         grads = self._take_gradients()
         norm = self._clip(grads)
         lr = learning_rate(job.optimizer, self.state.step, job.train.steps)
-        return StepResult(torch.stack(loss_sums), local_tokens, tokens, norm, lr, backward_end_ns, grads)
+        loss_sums = torch.stack(self._loss_sums) if self._loss_sums else torch.zeros(0)
+        return StepResult(loss_sums, local_tokens, tokens, norm, lr, backward_end_ns, grads)
+
+    def _prepare(self, batch: Batch, scale: Tensor) -> Batch:
+        batch = cut_batch(batch, self.job.layout, self.job.train.seq_len, self.coord.cp).map(self.device.put)
+        batch.scale = scale
+        return batch
+
+    def _pipe(self) -> Pipe | None:
+        layout, train = self.job.layout, self.job.train
+        if layout.pp == 1:
+            return None
+        shape = (train.micro_batch, train.seq_len // (layout.cp * layout.tp), self.job.model.dim)
+        return Pipe(layout, self.groups.axis("pp"), self.device, shape, COMPUTE_DTYPE[train.precision])
+
+    def _forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
+        batch = self._batches[micro]
+        self.mark(Phase.forward, step=self.state.step, micro=micro)
+        out = self.stages[stage](batch) if x is None else self.stages[stage](batch, x)
+        if stage < self.job.layout.num_stages - 1:
+            return out
+        loss = self._loss(out, batch)
+        self._loss_sums.append(loss.detach())
+        assert batch.scale is not None
+        return loss * batch.scale.to(loss.dtype)
+
+    def _backward(self, stage: int, micro: int, run: Callable[[], None], half: str) -> None:
+        layout, model = self.job.layout, cast(FSDPModule, self.stages[stage])
+        last = micro == len(self.indices) - 1
+        self.mark(Phase.backward, step=self.state.step, micro=micro)
+        self.reducer.begin(micro)
+        if half == "both":
+            set_micro_batch(model, layout.zero, self.reducer.exact, last)
+            run()
+        else:
+            if stage not in self._halves:
+                self._halves[stage] = Halves(model, self._deferred)
+            set_half(model, layout.zero, half, last)
+            if half == "inputs":
+                self._halves[stage].inputs(micro, run)
+                return
+            self._halves[stage].weights(micro, reduce=layout.zero > 1 or self.reducer.exact or last)
+        if not last:
+            for _, param in self._wrapped[stage]:
+                param.grad = None
 
     def update(self, result: StepResult) -> None:
         """A step whose norm is not finite is not applied. The fused kernel looks at that on the
@@ -156,8 +202,7 @@ class Engine:
 
     def _take_gradients(self) -> dict[str, Tensor]:
         grads = {}
-        for name, param in self._wrapped:
-            assert isinstance(param, DTensor), name
+        for name, param in (item for items in self._wrapped.values() for item in items):
             if param.grad is None:
                 raise UserError(
                     f"parameter {name} got no gradient",
@@ -198,5 +243,5 @@ class Engine:
     def close(self) -> None:
         """Let go of the model and of every reference to a group."""
         self.reducer.close()
-        del self.model, self._wrapped, self.reducer, self.groups
+        del self.stages, self._wrapped, self._halves, self.reducer, self.groups
         gc.collect()

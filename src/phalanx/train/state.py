@@ -30,7 +30,7 @@ class State:
     @staticmethod
     def create(job: Job, family: Family, coord: Coord, device: Device) -> State:
         """First values: the same whole weights on any layout."""
-        infos = describe(family, job.model)
+        infos = [i for i in describe(family, job.model, job.layout) if i.held_by(job.layout, coord)]
         params = {}
         for info in infos:
             shape = info.local_shape(job.layout, coord)

@@ -14,7 +14,7 @@ import torch._dynamo  # torch's optimizers import it; here the ranks get it with
 
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
-from phalanx.data.corpus import Corpus
+from phalanx.data.source import Source, open_source
 from phalanx.model.family import Batch, check_family, load_family
 from phalanx.observe.progress import Phase
 from phalanx.parallel.device import Device
@@ -35,16 +35,16 @@ def main(channel: Any, args: dict[str, Any]) -> None:
     check_family(family, job.model)
     state = State.create(job, family, coord, device)
     store = connect_store(args["store"]["host"], args["store"]["port"])
-    groups = Groups.form(store, args["generation"], job.layout, coord, device)
+    groups = Groups.form(store, args["generation"], job.layout, coord, device, bool(family.experts))
     engine = Engine(job, family, coord, groups, state, device, mark=channel.progress.mark)
-    corpus = Corpus(Path(args["run_dir"]) / "corpus.bin", job.train.seq_len, job.seed)
+    source = open_source(job, Path(args["run_dir"]))
     channel.send({"type": "facts", **_facts(job, engine, device)})
     channel.send({"type": "ready"})
     previous: tuple[int, float, StepResult] | None = None
     while state.step < job.train.steps:
         began, step = time.perf_counter(), state.step
         channel.progress.mark(Phase.loading, step=step)
-        batches = [micro_batch(job, corpus, step, i) for i in engine.indices]
+        batches = [micro_batch(job, source, step, i) for i in engine.indices]
         result = engine.step(batches)
         if previous:
             _report(channel, coord, *previous)
@@ -65,11 +65,12 @@ def num_threads(job: Job, local_ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def micro_batch(job: Job, corpus: Corpus, step: int, index: int) -> Batch:
+def micro_batch(job: Job, source: Source, step: int, index: int) -> Batch:
     """Micro-batch `index` of a step: a function of the job alone, not of the rank."""
     first = step * job.train.global_batch + index * job.train.micro_batch
-    s = corpus.samples(range(first, first + job.train.micro_batch))
-    documents = torch.from_numpy(s.documents_BL) if job.train.document_mask else None
+    s = source.samples(range(first, first + job.train.micro_batch))
+    masked = job.train.document_mask and s.documents_BL is not None
+    documents = torch.from_numpy(s.documents_BL) if masked else None
     return Batch(
         torch.from_numpy(s.tokens_BL), torch.from_numpy(s.targets_BL), torch.from_numpy(s.weights_BL), documents
     )

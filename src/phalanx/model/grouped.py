@@ -1,0 +1,75 @@
+"""A linear layer per expert over rows that are sorted by expert: one grouped kernel where torch has
+one for the device, the dtype and the widths, else a loop. The gradients are written out, so that
+the weights' can be taken on its own.
+
+Shapes: T rows, D in, O out, E experts; w_OD holds the O rows of one expert after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+KERNEL_DEVICES = ("cpu", "cuda")
+KERNEL_ALIGN_BYTES = 16  # of a row of either operand
+
+
+def grouped_linear(x_TD: Tensor, w_OD: Tensor, counts_E: Tensor) -> Tensor:
+    """(T, O): the first counts_E[0] rows by the first expert's weights, and so on. Neither an expert
+    nor all of them need have rows; gradients are then zero."""
+    return _GroupedLinear.apply(x_TD, w_OD, counts_E)
+
+
+def weight_gradient(x_TD: Tensor, grad_TO: Tensor, counts_E: Tensor) -> Tensor:
+    """The gradient of w_OD, in its shape."""
+    if _kernel_fits(x_TD, grad_TO):
+        return F.grouped_mm(grad_TO.mT, x_TD, offs=_offsets(counts_E)).flatten(0, 1)
+    counts = counts_E.tolist()
+    pairs = zip(grad_TO.split(counts), x_TD.split(counts), strict=True)
+    return torch.cat([grad.mT @ x for grad, x in pairs])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, w_OD: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, w_OD, counts_E)
+        return _multiply(x_TD, _by_expert(w_OD, counts_E).mT, counts_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_TD, w_OD, counts_E = ctx.saved_tensors
+        grad_TO = grad_TO.contiguous()
+        grad_x = _multiply(grad_TO, _by_expert(w_OD, counts_E), counts_E) if ctx.needs_input_grad[0] else None
+        grad_w = weight_gradient(x_TD, grad_TO, counts_E) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w, None
+
+
+def _by_expert(w_OD: Tensor, counts_E: Tensor) -> Tensor:
+    return w_OD.view(counts_E.shape[0], -1, w_OD.shape[1])
+
+
+def _multiply(x_TI: Tensor, w_EIJ: Tensor, counts_E: Tensor) -> Tensor:
+    if _kernel_fits(x_TI, w_EIJ):
+        return F.grouped_mm(x_TI, w_EIJ, offs=_offsets(counts_E))
+    parts = zip(x_TI.split(counts_E.tolist()), w_EIJ, strict=True)
+    return torch.cat([part @ w_IJ for part, w_IJ in parts])
+
+
+def _offsets(counts_E: Tensor) -> Tensor:
+    return counts_E.cumsum(0).to(torch.int32)
+
+
+def _kernel_fits(x_TI: Tensor, other: Tensor) -> bool:
+    """Whether torch's kernel takes these operands; both are dense, so their widths give the strides."""
+    widths = (x_TI.shape[-1], *other.shape[1:]) if other.dim() == 3 else (x_TI.shape[-1], other.shape[-1])
+    return (
+        hasattr(F, "grouped_mm")
+        and x_TI.dtype in KERNEL_DTYPES
+        and x_TI.device.type in KERNEL_DEVICES
+        and x_TI.shape[0] > 0
+        and all(width * x_TI.element_size() % KERNEL_ALIGN_BYTES == 0 for width in widths)
+    )

@@ -1,0 +1,110 @@
+"""Backward in two halves, for the schedules without a bubble: first the gradients of the inputs, which
+the previous stage waits for, later those of the weights. A linear layer hands its weight's gradient in
+as work to be done; whatever is not one (norms, embeddings, biases) is cheap and done at once.
+
+torch's own split walks the autograd graph for parameters, finds none while FSDP2 has them resharded,
+and loses their gradients without a word. Here nothing is looked for, so every ZeRO stage is right: the
+weights themselves are not needed for their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+class WeightGradients:
+    """The work put off by the backward that is running now; None: nothing is put off."""
+
+    def __init__(self) -> None:
+        self.work: list[tuple[nn.Parameter, Callable[[], Tensor]]] | None = None
+
+    def put_off(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> Tensor | None:
+        """The gradient, or None if it will come later."""
+        if self.work is None:
+            return gradient()
+        self.work.append((weight, gradient))
+        return None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, deferred: WeightGradients) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.deferred = weight, deferred
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        dx = grad @ weight if ctx.needs_input_grad[0] else None
+        dw = ctx.deferred.put_off(ctx.weight, lambda: grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        return dx, dw, None
+
+
+class DeferredLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.multiply(x, self.weight)
+        return out if self.bias is None else out + self.bias
+
+
+def apply_deferral(model: nn.Module, deferred: WeightGradients) -> None:
+    def multiply(x: Tensor, weight: nn.Parameter) -> Tensor:
+        return _Linear.apply(x, weight, deferred)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.multiply = multiply
+            if type(module) is nn.Linear:
+                module.__class__ = DeferredLinear
+
+
+class Halves:
+    """The two halves of one stage's backward, as FSDP2 must see them. After the first half FSDP2 may
+    free the parameters; the gradients it holds by then are taken from it, and given back together with
+    the rest before it reduces them, micro-batch by micro-batch."""
+
+    def __init__(self, model: FSDPModule, deferred: WeightGradients):
+        self.deferred = deferred
+        self.root = fully_shard.state(model)
+        states = self.root._state_ctx.all_states
+        # torch 2.13 allows several groups in a module, 2.11 has one
+        groups = [getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] for s in states]
+        self.groups = [g for some in groups for g in some if g is not None]
+        self.params = [p for g in self.groups for p in g.fsdp_params]
+        self.kept: dict[int, tuple[list[Any], dict[int, Tensor]]] = {}
+
+    def inputs(self, micro: int, backward: Callable[[], None]) -> None:
+        self.deferred.work = work = []
+        try:
+            backward()
+        finally:
+            self.deferred.work = None
+        early = {}
+        for p in self.params:
+            parts = [g for g in (p.unsharded_accumulated_grad, p._unsharded_param.grad) if g is not None]
+            p.unsharded_accumulated_grad = p._unsharded_param.grad = None
+            if parts:
+                early[id(p._unsharded_param)] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        self.kept[micro] = (work, early)
+
+    def weights(self, micro: int, reduce: bool) -> None:
+        work, grads = self.kept.pop(micro)
+        while work:
+            weight, gradient = work.pop()
+            value = gradient()
+            grads[id(weight)] = value if id(weight) not in grads else grads[id(weight)].add_(value)
+        for p in self.params:
+            if (grad := grads.pop(id(p._unsharded_param), None)) is not None:
+                grad = grad if p.reduce_dtype is None else grad.to(p.reduce_dtype)
+                held = p.unsharded_accumulated_grad
+                p.unsharded_accumulated_grad = grad if held is None else held.add_(grad)
+        assert not grads, "a weight gradient belongs to no parameter"
+        if reduce:
+            for group in reversed(self.groups):
+                group.post_backward()
+            self.root._root_post_backward_final_callback()

@@ -1,0 +1,82 @@
+"""Which stage of the pipeline has which modules: units in runs of nearly equal cost, what the family
+calls first and last at the ends. Modules of other stages are replaced by ones that pass on what they
+get, so the names of parameters do not depend on the cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from phalanx.core.errors import UserError
+from phalanx.core.layout import Layout
+from phalanx.core.shape import ModelConfig, balance
+from phalanx.model.family import Family
+
+EMBEDDING_COST = 0.1  # of a matrix of its size: it is looked up, not multiplied, but updated all the same
+
+
+class Absent(nn.Module):
+    """Stands for a module of another stage."""
+
+    def forward(self, x: Any, *_: Any) -> Any:
+        return x
+
+
+def cost(model: nn.Module, family: Family, config: ModelConfig, name: str) -> float:
+    """Of a module, in matrix parameters that each token meets."""
+    total = 0.0
+    for inner, child in model.get_submodule(name).named_modules(prefix=name):
+        share = EMBEDDING_COST if isinstance(child, nn.Embedding) else 1.0
+        if family.is_expert(inner):
+            share = config.top_k / config.num_experts
+        total += share * sum(p.numel() for p in child.parameters(recurse=False) if p.dim() > 1)
+    return total
+
+
+def cut_stages(family: Family, model: nn.Module, config: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Module name -> stage, for every unit and every module of the two ends."""
+    units, num = family.names(model, family.units), layout.num_stages
+    if num == 1:
+        return {}
+    ends = {0: family.names(model, family.first), num - 1: family.names(model, family.last)}
+    _check(family, model, config, layout, units, [name for names in ends.values() for name in names])
+    costs = [cost(model, family, config, name) for name in units]
+    for at, names in ((0, ends[0]), (-1, ends[num - 1])):
+        costs[at] += sum(cost(model, family, config, name) for name in names)
+    stages = {name: stage for stage, names in ends.items() for name in names}
+    counts = balance(costs, num)
+    assignment = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    return stages | dict(zip(units, assignment, strict=True))
+
+
+def stage_of(param: str, stages: dict[str, int]) -> int:
+    return next((stage for name, stage in stages.items() if param.startswith(name + ".")), 0)
+
+
+def keep_stage(model: nn.Module, stages: dict[str, int], stage: int) -> None:
+    for name, where in stages.items():
+        if where != stage:
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._modules[leaf] = Absent()
+
+
+def _check(
+    family: Family, model: nn.Module, config: ModelConfig, layout: Layout, units: list[str], ends: list[str]
+) -> None:
+    if len(units) < layout.num_stages:
+        raise UserError(
+            f"the model has {len(units)} layers for {layout.num_stages} pipeline stages",
+            field="layout.pp",
+            value=layout.pp,
+            remedy="lower layout.pp or layout.chunks, or take a deeper model",
+        )
+    placed = tuple(f"{name}." for name in (*units, *ends))
+    for name, _ in model.named_parameters():
+        if not name.startswith(placed):
+            raise UserError(
+                f"parameter {name!r} belongs to no stage of the pipeline",
+                field="model.family",
+                value=config.family,
+                remedy="name its module in Family.first, Family.last or Family.units, or set layout.pp = 1",
+            )
