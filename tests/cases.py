@@ -11,6 +11,7 @@ import os
 import numpy as np
 import torch
 
+from phalanx.core.image import ImageShape
 from phalanx.core.job import Job, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig
@@ -32,6 +33,50 @@ ODD = ModelConfig(vocab_size=101, dim=60, num_layers=2, num_heads=6, num_kv_head
 TIED = dataclasses.replace(ODD, tied=True)
 DEEP = dataclasses.replace(ODD, num_layers=5)  # does not divide over the stages
 NARROW = dataclasses.replace(EVEN, ffn_dim=9)
+# One dense layer and two with experts, of which an odd number, or an odd width, may not divide.
+MOE = ModelConfig(
+    family="moe",
+    vocab_size=96,
+    dim=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=4,
+    ffn_dim=160,
+    num_experts=4,
+    top_k=2,
+    expert_dim=48,
+    shared_experts=1,
+    dense_layers=1,
+    balance_loss=0.01,
+)
+MOE_ODD = ModelConfig(
+    family="moe",
+    vocab_size=101,
+    dim=60,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_width=14,
+    ffn_dim=171,
+    num_experts=6,
+    top_k=3,
+    expert_dim=37,
+    scoring="sigmoid",
+    route_scale=2.5,
+    balance_loss=0.02,
+    balance_bias=0.05,
+)
+# 16 patches of 27 numbers, which are odd, as are the classes.
+IMAGE = ModelConfig(
+    family="image",
+    vocab_size=7,
+    dim=60,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    ffn_dim=85,
+    options={"image": 12, "patch": 3, "channels": 3},
+)
 
 
 def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, axes=None, **train) -> Job:
@@ -98,9 +143,11 @@ CASES = [
 
 
 def make_batch(job: Job, step: int, index: int) -> Batch:
-    """Micro-batch `index` of a step: random tokens cut into documents of random lengths."""
+    """Micro-batch `index` of a step: random tokens cut into documents of random lengths, or random images."""
     rng = np.random.default_rng([job.seed, step, index])
     shape = (job.train.micro_batch, job.train.seq_len)
+    if job.model.family == "image":
+        return _image_batch(ImageShape.of(job.model.options), job.model.vocab_size, shape, rng)
     tokens = rng.integers(0, job.model.vocab_size, (shape[0], shape[1] + 1))
     ends = rng.random(shape) < 0.15
     documents = np.cumsum(ends, axis=1) - ends
@@ -110,6 +157,14 @@ def make_batch(job: Job, step: int, index: int) -> Batch:
         torch.from_numpy((~ends).astype(np.int64)),
         torch.from_numpy(documents) if job.train.document_mask else None,
     )
+
+
+def _image_batch(image: ImageShape, classes: int, shape: tuple[int, int], rng) -> Batch:
+    assert image.num_patches == shape[1], (image, shape)
+    kinds = rng.integers(0, classes, (shape[0], 1))
+    patches = rng.standard_normal((*shape, image.features)).astype(np.float32) + 0.2 * kinds[:, :, None]
+    targets = torch.from_numpy(np.repeat(kinds, shape[1], axis=1))
+    return Batch(torch.from_numpy(patches.astype(np.float32)), targets, torch.ones_like(targets))
 
 
 def reference_inputs(job: Job):

@@ -114,6 +114,10 @@ class Family:
     def modules(self, model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
         return [model.get_submodule(name) for name in self.names(model, patterns)]
 
+    def buffer_start(self, name: str) -> float:
+        """First value of a buffer; KeyError if the family does not declare it."""
+        return next(value for pattern, value in self.buffers.items() if _matches(name, pattern))
+
     def is_expert(self, module_name: str) -> bool:
         return any(_matches(module_name, pattern) for pattern in self.experts)
 

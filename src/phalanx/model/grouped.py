@@ -24,6 +24,10 @@ def grouped_linear(x_TD: Tensor, w_OD: Tensor, counts_E: Tensor) -> Tensor:
     return _GroupedLinear.apply(x_TD, w_OD, counts_E)
 
 
+def input_gradient(grad_TO: Tensor, w_OD: Tensor, counts_E: Tensor) -> Tensor:
+    return _multiply(grad_TO, _by_expert(w_OD, counts_E), counts_E)
+
+
 def weight_gradient(x_TD: Tensor, grad_TO: Tensor, counts_E: Tensor) -> Tensor:
     """The gradient of w_OD, in its shape."""
     if _kernel_fits(x_TD, grad_TO):
@@ -43,7 +47,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_TD, w_OD, counts_E = ctx.saved_tensors
         grad_TO = grad_TO.contiguous()
-        grad_x = _multiply(grad_TO, _by_expert(w_OD, counts_E), counts_E) if ctx.needs_input_grad[0] else None
+        grad_x = input_gradient(grad_TO, w_OD, counts_E) if ctx.needs_input_grad[0] else None
         grad_w = weight_gradient(x_TD, grad_TO, counts_E) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w, None
 

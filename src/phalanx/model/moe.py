@@ -63,6 +63,10 @@ class _Take(torch.autograd.Function):
         return copies if len(copies) == ctx.rows else copies.unflatten(0, (ctx.rows, -1)).sum(1), None, None
 
 
+def take_rows(x: Tensor, index_N: Tensor, back_N: Tensor) -> Tensor:
+    return _Take.apply(x, index_N, back_N)
+
+
 class _Routed(torch.autograd.Function):
     """Passes the layer's output on. In backward the balance loss gets its gradient, and the load is
     counted: there and not in forward, which runs twice when activations are recomputed."""
@@ -76,7 +80,7 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         scale, load_E = ctx.saved_tensors
-        if ctx.moe.training:
+        if True:
             ctx.moe.load_E = load_E.clone() if ctx.moe.load_E is None else ctx.moe.load_E + load_E
         return grad, scale, None, None, None
 
@@ -149,9 +153,9 @@ class MoE(nn.Module):
         top_k = ids_BLK.shape[-1]
         order_N = ids_BLK.flatten().argsort(stable=True)  # sorted row n is a copy of token order[n] // K
         place_N = order_N.argsort()
-        rows_ND = _Take.apply(x_BLD.flatten(0, 1), order_N // top_k, place_N)
+        rows_ND = take_rows(x_BLD.flatten(0, 1), order_N // top_k, place_N)
         rows_ND, counts_E, back = self.exchange(rows_ND, counts_E)
-        out_ND = _Take.apply(back(self.experts(rows_ND, counts_E)), place_N, order_N)
+        out_ND = take_rows(back(self.experts(rows_ND, counts_E)), place_N, order_N)
         weighted_BLKD = out_ND.view(*ids_BLK.shape, -1) * weights_BLK.unsqueeze(-1)
         return weighted_BLKD.sum(2).to(x_BLD.dtype)
 

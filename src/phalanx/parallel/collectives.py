@@ -51,6 +51,13 @@ def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
     return funcol.wait_tensor(funcol.all_reduce(x, op, group))
 
 
+def all_to_all(x: Tensor, out: list[int], into: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The first out[0] rows to rank 0, and so on; into[r] rows come from rank r."""
+    got = x.new_empty(sum(into), *x.shape[1:])
+    dist.all_to_all_single(got, x.contiguous(), into, out, group=group)
+    return got
+
+
 def swap_dims(x: Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> Tensor:
     """All-to-all: dim `cut` is cut in as many parts as there are ranks, part r goes to rank r, and what
     comes back is joined along dim `joined` in rank order."""

@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from phalanx.model.grouped import grouped_linear, input_gradient, weight_gradient
+from phalanx.model.moe import Experts
+
 
 class WeightGradients:
     """The work put off by the backward that is running now; None: nothing is put off."""
@@ -46,6 +49,23 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None
 
 
+class _GroupedLinear(torch.autograd.Function):
+    """The same for the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, counts: Tensor, deferred: WeightGradients) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        ctx.weight, ctx.deferred = weight, deferred
+        return grouped_linear(x, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, weight, counts = ctx.saved_tensors
+        grad = grad.contiguous()
+        dx = input_gradient(grad, weight, counts)
+        return dx, ctx.deferred.put_off(ctx.weight, lambda: weight_gradient(x, grad, counts)), None, None
+
+
 class DeferredLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         out = self.multiply(x, self.weight)
@@ -56,7 +76,12 @@ def apply_deferral(model: nn.Module, deferred: WeightGradients) -> None:
     def multiply(x: Tensor, weight: nn.Parameter) -> Tensor:
         return _Linear.apply(x, weight, deferred)
 
+    def multiply_grouped(x: Tensor, weight: nn.Parameter, counts: Tensor) -> Tensor:
+        return _GroupedLinear.apply(x, weight, counts, deferred)
+
     for module in model.modules():
+        if isinstance(module, Experts):
+            module.multiply = multiply_grouped
         if isinstance(module, nn.Linear):
             module.multiply = multiply
             if type(module) is nn.Linear:

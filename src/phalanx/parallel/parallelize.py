@@ -10,6 +10,7 @@ from phalanx.core.layout import Coord
 from phalanx.model.family import Family
 from phalanx.parallel.context import apply_context_parallel
 from phalanx.parallel.deferred import WeightGradients, apply_deferral
+from phalanx.parallel.expert import apply_expert_parallel
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.recompute import apply_recompute
 from phalanx.parallel.shard import MASTER_DTYPE, apply_shard
@@ -29,6 +30,7 @@ def parallelize(
         where = cut_stages(family, model, job.model, job.layout)
         apply_tensor_parallel(model, family, groups.tp)
         keep_stage(model, where, stage)
+        apply_expert_parallel(model, job.layout, groups)
         apply_context_parallel(model, job.layout, groups.axis("cp"))
         if job.layout.splits_backward:
             apply_deferral(model, deferred)

@@ -122,6 +122,16 @@ class Reducer:
             self._guard(lambda: cross.sum_(count))
         return count[0]
 
+    def sum_loads(self, loads: Tensor) -> Tensor:
+        """Integers summed over all ranks of the stage in all replicas, when no bucket is under way."""
+        assert self.groups.experts is not None and not self._flying
+        for axis in ("edp", "ep"):
+            dist.all_reduce(loads, group=self.groups.experts.get_group(axis))
+        if cross := self.groups.cross:
+            self._guard(lambda: cross.sum_(loads.view(-1)))
+            self._raise()
+        return loads
+
     def finish(self) -> None:
         """Wait until every gradient is final."""
         self._send_bucket()
@@ -130,6 +140,9 @@ class Reducer:
         self._flying.clear()
         if self._stream is not None:
             self.device.wait(None, self._stream.record_event())
+        self._raise()
+
+    def _raise(self) -> None:
         if self._error is not None:
             raise StepFailed(f"the reduction across replicas failed: {self._error}") from self._error
 

@@ -66,3 +66,17 @@ def describe(family: Family, config: ModelConfig, layout: Layout | None = None) 
         experts = config.num_experts if family.is_expert(owner) else 0
         infos.append(ParamInfo(name, param.shape, split, stage_of(name, stages), experts))
     return infos
+
+
+def describe_buffers(
+    family: Family, config: ModelConfig, layout: Layout, coord: Coord
+) -> list[tuple[str, torch.Size, float]]:
+    """Name, shape and first value of the buffers of this rank's stages."""
+    with torch.device("meta"):
+        model = family.build(config)
+    stages = cut_stages(family, model, config, layout)
+    return [
+        (name, buffer.shape, family.buffer_start(name))
+        for name, buffer in model.named_buffers()
+        if stage_of(name, stages) in layout.stages_of(coord.pp)
+    ]

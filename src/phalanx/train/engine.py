@@ -19,6 +19,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.model.family import Batch, Family
+from phalanx.model.moe import MoE, next_bias
 from phalanx.observe.progress import Phase
 from phalanx.parallel.collectives import all_gather
 from phalanx.parallel.context import cut_batch
@@ -50,6 +51,7 @@ class StepResult:
     lr: float
     backward_end_ns: int = 0
     grads: dict[str, Tensor] = field(default_factory=dict)
+    loads: dict[str, Tensor] = field(default_factory=dict)  # of the experts, by the name of their bias
 
 
 class Engine:
@@ -92,7 +94,14 @@ class Engine:
                     value = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
                     tied[id(param)] = torch.nn.Parameter(value)
                 bound[name] = tied[id(param)]
-            model.load_state_dict(bound, assign=True)
+            buffers = {name: self.state.buffers[name] for name, _ in model.named_buffers()}
+            model.load_state_dict({**bound, **buffers}, assign=True)
+        self._balanced = {  # the layers whose load decides their next bias, under the bias's name
+            f"{name}.bias": module
+            for model in self.stages.values()
+            for name, module in model.named_modules()
+            if isinstance(module, MoE) and module.bias is not None
+        }
         self._wrapped = {stage: list(model.named_parameters()) for stage, model in self.stages.items()}
         self._aliased = False
 
@@ -125,11 +134,23 @@ class Engine:
         backward_end_ns = time.perf_counter_ns()
         self.mark(Phase.reduce, step=self.state.step)
         self.reducer.finish()
+        loads = self._take_loads()
         grads = self._take_gradients()
         norm = self._clip(grads)
         lr = learning_rate(job.optimizer, self.state.step, job.train.steps)
         loss_sums = torch.stack(self._loss_sums) if self._loss_sums else torch.zeros(0)
-        return StepResult(loss_sums, local_tokens, tokens, norm, lr, backward_end_ns, grads)
+        return StepResult(loss_sums, local_tokens, tokens, norm, lr, backward_end_ns, grads, loads)
+
+    def _take_loads(self) -> dict[str, Tensor]:
+        """How many tokens every expert got in the step, over all ranks: integers, so the order of the
+        sum does not matter."""
+        if not self._balanced:
+            return {}
+        held = [cast(Tensor, module.load_E) for module in self._balanced.values()]
+        for module in self._balanced.values():
+            module.load_E = None
+        total = self.reducer.sum_loads(torch.stack(held))
+        return dict(zip(self._balanced, total, strict=True))
 
     def _prepare(self, batch: Batch, scale: Tensor) -> Batch:
         batch = cut_batch(batch, self.job.layout, self.job.train.seq_len, self.coord.cp).map(self.device.put)
@@ -190,6 +211,9 @@ class Engine:
         optimizer.step()
         for param in self.state.params.values():
             param.grad = None
+        for name, load in result.loads.items():
+            bias = self.state.buffers[name]
+            bias.copy_(torch.where(bad, bias, next_bias(bias, load, self.job.model.balance_bias)))
         result.grads.clear()  # the caller reads the rest a step later; this must not live that long
         self.state.step += 1
 

@@ -14,7 +14,7 @@ from phalanx.core.layout import Coord
 from phalanx.model.family import Family
 from phalanx.model.init import draw
 from phalanx.parallel.device import Device
-from phalanx.parallel.schema import ParamInfo, describe
+from phalanx.parallel.schema import ParamInfo, describe, describe_buffers
 from phalanx.parallel.shard import MASTER_DTYPE
 
 DIGEST_LIMIT_BYTES = 1 << 28
@@ -25,6 +25,7 @@ class State:
     infos: list[ParamInfo]
     params: dict[str, nn.Parameter]  # local slices, in the master precision
     optimizer: torch.optim.AdamW
+    buffers: dict[str, torch.Tensor]  # whole on every rank of the stage
     step: int = 0
 
     @staticmethod
@@ -38,7 +39,12 @@ class State:
             rows, cols = info.local_slice(job.layout, coord)
             draw(job.seed, info.name, info.shape, family.init(info.name, job.model), rows, cols, local)
             params[info.name] = nn.Parameter(local.to(device.torch))
-        return State(infos, params, _optimizer(job, params))
+        dtype = MASTER_DTYPE[job.train.precision]
+        buffers = {
+            name: torch.full(shape, value, dtype=dtype, device=device.torch)
+            for name, shape, value in describe_buffers(family, job.model, job.layout, coord)
+        }
+        return State(infos, params, _optimizer(job, params), buffers)
 
     def digest(self) -> dict[str, str] | None:
         """SHA-256 of the bytes of the local weights, and of the optimizer's moments. None for more
@@ -50,6 +56,8 @@ class State:
             weights.update(_bytes(name, param))
             for key, value in sorted(self.optimizer.state[param].items()):
                 moments.update(_bytes(key, value))
+        for name, buffer in self.buffers.items():
+            weights.update(_bytes(name, buffer))
         return {"weights": weights.hexdigest(), "optimizer": moments.hexdigest()}
 
 
