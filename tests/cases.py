@@ -239,6 +239,10 @@ def case_save(args):
     rank.close()
 
 
+def _array(tensor):
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+
+
 def case_train(args):
     """`steps` steps; leaves this rank's slices of weights and moments in a file. Every replica saves."""
     rank = connect(args)
@@ -252,10 +256,10 @@ def case_train(args):
     result["digest"] = rank.state.digest()
     arrays = {}
     for name, param in rank.state.params.items():
-        moments = rank.state.optimizer.state[param] if param.numel() else {}
+        moments = rank.state.moments(name)
         arrays["weights/" + name] = param.detach().cpu().numpy()
         for key in ("exp_avg", "exp_avg_sq"):
-            arrays[f"{key}/{name}"] = moments[key].cpu().numpy() if moments else param.detach().cpu().numpy()
+            arrays[f"{key}/{name}"] = _array(moments[key]) if moments else param.detach().cpu().numpy()
     np.savez(f"{args['stem']}-{args['rank']}.npz", **arrays)
     rank.close()
     return result

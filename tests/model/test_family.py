@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import UserError
-from phalanx.core.shape import ModelConfig
+from phalanx.core.shape import FAMILIES, ModelConfig
 from phalanx.model.dense import DENSE, Decoder
-from phalanx.model.family import Family, check_family, load_family
-from tests.cases import connect, make_job
+from phalanx.model.family import BUILTIN, Family, check_family, load_family
+from tests.cases import IMAGE, MOE, MOE_ODD, connect, make_job
 
 EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'custom_model.py'}:FAMILY"
 # Odd sizes, and a table of positions with more rows than there are positions.
@@ -111,6 +111,9 @@ WRONG = [
     (dense(units=("blocks.*",)), r"units pattern 'blocks.\*' matches no module", r"layers.\*, "),
     (dense(split=NO_EMBED), "embedding 'embed' is not split", "'embed': 'vocab'"),
     (dense(build=WithBuffer), "'mask' is a buffer", "compute it in forward"),
+    (dense(build=WithBuffer, buffers={"layers.*.mask": 0.0}), "'mask' is a buffer", "compute it in forward"),
+    (dense(experts=("layers.*.moe",)), r"experts pattern 'layers.\*.moe' matches no module", r"layers.\*.ffn, "),
+    (dense(optional=("layers.*.mlp",), split=DENSE.split | {"layers.*.mlps": "row"}), "mlps' matches no", "layers"),
     (dense(build=WithPadding), "'embed' has padding_idx", "leave them out"),
     (dense(build=larger_vocabulary), "300 outputs, but model.vocab_size is 257", "agree"),
     (dense(init=lambda name, config: 0.02), "init gives 0.02 for 'embed.weight'", "phalanx.Init"),
@@ -124,10 +127,11 @@ def test_a_description_that_does_not_fit_its_model_is_refused(family, said, reme
         check_family(family, ModelConfig())
 
 
-def test_the_families_that_come_along_pass(tmp_path):
-    check_family(DENSE, ModelConfig())
-    check_family(DENSE, ModelConfig(tied=True))
-    check_family(load_family(EXAMPLE), CUSTOM)
+def test_the_families_that_come_along_pass():
+    assert set(BUILTIN) == set(FAMILIES)
+    plain_moe = dataclasses.replace(MOE, dense_layers=0, shared_experts=0)
+    for config in (ModelConfig(), ModelConfig(tied=True), MOE, MOE_ODD, plain_moe, IMAGE, CUSTOM):
+        check_family(load_family(config.family), config)
 
 
 def test_the_page_about_it_shows_the_model_that_is_tested():

@@ -1,5 +1,6 @@
 """A job means what its file says: where each value comes from, and which one wins."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -75,14 +76,23 @@ def test_a_preset_on_the_command_line_replaces_the_file_s_model(tmp_path):
         ("llama3-405b", 405.9e9, 0.02),
         ("gpt3-175b", 175e9, 0.03),
         ("dense-1t", 1e12, 0.03),
+        ("mixtral-8x7b", 46.7e9, 0.002),
+        ("deepseek-v3-like", 671e9, 0.01),
     ],
 )
 def test_presets_have_the_published_size(name, published, tolerance):
     assert from_mapping({"model": {"preset": name}}).job.model.num_params == pytest.approx(published, rel=tolerance)
 
 
+@pytest.mark.parametrize("before", PRESETS)
+def test_a_preset_laid_over_another_leaves_nothing_of_it(before, tmp_path):
+    path = write(tmp_path, f'[model]\npreset = "{before}"\n')
+    assert load(path, ["model.preset=llama3-8b"]).job.model == ModelConfig(**PRESETS["llama3-8b"])
+
+
 def test_presets_are_complete_and_tiny_is_the_default():
-    assert len({frozenset(shape) for shape in PRESETS.values()}) == 1
+    fields_of_shape = {field.name for field in dataclasses.fields(ModelConfig)} - {"options"}
+    assert {frozenset(shape) for shape in PRESETS.values()} == {frozenset(fields_of_shape)}
     assert ModelConfig(**PRESETS["tiny"]) == ModelConfig()
 
 
@@ -155,7 +165,8 @@ def values(name: str) -> st.SearchStrategy:
     return {"name": st.from_regex(r"\A[a-z0-9][A-Za-z0-9._-]{0,20}\Z"), "run.device": st.just("cpu")}[name]
 
 
-SETTABLE = sorted(set(fields()) - {"layout.ranks", "model.family", "model.options", "data.source", "run.dir"})
+PATHS = {"model.family", "data.source", "run.dir", "optimizer.offload_dir"}
+SETTABLE = sorted(set(fields()) - PATHS - {"layout.ranks", "model.options"})
 SETS = st.dictionaries(st.sampled_from(SETTABLE), st.none(), max_size=8).flatmap(
     lambda names: st.fixed_dictionaries({name: values(name) for name in names})
 )

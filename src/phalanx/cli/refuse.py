@@ -55,13 +55,15 @@ def _ranks(job: Job) -> None:
 
 
 def _memory(job: Job) -> None:
-    """Weights, gradients and two moments in the master precision per parameter, once per replica. A
+    """Weights, gradients and two moments per parameter, once per replica; moments in a file do not count. A
     family of the user's own is not known well enough here; its ranks fail with torch's own figures."""
     if job.model.family not in ("dense", "moe") or job.run.device not in ("cpu", "auto"):
         return
     if job.run.device == "auto" and any(Path(node).exists() for node in ACCELERATORS):
         return
-    bytes_per_param = 32 if job.train.precision == "fp64" else 16
+    master = 8 if job.train.precision == "fp64" else 4
+    moment = {"nvme": 0}.get(job.optimizer.offload, 2 if job.optimizer.state == "bf16" else master)
+    bytes_per_param = 2 * (master + moment)
     need, have = job.model.num_params * bytes_per_param * job.layout.replica, host_memory_bytes()
     if need > have:
         raise UserError(

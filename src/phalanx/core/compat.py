@@ -3,6 +3,7 @@ these rules, the documentation prints them, the tests trip each one."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class Rule:
     what: str
     why: str
     remedy: str
+    composition: bool = False  # two features that do not go together, whatever the sizes
 
     def sentence(self, job: Job) -> str:
         what = re.sub(r"\b[a-z]+\.\w+\b(?! =)", lambda match: f"{match[0]} ({_value(job, match[0])})", self.what)
@@ -55,6 +57,26 @@ def _patches(job: Job) -> int:
     shape = ImageShape.of(job.model.options)
     return shape.num_patches if shape else 0
 
+
+def _chunks_fit(job: Job) -> bool:
+    chunks = job.layout.num_chunks
+    return {"gpipe": chunks == 1, "1f1b": chunks == 1, "zbv": chunks == 2}.get(job.layout.schedule, chunks >= 2)
+
+
+def _uneven_rounds(job: Job) -> bool:
+    rounds = max(1, job.micro_per_rank // job.layout.pp)
+    return job.layout.schedule != "zbv" and job.micro_per_rank % rounds != 0
+
+
+def _pieces(job: Job) -> int:
+    """Of a sequence, if all ranks are to hold the same number of positions."""
+    cp, tp = job.layout.cp, job.layout.tp
+    return math.lcm(cp * tp, 2 * cp) if job.layout.cp_style == "ring" else cp * tp
+
+
+# bf16 has 8 significant bits, so half of the last digit is up to 1/256 of a value. A moment decays by 1 - beta of
+# itself per step; where that is less, it stays where it is.
+BF16_MAX_BETA = 1 - 2**-8
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -179,12 +201,103 @@ RULES: tuple[Rule, ...] = (
         "choose train.global_batch as a multiple of train.micro_batch x layout.replica x layout.shard",
     ),
     Rule(
+        "pp-layers",
+        "layout.pp",
+        _decoder(lambda j: j.model.num_layers < j.layout.num_stages),
+        "model.num_layers is less than the number of stages, layout.pp times the chunks of layout.schedule",
+        "every stage of the pipeline holds at least one layer",
+        "lower layout.pp or layout.chunks, or raise model.num_layers",
+    ),
+    Rule(
+        "pp-chunks",
+        "layout.chunks",
+        lambda j: j.layout.pp > 1 and not _chunks_fit(j),
+        "layout.chunks does not suit layout.schedule",
+        "gpipe and 1f1b have one chunk on a rank, zbv two, the interleaved schedules two or more",
+        "set layout.chunks = 0 for the number that the schedule needs",
+    ),
+    Rule(
+        "pp-rounds",
+        "train.global_batch",
+        lambda j: j.layout.pp > 1 and j.layout.num_chunks > 1 and _uneven_rounds(j),
+        "the micro-batches of a rank, train.global_batch / (train.micro_batch x layout.replica x layout.shard), "
+        "do not divide into rounds of about layout.pp, as layout.schedule needs",
+        "an interleaved schedule takes as many micro-batches through one chunk before it turns to the next",
+        "choose train.global_batch so that a rank has a multiple of layout.pp micro-batches",
+    ),
+    Rule(
+        "cp-sequence",
+        "layout.cp",
+        lambda j: j.layout.cp > 1 and j.train.seq_len % _pieces(j) != 0,
+        "train.seq_len does not divide into equal pieces for layout.cp ranks (two each in a ring), "
+        "each cut again by layout.tp",
+        "every rank holds as many positions as any other",
+        "choose train.seq_len as a multiple of 2 x layout.cp x layout.tp",
+    ),
+    Rule(
+        "ulysses-heads",
+        "layout.cp",
+        lambda j: j.layout.cp > 1
+        and j.layout.cp_style == "ulysses"
+        and j.model.num_heads // j.layout.tp % j.layout.cp != 0,
+        'layout.cp_style = "ulysses" where layout.cp does not divide model.num_heads / layout.tp',
+        "each cp rank attends with some of the heads",
+        'choose layout.cp as a divisor of model.num_heads / layout.tp, or set layout.cp_style = "ring"',
+    ),
+    Rule(
+        "ep-experts",
+        "layout.ep",
+        lambda j: j.layout.ep > 1 and (j.model.family in ("dense", "image") or j.layout.ep > j.model.num_experts),
+        "layout.ep is more than the experts that model.family has (model.num_experts for moe, else none)",
+        "every ep rank holds at least one expert",
+        "lower layout.ep, or take the moe family with more experts",
+    ),
+    Rule(
+        "ep-ranks",
+        "layout.ep",
+        lambda j: j.layout.stage_size % j.layout.ep != 0,
+        "layout.ep does not divide layout.shard x layout.cp x layout.tp",
+        "the ep ranks are taken from these: each of them holds some experts and its own tokens",
+        "choose layout.ep as a divisor of layout.shard x layout.cp x layout.tp",
+    ),
+    Rule(
+        "exact-ep",
+        "train.reduction",
+        lambda j: j.train.reduction == "exact" and j.layout.ep > 1,
+        'train.reduction = "exact" with layout.ep above 1',
+        "an expert's gradient is one matrix product over the tokens of all ep ranks, so the micro-batches are "
+        "already mixed when the sum over them could be put in order (torch's grouped_mm has no order over rows)",
+        'set layout.ep = 1, or train.reduction = "fast"',
+        composition=True,
+    ),
+    Rule(
+        "tied-pp",
+        "model.tied",
+        lambda j: j.model.tied and j.layout.pp > 1,
+        "model.tied = true with layout.pp above 1",
+        "the shared matrix would be in the first and the last stage, and torch pipelining and FSDP2 know no "
+        "parameter that lives in two modules on different ranks",
+        "set model.tied = false, or layout.pp = 1",
+        composition=True,
+    ),
+    Rule(
+        "compile-split",
+        "train.compile",
+        lambda j: j.train.compile != "none" and j.layout.splits_backward,
+        "train.compile is on with a layout.schedule that splits the backward (interleaved-zb, zbv)",
+        "a compiled block has one backward graph that computes all gradients at once; torch refuses it for its "
+        "own zero-bubble schedules too (_check_torch_compile_compatibility, pytorch issue 161904)",
+        'set train.compile = "none", or layout.schedule = "interleaved"',
+        composition=True,
+    ),
+    Rule(
         "exact-compress",
         "train.compress",
         lambda j: j.train.reduction == "exact" and j.train.compress != "none",
         'train.reduction = "exact" with compressed cross-replica traffic',
         "compression rounds partial sums at a place that depends on the layout",
         'set train.compress = "none", or train.reduction = "fast"',
+        composition=True,
     ),
     Rule(
         "compress-replica",
@@ -206,9 +319,18 @@ RULES: tuple[Rule, ...] = (
         "nodes-even",
         "layout.ranks_per_node",
         lambda j: j.layout.ranks_per_node > 0 and j.layout.world_size % j.layout.ranks_per_node != 0,
-        "layout.replica x layout.shard x layout.tp ranks do not fill whole nodes of layout.ranks_per_node",
+        "layout.replica x layout.pp x layout.shard x layout.cp x layout.tp ranks do not fill whole nodes of layout.ranks_per_node",
         "a job takes whole nodes, so that every node has the same number of ranks",
         "choose layout.ranks_per_node as a divisor of the number of ranks, or 0 for one node",
+    ),
+    Rule(
+        "bf16-state",
+        "optimizer.state",
+        lambda j: j.optimizer.state == "bf16" and max(j.optimizer.beta1, j.optimizer.beta2) > BF16_MAX_BETA,
+        'optimizer.state = "bf16" with optimizer.beta1 or optimizer.beta2 above 0.996, which is 1 - 1/256',
+        "a moment then moves by less than half of bf16's last digit, which rounding takes back: "
+        "it would not decay when the gradient does",
+        'lower the beta (0.95 is usual for optimizer.beta2), or set optimizer.state = "full"',
     ),
     Rule(
         "schedule-fits",

@@ -21,7 +21,7 @@ class ImageShape:
     @staticmethod
     def of(options: dict[str, Any]) -> ImageShape | None:
         """From model.options `image`, `patch` and `channels`; None if they do not make one."""
-        sizes = [options.get(name) for name in ("image", "patch", "channels")]
+        sizes = [options.get(name, 0) for name in ("image", "patch", "channels")]
         if not all(type(size) is int and size > 0 for size in sizes):
             return None
         shape = ImageShape(*sizes)

@@ -22,6 +22,7 @@ class TrainConfig:
     precision: str = "fp32"  # bf16 | fp32 | fp64
     reduction: str = "fast"  # fast | exact
     recompute: str = "none"  # none | selective | full
+    offload_activations: bool = False
     prefetch: int = 1  # layers whose parameters are gathered ahead
     bucket_mb: float = 25.0
     compress: str = "none"  # none | bf16 | int8: cross-replica traffic
@@ -41,6 +42,9 @@ class OptimizerConfig:
     warmup_steps: int = -1  # -1: a tenth of the run
     decay_steps: int = 0  # wsd only: length of the final decay
     min_lr_ratio: float = 0.1
+    state: str = "full"  # full | bf16: precision of the moments
+    offload: str = "none"  # none | cpu | nvme: where they live
+    offload_dir: str = ""  # nvme only; "": the folder for temporary files
 
     def warmup(self, total: int) -> int:
         return total // 10 if self.warmup_steps < 0 else self.warmup_steps

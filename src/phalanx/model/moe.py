@@ -80,7 +80,7 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         scale, load_E = ctx.saved_tensors
-        if True:
+        if ctx.moe.training:
             ctx.moe.load_E = load_E.clone() if ctx.moe.load_E is None else ctx.moe.load_E + load_E
         return grad, scale, None, None, None
 

@@ -4,6 +4,7 @@ peak speed. Everybody else says `device`, never the name of a vendor."""
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import time
@@ -83,6 +84,12 @@ class Device:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor on the device, without waiting for the copy."""
         return tensor if self.is_cpu else tensor.pin_memory().to(self.torch, non_blocking=True)
+
+    def host_bytes(self, size: int) -> torch.Tensor:
+        """Host memory that begins a page; on an accelerator pinned, so that nobody waits for a copy."""
+        if self.is_cpu:
+            return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def hold(self, tensor: torch.Tensor, stream: torch.Stream | None = None) -> None:
         """`tensor` is read on this stream (default: the current one), which is not the one it was

@@ -10,16 +10,18 @@ from phalanx.core.layout import Coord
 from phalanx.model.family import Family
 from phalanx.parallel.context import apply_context_parallel
 from phalanx.parallel.deferred import WeightGradients, apply_deferral
+from phalanx.parallel.device import Device
 from phalanx.parallel.expert import apply_expert_parallel
 from phalanx.parallel.groups import Groups
-from phalanx.parallel.recompute import apply_recompute
+from phalanx.parallel.offload import apply_offload
+from phalanx.parallel.recompute import apply_compile, apply_recompute
 from phalanx.parallel.shard import MASTER_DTYPE, apply_shard
 from phalanx.parallel.stages import Absent, cut_stages, keep_stage
 from phalanx.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize(
-    job: Job, family: Family, coord: Coord, groups: Groups, deferred: WeightGradients
+    job: Job, family: Family, coord: Coord, groups: Groups, deferred: WeightGradients, device: Device
 ) -> dict[int, nn.Module]:
     """This rank's stages of the model, on the meta device, cut and wrapped; they hold no values yet. No
     collective is called here, so a rank that joins can build alone."""
@@ -35,7 +37,11 @@ def parallelize(
         if job.layout.splits_backward:
             apply_deferral(model, deferred)
         units = [m for m in family.modules(model, family.units) if not isinstance(m, Absent)]
-        apply_recompute(units, job.train.recompute)
-        apply_shard(job, model, units, family.modules(model, family.experts), groups)
+        experts = family.modules(model, family.experts)
+        apply_recompute(units, experts, job.train.recompute)
+        apply_compile(units, experts, job.train.compile)
+        if job.train.offload_activations:
+            apply_offload(units, device)
+        apply_shard(job, model, units, experts, groups)
         stages[stage] = model
     return stages

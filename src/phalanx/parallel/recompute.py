@@ -16,6 +16,7 @@ KEEP = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -30,11 +31,32 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_recompute(units: list[nn.Module], mode: str) -> None:
+def apply_recompute(units: list[nn.Module], experts: list[nn.Module], mode: str) -> None:
+    """`experts` are FSDP2 modules of their own inside the units. What FSDP2 does around them differs when
+    it is done again, which selective recomputation takes for a mistake: it goes round them."""
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        units = [piece for unit in units for piece in _pieces(unit, experts)]
     for unit in units:
         unit.forward = partial(checkpoint, unit.forward, **options)
+
+
+def apply_compile(units: list[nn.Module], experts: list[nn.Module], backend: str) -> None:
+    """Each block by itself, inside FSDP2's hooks, so that equal blocks share one compilation and no name
+    of a group or generation is baked in. Recomputation is compiled with the block."""
+    if backend == "none":
+        return
+    torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
+    for piece in (piece for unit in units for piece in _pieces(unit, experts)):
+        piece.forward = torch.compile(piece.forward, backend=backend, dynamic=False)
+
+
+def _pieces(module: nn.Module, experts: list[nn.Module]) -> list[nn.Module]:
+    """The largest parts of a module that have no experts inside, and the experts."""
+    inner = [m for m in module.modules() if m is not module]
+    if any(e is m for e in experts for m in inner):
+        return [piece for child in module.children() for piece in _pieces(child, experts)]
+    return [module]

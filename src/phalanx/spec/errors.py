@@ -48,10 +48,10 @@ def _unknown(name: str, value: object) -> tuple[str, str]:
     names = [known for known in sections() if known]
     if isinstance(value, dict) and not section:
         near = [f"[{known}]" for known in difflib.get_close_matches(leaf, names)]
-        near = near or [field for key in value for field in _nearest(str(key))]
+        near = near or [field for key in value for field in _nearest(str(key), leaf)]
         message, listing = "there is no such section", f"The sections are {', '.join(names)}"
     else:
-        near = _nearest(leaf)
+        near = _nearest(leaf, section)
         inside = [known.rpartition(".")[2] for known in fields() if known.rpartition(".")[0] == section]
         where = f"[{section}]" if section else "the top level"
         message, listing = "there is no such field", f"The fields of {where} are {', '.join(inside)}"
@@ -60,13 +60,14 @@ def _unknown(name: str, value: object) -> tuple[str, str]:
     return message, listing
 
 
-def _nearest(leaf: str) -> list[str]:
-    """Fields in any section whose own name is this one, or else close to it."""
+def _nearest(leaf: str, section: str) -> list[str]:
+    """Fields in any section whose own name is this one, or else close to it, first of all in `section`."""
     by_leaf: dict[str, list[str]] = {}
     for field in fields():
         by_leaf.setdefault(field.rpartition(".")[2], []).append(field)
     close = [leaf] if leaf in by_leaf else difflib.get_close_matches(leaf, by_leaf, n=2)
-    return [_place(field) for match in close for field in by_leaf[match]]
+    near = [field for match in close for field in by_leaf[match]]
+    return [_place(field) for field in [f for f in near if f.rpartition(".")[0] == section] or near]
 
 
 def _place(field: str) -> str:

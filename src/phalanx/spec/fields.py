@@ -69,6 +69,10 @@ def _source(source: str, info: ValidationInfo) -> str:
     return path
 
 
+def _folder(path: str, info: ValidationInfo) -> str:
+    return path and _absolute(path, info)
+
+
 def option(default: object, text: str, **bounds: Any) -> Any:
     return Field(default, description=text, **bounds)
 
@@ -168,6 +172,9 @@ class TrainSection(Section):
     recompute: Literal["none", "selective", "full"] = option(
         TRAIN.recompute, "Activations thrown away in the forward pass and computed again in the backward pass."
     )
+    offload_activations: bool = option(
+        TRAIN.offload_activations, "Whether what the backward pass needs waits for it in host memory."
+    )
     prefetch: int = option(TRAIN.prefetch, "Layers whose parameters are gathered ahead of their use.", ge=0)
     bucket_mb: float = option(TRAIN.bucket_mb, "Megabytes in one gradient bucket of the cross-replica reduction.", gt=0)
     compress: Literal["none", "bf16", "int8"] = option(
@@ -196,6 +203,16 @@ class OptimizerSection(Section):
     )
     decay_steps: int = option(OPTIMIZER.decay_steps, "Length of the final decay; wsd only.", ge=0)
     min_lr_ratio: float = option(OPTIMIZER.min_lr_ratio, "Final learning rate as a share of the peak.", ge=0, le=1)
+    state: Literal["full", "bf16"] = option(
+        OPTIMIZER.state, "Format of the two moments between updates; full is that of the master weights."
+    )
+    offload: Literal["none", "cpu", "nvme"] = option(
+        OPTIMIZER.offload, "Where the moments live: on the device (none), in host memory (cpu), in a file (nvme)."
+    )
+    offload_dir: Annotated[str, AfterValidator(_folder)] = option(
+        OPTIMIZER.offload_dir,
+        "Folder for that file, on a local disk; it has no name there. Empty: the folder for temporary files.",
+    )
 
 
 class DataSection(Section):

@@ -69,7 +69,7 @@ class Engine:
         self.state, self.device, self.mark = state, device, mark
         self.indices = micro_indices(job, coord)
         self._deferred = WeightGradients()
-        self.stages = parallelize(job, family, coord, groups, self._deferred)
+        self.stages = parallelize(job, family, coord, groups, self._deferred, device)
         self._halves: dict[int, Halves] = {}
         self._bind()
         self.reducer = Reducer(job, coord, groups, device)

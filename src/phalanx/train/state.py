@@ -16,6 +16,7 @@ from phalanx.model.init import draw
 from phalanx.parallel.device import Device
 from phalanx.parallel.schema import ParamInfo, describe, describe_buffers
 from phalanx.parallel.shard import MASTER_DTYPE
+from phalanx.train.optimizer import Optimizer, build_optimizer
 
 DIGEST_LIMIT_BYTES = 1 << 28
 
@@ -24,7 +25,7 @@ DIGEST_LIMIT_BYTES = 1 << 28
 class State:
     infos: list[ParamInfo]
     params: dict[str, nn.Parameter]  # local slices, in the master precision
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
     buffers: dict[str, torch.Tensor]  # whole on every rank of the stage
     step: int = 0
 
@@ -44,7 +45,11 @@ class State:
             name: torch.full(shape, value, dtype=dtype, device=device.torch)
             for name, shape, value in describe_buffers(family, job.model, job.layout, coord)
         }
-        return State(infos, params, _optimizer(job, params), buffers)
+        return State(infos, params, build_optimizer(job, params.values(), device), buffers)
+
+    def moments(self, name: str) -> dict[str, torch.Tensor]:
+        """The optimizer's step count and moments of one parameter, wherever they are kept."""
+        return self.optimizer.moments(self.params[name])
 
     def digest(self) -> dict[str, str] | None:
         """SHA-256 of the bytes of the local weights, and of the optimizer's moments. None for more
@@ -54,7 +59,7 @@ class State:
         weights, moments = hashlib.sha256(), hashlib.sha256()
         for name, param in self.params.items():
             weights.update(_bytes(name, param))
-            for key, value in sorted(self.optimizer.state[param].items()):
+            for key, value in sorted(self.moments(name).items()):
                 moments.update(_bytes(key, value))
         for name, buffer in self.buffers.items():
             weights.update(_bytes(name, buffer))
@@ -64,21 +69,3 @@ class State:
 def _bytes(name: str, tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return name.encode() + flat.cpu().numpy().tobytes()
-
-
-def _optimizer(job: Job, params: dict[str, nn.Parameter]) -> torch.optim.AdamW:
-    """Runs on local slices, so it does no communication. Vectors are not decayed. The exact
-    reduction needs foreach: the fused kernel's result depends on where a tensor is cut."""
-    c, exact = job.optimizer, job.train.reduction == "exact"
-    held = [p for p in params.values() if p.numel()]
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in held if p.dim() > 1], "weight_decay": c.weight_decay},
-            {"params": [p for p in held if p.dim() <= 1], "weight_decay": 0.0},
-        ],
-        lr=c.lr,
-        betas=(c.beta1, c.beta2),
-        eps=c.eps,
-        foreach=exact,
-        fused=not exact,
-    )
