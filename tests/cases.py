@@ -32,6 +32,7 @@ EVEN = ModelConfig(vocab_size=96, dim=64, num_layers=2, num_heads=4, num_kv_head
 ODD = ModelConfig(vocab_size=101, dim=60, num_layers=2, num_heads=6, num_kv_heads=2, ffn_dim=171)
 TIED = dataclasses.replace(ODD, tied=True)
 DEEP = dataclasses.replace(ODD, num_layers=5)  # does not divide over the stages
+DEEPER = dataclasses.replace(ODD, num_layers=9)
 NARROW = dataclasses.replace(EVEN, ffn_dim=9)
 # One dense layer and two with experts, of which an odd number, or an odd width, may not divide.
 MOE = ModelConfig(
@@ -66,6 +67,7 @@ MOE_ODD = ModelConfig(
     balance_loss=0.02,
     balance_bias=0.05,
 )
+MOE_DEEP = dataclasses.replace(MOE, num_layers=4)
 # 16 patches of 27 numbers, which are odd, as are the classes.
 IMAGE = ModelConfig(
     family="image",
@@ -139,6 +141,104 @@ CASES = [
     ("exact: replica 3 x shard 2, ZeRO-1", (3, 2, 1), dict(reduction="exact", global_batch=12, zero=1)),
     ("exact: replica 2 x shard 2 x tp 2", (2, 2, 2), dict(reduction="exact")),
     ("exact: replica 4 x shard 2, two nodes", (4, 2, 1), dict(reduction="exact", ranks_per_node=4)),
+    # Pipelines: every schedule, an uneven number of layers, every ZeRO stage under a split backward.
+    ("pp 2, GPipe", (1, 1, 1), dict(model=DEEP, axes=dict(pp=2, schedule="gpipe"))),
+    ("pp 2, 1F1B", (1, 1, 1), dict(model=DEEP, axes=dict(pp=2))),
+    ("pp 4, 1F1B", (1, 1, 1), dict(model=DEEP, axes=dict(pp=4))),
+    ("pp 2, interleaved", (1, 1, 1), dict(model=DEEP, axes=dict(pp=2, schedule="interleaved"))),
+    ("pp 2, interleaved zero-bubble", (1, 1, 1), dict(model=DEEP, axes=dict(pp=2, schedule="interleaved-zb"))),
+    ("pp 2, ZB-V", (1, 1, 1), dict(model=DEEP, axes=dict(pp=2, schedule="zbv"))),
+    ("pp 4, ZB-V", (1, 1, 1), dict(model=DEEPER, axes=dict(pp=4, schedule="zbv"))),
+    ("pp 2, ZB-V, full recompute", (1, 1, 1), dict(model=DEEP, recompute="full", axes=dict(pp=2, schedule="zbv"))),
+    ("replica 2 x pp 2", (2, 1, 1), dict(model=DEEP, axes=dict(pp=2))),
+    ("replica 2 x pp 4, interleaved", (2, 1, 1), dict(model=DEEPER, axes=dict(pp=4, schedule="interleaved"))),
+    ("shard 2 x pp 2", (1, 2, 1), dict(model=DEEP, axes=dict(pp=2))),
+    ("shard 2 x pp 2, ZB-V, ZeRO-3", (1, 2, 1), dict(model=DEEP, axes=dict(pp=2, schedule="zbv"))),
+    ("shard 2 x pp 2, ZB-V, ZeRO-1", (1, 2, 1), dict(model=DEEP, zero=1, axes=dict(pp=2, schedule="zbv"))),
+    (
+        "shard 2 x pp 2, interleaved zero-bubble, ZeRO-2",
+        (1, 2, 1),
+        dict(model=DEEP, zero=2, axes=dict(pp=2, schedule="interleaved-zb")),
+    ),
+    ("tp 2 x pp 2", (1, 1, 2), dict(model=DEEP, axes=dict(pp=2))),
+    ("tp 2 x pp 2, ZB-V", (1, 1, 2), dict(model=DEEP, axes=dict(pp=2, schedule="zbv"))),
+    # Context: documents run across the boundaries of what a rank holds.
+    ("cp 2, ring", (1, 1, 1), dict(axes=dict(cp=2))),
+    ("cp 4, ring", (1, 1, 1), dict(axes=dict(cp=4))),
+    ("cp 4, ring, no mask", (1, 1, 1), dict(document_mask=False, axes=dict(cp=4))),
+    ("cp 2, Ulysses", (1, 1, 1), dict(axes=dict(cp=2, cp_style="ulysses"))),
+    ("cp 3, Ulysses, 2 key/value heads", (1, 1, 1), dict(seq_len=18, axes=dict(cp=3, cp_style="ulysses"))),
+    ("cp 2, ring, selective recompute", (1, 1, 1), dict(recompute="selective", axes=dict(cp=2))),
+    ("replica 2 x cp 2", (2, 1, 1), dict(axes=dict(cp=2))),
+    ("shard 2 x cp 2", (1, 2, 1), dict(axes=dict(cp=2))),
+    ("tp 2 x cp 2", (1, 1, 2), dict(axes=dict(cp=2))),
+    ("tp 2 x cp 2, Ulysses", (1, 1, 2), dict(model=EVEN, axes=dict(cp=2, cp_style="ulysses"))),
+    ("pp 2 x cp 2", (1, 1, 1), dict(model=DEEP, axes=dict(pp=2, cp=2))),
+    (
+        "pp 2 x cp 2, ZB-V, Ulysses",
+        (1, 1, 1),
+        dict(model=DEEP, axes=dict(pp=2, schedule="zbv", cp=2, cp_style="ulysses")),
+    ),
+    # Experts.
+    ("moe: single", (1, 1, 1), dict(model=MOE)),
+    ("moe: single, sigmoid, bias", (1, 1, 1), dict(model=MOE_ODD)),
+    ("moe: shard 2", (1, 2, 1), dict(model=MOE)),
+    ("moe: tp 2", (1, 1, 2), dict(model=MOE)),
+    ("moe: pp 2", (1, 1, 1), dict(model=MOE, axes=dict(pp=2))),
+    ("moe: cp 2", (1, 1, 1), dict(model=MOE, axes=dict(cp=2))),
+    ("moe: replica 2, bias", (2, 1, 1), dict(model=MOE_ODD)),
+    ("moe: shard 2, ep 2", (1, 2, 1), dict(model=MOE, axes=dict(ep=2))),
+    ("moe: shard 4, ep 4, 6 experts", (1, 4, 1), dict(model=MOE_ODD, axes=dict(ep=4))),
+    ("moe: shard 4, ep 2, ZeRO-1", (1, 4, 1), dict(model=MOE, zero=1, axes=dict(ep=2))),
+    ("moe: tp 2, ep 2", (1, 1, 2), dict(model=MOE, axes=dict(ep=2))),
+    ("moe: cp 2, ep 2, bias", (1, 1, 1), dict(model=MOE_ODD, axes=dict(cp=2, ep=2))),
+    ("moe: replica 2 x shard 2, ep 2, bias", (2, 2, 1), dict(model=MOE_ODD, axes=dict(ep=2))),
+    ("moe: shard 2 x pp 2, ep 2", (1, 2, 1), dict(model=MOE_ODD, axes=dict(pp=2, ep=2))),
+    ("moe: shard 2, ep 2, full recompute", (1, 2, 1), dict(model=MOE_ODD, recompute="full", axes=dict(ep=2))),
+    ("moe: shard 2, ep 2, selective recompute", (1, 2, 1), dict(model=MOE, recompute="selective", axes=dict(ep=2))),
+    # Three, four and five at once, on 8 ranks. ZeRO shards over shard x cp, so a cp axis alone carries it.
+    ("replica 2 x shard 2 x pp 2, interleaved", (2, 2, 1), dict(model=DEEP, axes=dict(pp=2, schedule="interleaved"))),
+    ("replica 2 x shard 2 x cp 2", (2, 2, 1), dict(axes=dict(cp=2))),
+    ("replica 2 x tp 2 x cp 2", (2, 1, 2), dict(axes=dict(cp=2))),
+    ("replica 2 x tp 2 x pp 2", (2, 1, 2), dict(model=DEEP, axes=dict(pp=2))),
+    ("replica 2 x pp 2 x cp 2", (2, 1, 1), dict(model=DEEP, axes=dict(pp=2, cp=2))),
+    ("shard 2 x tp 2 x pp 2", (1, 2, 2), dict(model=DEEP, axes=dict(pp=2))),
+    ("shard 2 x tp 2 x pp 2, ZB-V", (1, 2, 2), dict(model=DEEP, axes=dict(pp=2, schedule="zbv"))),
+    ("shard 2 x tp 2 x cp 2", (1, 2, 2), dict(axes=dict(cp=2))),
+    ("shard 2 x pp 2 x cp 2, Ulysses", (1, 2, 1), dict(model=DEEP, axes=dict(pp=2, cp=2, cp_style="ulysses"))),
+    ("tp 2 x pp 2 x cp 2, ZB-V", (1, 1, 2), dict(model=DEEP, axes=dict(pp=2, schedule="zbv", cp=2))),
+    ("moe: shard 2 x tp 2 x pp 2, ep 4 (4 axes)", (1, 2, 2), dict(model=MOE, axes=dict(pp=2, ep=4))),
+    ("moe: shard 2 x tp 2 x cp 2, ep 2 (4 axes)", (1, 2, 2), dict(model=MOE, axes=dict(cp=2, ep=2))),
+    ("moe: shard 2 x pp 2 x cp 2, ep 2 (4 axes)", (1, 2, 1), dict(model=MOE_ODD, axes=dict(pp=2, cp=2, ep=2))),
+    ("moe: replica 2 x shard 2 x pp 2, ep 2 (4 axes)", (2, 2, 1), dict(model=MOE_ODD, axes=dict(pp=2, ep=2))),
+    ("moe: replica 2 x tp 2 x cp 2, ep 4 (4 axes)", (2, 1, 2), dict(model=MOE, axes=dict(cp=2, ep=4))),
+    (
+        "moe: tp 2 x pp 2 x cp 2, ep 2, ZeRO-3 (5 axes)",
+        (1, 1, 2),
+        dict(model=MOE_ODD, axes=dict(pp=2, cp=2, ep=2)),
+    ),
+    (
+        "moe: tp 2 x pp 2 x cp 2, ep 4, ZeRO-3, ZB-V (5 axes)",
+        (1, 1, 2),
+        dict(model=MOE_DEEP, axes=dict(pp=2, schedule="zbv", cp=2, ep=4)),
+    ),
+    # The exact sum under the new axes.
+    (
+        "exact: replica 2 x shard 2 x pp 2, ZB-V",
+        (2, 2, 1),
+        dict(model=DEEP, reduction="exact", axes=dict(pp=2, schedule="zbv")),
+    ),
+    ("exact: shard 2 x cp 2, ZeRO-1", (1, 2, 1), dict(reduction="exact", zero=1, axes=dict(cp=2))),
+    ("exact, moe: replica 2 x shard 2 x tp 2", (2, 2, 2), dict(model=MOE, reduction="exact")),
+    # Tokens that are not text.
+    ("image: single", (1, 1, 1), dict(model=IMAGE, document_mask=False)),
+    ("image: shard 2 x tp 2", (1, 2, 2), dict(model=IMAGE, document_mask=False)),
+    ("image: pp 2 x cp 2 x tp 2", (1, 1, 2), dict(model=IMAGE, document_mask=False, axes=dict(pp=2, cp=2))),
+    # Compiled blocks: traced, not generated, so that the table needs no compiler.
+    ("compile: shard 2 x tp 2", (1, 2, 2), dict(compile="aot_eager")),
+    ("compile: shard 2, selective recompute", (1, 2, 1), dict(compile="aot_eager", recompute="selective")),
+    ("compile: pp 2 x cp 2", (1, 1, 1), dict(model=DEEP, compile="aot_eager", axes=dict(pp=2, cp=2))),
+    ("compile: moe, shard 2, ep 2", (1, 2, 1), dict(model=MOE, compile="aot_eager", axes=dict(ep=2))),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.cli import refuse
 from phalanx.core.errors import UserError
-from phalanx.core.job import Job, RunConfig, TrainConfig
+from phalanx.core.job import DataConfig, Job, RunConfig, TrainConfig
 from phalanx.core.layout import Layout
 from phalanx.core.shape import ModelConfig
 
@@ -49,6 +49,24 @@ def test_replicas_and_precision_count(host, more):
     refuse.refuse(job())
     with pytest.raises(UserError, match="this host has"):
         refuse.refuse(job(**more))
+
+
+def test_experts_count(host):
+    experts = job(family="moe", num_experts=8)
+    host(experts.model.num_params * 16 / refuse.GIB * 0.999)
+    refuse.refuse(job())
+    with pytest.raises(UserError, match="this host has"):
+        refuse.refuse(experts)
+
+
+def test_as_many_classes_as_can_be_drawn(host):
+    def images(classes: int) -> Job:
+        return dataclasses.replace(job(family="image", vocab_size=classes), data=DataConfig(source="synthetic-images"))
+
+    host(1.0)
+    refuse.refuse(images(8))
+    with pytest.raises(UserError, match=r"model\.vocab_size = 9: synthetic-images have at most 8 classes"):
+        refuse.refuse(images(9))
 
 
 def test_host_memory_does_not_bound_accelerators_or_unknown_models(host):

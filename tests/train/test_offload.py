@@ -76,7 +76,7 @@ def test_bf16_moments_train_almost_as_full_ones_do(pool, tmp_path):
     weights = {}
     for state in ("full", "bf16"):
         job, stem = job_with(state, steps=30), str(tmp_path / state)
-        (answer,) = pool.run(CASES + "train", job, stem=stem, steps=30)
+        pool.run(CASES + "train", job, stem=stem, steps=30)
         whole = assemble(job, stem)
         weights[state] = np.concatenate([whole[k].ravel() for k in sorted(whole) if k.startswith("weights/")])
     first = create(job).params

@@ -18,6 +18,7 @@ KERNEL_DEVICES = ("cpu", "cuda")
 KERNEL_ALIGN_BYTES = 16  # of a row of either operand
 
 
+@torch.compiler.disable  # which cannot trace the kernel in fp32, nor the loop
 def grouped_linear(x_TD: Tensor, w_OD: Tensor, counts_E: Tensor) -> Tensor:
     """(T, O): the first counts_E[0] rows by the first expert's weights, and so on. Neither an expert
     nor all of them need have rows; gradients are then zero."""

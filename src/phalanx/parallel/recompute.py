@@ -46,12 +46,13 @@ def apply_recompute(units: list[nn.Module], experts: list[nn.Module], mode: str)
 
 def apply_compile(units: list[nn.Module], experts: list[nn.Module], backend: str) -> None:
     """Each block by itself, inside FSDP2's hooks, so that equal blocks share one compilation and no name
-    of a group or generation is baked in. Recomputation is compiled with the block."""
+    of a group or generation is baked in. Recomputation is compiled with the block. Not the experts: how
+    many rows they get differs every time, and their kernel is one already."""
     if backend == "none":
         return
-    torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
     for piece in (piece for unit in units for piece in _pieces(unit, experts)):
-        piece.forward = torch.compile(piece.forward, backend=backend, dynamic=False)
+        if not any(piece is e for e in experts):
+            piece.forward = torch.compile(piece.forward, backend=backend, dynamic=False)
 
 
 def _pieces(module: nn.Module, experts: list[nn.Module]) -> list[nn.Module]:

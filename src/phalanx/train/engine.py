@@ -79,7 +79,7 @@ class Engine:
         self._summed_over_tp = whole
         uncounted = set(whole) if coord.tp else set()
         self._counted = [i.name for i in state.infos if i.name not in uncounted]
-        self._num_params = sum(i.shape.numel() for i in describe(family, job.model))
+        self.num_params = sum(i.shape.numel() for i in describe(family, job.model))
 
     def _bind(self) -> None:
         """Make the wrapped model's parameters the very tensors of the state."""
@@ -256,7 +256,7 @@ class Engine:
     def _clip(self, grads: dict[str, Tensor]) -> Tensor:
         counted = [grads[name] for name in self._counted]
         if self.reducer.exact:
-            norm = exact_norm(counted, None, counted[0], self._num_params)
+            norm = exact_norm(counted, None, counted[0], self.num_params)
         else:
             norm = fast_norm(counted, None, counted[0])
         if self.job.optimizer.clip > 0:

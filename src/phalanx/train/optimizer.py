@@ -115,13 +115,13 @@ class Streamed:
         self._master = self._params[0].dtype if self._params else torch.float32
         self._dtype = torch.bfloat16 if job.optimizer.state == "bf16" else self._master
         sizes = [2 * parcel.numel * self._dtype.itemsize for parcel in self._parcels]
-        self._stream = Parcels(_store(job, sizes, device), sizes, device)
+        self.stream = Parcels(_store(job, sizes, device), sizes, device)
 
     @torch.no_grad()
     def step(self) -> None:
         if all(p.grad is None for p in self._params):
             return
-        for i, stored in self._stream.visit():
+        for i, stored in self.stream.visit():
             self._update(self._parcels[i], self._as_moments(stored))
 
     def _as_moments(self, stored: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Streamed:
             mine = [n for n, piece in enumerate(parcel.pieces) if piece.param is param]
             if not mine:
                 continue
-            stored_2N = self._as_moments(self._stream.read(i))
+            stored_2N = self._as_moments(self.stream.read(i))
             for row, key in enumerate(MOMENTS):
                 found[key] += [parcel.moments(stored_2N, row)[n].clone() for n in mine]
             found["step"] += [parcel.steps[n] for n in mine]
@@ -166,7 +166,7 @@ class Streamed:
         return {"step": found["step"][0]} | {key: torch.cat(found[key]).view(param.shape) for key in MOMENTS}
 
     def held_bytes(self) -> dict[str, int]:
-        return self._stream.held_bytes()
+        return self.stream.held_bytes()
 
 
 def _grad(param: nn.Parameter) -> Tensor:

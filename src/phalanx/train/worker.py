@@ -83,7 +83,7 @@ def _facts(job: Job, engine: Engine, device: Device) -> dict[str, Any]:
         "backend": device.backend,
         "peak_flops": peak,
         "peak_source": source,
-        "num_params": sum(i.shape.numel() for i in engine.state.infos),
+        "num_params": engine.num_params,
         "torch": torch.__version__,
     }
 
@@ -95,14 +95,14 @@ def _report(channel: Any, coord: Coord, step: int, time_s: float, result: StepRe
             f"step {step}: the loss is {math.fsum(loss_sums)} and the gradient norm {norm}; "
             "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the samples of this step"
         )
-    counts = coord.tp == 0
+    counts = coord.tp == 0  # its peers have the same losses; cp ranks have parts of them, other stages none
     channel.send(
         {
             "type": "step",
             "step": step,
             "time_s": time_s,
             "loss_sums": loss_sums if counts else [],
-            "tokens": result.local_tokens if counts else 0,
+            "tokens": result.local_tokens if counts and coord.cp == 0 and loss_sums else 0,
             "grad_norm": norm,
             "lr": result.lr,
         }
