@@ -1,23 +1,27 @@
 """Every composition against plain PyTorch and against our own single process, in fp64 and fp32: the
 largest norm-relative error of any parameter's gradient after one step and weight after five.
 
-Bar: fp64 at most 1e-10, everywhere. fp32 stands beside it for orientation."""
+Bar: fp64 at most 1e-10, everywhere. fp32 stands beside it for orientation. Arguments, if any, are parts of
+names: only the compositions that contain one of them are run."""
 
 from common import finish, machine  # isort: skip  (first: it makes tests/ importable)
 
-from tests.cases import CASES
+import sys
+
+from tests.cases import CASES, make_job
 from tests.parity import TOLERANCE, References, run_case
 from tests.pool import Pool
 
 
 def main():
     print(f"norm-relative errors of gradients (1 step) and weights (5 steps); {machine()}\n")
-    head = f"{'composition':52}{'ranks':>6}{'fp64 grads':>12}{'weights':>10}{'fp32 grads':>12}{'weights':>10}  verdict"
+    head = f"{'composition':56}{'ranks':>6}{'fp64 grads':>12}{'weights':>10}{'fp32 grads':>12}{'weights':>10}  verdict"
     print(head + "\n" + "-" * len(head))
     worst, failed = {"fp64": 0.0, "fp32": 0.0}, []
+    cases = [case for case in CASES if not sys.argv[1:] or any(part in case[0] for part in sys.argv[1:])]
     with Pool(8) as pool:
         references = References(pool)
-        for name, layout, options in CASES:
+        for name, layout, options in cases:
             cells, ok = [], True
             for precision in ("fp64", "fp32"):
                 errors = run_case(pool, references, layout, options | {"precision": precision})["errors"]
@@ -28,11 +32,11 @@ def main():
                 worst[precision] = max(worst[precision], *cells[-2:])
             if not ok:
                 failed.append(name)
-            ranks = layout[0] * layout[1] * layout[2]
+            ranks = make_job(layout, **options).layout.world_size
             figures = f"{cells[0]:12.1e}{cells[1]:10.1e}{cells[2]:12.1e}{cells[3]:10.1e}"
-            print(f"{name:52}{ranks:6}{figures}  {'ok' if ok else 'WRONG'}", flush=True)
-    print(f"\n{len(CASES)} compositions, {len(failed)} wrong; worst fp64 {worst['fp64']:.1e}, fp32 {worst['fp32']:.1e}")
-    finish("parity", not failed, compositions=len(CASES), worst_fp64=worst["fp64"], worst_fp32=worst["fp32"])
+            print(f"{name:56}{ranks:6}{figures}  {'ok' if ok else 'WRONG'}", flush=True)
+    print(f"\n{len(cases)} compositions, {len(failed)} wrong; worst fp64 {worst['fp64']:.1e}, fp32 {worst['fp32']:.1e}")
+    finish("parity", not failed, compositions=len(cases), worst_fp64=worst["fp64"], worst_fp32=worst["fp32"])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from phalanx.core.image import ImageShape
-from phalanx.core.job import Job, OptimizerConfig, RunConfig, TrainConfig
+from phalanx.core.job import CollectivesConfig, Job, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig
 from phalanx.model import Batch, load_family
@@ -80,8 +80,13 @@ IMAGE = ModelConfig(
     options={"image": 12, "patch": 3, "channels": 3},
 )
 
+FLAT, TWO_LEVELS = ({"replica": name, "shard": name} for name in ("flat", "hierarchical"))
+BY_SIZE = {"crossover_kb": 60}  # buckets and units are on both sides of it
 
-def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, axes=None, **train) -> Job:
+
+def make_job(
+    layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, axes=None, collectives=None, **train
+) -> Job:
     batch = max(2, min(8, 2 * layout[0] * layout[1]))  # two micro-batches per rank, one when there are many
     if axes and axes.get("pp", 1) > 1:
         batch = max(batch, 4 * layout[0] * layout[1])
@@ -93,6 +98,7 @@ def make_job(layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3,
         layout=Layout(*layout, zero=zero, ranks_per_node=ranks_per_node, **(axes or {})),
         train=TrainConfig(**(defaults | train)),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2, clip=clip),
+        collectives=CollectivesConfig(**(collectives or {})),
         run=RunConfig(device=os.environ.get("PHALANX_TEST_DEVICE", "cpu")),
     )
 
@@ -118,6 +124,12 @@ CASES = [
     ("replica 3", (3, 1, 1), dict(global_batch=6)),
     ("replica 4, two nodes", (4, 1, 1), dict(ranks_per_node=2)),
     ("replica 8, two nodes", (8, 1, 1), dict(ranks_per_node=4)),
+    ("replica 4, two nodes, flat", (4, 1, 1), dict(ranks_per_node=2, collectives=FLAT)),
+    ("replica 8, two nodes, hierarchical", (8, 1, 1), dict(ranks_per_node=4, collectives=TWO_LEVELS)),
+    ("shard 4, two nodes, hierarchical", (1, 4, 1), dict(ranks_per_node=2, collectives=TWO_LEVELS)),
+    ("shard 8, two nodes, hierarchical", (1, 8, 1), dict(ranks_per_node=4, collectives=TWO_LEVELS)),
+    ("shard 4 x tp 2, ZeRO-1, two nodes, by size", (1, 4, 2), dict(ranks_per_node=4, zero=1, collectives=BY_SIZE)),
+    ("replica 2 x shard 4, four nodes, by size", (2, 4, 1), dict(ranks_per_node=2, collectives=BY_SIZE)),
     ("shard 2 x tp 2", (1, 2, 2), {}),
     ("shard 2 x tp 2, tied", (1, 2, 2), dict(model=TIED)),
     ("shard 2 x tp 2, ZeRO-1", (1, 2, 2), dict(zero=1)),
@@ -141,6 +153,8 @@ CASES = [
     ("exact: replica 3 x shard 2, ZeRO-1", (3, 2, 1), dict(reduction="exact", global_batch=12, zero=1)),
     ("exact: replica 2 x shard 2 x tp 2", (2, 2, 2), dict(reduction="exact")),
     ("exact: replica 4 x shard 2, two nodes", (4, 2, 1), dict(reduction="exact", ranks_per_node=4)),
+    ("exact: shard 4, two nodes", (1, 4, 1), dict(reduction="exact", ranks_per_node=2, collectives=TWO_LEVELS)),
+    ("exact: shard 8, two nodes", (1, 8, 1), dict(reduction="exact", ranks_per_node=4, collectives=TWO_LEVELS)),
     # Pipelines: every schedule, an uneven number of layers, every ZeRO stage under a split backward.
     ("pp 2, GPipe", (1, 1, 1), dict(model=DEEP, axes=dict(pp=2, schedule="gpipe"))),
     ("pp 2, 1F1B", (1, 1, 1), dict(model=DEEP, axes=dict(pp=2))),
@@ -292,7 +306,8 @@ class Rank:
 
     def build(self):
         layout, experts = self.job.layout, bool(self.family.experts)
-        self.groups = Groups.form(self.store, self.generation, layout, self.coord, self.device, experts)
+        collectives = self.job.collectives
+        self.groups = Groups.form(self.store, self.generation, layout, self.coord, self.device, experts, collectives)
         self.engine = Engine(self.job, self.family, self.coord, self.groups, self.state, self.device)
 
     def batches(self, step):

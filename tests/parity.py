@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.core.job import CollectivesConfig
 from phalanx.core.layout import Layout
 from tests import cases, reference
 
@@ -24,6 +25,7 @@ class References:
         single = dataclasses.replace(
             job,
             layout=Layout(),
+            collectives=CollectivesConfig(),
             train=dataclasses.replace(job.train, reduction="fast", recompute="none", bucket_mb=25.0),
         )
         key = single.digest()

@@ -237,9 +237,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ulysses-heads",
         "layout.cp",
-        lambda j: j.layout.cp > 1
-        and j.layout.cp_style == "ulysses"
-        and j.model.num_heads // j.layout.tp % j.layout.cp != 0,
+        lambda j: (
+            j.layout.cp > 1 and j.layout.cp_style == "ulysses" and j.model.num_heads // j.layout.tp % j.layout.cp != 0
+        ),
         'layout.cp_style = "ulysses" where layout.cp does not divide model.num_heads / layout.tp',
         "each cp rank attends with some of the heads",
         'choose layout.cp as a divisor of model.num_heads / layout.tp, or set layout.cp_style = "ring"',
@@ -319,7 +319,8 @@ RULES: tuple[Rule, ...] = (
         "nodes-even",
         "layout.ranks_per_node",
         lambda j: j.layout.ranks_per_node > 0 and j.layout.world_size % j.layout.ranks_per_node != 0,
-        "layout.replica x layout.pp x layout.shard x layout.cp x layout.tp ranks do not fill whole nodes of layout.ranks_per_node",
+        "layout.replica x layout.pp x layout.shard x layout.cp x layout.tp ranks do not fill whole nodes "
+        "of layout.ranks_per_node",
         "a job takes whole nodes, so that every node has the same number of ranks",
         "choose layout.ranks_per_node as a divisor of the number of ranks, or 0 for one node",
     ),

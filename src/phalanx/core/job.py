@@ -51,6 +51,15 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectivesConfig:
+    """Per axis, auto or the name of an algorithm (parallel/policy.py)."""
+
+    replica: str = "auto"  # auto | flat | hierarchical
+    shard: str = "auto"
+    crossover_kb: int = 256  # auto: the size from which a message goes inside the nodes first
+
+
+@dataclass(frozen=True, slots=True)
 class DataConfig:
     source: str = "python-stdlib"  # or a file or directory of text
     max_mb: float = 16.0
@@ -72,6 +81,7 @@ class Job:
     layout: Layout = field(default_factory=Layout)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     data: DataConfig = field(default_factory=DataConfig)
     run: RunConfig = field(default_factory=RunConfig)
 

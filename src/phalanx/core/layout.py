@@ -103,13 +103,16 @@ class Layout:
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node if self.ranks_per_node else 0
 
+    def by_node(self, ranks: list[int]) -> list[list[int]]:
+        """Positions in `ranks`, grouped by the node that the rank lives on."""
+        nodes: dict[int, list[int]] = {}
+        for position, rank in enumerate(ranks):
+            nodes.setdefault(self.node(rank), []).append(position)
+        return list(nodes.values())
+
     def peers_by_node(self, coord: Coord) -> list[list[int]]:
         """The replicas holding this coordinate, grouped by the node their rank lives on."""
-        nodes: dict[int, list[int]] = {}
-        for replica in range(self.replica):
-            node = self.node(replica * self.replica_size + self.inside(coord))
-            nodes.setdefault(node, []).append(replica)
-        return list(nodes.values())
+        return self.by_node([replica * self.replica_size + self.inside(coord) for replica in range(self.replica)])
 
     def describe(self) -> str:
         shown = [a for a in self.AXES if a not in ("pp", "cp") or getattr(self, a) > 1]

@@ -69,7 +69,8 @@ class Batch:
         """The same batch with every tensor passed through `function`."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "cache"]
         values = {name: getattr(self, name) for name in names}
-        return Batch(**{k: v if v is None else function(v) for k, v in values.items()})
+        mapped: dict[str, Any] = {k: v if v is None else function(v) for k, v in values.items()}
+        return Batch(**mapped)
 
     def positions(self) -> Tensor:
         if self.positions_L is not None:

@@ -20,11 +20,14 @@ from phalanx.model.grouped import grouped_linear, input_gradient, weight_gradien
 from phalanx.model.moe import Experts
 
 
+Work = tuple[nn.Parameter, Callable[[], Tensor]]  # a weight, and what computes its gradient
+
+
 class WeightGradients:
     """The work put off by the backward that is running now; None: nothing is put off."""
 
     def __init__(self) -> None:
-        self.work: list[tuple[nn.Parameter, Callable[[], Tensor]]] | None = None
+        self.work: list[Work] | None = None
 
     def put_off(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> Tensor | None:
         """The gradient, or None if it will come later."""
@@ -101,10 +104,11 @@ class Halves:
         groups = [getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] for s in states]
         self.groups = [g for some in groups for g in some if g is not None]
         self.params = [p for g in self.groups for p in g.fsdp_params]
-        self.kept: dict[int, tuple[list[Any], dict[int, Tensor]]] = {}
+        self.kept: dict[int, tuple[list[Work], dict[int, Tensor]]] = {}
 
     def inputs(self, micro: int, backward: Callable[[], None]) -> None:
-        self.deferred.work = work = []
+        work: list[Work] = []
+        self.deferred.work = work
         try:
             backward()
         finally:

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phalanx.core.job import CollectivesConfig
 from phalanx.core.layout import Coord, Layout
 from phalanx.parallel.device import Device
+from phalanx.parallel.policy import possible
 from phalanx.parallel.replica import Cross
+from phalanx.parallel.tiers import Form, Peers
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=600)
+DEFAULT = CollectivesConfig()
 
 
 @dataclass
@@ -26,6 +30,7 @@ class Groups:
     state: DeviceMesh  # over which a stage's state is sharded: shard x cp
     experts: DeviceMesh | None  # the same ranks seen by the experts: edp x ep
     cross: Cross | None
+    tiers: dict[str, Peers] = field(default_factory=dict)  # by the group over which state is sharded
 
     def axis(self, name: str) -> dist.ProcessGroup:
         return self.mesh.get_group(name)
@@ -40,7 +45,13 @@ class Groups:
 
     @staticmethod
     def form(
-        store: dist.Store, generation: int, layout: Layout, coord: Coord, device: Device, experts: bool = False
+        store: dist.Store,
+        generation: int,
+        layout: Layout,
+        coord: Coord,
+        device: Device,
+        experts: bool = False,
+        collectives: CollectivesConfig = DEFAULT,
     ) -> Groups:
         """Collective over the replica, then over the replicas of this coordinate. `experts`: the model
         has some."""
@@ -59,35 +70,63 @@ class Groups:
         if experts:
             sizes_e = (layout.pp, layout.stage_size // layout.ep, layout.ep)
             view = init_device_mesh(kind, sizes_e, mesh_dim_names=("pp_e", "edp", "ep"))
-        return Groups(mesh, state, view, form_cross(store, generation, layout, coord, device))
+        scope = dist.PrefixStore(f"g{generation}/tiers{coord.replica}", store)
+        tiers = form_tiers(scope, layout, coord, device, [state] + ([view["edp"]] if view else []), collectives)
+        return Groups(mesh, state, view, form_cross(store, generation, layout, coord, device, collectives), tiers)
 
     def close(self) -> None:
         """Drops every group. The engine that used them must be gone: it holds references, and a
         group's sockets close with the last one."""
         if self.cross:
             self.cross.close()
+        for peers in self.tiers.values():
+            peers.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def form_cross(store: dist.Store, generation: int, layout: Layout, coord: Coord, device: Device) -> Cross | None:
-    """The groups over all replicas that hold this coordinate; two levels when nodes hold several."""
+def form_cross(
+    store: dist.Store,
+    generation: int,
+    layout: Layout,
+    coord: Coord,
+    device: Device,
+    collectives: CollectivesConfig = DEFAULT,
+) -> Cross | None:
+    """The groups over all replicas that hold this coordinate."""
     if layout.replica == 1:
         return None
-    nodes = layout.peers_by_node(coord)
-    if len(nodes) == 1 or len({len(n) for n in nodes}) > 1 or len(nodes[0]) == 1:
-        nodes = [[replica] for replica in range(layout.replica)]  # one level: each by itself
-    mine = next(n for n in nodes if coord.replica in n)
-    column = mine.index(coord.replica)
-    prefix = f"g{generation}/cross{layout.inside(coord)}"
+    form = _standalone(dist.PrefixStore(f"g{generation}/cross{layout.inside(coord)}", store), device)
+    return Cross(Peers("replica", layout.peers_by_node(coord), coord.replica, collectives, form))
 
-    def group(name: str, ranks: list[int]) -> Any:
-        scope = dist.PrefixStore(f"{prefix}/{name}", store)
-        return device.standalone_group(scope, ranks.index(coord.replica), len(ranks), TIMEOUT)
 
-    across = group(f"across{column}", [n[column] for n in nodes])
-    inside = group(f"inside{nodes.index(mine)}", mine) if len(mine) > 1 else None
-    return Cross(across, inside, nodes=nodes, me=coord.replica)
+def form_tiers(
+    store: dist.Store,
+    layout: Layout,
+    coord: Coord,
+    device: Device,
+    meshes: list[DeviceMesh],
+    collectives: CollectivesConfig,
+) -> dict[str, Peers]:
+    """For the meshes over which state is sharded: the groups inside and across the nodes, where the policy
+    may choose them."""
+    tiers = {}
+    for mesh in meshes:
+        ranks = mesh.mesh.tolist()
+        nodes = layout.by_node([coord.replica * layout.replica_size + rank for rank in ranks])
+        if possible(collectives, "shard", nodes) == ["flat"]:
+            continue
+        name = mesh.get_group().group_name
+        form = _standalone(dist.PrefixStore("-".join(map(str, ranks)), store), device)
+        tiers[name] = Peers("shard", nodes, mesh.get_local_rank(), collectives, form, own_flat=False)
+    return tiers
+
+
+def _standalone(store: dist.Store, device: Device) -> Form:
+    def form(name: str, positions: list[int], me: int) -> Any:
+        return device.standalone_group(dist.PrefixStore(name, store), positions.index(me), len(positions), TIMEOUT)
+
+    return form
 
 
 def connect_store(host: str, port: int) -> dist.Store:

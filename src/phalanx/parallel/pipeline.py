@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv
+from torch.distributed.pipelining.schedules import _ComputationType as Kind
 
 from phalanx.core.layout import Layout
 from phalanx.parallel.device import Device
 
-Kind = _ComputationType
 TORCH_NAME = {"interleaved": "Interleaved1F1B", "interleaved-zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
 
 
@@ -54,8 +54,8 @@ def _one_forward_one_backward(rank: int, pp: int, num_micro: int) -> list[_Actio
 
 def _of_torch(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
     """torch computes the whole table from any rank's stages, of which it reads only the numbers."""
-    numbers = dict(num_stages=layout.num_stages, group_size=layout.pp, group_rank=0, has_backward=True, submod=None)
-    stages = [SimpleNamespace(stage_index=s, **numbers) for s in layout.stages_of(0)]
+    numbers = {"num_stages": layout.num_stages, "group_size": layout.pp, "group_rank": 0}
+    stages = [SimpleNamespace(stage_index=s, has_backward=True, submod=None, **numbers) for s in layout.stages_of(0)]
     schedule = torch_schedules.get_schedule_class(TORCH_NAME[layout.schedule])(stages, num_micro, loss_fn=_no_loss)
     return {rank: [a for a in actions if a is not None] for rank, actions in schedule.pipeline_order.items()}
 
@@ -99,9 +99,7 @@ class Pipe:
             work.wait()
         self._sent.clear()
 
-    def _start(
-        self, operation: Any, kind: Kind, stage: int, micro: int, tensor: Tensor, other_stage: int
-    ) -> dist.Work:
+    def _start(self, operation: Any, kind: Kind, stage: int, micro: int, tensor: Tensor, other_stage: int) -> dist.Work:
         peer = self.layout.rank_of_stage(other_stage)
         if self.on_gloo:
             tag = 2 * (micro * self.layout.num_stages + stage) + (kind == Kind.RECV_B)
@@ -121,7 +119,7 @@ class Stages:
         self,
         layout: Layout,
         rank: int,
-        pipe: Pipe | None,
+        pipe: Pipe,
         forward: Callable[[int, int, Tensor | None], Tensor],
         backward: Callable[[int, int, Callable[[], None], str], None],
     ):
@@ -153,8 +151,7 @@ class Stages:
             else:
                 assert kind == Kind.SEND_B, action
                 self.pipe.send(Kind.RECV_B, stage - 1, micro, self.grads.pop((stage - 1, micro)))
-        if self.pipe:
-            self.pipe.finish()
+        self.pipe.finish()
         assert not (self.running or self.inputs or self.grads), "the schedule left something over"
 
     def _back(self, stage: int, micro: int, half: str) -> None:

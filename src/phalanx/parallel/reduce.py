@@ -10,6 +10,7 @@ raised: the shard peers of this rank are inside collectives of their own and mus
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups
+from phalanx.parallel.tiers import way_over
 from phalanx.parallel.tree import Node, TreeSum, exchange, fold, span
 
 CLOSE_LIMIT_S = 0.5
@@ -228,6 +230,7 @@ class Reducer:
             work()
         except RuntimeError as error:  # what torch raises when a peer is gone
             self._error = error
+            traceback.clear_frames(error.__traceback__)  # they hold the group, and so its sockets
             if self.groups.cross:
                 self.groups.cross.close()  # so that peers waiting for us fail at once
 
@@ -252,8 +255,8 @@ class _TreeReduceScatter:
         reducer.device.hold(input_tensor)
         if reducer.every_micro:
             first = mine - group.rank()
-            spans: list[list[Node]] = [[(0, first + s)] for s in range(width)]
-            for node, part in exchange([((0, mine), input_tensor)], spans, group).take():
+            ranges = [(first + s, first + s + 1) for s in range(width)]
+            for node, part in self._exchange([((0, mine), input_tensor)], ranges, group).take():
                 tree.push(node, part)
             if not reducer.last:
                 tree.compact()
@@ -262,6 +265,12 @@ class _TreeReduceScatter:
             if reducer.last:
                 n = len(reducer.indices)
                 start = reducer.indices[0] - reducer.coord.shard * n
-                spans = [span(start + s * n, start + (s + 1) * n) for s in range(width)]
-                self.unit.tree = exchange(tree.take(), spans, group)
+                ranges = [(start + s * n, start + (s + 1) * n) for s in range(width)]
+                self.unit.tree = self._exchange(tree.take(), ranges, group)
         reducer.note_pending()  # output_tensor is written by the hook, once the sum is whole
+
+    def _exchange(self, parts: list[tuple[Node, Tensor]], ranges: list[tuple[int, int]], group: Any) -> TreeSum:
+        way = way_over(self.reducer.groups.tiers, group, parts[0][1])
+        if way is None:
+            return exchange(parts, [span(*r) for r in ranges], group)
+        return way.tree([(node, way.sorted_in(t)) for node, t in parts], ranges)

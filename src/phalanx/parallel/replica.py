@@ -1,18 +1,17 @@
-"""The traffic between replicas: one standalone group per coordinate, or two levels of them when a
-node holds several replicas (reduce inside the node, then across, then back). Fast sums are the
+"""The traffic between replicas, over standalone groups of one coordinate: one level or several, as the
+policy says for each message (reduce inside the node, then across, then back). Fast sums are the
 library's; exact sums go by tree; compressed ones travel in 16 or 8 bits and are added in fp32."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.parallel.tree import Node, exchange, fold, span
+from phalanx.parallel.tiers import Peers, Way
+from phalanx.parallel.tree import Node, fold
 
 BLOCK = 1024  # values that share one scale
 
@@ -20,75 +19,63 @@ BLOCK = 1024  # values that share one scale
 class Cross:
     """The replicas that hold one coordinate. Dropping it (`close`) closes the sockets."""
 
-    def __init__(self, across: Any, inside: Any, nodes: list[list[int]], me: int):
-        self._across, self._inside = across, inside
-        self.nodes, self.me = nodes, me
-        self.size = sum(len(n) for n in nodes)
-        self.sent_bytes = 0
+    def __init__(self, peers: Peers):
+        self._peers, self.size = peers, peers.size
         self._residual: dict[tuple[str, int], Tensor] = {}
 
-    def close(self) -> None:
-        self._across = self._inside = None
+    @property
+    def sent_bytes(self) -> int:
+        return self._peers.sent_bytes
 
-    def _check_open(self) -> None:
-        if self._across is None:
-            raise RuntimeError("the group across replicas is closed")
+    def close(self) -> None:
+        self._peers.close()
+
+    def _way(self, message: Tensor) -> Way:
+        way = self._peers.way(message)
+        assert way is not None
+        return way
 
     def _padded(self, flat: Tensor) -> Tensor:
         return F.pad(flat, (0, -flat.numel() % self.size))
 
     def sum_(self, flat: Tensor, codec: str = "none", slot: int = 0) -> None:
-        """All-reduce in place, in the library's order. `slot` says which bucket of the step it is."""
-        self._check_open()
-        if self._inside is None:
-            self._sum_across(flat, codec, slot)
+        """All-reduce in place. `slot` says which bucket of the step it is."""
+        way = self._way(flat)
+        inner = way.depth - 1
+        if inner == 0:
+            self._sum_across(way, flat, codec, slot)
             return
-        buffer = self._padded(flat)
-        part = buffer.new_empty(buffer.numel() // self._inside.size())
-        self._count(buffer, self._inside, times=2)
-        self._inside._reduce_scatter_base(part, buffer, dist.ReduceScatterOptions()).wait()
-        self._sum_across(part, codec, slot)
-        self._inside._allgather_base(buffer, part).wait()
-        flat.copy_(buffer[: flat.numel()])
+        part = way.down(self._padded(flat), inner)
+        self._sum_across(way, part, codec, slot)
+        flat.copy_(way.up(part, inner)[: flat.numel()])
 
-    def _sum_across(self, flat: Tensor, codec: str, slot: int) -> None:
+    def _sum_across(self, way: Way, flat: Tensor, codec: str, slot: int) -> None:
+        """Over the last stage."""
         if codec != "none":
-            self._compressed_sum_across(flat, codec, slot)
+            self._compressed_sum_across(way, flat, codec, slot)
             return
-        self._count(flat, self._across, times=2)
-        self._across.allreduce([flat]).wait()
+        group = way.group(way.depth - 1)
+        way.count(flat, group, times=2)
+        group.allreduce([flat]).wait()
 
     def tree_sum(self, parts: list[tuple[Node, Tensor]], ranges: Sequence[tuple[int, int]]) -> Tensor:
         """Exact: add the tree nodes of all replicas. `ranges[r]` are the leaves replica r holds."""
-        self._check_open()
-        numel = parts[0][1].numel()
-        parts = [(node, self._padded(t)) for node, t in parts]
-        node = next(n for n in self.nodes if self.me in n)
-        if self._inside is not None:
-            self._count(parts[0][1], self._inside, times=len(parts))
-            parts = exchange(parts, [span(*ranges[r]) for r in node], self._inside).take()
-        spans = [span(ranges[n[0]][0], ranges[n[-1]][1]) for n in self.nodes]
-        self._count(parts[0][1], self._across, times=len(parts))
-        total = fold(exchange(parts, spans, self._across).take())
-        for group in (self._across, self._inside):
-            if group is not None:
-                gathered = total.new_empty(total.numel() * group.size())
-                self._count(gathered, group)
-                group._allgather_base(gathered, total.contiguous()).wait()
-                total = gathered
-        return total[:numel]
+        way, numel = self._way(parts[0][1]), parts[0][1].numel()
+        total = fold(way.tree([(node, self._padded(t)) for node, t in parts], ranges).take())
+        return way.up(total, way.depth)[:numel]
 
-    def _compressed_sum_across(self, flat: Tensor, codec: str, slot: int) -> None:
+    def _compressed_sum_across(self, way: Way, flat: Tensor, codec: str, slot: int) -> None:
         """With error feedback: what rounding took from this step's message is added to the next
         one. Every replica decodes the same bytes, so all end with the same bits."""
         encode, decode = CODECS[codec]
-        group, width = self._across, self._across.size()
+        group = way.group(way.depth - 1)
+        width = group.size()
         wanted = F.pad(flat, (0, -flat.numel() % (width * BLOCK)))
         wanted = self._with_residual(("send", slot), wanted)
         message = torch.stack([encode(row) for row in wanted.view(width, -1)])
         self._residual["send", slot] = wanted - torch.cat([decode(m) for m in message])
         incoming = torch.empty_like(message)
-        self._count(message, group)
+        way.count(message, group)
         group.alltoall_base(incoming, message, [], []).wait()
         mine = decode(incoming[0])
         for row in incoming[1:]:
@@ -97,7 +84,7 @@ class Cross:
         answer = encode(mine)
         self._residual["sum", slot] = mine - decode(answer)
         gathered = answer.new_empty(width * answer.numel())
-        self._count(gathered, group)
+        way.count(gathered, group)
         group._allgather_base(gathered, answer).wait()
         total = torch.cat([decode(m) for m in gathered.view(width, -1)])
         flat.copy_(total[: flat.numel()])
@@ -105,11 +92,6 @@ class Cross:
     def _with_residual(self, key: tuple[str, int], value: Tensor) -> Tensor:
         residual = self._residual.get(key)
         return value + residual if residual is not None and residual.shape == value.shape else value
-
-    def _count(self, buffer: Tensor, group: Any, times: int = 1) -> None:
-        """Bytes this rank puts on the wire, by the algorithm: (w-1)/w of the buffer each time."""
-        width = group.size()
-        self.sent_bytes += times * buffer.numel() * buffer.element_size() * (width - 1) // width
 
 
 def _encode_bf16(values: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx.core.job import Job
 from phalanx.parallel.groups import Groups
+from phalanx.parallel.tiers import apply_tiers
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -29,6 +30,7 @@ def apply_shard(job: Job, model: nn.Module, units: list[nn.Module], experts: lis
     for unit in units:
         fully_shard(unit, mesh=groups.state, mp_policy=policy, reshard_after_forward=zero == 3)
     fully_shard(model, mesh=groups.state, mp_policy=policy, reshard_after_forward=False)
+    apply_tiers(model, groups.tiers)
     # A unit and the experts inside it are gathered together.
     sharded = [[m for m in unit.modules() if isinstance(m, FSDPModule)] for unit in units]
     for i, (unit, *_) in enumerate(sharded):

@@ -13,12 +13,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from pydantic_core import PydanticCustomError
 
 from phalanx.core.image import SYNTHETIC_IMAGES
-from phalanx.core.job import DataConfig, Job, OptimizerConfig, RunConfig, TrainConfig
+from phalanx.core.job import CollectivesConfig, DataConfig, Job, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.core.layout import Layout
 from phalanx.core.shape import FAMILIES, ModelConfig
 from phalanx.spec.presets import PRESETS
 
 JOB, MODEL, LAYOUT, TRAIN = Job(), ModelConfig(), Layout(), TrainConfig()
+COLLECTIVES = CollectivesConfig()
 OPTIMIZER, DATA, RUN = OptimizerConfig(), DataConfig(), RunConfig()
 
 
@@ -137,7 +138,7 @@ class LayoutSection(Section):
         le=3,
     )
     ranks_per_node: int = option(
-        LAYOUT.ranks_per_node, "Ranks on one host, for the two-level reduction; 0 means all on one.", ge=0
+        LAYOUT.ranks_per_node, "Ranks on one host, for [collectives]; 0 means all on one.", ge=0
     )
     pp: int = option(LAYOUT.pp, "Pipeline ranks: each holds a run of layers (pipeline parallelism).", ge=1)
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv"] = option(
@@ -150,9 +151,7 @@ class LayoutSection(Section):
     cp_style: Literal["ring", "ulysses"] = option(
         LAYOUT.cp_style, "How cp ranks attend: keys and values go round a ring, or heads are exchanged for positions."
     )
-    ep: int = option(
-        LAYOUT.ep, "Ranks that split the experts between them; they are taken from shard x cp x tp.", ge=1
-    )
+    ep: int = option(LAYOUT.ep, "Ranks that split the experts between them; they are taken from shard x cp x tp.", ge=1)
 
 
 class TrainSection(Section):
@@ -215,6 +214,21 @@ class OptimizerSection(Section):
     )
 
 
+class CollectivesSection(Section):
+    """How messages travel along an axis that spans several nodes (layout.ranks_per_node). How far parameters
+    are gathered ahead is train.prefetch, and the size of a gradient bucket train.bucket_mb."""
+
+    replica: Literal["auto", "flat", "hierarchical"] = option(
+        COLLECTIVES.replica, "Sums across replicas: over all at once, or inside each node first; auto goes by size."
+    )
+    shard: Literal["auto", "flat", "hierarchical"] = option(
+        COLLECTIVES.shard, "The same for gathering parameters and scattering gradients over the shard ranks."
+    )
+    crossover_kb: int = option(
+        COLLECTIVES.crossover_kb, "Kilobytes from which auto goes inside each node first; 0 means always.", ge=0
+    )
+
+
 class DataSection(Section):
     """What the model reads."""
 
@@ -256,6 +270,7 @@ class JobFile(Section):
     layout: LayoutSection = LayoutSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
+    collectives: CollectivesSection = CollectivesSection()
     data: DataSection = DataSection()
     run: RunSection = RunSection()
 

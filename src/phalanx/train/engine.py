@@ -157,10 +157,8 @@ class Engine:
         batch.scale = scale
         return batch
 
-    def _pipe(self) -> Pipe | None:
+    def _pipe(self) -> Pipe:
         layout, train = self.job.layout, self.job.train
-        if layout.pp == 1:
-            return None
         shape = (train.micro_batch, train.seq_len // (layout.cp * layout.tp), self.job.model.dim)
         return Pipe(layout, self.groups.axis("pp"), self.device, shape, COMPUTE_DTYPE[train.precision])
 

@@ -35,7 +35,7 @@ def main(channel: Any, args: dict[str, Any]) -> None:
     check_family(family, job.model)
     state = State.create(job, family, coord, device)
     store = connect_store(args["store"]["host"], args["store"]["port"])
-    groups = Groups.form(store, args["generation"], job.layout, coord, device, bool(family.experts))
+    groups = Groups.form(store, args["generation"], job.layout, coord, device, bool(family.experts), job.collectives)
     engine = Engine(job, family, coord, groups, state, device, mark=channel.progress.mark)
     source = open_source(job, Path(args["run_dir"]))
     channel.send({"type": "facts", **_facts(job, engine, device)})

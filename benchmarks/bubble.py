@@ -1,0 +1,109 @@
+"""The pipeline's bubble, measured, beside the formula: 4 stages' ranks, 8 and 16 micro-batches, every
+schedule, stages that sleep and stages that compute. A rank's bubble is the share of the step in which it
+waits for a neighbour; the figure is the mean over ranks, median of several steps.
+
+With p ranks, m micro-batches and v chunks on a rank:
+  GPipe, 1F1B                    (p - 1) / (m + p - 1)
+  interleaved                    (p - 1) / (v m + p - 1)
+  interleaved zero-bubble, ZB-V  (p - 1) / (3 v m + p - 1) where a forward and the two halves of a backward
+                                 take the same time, as the sleeps do. Real work does not: there the
+                                 prediction plays the schedule through with the times that were measured.
+
+Bar: measured within 10 % of the prediction, everywhere."""
+
+from common import finish, machine  # isort: skip  (first: it makes tests/ importable)
+
+import os
+import statistics
+
+from phalanx.core.shape import ModelConfig
+from phalanx.parallel.pipeline import Kind, order
+from tests.cases import make_job
+from tests.pool import Pool
+
+PP, TIMES = 4, 5
+SLEEP_S = 0.06  # of a whole stage's forward
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv")
+MODEL = ModelConfig(vocab_size=32, dim=384, num_layers=8, num_heads=6, num_kv_heads=6, ffn_dim=1024)
+SLOW = 2.5  # with fewer cores than ranks
+
+
+def formula(layout, num_micro):
+    p, v = layout.pp, layout.num_chunks
+    return (p - 1) / ((3 if layout.splits_backward else 1) * v * num_micro + p - 1)
+
+
+def play(layout, num_micro, work):
+    """The schedule with these times for each kind of work and no time for messages: the mean share of
+    the whole in which a rank has nothing to do."""
+    seconds = {
+        Kind.FORWARD: work["F"],
+        Kind.FULL_BACKWARD: work.get("both", 0.0),
+        Kind.BACKWARD_INPUT: work.get("inputs", 0.0),
+        Kind.BACKWARD_WEIGHT: work.get("weights", 0.0),
+    }
+    todo = {r: [a for a in actions if a.computation_type in seconds] for r, actions in order(layout, num_micro).items()}
+    clock, done, busy = dict.fromkeys(todo, 0.0), {}, dict.fromkeys(todo, 0.0)
+    while any(todo.values()):
+        for rank, actions in todo.items():
+            while actions:
+                stage, kind, micro = actions[0].stage_index, actions[0].computation_type, actions[0].microbatch_index
+                needs = {
+                    Kind.FORWARD: ("forward", stage - 1, micro) if stage else None,
+                    Kind.BACKWARD_WEIGHT: None,
+                }.get(kind, ("backward", stage + 1, micro) if stage < layout.num_stages - 1 else None)
+                if needs and needs not in done:
+                    break
+                clock[rank] = max(clock[rank], done.get(needs, 0.0)) + seconds[kind]
+                busy[rank] += seconds[kind]
+                if kind != Kind.BACKWARD_WEIGHT:
+                    done["forward" if kind == Kind.FORWARD else "backward", stage, micro] = clock[rank]
+                actions.pop(0)
+    total = max(clock.values())
+    return statistics.mean(1 - b / total for b in busy.values())
+
+
+def measure(pool, kind, schedule, num_micro):
+    axes = dict(pp=PP, schedule=schedule)
+    job = make_job(model=MODEL, axes=axes, global_batch=num_micro, seq_len=128, precision="fp32", document_mask=False)
+    if kind == "sleep":
+        extra = dict(seconds=SLEEP_S / job.layout.num_chunks)
+    else:
+        extra = dict(slow=1.0 if len(os.sched_getaffinity(0)) >= PP else SLOW)
+    function = f"benchmarks.bubble_cases:{'sleeps' if kind == 'sleep' else 'compute'}"
+    ranks = pool.run(function, job, times=TIMES, timeout=300, **extra)
+    steps = [statistics.mean(r[i]["idle"] / r[i]["total"] for r in ranks) for i in range(TIMES)]
+    work = {k: statistics.mean(r[i]["work"][k] for r in ranks for i in range(TIMES)) for k in ranks[0][0]["work"]}
+    split = job.layout.splits_backward
+    expected = play(job.layout, num_micro, work) if kind == "compute" and split else formula(job.layout, num_micro)
+    return statistics.median(steps), expected, formula(job.layout, num_micro), work
+
+
+def main():
+    slowed = len(os.sched_getaffinity(0)) < PP
+    print(f"bubble of the pipeline, {PP} ranks; {machine()}")
+    if slowed:
+        print(f"fewer cores than ranks: computed work is stretched to {SLOW} times its CPU time")
+    names = ("formula", "expected", "measured")
+    head = f"{'work':9}{'schedule':17}{'m':>4}{'F ms':>8}{'B ms':>8}{''.join(f'{n:>10}' for n in names)}{'ratio':>8}"
+    print("\n" + head + "\n" + "-" * len(head))
+    worst, rows = 0.0, []
+    with Pool(PP) as pool:
+        for kind in ("sleep", "compute"):
+            for schedule in SCHEDULES:
+                for num_micro in (8, 16):
+                    got, expected, closed, work = measure(pool, kind, schedule, num_micro)
+                    back = sum(v for k, v in work.items() if k != "F")
+                    ratio = got / expected
+                    worst = max(worst, abs(ratio - 1))
+                    rows.append((kind, schedule, num_micro, round(got, 4), round(expected, 4)))
+                    cells = (
+                        f"{work['F'] * 1e3:8.1f}{back * 1e3:8.1f}{closed:10.1%}{expected:10.1%}{got:10.1%}{ratio:8.2f}"
+                    )
+                    print(f"{kind:9}{schedule:17}{num_micro:4}{cells}", flush=True)
+    print(f"\nlargest deviation {worst:.1%}")
+    finish("bubble", worst <= 0.10, worst=worst, stretched=SLOW if slowed else 1.0, rows=rows)
+
+
+if __name__ == "__main__":
+    main()

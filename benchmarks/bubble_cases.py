@@ -1,0 +1,127 @@
+"""What benchmarks/bubble.py runs on each pipeline rank: one step, with the time it stood idle."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core.job import Job
+from phalanx.parallel.groups import Groups
+from phalanx.parallel.pipeline import Pipe, Stages
+from tests.cases import CPU, connect, connect_store
+
+
+class Watch:
+    """Sums up the time in which a rank waits for a neighbour, and the time of each kind of work."""
+
+    def __init__(self):
+        self.idle, self.work = 0.0, {}
+
+    def waiting(self, take):
+        def timed(*args):
+            start = time.perf_counter()
+            out = take(*args)
+            self.idle += time.perf_counter() - start
+            return out
+
+        return timed
+
+    def busy(self, kind, start):
+        self.work.setdefault(kind, []).append(time.perf_counter() - start)
+
+
+def _meet(group):
+    """All ranks leave together, on one clock (they share a host)."""
+    dist.barrier(group)
+    soon = torch.tensor([time.perf_counter() + 0.05], dtype=torch.float64)
+    dist.all_reduce(soon, dist.ReduceOp.MAX, group=group)
+    time.sleep(max(0.0, float(soon) - time.perf_counter()))
+    return float(soon)
+
+
+def _row(watch, start, group):
+    end = time.perf_counter()
+    last = torch.tensor([end], dtype=torch.float64)
+    dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
+    total = float(last) - start
+    idle = watch.idle + float(last) - end  # a rank that is done waits for the last one
+    return {"idle": idle, "total": total, "work": {k: sorted(v)[len(v) // 2] for k, v in watch.work.items()}}
+
+
+def sleeps(args):
+    """Stages that sleep: F, then a backward of twice that, or its two halves of one F each."""
+    job = Job.from_dict(args["job"])
+    layout, coord = job.layout, job.layout.coord(args["rank"])
+    store = connect_store(args["store"]["host"], args["store"]["port"])
+    groups = Groups.form(store, args["generation"], layout, coord, CPU)
+    group, rows = groups.axis("pp"), []
+    for _ in range(args["times"]):
+        watch = Watch()
+        pipe = Pipe(layout, group, CPU, (16,), torch.float32)
+        pipe.take = watch.waiting(pipe.take)
+
+        def forward(stage, micro, x, watch=watch):
+            start = time.perf_counter()
+            time.sleep(args["seconds"])
+            watch.busy("F", start)
+            return (torch.zeros(16, requires_grad=True) if x is None else x) * 1.0
+
+        def backward(stage, micro, run, half, watch=watch):
+            start = time.perf_counter()
+            time.sleep(args["seconds"] * (2 if half == "both" else 1))
+            run()
+            watch.busy(half, start)
+
+        stages = Stages(layout, coord.pp, pipe, forward, lambda *a: backward(*a))
+        if layout.num_stages - 1 in layout.stages_of(coord.pp):
+            stages._forward = lambda s, m, x, f=forward: f(s, m, x).sum() if s == layout.num_stages - 1 else f(s, m, x)
+        start = _meet(group)
+        stages.run(job.micro_per_rank)
+        rows.append(_row(watch, start, group))
+    groups.close()
+    return rows
+
+
+def compute(args):
+    """The engine's own step on a model of equal layers. `slow` makes each piece of work last that many
+    times its CPU time, so that ranks that outnumber the cores are still alike at any time."""
+    rank, rows = connect(args), []
+    for step in range(args["times"] + 1):
+        row = _computed_step(rank, step, args["slow"])
+        if step:  # the first one warms up
+            rows.append(row)
+    rank.close()
+    return rows
+
+
+def _computed_step(rank, step, slow):
+    engine, group, watch = rank.engine, rank.groups.axis("pp"), Watch()
+    kind_of = type(engine)
+
+    def stretched(kind, work):
+        start, cpu = time.perf_counter(), time.thread_time()
+        out = work()
+        spent = time.perf_counter() - start
+        time.sleep(max(0.0, slow * (time.thread_time() - cpu) - spent))
+        watch.busy(kind, start)
+        return out
+
+    row = {}
+
+    def finish():
+        row.update(_row(watch, start, group))
+        type(engine.reducer).finish(engine.reducer)
+
+    engine._forward = lambda *a: stretched("F", lambda: kind_of._forward(engine, *a))
+    engine._backward = lambda *a: stretched(a[-1], lambda: kind_of._backward(engine, *a))
+    engine._pipe = lambda: _watched(kind_of._pipe(engine), watch)
+    engine.reducer.finish = finish
+    batches = rank.batches(step)
+    start = _meet(group)
+    engine.gradients(batches)
+    return row
+
+
+def _watched(pipe, watch):
+    pipe.take = watch.waiting(pipe.take)
+    return pipe

@@ -1,0 +1,75 @@
+"""Which way a message takes along an axis: over all of its ranks at once, or inside the nodes first and
+then across them. Arithmetic alone: positions on an axis and sizes, no torch.
+
+An algorithm is a list of stages. A stage splits the ranks of the axis into groups of equal size. A sum
+goes down the stages, each a reduce-scatter that leaves a rank with a smaller slice, and comes back up by
+all-gathers. To plug in another, put it into ALGORITHMS and name it in [collectives]; each stage must
+join neighbouring runs of ranks, in order, or the exact tree could not add what it brings together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from phalanx.core.job import CollectivesConfig
+
+Nodes = list[list[int]]  # positions on the axis, by the node their rank lives on
+Stage = list[list[int]]  # positions on the axis, by the group they form
+
+
+def flat(nodes: Nodes) -> list[Stage]:
+    return [[[position for node in nodes for position in node]]]
+
+
+def hierarchical(nodes: Nodes) -> list[Stage]:
+    """Inside each node, then between the ranks that have the same place in theirs."""
+    return [nodes, [list(column) for column in zip(*nodes, strict=True)]]
+
+
+ALGORITHMS: dict[str, Callable[[Nodes], list[Stage]]] = {"flat": flat, "hierarchical": hierarchical}
+
+
+def has_tiers(nodes: Nodes) -> bool:
+    """Whether there is something to gain: several nodes, each with the same number of the axis' ranks,
+    and more than one."""
+    return len(nodes) > 1 and {len(node) for node in nodes} == {len(nodes[0])} and len(nodes[0]) > 1
+
+
+def choose(config: CollectivesConfig, axis: str, nodes: Nodes, size_bytes: int) -> str:
+    """The algorithm for one message; `size_bytes` is the whole buffer that is summed or gathered."""
+    wanted = str(getattr(config, axis))
+    if not has_tiers(nodes):
+        return "flat"
+    if wanted == "auto":
+        return "hierarchical" if size_bytes >= config.crossover_kb * 1000 else "flat"
+    return wanted
+
+
+def possible(config: CollectivesConfig, axis: str, nodes: Nodes) -> list[str]:
+    """Whatever `choose` may answer, for which groups are formed."""
+    return sorted({choose(config, axis, nodes, size) for size in (0, sys.maxsize)})
+
+
+def runs(stages: list[Stage]) -> list[list[tuple[int, int]]]:
+    """Before each stage, from which positions to which a position's sum already reaches."""
+    size = sum(len(group) for group in stages[0])
+    before = [[(position, position) for position in range(size)]]
+    for stage in stages[:-1]:
+        after = list(before[-1])
+        for group in stage:
+            reach = [before[-1][position] for position in group]
+            for position in group:
+                after[position] = (reach[0][0], reach[-1][1])
+        before.append(after)
+    return before
+
+
+def order(stages: list[Stage]) -> list[int]:
+    """Whose slices they are that a buffer must hold, one after the other, so that every rank gets its own:
+    stage by stage a group's k-th rank keeps the k-th part of what is left."""
+    places: dict[int, list[int]] = {}
+    for stage in stages:
+        for group in stage:
+            for place, position in enumerate(group):
+                places.setdefault(position, []).append(place)
+    return sorted(places, key=lambda position: places[position])

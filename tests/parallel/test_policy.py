@@ -1,0 +1,98 @@
+"""Which way a message takes. When this fails, traffic goes over the slow links more often than it must,
+or ranks wait for each other in different groups."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.core.job import CollectivesConfig
+from phalanx.core.layout import Layout
+from phalanx.parallel.policy import ALGORITHMS, choose, has_tiers, order, possible, runs
+
+TWO_BY_TWO = [[0, 1], [2, 3]]
+KB = 1000
+
+
+@pytest.mark.parametrize(
+    "layout, ranks, nodes",
+    [
+        (Layout(shard=4), [0, 1, 2, 3], [[0, 1, 2, 3]]),
+        (Layout(shard=4, ranks_per_node=2), [0, 1, 2, 3], [[0, 1], [2, 3]]),
+        (Layout(shard=4, tp=2, ranks_per_node=4), [1, 3, 5, 7], [[0, 1], [2, 3]]),
+        (Layout(shard=2, tp=2, ranks_per_node=2), [0, 2], [[0], [1]]),
+        (Layout(replica=3, shard=2, ranks_per_node=3), [2, 3], [[0], [1]]),
+        (Layout(replica=3, shard=2, ranks_per_node=3), [0, 2, 4], [[0, 1], [2]]),
+    ],
+)
+def test_positions_are_grouped_by_node(layout, ranks, nodes):
+    assert layout.by_node(ranks) == nodes
+
+
+@pytest.mark.parametrize(
+    "wanted, nodes, size_bytes, algorithm",
+    [
+        ("auto", TWO_BY_TWO, 99 * KB, "flat"),
+        ("auto", TWO_BY_TWO, 100 * KB, "hierarchical"),
+        ("flat", TWO_BY_TWO, 10**9, "flat"),
+        ("hierarchical", TWO_BY_TWO, 8, "hierarchical"),
+        ("hierarchical", [[0, 1, 2, 3]], 10**9, "flat"),  # one node
+        ("hierarchical", [[0], [1], [2]], 10**9, "flat"),  # one rank of the axis on each node
+        ("hierarchical", [[0, 1], [2]], 10**9, "flat"),  # uneven
+        ("auto", [[0, 1], [2]], 10**9, "flat"),
+    ],
+)
+@pytest.mark.parametrize("axis", ["replica", "shard"])
+def test_the_decision_table(axis, wanted, nodes, size_bytes, algorithm):
+    other = "shard" if axis == "replica" else "replica"
+    config = CollectivesConfig(**{axis: wanted, other: "flat"}, crossover_kb=100)
+    assert choose(config, axis, nodes, size_bytes) == algorithm
+    assert choose(config, other, nodes, size_bytes) == "flat"
+
+
+@pytest.mark.parametrize(
+    "config, nodes, names",
+    [
+        (CollectivesConfig(), TWO_BY_TWO, ["flat", "hierarchical"]),
+        (CollectivesConfig(crossover_kb=0), TWO_BY_TWO, ["hierarchical"]),
+        (CollectivesConfig(shard="hierarchical"), TWO_BY_TWO, ["hierarchical"]),
+        (CollectivesConfig(shard="flat"), TWO_BY_TWO, ["flat"]),
+        (CollectivesConfig(shard="hierarchical"), [[0, 1, 2, 3]], ["flat"]),
+    ],
+)
+def test_groups_are_formed_for_what_may_be_chosen_and_no_more(config, nodes, names):
+    assert possible(config, "shard", nodes) == names
+
+
+@st.composite
+def some_nodes(draw):
+    count, width = draw(st.integers(2, 6)), draw(st.integers(2, 8))
+    return [list(range(n * width, (n + 1) * width)) for n in range(count)]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(nodes=some_nodes())
+def test_every_stage_splits_the_axis_evenly_and_the_last_reach_is_everybody(name, nodes):
+    assert has_tiers(nodes)
+    stages, size = ALGORITHMS[name](nodes), len(nodes) * len(nodes[0])
+    for stage, before in zip(stages, runs(stages), strict=True):
+        assert sorted(p for group in stage for p in group) == list(range(size))
+        assert len({len(group) for group in stage}) == 1
+        for group in stage:  # neighbours, in order: the next run starts where the one before it ends
+            reach = [before[p] for p in group]
+            assert all(a[1] + 1 == b[0] for a, b in zip(reach, reach[1:], strict=False))
+        for group in stages[-1]:
+            last = runs(stages)[-1]
+            assert (last[group[0]][0], last[group[-1]][1]) == (0, size - 1)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(nodes=some_nodes())
+def test_after_all_stages_every_rank_holds_its_own_slice(name, nodes):
+    stages = ALGORITHMS[name](nodes)
+    held = {p: order(stages) for group in stages[0] for p in group}
+    for stage in stages:
+        for group in stage:
+            for place, p in enumerate(group):
+                width = len(held[p]) // len(group)
+                held[p] = held[p][place * width : (place + 1) * width]
+    assert held == {p: [p] for p in held}
