@@ -1,6 +1,8 @@
 """Which way a message takes. When this fails, traffic goes over the slow links more often than it must,
 or ranks wait for each other in different groups."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,7 +81,7 @@ def test_every_stage_splits_the_axis_evenly_and_the_last_reach_is_everybody(name
         assert len({len(group) for group in stage}) == 1
         for group in stage:  # neighbours, in order: the next run starts where the one before it ends
             reach = [before[p] for p in group]
-            assert all(a[1] + 1 == b[0] for a, b in zip(reach, reach[1:], strict=False))
+            assert all(a[1] + 1 == b[0] for a, b in itertools.pairwise(reach))
         for group in stages[-1]:
             last = runs(stages)[-1]
             assert (last[group[0]][0], last[group[-1]][1]) == (0, size - 1)

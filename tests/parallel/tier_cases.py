@@ -31,10 +31,13 @@ def collectives(args):
     me, size, name = shard.rank(), shard.size(), args["algorithm"]
     ALGORITHMS["racks"] = _racks
     config = CollectivesConfig(replica=name, shard=name)
-    form = _standalone(dist.PrefixStore(f"{args['generation']}/extra", rank.store), rank.device)
+
+    def form(axis):
+        return _standalone(dist.PrefixStore(f"{args['generation']}/{axis}", rank.store), rank.device)
+
     nodes = rank.job.layout.by_node(list(range(size)))
-    tiers = {shard.group_name: Peers("shard", nodes, me, config, form)}
-    cross = Cross(Peers("replica", nodes, me, config, _standalone(dist.PrefixStore("cross", rank.store), rank.device)))
+    tiers = {shard.group_name: Peers("shard", nodes, me, config, form("shard"))}
+    cross = Cross(Peers("replica", nodes, me, config, form("replica")))
     torch.manual_seed(me)
     mine = torch.randint(-1000, 1000, (size * 6,)).double()
     want = mine.clone()

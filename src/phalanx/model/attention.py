@@ -42,8 +42,12 @@ class Attend(nn.Module):
             enable_gqa=q_BHLE.shape[1] != k_BKLE.shape[1],
         )
 
+    def prepare(self, batch: Batch) -> None:
+        """What is the same for all layers, made once per micro-batch; before the first layer, since a
+        compiled block must not write to the batch."""
+        self._mask(batch)
+
     def _mask(self, batch: Batch) -> Tensor | None:
-        """The same for all layers, so it is made once per micro-batch."""
         if batch.documents_BL is None:
             return None
         key = ("mask", self.causal)

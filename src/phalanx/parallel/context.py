@@ -89,6 +89,9 @@ class RingAttend(Attend):
     def forward(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, batch: Batch) -> Tensor:
         return _Ring.apply(q_BHLE, k_BKLE, v_BKLE, self._blocks(batch), self.group)
 
+    def prepare(self, batch: Batch) -> None:
+        self._blocks(batch)
+
     def _blocks(self, batch: Batch) -> list[_Block]:
         """By how far the keys have come round the ring: what of it to compute, and the mask."""
         key = ("ring", self.causal)

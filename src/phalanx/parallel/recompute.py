@@ -4,6 +4,7 @@ and redoes only the cheap rest. Parameter names do not change."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,14 @@ def apply_recompute(units: list[nn.Module], experts: list[nn.Module], mode: str)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
         units = [piece for unit in units for piece in _pieces(unit, experts)]
     for unit in units:
-        unit.forward = partial(checkpoint, unit.forward, **options)
+        unit.forward = _again(unit.forward, options)
+
+
+def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:  # a function, not a partial: torch.compile looks into the one only
+        return checkpoint(forward, *args, **options)
+
+    return run
 
 
 def apply_compile(units: list[nn.Module], experts: list[nn.Module], backend: str) -> None:

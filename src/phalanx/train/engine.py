@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
+from phalanx.model.attention import Attend
 from phalanx.model.family import Batch, Family
 from phalanx.model.moe import MoE, next_bias
 from phalanx.observe.progress import Phase
@@ -102,6 +103,8 @@ class Engine:
             for name, module in model.named_modules()
             if isinstance(module, MoE) and module.bias is not None
         }
+        modules = [m for model in self.stages.values() for m in model.modules()]
+        self._attends = {m.causal: m for m in modules if isinstance(m, Attend)}
         self._wrapped = {stage: list(model.named_parameters()) for stage, model in self.stages.items()}
         self._aliased = False
 
@@ -155,6 +158,8 @@ class Engine:
     def _prepare(self, batch: Batch, scale: Tensor) -> Batch:
         batch = cut_batch(batch, self.job.layout, self.job.train.seq_len, self.coord.cp).map(self.device.put)
         batch.scale = scale
+        for attend in self._attends.values():
+            attend.prepare(batch)
         return batch
 
     def _pipe(self) -> Pipe:

@@ -1,0 +1,112 @@
+"""What the tests of single axes run inside pool workers."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from phalanx.core.job import Job
+from phalanx.model import Attend, Batch
+from phalanx.parallel.context import apply_context_parallel, cut_batch, local_positions
+from phalanx.parallel.expert import Exchange
+from phalanx.parallel.groups import Groups, connect_store
+from tests.cases import CPU, connect
+
+
+def _groups(args, experts=False):
+    job = Job.from_dict(args["job"])
+    coord = job.layout.coord(args["rank"])
+    store = connect_store(args["store"]["host"], args["store"]["port"])
+    return job, coord, Groups.form(store, args["generation"], job.layout, coord, CPU, experts)
+
+
+def attention(args):
+    """Documents of the given lengths over cp ranks: this rank's part of the output and of the input's
+    gradients, beside those of the whole sequence on one process."""
+    job, coord, groups = _groups(args)
+    length = sum(args["documents"])
+    documents = torch.repeat_interleave(torch.arange(len(args["documents"])), torch.tensor(args["documents"]))[None]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 4, length, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    whole = Batch(torch.zeros(1, length), torch.zeros(1, length), torch.ones(1, length), documents)
+
+    def run(attend, batch, parts, grad):
+        parts = [p.clone().requires_grad_() for p in parts]
+        out = attend(*parts, batch)
+        return [out.detach(), *torch.autograd.grad(out, parts, grad)]
+
+    want = run(Attend(args["causal"]), whole, (q, k, v), grad)
+    here = local_positions(job.layout, length, coord.cp)
+    holder = nn.ModuleList([Attend(args["causal"]), nn.Linear(1, 1)])
+    apply_context_parallel(holder, job.layout, groups.axis("cp"))
+    batch = cut_batch(whole, job.layout, length, coord.cp)
+    got = run(holder[0], batch, [t[:, :, here] for t in (q, k, v)], grad[:, :, here])
+    errors = [float((a - b[:, :, here]).abs().max()) for a, b in zip(got, want, strict=True)]
+    unmasked = run(Attend(args["causal"]), Batch(whole.tokens_BL, whole.targets_BL, whole.weights_BL), (q, k, v), grad)
+    groups.close()
+    return {
+        "error": max(errors),
+        "mask matters": float((unmasked[0] - want[0])[:, :, here].abs().max()),
+        "documents here": sorted(set(documents[0, here].tolist())),
+    }
+
+
+def exchange(args):
+    """Rows that carry their own address go out and come back; what the experts' rank saw of them."""
+    _, _, groups = _groups(args, experts=True)
+    group = groups.experts.get_group("ep")
+    experts, rank, width = args["experts"], group.rank(), group.size()
+    counts = torch.tensor([(rank + 1) * e % 4 if args["some"] else 0 for e in range(experts)])
+    rows = torch.tensor([[rank, e, i] for e in range(experts) for i in range(int(counts[e]))], dtype=torch.float64)
+    rows = rows.view(-1, 3).requires_grad_()
+    trip = Exchange(group, experts)
+    got, here, back = trip(rows, counts)
+    assert got.shape[0] == int(here.sum())
+    held = torch.repeat_interleave(torch.arange(*trip.held), here)
+    assert got[:, 1].long().equal(held), "rows are not sorted by expert"
+    returned = back(got * 2)
+    assert torch.equal(returned, rows * 2)
+    returned.sum().backward()
+    assert rows.grad.eq(2).all()
+    sent, seen = torch.tensor([counts.sum()]), torch.tensor([here.sum()])
+    dist.all_reduce(sent), dist.all_reduce(seen)
+    groups.close()
+    return [int(sent), int(seen), width]
+
+
+def torch_split_backward(args):
+    """torch's own split of a backward over an FSDP2 module that frees its parameters after forward: how
+    many weights have a gradient in the end."""
+    _, _, groups = _groups(args)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    for block in model:
+        fully_shard(block, mesh=groups.state, reshard_after_forward=args["reshard"])
+    fully_shard(model, mesh=groups.state, reshard_after_forward=args["reshard"])
+    model.set_requires_gradient_sync(False)
+    x = torch.randn(2, 8, requires_grad=True)
+    out = model(x)
+    loss = out.sum()
+    weights = list(model.parameters())
+    _, param_groups = stage_backward_input([loss], None, [x], iter(weights))
+    if param_groups:
+        stage_backward_weight(iter(weights), param_groups)
+    state = fully_shard.state(model)
+    found = 0
+    for inner in state._state_ctx.all_states:
+        for group in inner._fsdp_param_groups:
+            found += sum(p._unsharded_param.grad is not None for p in group.fsdp_params)
+    groups.close()
+    return found
+
+
+def compiled_graphs(args):
+    """How many graphs torch has compiled in a step."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    rank = connect(args)
+    rank.engine.step(rank.batches(0))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    rank.close()
+    return graphs
