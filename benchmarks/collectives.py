@@ -24,10 +24,11 @@ from pathlib import Path
 
 from phalanx.core.job import CollectivesConfig
 from phalanx.core.shape import ModelConfig
-from phalanx.parallel.policy import choose
+from phalanx.parallel.policy import choose, resolve
 from tests.cases import make_job
 from tests.pool import Pool
 
+AUTO = resolve(CollectivesConfig(), "gloo")
 SIZES = [2**k for k in range(12, 25, 2)]
 LINK_SIZES = [2**12, 2**22]
 PER_NODE = (2, 3, 4)
@@ -180,7 +181,7 @@ def show_collectives(nodes: Nodes) -> tuple[bool, dict]:
             rows = [r for r in answer["rows"] if r["kind"] == kind]
             for row in rows:
                 axis = "replica" if kind == "all-reduce" else "shard"
-                auto = choose(CollectivesConfig(), axis, places, row["size_bytes"])
+                auto = choose(AUTO, axis, places, row["size_bytes"])
                 other = "flat" if auto == "hierarchical" else "hierarchical"
                 middle = {name: statistics.median(row[name]) for name in ("flat", "hierarchical")}
                 ratio, low, high = bootstrap([f / h for f, h in zip(row["flat"], row["hierarchical"], strict=True)])
@@ -237,7 +238,7 @@ def main():
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(Nodes())
         where = f"separated: namespaces, {nodes.shaping}" if nodes.separated else "NOT separated: all on one loopback"
-        print(f"nodes {where}; median of {ROUNDS} rounds in turns; crossover_kb = {CollectivesConfig().crossover_kb}")
+        print(f"nodes {where}; median of {ROUNDS} rounds in turns; crossover_kb = {AUTO.crossover_kb}")
         ok, figures = show_collectives(nodes)
         separated = nodes.separated
     steps = show_steps()

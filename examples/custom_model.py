@@ -1,11 +1,9 @@
 """A model of your own: a GPT-2-like decoder with LayerNorm, learned positions, GELU and biases, and
 the Family that says how its layers split. Train it with `phalanx train examples/custom-model.toml`."""
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
-from phalanx import Family, Init
+from phalanx import Attend, Family, Init
 
 
 class Attention(nn.Module):
@@ -13,11 +11,11 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.attend = Attend()  # causal, inside documents; context parallelism takes its place
 
-    def forward(self, x, mask):  # -1: as many heads as this rank holds
+    def forward(self, x, batch):  # -1: as many heads as this rank holds
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return self.out(self.attend(q, k, v, batch).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -27,8 +25,8 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
-    def forward(self, x, mask):
-        x = x + self.attention(self.norm1(x), mask)
+    def forward(self, x, batch):
+        x = x + self.attention(self.norm1(x), batch)
         return x + self.mlp(self.norm2(x))
 
 
@@ -41,13 +39,12 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Block(dim, dim // heads) for _ in range(config.options["layers"]))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, config.vocab_size)
 
-    def forward(self, batch):
-        d = batch.documents_BL  # which document each position belongs to; None: no mask
-        mask = None if d is None else (d[:, None, :, None] == d[:, None, None, :]).tril()
-        ids = torch.arange(batch.tokens_BL.shape[1], device=batch.tokens_BL.device)[None]
-        x = self.embed(batch.tokens_BL) + self.position(ids)  # all ids in, this rank's slice of the sequence out
+    def forward(self, batch, x=None):
+        if x is None:  # else it comes from the stage before
+            positions = batch.positions()[None]
+            x = self.embed(batch.tokens_BL) + self.position(positions)  # in: all ids; out: this rank's slice of them
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, batch)
         return self.head(self.norm(x))
 
 
@@ -71,4 +68,7 @@ FAMILY = Family(
         "layers.*.mlp.2": "row",
         "head": "head",
     },
+    first=("embed", "position"),
+    last=("norm", "head"),
+    width=lambda config: config.options["dim"],
 )

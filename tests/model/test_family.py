@@ -36,16 +36,31 @@ def curves(pool, layout, **options) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, over all ranks that see samples of their own."""
     job = make_job(layout, model=CUSTOM, micro_batch=2, global_batch=8, **options)
     answers = pool.run("tests.model.test_family:case_losses", job)
-    seen = [rows for rank, rows in enumerate(answers) if job.layout.coord(rank).tp == 0]
-    return [(sum(r[step][0] for r in seen) / sum(r[step][1] for r in seen), seen[0][step][2]) for step in range(3)]
+    last = job.layout.rank_of_stage(job.layout.num_stages - 1)
+    at = [job.layout.coord(rank) for rank in range(job.layout.world_size)]
+    seen = [rows for rows, c in zip(answers, at, strict=True) if c.tp == 0 and c.pp == last]
+    parts = job.layout.cp  # each of which has part of the loss, and counts all tokens
+    return [
+        (sum(r[step][0] for r in seen) / sum(r[step][1] for r in seen) * parts, seen[0][step][2]) for step in range(3)
+    ]
 
 
-@pytest.mark.parametrize("masked, layouts", [(True, [(1, 2, 2)]), (False, [(1, 2, 2), (2, 1, 2)])])
+PIPELINE, CONTEXT = dict(pp=2), dict(cp=2)
+
+
+@pytest.mark.parametrize(
+    "masked, layouts",
+    [
+        (True, [((1, 2, 2), {}), ((1, 1, 2), PIPELINE | CONTEXT), ((1, 2, 1), PIPELINE | {"schedule": "gpipe"})]),
+        (False, [((1, 2, 2), {}), ((2, 1, 2), {}), ((1, 1, 1), CONTEXT | {"cp_style": "ulysses"})]),
+    ],
+)
 def test_a_model_of_ones_own_trains_alike_on_every_layout(pool, masked, layouts):
     single = curves(pool, (1, 1, 1), document_mask=masked)
     assert len({loss for loss, _ in single}) == 3
-    for layout in layouts:
-        assert curves(pool, layout, document_mask=masked) == [pytest.approx(row, rel=1e-9) for row in single], layout
+    for layout, axes in layouts:
+        rows = curves(pool, layout, document_mask=masked, axes=axes)
+        assert rows == [pytest.approx(row, rel=1e-9) for row in single], (layout, axes)
 
 
 def file(tmp_path, text: str) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.job import CollectivesConfig
 from phalanx.core.layout import Layout
-from phalanx.parallel.policy import ALGORITHMS, choose, has_tiers, order, possible, runs
+from phalanx.parallel.policy import ALGORITHMS, CROSSOVER_KB, NEVER, choose, has_tiers, order, possible, resolve, runs
 
 TWO_BY_TWO = [[0, 1], [2, 3]]
 KB = 1000
@@ -54,15 +54,23 @@ def test_the_decision_table(axis, wanted, nodes, size_bytes, algorithm):
 @pytest.mark.parametrize(
     "config, nodes, names",
     [
-        (CollectivesConfig(), TWO_BY_TWO, ["flat", "hierarchical"]),
+        (CollectivesConfig(crossover_kb=100), TWO_BY_TWO, ["flat", "hierarchical"]),
         (CollectivesConfig(crossover_kb=0), TWO_BY_TWO, ["hierarchical"]),
-        (CollectivesConfig(shard="hierarchical"), TWO_BY_TWO, ["hierarchical"]),
-        (CollectivesConfig(shard="flat"), TWO_BY_TWO, ["flat"]),
-        (CollectivesConfig(shard="hierarchical"), [[0, 1, 2, 3]], ["flat"]),
+        (CollectivesConfig(crossover_kb=NEVER), TWO_BY_TWO, ["flat"]),
+        (CollectivesConfig(shard="hierarchical", crossover_kb=100), TWO_BY_TWO, ["hierarchical"]),
+        (CollectivesConfig(shard="flat", crossover_kb=100), TWO_BY_TWO, ["flat"]),
+        (CollectivesConfig(shard="hierarchical", crossover_kb=100), [[0, 1, 2, 3]], ["flat"]),
     ],
 )
 def test_groups_are_formed_for_what_may_be_chosen_and_no_more(config, nodes, names):
     assert possible(config, "shard", nodes) == names
+
+
+@pytest.mark.parametrize(
+    "given, backend, wanted", [(7, "gloo", 7), (-1, "gloo", CROSSOVER_KB["gloo"]), (-1, "nccl", NEVER)]
+)
+def test_a_library_that_knows_the_nodes_itself_is_left_to_it(given, backend, wanted):
+    assert resolve(CollectivesConfig(crossover_kb=given), backend).crossover_kb == wanted
 
 
 @st.composite

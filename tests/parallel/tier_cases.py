@@ -30,7 +30,7 @@ def collectives(args):
     shard = rank.groups.shard
     me, size, name = shard.rank(), shard.size(), args["algorithm"]
     ALGORITHMS["racks"] = _racks
-    config = CollectivesConfig(replica=name, shard=name)
+    config = CollectivesConfig(replica=name, shard=name, crossover_kb=0)
 
     def form(axis):
         return _standalone(dist.PrefixStore(f"{args['generation']}/{axis}", rank.store), rank.device)

@@ -56,7 +56,7 @@ class CollectivesConfig:
 
     replica: str = "auto"  # auto | flat | hierarchical
     shard: str = "auto"
-    crossover_kb: int = 256  # auto: the size from which a message goes inside the nodes first
+    crossover_kb: int = -1  # auto: the size from which a message goes inside the nodes first; -1: as measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,9 +93,10 @@ class Family:
     split: Mapping[str, str]
     units: Sequence[str] = ("layers.*",)  # gathered, recomputed and compiled one by one, in this order
     # For pipelines: what only the first and only the last stage has. Between stages goes what goes
-    # between units, (B, L, model.dim), into `forward(batch, x)`. Elsewhere these pass on what they get.
+    # between units, (B, L, width), into `forward(batch, x)`. Elsewhere these pass on what they get.
     first: Sequence[str] = ()
     last: Sequence[str] = ()
+    width: Callable[[ModelConfig], int] = lambda config: config.dim
     optional: Sequence[str] = ()  # modules of `split` that not every size of the model has, with all beneath them
     buffers: Mapping[str, float] = dataclasses.field(default_factory=dict)  # those that it may have -> first value
     experts: Sequence[str] = ()  # modules whose parameters hold the rows of one expert after the other

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from phalanx.core.job import CollectivesConfig
 from phalanx.core.layout import Coord, Layout
 from phalanx.parallel.device import Device
-from phalanx.parallel.policy import possible
+from phalanx.parallel.policy import possible, resolve
 from phalanx.parallel.replica import Cross
 from phalanx.parallel.tiers import Form, Peers
 
@@ -96,6 +96,7 @@ def form_cross(
     """The groups over all replicas that hold this coordinate."""
     if layout.replica == 1:
         return None
+    collectives = resolve(collectives, device.backend)
     form = _standalone(dist.PrefixStore(f"g{generation}/cross{layout.inside(coord)}", store), device)
     return Cross(Peers("replica", layout.peers_by_node(coord), coord.replica, collectives, form))
 
@@ -110,7 +111,7 @@ def form_tiers(
 ) -> dict[str, Peers]:
     """For the meshes over which state is sharded: the groups inside and across the nodes, where the policy
     may choose them."""
-    tiers = {}
+    tiers, collectives = {}, resolve(collectives, device.backend)
     for mesh in meshes:
         ranks = mesh.mesh.tolist()
         nodes = layout.by_node([coord.replica * layout.replica_size + rank for rank in ranks])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from phalanx.core.job import CollectivesConfig
 
@@ -29,6 +30,18 @@ def hierarchical(nodes: Nodes) -> list[Stage]:
 ALGORITHMS: dict[str, Callable[[Nodes], list[Stage]]] = {"flat": flat, "hierarchical": hierarchical}
 
 
+# Kilobytes from which two levels are better, as measured (docs/collectives.md). A library that is not listed
+# knows the nodes itself and is left to it.
+CROSSOVER_KB = {"gloo": 0}
+NEVER = sys.maxsize
+
+
+def resolve(config: CollectivesConfig, backend: str) -> CollectivesConfig:
+    if config.crossover_kb >= 0:
+        return config
+    return replace(config, crossover_kb=CROSSOVER_KB.get(backend, NEVER))
+
+
 def has_tiers(nodes: Nodes) -> bool:
     """Whether there is something to gain: several nodes, each with the same number of the axis' ranks,
     and more than one."""
@@ -37,6 +50,7 @@ def has_tiers(nodes: Nodes) -> bool:
 
 def choose(config: CollectivesConfig, axis: str, nodes: Nodes, size_bytes: int) -> str:
     """The algorithm for one message; `size_bytes` is the whole buffer that is summed or gathered."""
+    assert config.crossover_kb >= 0, "not resolved for a backend"
     wanted = str(getattr(config, axis))
     if not has_tiers(nodes):
         return "flat"

@@ -225,7 +225,9 @@ class CollectivesSection(Section):
         COLLECTIVES.shard, "The same for gathering parameters and scattering gradients over the shard ranks."
     )
     crossover_kb: int = option(
-        COLLECTIVES.crossover_kb, "Kilobytes from which auto goes inside each node first; 0 means always.", ge=0
+        COLLECTIVES.crossover_kb,
+        "Kilobytes from which auto goes inside each node first; -1 takes what was measured for the library.",
+        ge=-1,
     )
 
 

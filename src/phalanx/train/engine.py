@@ -164,7 +164,7 @@ class Engine:
 
     def _pipe(self) -> Pipe:
         layout, train = self.job.layout, self.job.train
-        shape = (train.micro_batch, train.seq_len // (layout.cp * layout.tp), self.job.model.dim)
+        shape = (train.micro_batch, train.seq_len // (layout.cp * layout.tp), self.family.width(self.job.model))
         return Pipe(layout, self.groups.axis("pp"), self.device, shape, COMPUTE_DTYPE[train.precision])
 
     def _forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
