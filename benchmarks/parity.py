@@ -1,8 +1,8 @@
 """Every composition against plain PyTorch and against our own single process, in fp64 and fp32: the
 largest norm-relative error of any parameter's gradient after one step and weight after five.
 
-Bar: fp64 at most 1e-10, everywhere. fp32 stands beside it for orientation. Arguments, if any, are parts of
-names: only the compositions that contain one of them are run."""
+Bar: fp64 at most 1e-10, everywhere. fp32 stands beside it for orientation. An argument runs a part of the
+table: `parity.py 0:40` the first forty rows, `parity.py moe` those with that in their name."""
 
 from common import finish, machine  # isort: skip  (first: it makes tests/ importable)
 
@@ -13,12 +13,19 @@ from tests.parity import TOLERANCE, References, run_case
 from tests.pool import Pool
 
 
+def wanted(part=""):
+    first, colon, last = part.partition(":")
+    if colon:
+        return CASES[int(first or 0) : int(last or len(CASES))]
+    return [case for case in CASES if part in case[0]]
+
+
 def main():
     print(f"norm-relative errors of gradients (1 step) and weights (5 steps); {machine()}\n")
     head = f"{'composition':56}{'ranks':>6}{'fp64 grads':>12}{'weights':>10}{'fp32 grads':>12}{'weights':>10}  verdict"
     print(head + "\n" + "-" * len(head))
     worst, failed = {"fp64": 0.0, "fp32": 0.0}, []
-    cases = [case for case in CASES if not sys.argv[1:] or any(part in case[0] for part in sys.argv[1:])]
+    cases = wanted(*sys.argv[1:])
     with Pool(8) as pool:
         references = References(pool)
         for name, layout, options in cases:
