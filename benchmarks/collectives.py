@@ -11,32 +11,32 @@ the difference is within noise (the 95 % interval of the ratio over the rounds i
 
 from common import bootstrap, finish, machine  # isort: skip  (first: it makes tests/ importable)
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 from phalanx.core.job import CollectivesConfig
 from phalanx.core.shape import ModelConfig
-from phalanx.parallel.policy import choose, resolve
+from phalanx.parallel.policy import choose
 from tests.cases import make_job
 from tests.pool import Pool
 
-AUTO = resolve(CollectivesConfig(), "gloo")
 SIZES = [2**k for k in range(12, 25, 2)]
-LINK_SIZES = [2**12, 2**22]
+LINK_SIZES, KINDS = [2**12, 2**22], ("inside", "across")
+OPERATIONS = {"all-reduce": ("replica", "sum"), "reduce-scatter": ("shard", "sum"), "all-gather": ("shard", "gather")}
 PER_NODE = (2, 3, 4)
 ROUNDS = 9
 MBIT, DELAY_US = 300, 200
 LIMIT = 1.15
 MODEL = ModelConfig(vocab_size=257, dim=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=688)
 STEPS = 12
+VARIANTS = [((1, 4, 1), "prefetch", (0, 1, 2)), ((4, 1, 1), "bucket_mb", (0.25, 1.0, 5.0, 25.0))]
 
 
 class Nodes:
@@ -127,7 +127,7 @@ def costs(kind: str, ranks: int, per_node: int, links: dict) -> dict[str, tuple[
     ranks of a node in two levels, and by nobody in one, where it is crossed once; there it sets the pace."""
     g, k, n = per_node, ranks // per_node, ranks
     step, byte = {}, {}
-    for name, width in (("inside", g), ("across", k)):
+    for name, width in zip(KINDS, (g, k), strict=True):
         small, large = (links[f"{name} {size}"] for size in LINK_SIZES)
         step[name] = small / (width - 1)
         byte[name] = max(0.0, large - small) / (LINK_SIZES[1] - LINK_SIZES[0]) * width / (width - 1)
@@ -144,15 +144,13 @@ def costs(kind: str, ranks: int, per_node: int, links: dict) -> dict[str, tuple[
 
 def predicted_crossover(cost: dict[str, tuple[float, float]]) -> float:
     """Bytes from which two levels are quicker; 0: always, infinite: never."""
-    (a, b), (c, d) = cost["flat"], cost["hierarchical"]
-    if d >= b:
-        return 0.0 if c < a and d == b else float("inf")
-    return max(0.0, (c - a) / (b - d))
+    (flat_s, flat_byte), (two_s, two_byte) = cost["flat"], cost["hierarchical"]
+    return max(0.0, (two_s - flat_s) / (flat_byte - two_byte)) if two_byte < flat_byte else float("inf")
 
 
 def measured_crossover(rows) -> float:
     """The size from which on two levels are never slower, of those measured."""
-    wins = [(r["size_bytes"], statistics.median(r["hierarchical"]) <= statistics.median(r["flat"])) for r in rows]
+    wins = [(r["size_bytes"], median(r["hierarchical"]) <= median(r["flat"])) for r in rows]
     losing = [size for size, won in wins if not won]
     rest = [size for size, _ in wins if not losing or size > max(losing)]
     return min(rest) if rest else float("inf")
@@ -167,59 +165,45 @@ def shown(size: float) -> str:
 def show_collectives(nodes: Nodes) -> tuple[bool, dict]:
     ok, figures = True, {}
     for per_node in PER_NODE:
-        ranks = 2 * per_node
         answer = measure(nodes, per_node)
-        places = [list(range(per_node)), list(range(per_node, ranks))]
-        print(f"\n2 nodes x {per_node} ranks; all-gather over one stage alone: ", end="")
-        print(
-            ", ".join(f"{k.split()[0]} {shown(int(k.split()[1]))} {v * 1e3:.2f} ms" for k, v in answer["links"].items())
-        )
-        print(
-            f"{'':16}{'size':>8}{'flat ms':>10}{'hier. ms':>10}{'flat/hier.':>12}{'95 %':>14}  {'auto':14}{'against better':>15}"
-        )
-        for kind in ("all-reduce", "reduce-scatter", "all-gather"):
-            rows = [r for r in answer["rows"] if r["kind"] == kind]
-            for row in rows:
-                axis = "replica" if kind == "all-reduce" else "shard"
-                auto = choose(AUTO, axis, places, row["size_bytes"])
-                other = "flat" if auto == "hierarchical" else "hierarchical"
-                middle = {name: statistics.median(row[name]) for name in ("flat", "hierarchical")}
-                ratio, low, high = bootstrap([f / h for f, h in zip(row["flat"], row["hierarchical"], strict=True)])
-                against = max(1.0, middle[auto] / middle[other])
-                good = against <= LIMIT or low <= 1 <= high
-                ok &= good
-                print(
-                    f"{kind:16}{shown(row['size_bytes']):>8}{middle['flat'] * 1e3:10.2f}{middle['hierarchical'] * 1e3:10.2f}"
-                    f"{ratio:12.2f}{f'{low:.2f}-{high:.2f}':>14}  {auto:14}{against:15.2f}{'' if good else '  TOO SLOW'}"
-                )
-            found = measured_crossover(rows), predicted_crossover(costs(kind, ranks, per_node, answer["links"]))
+        links = [f"{shown(size)} {answer['links'][f'{k} {size}'] * 1e3:.2f} ms" for k in KINDS for size in LINK_SIZES]
+        print(f"\n2 nodes x {per_node} ranks; all-gather inside {', '.join(links[:2])}; across {', '.join(links[2:])}")
+        head = f"{'':16}{'size':>8}{'flat ms':>10}{'hier. ms':>10}{'flat / hier.':>14}{'95 %':>12}"
+        print(f"{head}  {'auto':14}{'over the better':>16}")
+        for kind, (axis, op) in OPERATIONS.items():
+            rows = [row for row in answer["rows"] if row["kind"] == kind]
+            ok &= all([show_row(row, per_node, axis, op) for row in rows])
+            found = measured_crossover(rows)
+            formula = predicted_crossover(costs(kind, 2 * per_node, per_node, answer["links"]))
             print(
-                f"{kind:16}two levels are better from: measured {shown(found[0])}, alpha-beta {shown(found[1])}",
-                flush=True,
+                f"{kind:16}two levels are better from: measured {shown(found)}, alpha-beta {shown(formula)}", flush=True
             )
-            figures[f"2x{per_node} {kind}"] = {
-                "crossover": shown(found[0]),
-                "alpha_beta": shown(found[1]),
-                "flat_over_hierarchical": {
-                    shown(r["size_bytes"]): round(
-                        statistics.median(r["flat"]) / statistics.median(r["hierarchical"]), 2
-                    )
-                    for r in rows
-                },
+            ratios = {
+                shown(row["size_bytes"]): round(median(row["flat"]) / median(row["hierarchical"]), 2) for row in rows
             }
+            name = f"2x{per_node} {kind}"
+            figures[name] = {"from": shown(found), "alpha_beta": shown(formula), "flat_over_hierarchical": ratios}
     return ok, figures
 
 
+def show_row(row: dict, per_node: int, axis: str, op: str) -> bool:
+    places = [list(range(per_node)), list(range(per_node, 2 * per_node))]
+    auto = choose(CollectivesConfig(), "gloo", axis, op, places, row["size_bytes"])
+    flat, two = median(row["flat"]), median(row["hierarchical"])
+    ratio, low, high = bootstrap([f / h for f, h in zip(row["flat"], row["hierarchical"], strict=True)])
+    over = median(row[auto]) / min(flat, two)
+    good = over <= LIMIT or low <= 1 <= high
+    figures = f"{flat * 1e3:10.2f}{two * 1e3:10.2f}{ratio:14.2f}{f'{low:.2f}-{high:.2f}':>12}"
+    verdict = "" if good else "  TOO SLOW"
+    print(f"{row['kind']:16}{shown(row['size_bytes']):>8}{figures}  {auto:14}{over:16.2f}{verdict}")
+    return good
+
+
 def show_steps() -> dict:
-    print(
-        f"\nsteps of the engine, {MODEL.num_params / 1e6:.1f}M parameters, fp32, 4 ranks on this machine's loopback, in turns"
-    )
+    print(f"\nsteps of the engine, {MODEL.num_params / 1e6:.1f}M parameters, fp32, 4 ranks on one loopback, in turns")
     figures = {}
     with Pool(4) as pool:
-        for layout, field, values in (
-            ((1, 4, 1), "prefetch", (0, 1, 2)),
-            ((4, 1, 1), "bucket_mb", (0.25, 1.0, 5.0, 25.0)),
-        ):
+        for layout, field, values in VARIANTS:
             job = make_job(layout, model=MODEL, precision="fp32", seq_len=64, steps=100, global_batch=8)
             variants = [{field: value} for value in values]
             answers = pool.run("benchmarks.collectives_cases:steps", job, variants=variants, steps=STEPS, timeout=600)
@@ -228,17 +212,16 @@ def show_steps() -> dict:
                 middle, low, high = bootstrap(slowest)
                 name = f"replica {layout[0]} x shard {layout[1]}, train.{field} = {value}"
                 print(f"{name:48}{middle * 1e3:8.0f} ms   95 % {low * 1e3:.0f}-{high * 1e3:.0f}", flush=True)
-                figures[f"{field}={value}"] = round(middle * 1e3, 1)
+                figures[f"{field}={value}"] = round(middle * 1e3)
     return figures
 
 
 def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go
     print(machine())
-    with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(Nodes())
+    with Nodes() as nodes:
         where = f"separated: namespaces, {nodes.shaping}" if nodes.separated else "NOT separated: all on one loopback"
-        print(f"nodes {where}; median of {ROUNDS} rounds in turns; crossover_kb = {AUTO.crossover_kb}")
+        print(f"nodes {where}; median of {ROUNDS} rounds in turns")
         ok, figures = show_collectives(nodes)
         separated = nodes.separated
     steps = show_steps()

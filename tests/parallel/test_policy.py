@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.job import CollectivesConfig
 from phalanx.core.layout import Layout
-from phalanx.parallel.policy import ALGORITHMS, CROSSOVER_KB, NEVER, choose, has_tiers, order, possible, resolve, runs
+from phalanx.parallel.policy import ALGORITHMS, MEASURED_KB, OPS, choose, has_tiers, order, possible, runs
 
 TWO_BY_TWO = [[0, 1], [2, 3]]
 KB = 1000
@@ -30,6 +30,8 @@ def test_positions_are_grouped_by_node(layout, ranks, nodes):
     assert layout.by_node(ranks) == nodes
 
 
+@pytest.mark.parametrize("op", OPS["shard"])
+@pytest.mark.parametrize("axis", ["replica", "shard"])
 @pytest.mark.parametrize(
     "wanted, nodes, size_bytes, algorithm",
     [
@@ -43,34 +45,49 @@ def test_positions_are_grouped_by_node(layout, ranks, nodes):
         ("auto", [[0, 1], [2]], 10**9, "flat"),
     ],
 )
-@pytest.mark.parametrize("axis", ["replica", "shard"])
-def test_the_decision_table(axis, wanted, nodes, size_bytes, algorithm):
+def test_the_decision_table(op, axis, wanted, nodes, size_bytes, algorithm):
     other = "shard" if axis == "replica" else "replica"
     config = CollectivesConfig(**{axis: wanted, other: "flat"}, crossover_kb=100)
-    assert choose(config, axis, nodes, size_bytes) == algorithm
-    assert choose(config, other, nodes, size_bytes) == "flat"
+    assert choose(config, "gloo", axis, op, nodes, size_bytes) == algorithm
+    assert choose(config, "nccl", axis, op, nodes, size_bytes) == algorithm
+    assert choose(config, "gloo", other, op, nodes, size_bytes) == "flat"
 
 
 @pytest.mark.parametrize(
-    "config, nodes, names",
+    "backend, op, nodes, size_bytes, algorithm",
     [
-        (CollectivesConfig(crossover_kb=100), TWO_BY_TWO, ["flat", "hierarchical"]),
-        (CollectivesConfig(crossover_kb=0), TWO_BY_TWO, ["hierarchical"]),
-        (CollectivesConfig(crossover_kb=NEVER), TWO_BY_TWO, ["flat"]),
-        (CollectivesConfig(shard="hierarchical", crossover_kb=100), TWO_BY_TWO, ["hierarchical"]),
-        (CollectivesConfig(shard="flat", crossover_kb=100), TWO_BY_TWO, ["flat"]),
-        (CollectivesConfig(shard="hierarchical", crossover_kb=100), [[0, 1, 2, 3]], ["flat"]),
+        ("gloo", "sum", TWO_BY_TWO, 8, "hierarchical"),
+        ("gloo", "gather", TWO_BY_TWO, MEASURED_KB["gloo"] * KB - 1, "flat"),
+        ("gloo", "gather", TWO_BY_TWO, MEASURED_KB["gloo"] * KB, "hierarchical"),
+        ("gloo", "gather", [[0, 1, 2], [3, 4, 5]], 8, "hierarchical"),
+        ("gloo", "gather", [[0, 1], [2, 3], [4, 5]], 8, "hierarchical"),
+        ("nccl", "sum", TWO_BY_TWO, 10**9, "flat"),  # builds its rings and trees by node itself
+        ("nccl", "gather", TWO_BY_TWO, 10**9, "flat"),
     ],
 )
-def test_groups_are_formed_for_what_may_be_chosen_and_no_more(config, nodes, names):
-    assert possible(config, "shard", nodes) == names
+def test_the_crossover_that_was_measured(backend, op, nodes, size_bytes, algorithm):
+    assert choose(CollectivesConfig(), backend, "shard", op, nodes, size_bytes) == algorithm
 
 
 @pytest.mark.parametrize(
-    "given, backend, wanted", [(7, "gloo", 7), (-1, "gloo", CROSSOVER_KB["gloo"]), (-1, "nccl", NEVER)]
+    "config, backend, nodes, names",
+    [
+        (CollectivesConfig(crossover_kb=100), "gloo", TWO_BY_TWO, ["flat", "hierarchical"]),
+        (CollectivesConfig(crossover_kb=0), "nccl", TWO_BY_TWO, ["hierarchical"]),
+        (CollectivesConfig(), "gloo", TWO_BY_TWO, ["flat", "hierarchical"]),
+        (CollectivesConfig(), "gloo", [[0, 1, 2], [3, 4, 5]], ["hierarchical"]),
+        (CollectivesConfig(), "nccl", TWO_BY_TWO, ["flat"]),
+        (CollectivesConfig(shard="hierarchical"), "nccl", TWO_BY_TWO, ["hierarchical"]),
+        (CollectivesConfig(shard="flat"), "gloo", TWO_BY_TWO, ["flat"]),
+        (CollectivesConfig(shard="hierarchical"), "gloo", [[0, 1, 2, 3]], ["flat"]),
+    ],
 )
-def test_a_library_that_knows_the_nodes_itself_is_left_to_it(given, backend, wanted):
-    assert resolve(CollectivesConfig(crossover_kb=given), backend).crossover_kb == wanted
+def test_groups_are_formed_for_what_may_be_chosen_and_no_more(config, backend, nodes, names):
+    assert possible(config, backend, "shard", nodes) == names
+
+
+def test_replicas_gather_nothing_so_what_gathers_need_is_not_formed_for_them():
+    assert possible(CollectivesConfig(), "gloo", "replica", TWO_BY_TWO) == ["hierarchical"]
 
 
 @st.composite

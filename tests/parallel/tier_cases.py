@@ -30,14 +30,14 @@ def collectives(args):
     shard = rank.groups.shard
     me, size, name = shard.rank(), shard.size(), args["algorithm"]
     ALGORITHMS["racks"] = _racks
-    config = CollectivesConfig(replica=name, shard=name, crossover_kb=0)
+    config = CollectivesConfig(replica=name, shard=name)
 
     def form(axis):
         return _standalone(dist.PrefixStore(f"{args['generation']}/{axis}", rank.store), rank.device)
 
     nodes = rank.job.layout.by_node(list(range(size)))
-    tiers = {shard.group_name: Peers("shard", nodes, me, config, form("shard"))}
-    cross = Cross(Peers("replica", nodes, me, config, form("replica")))
+    tiers = {shard.group_name: Peers("shard", nodes, me, config, "gloo", form("shard"))}
+    cross = Cross(Peers("replica", nodes, me, config, "gloo", form("replica")))
     torch.manual_seed(me)
     mine = torch.randint(-1000, 1000, (size * 6,)).double()
     want = mine.clone()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import ODD, assemble, fingerprint, make_job
+from tests.cases import DEEP, MOE_ODD, ODD, assemble, fingerprint, make_job
 
 LAYOUTS = [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (4, 1, 1), (2, 4, 1), (1, 8, 1)]
 TP_LAYOUTS = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 4, 2), (2, 2, 2), (4, 1, 2)]
@@ -15,7 +15,7 @@ TP_LAYOUTS = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 4, 2), (2, 2, 2), (4, 1, 2)]
 def run(pool, folder: Path, layout, steps=2, **options) -> dict:
     """Fingerprints of one run, with the loss and norm bits of every step."""
     defaults = {"precision": "fp32", "reduction": "exact", "global_batch": 8}
-    job = make_job(layout, model=ODD, **(defaults | options))
+    job = make_job(layout, **({"model": ODD} | defaults | options))
     stem = str(folder / "run")
     answers = pool.run("tests.cases:case_train", job, stem=stem, steps=steps)
     prints = [fingerprint(assemble(job, stem, r)) for r in range(job.layout.replica)]
@@ -40,6 +40,32 @@ def test_same_bits_for_every_replica_and_shard_split(pool, tmp_path, precision):
 def test_same_bits_with_tensor_parallelism_held_at_two(pool, tmp_path):
     results = {layout: run(pool, tmp_path, layout) for layout in TP_LAYOUTS}
     assert all(r == results[1, 1, 2] for r in results.values()), results
+
+
+def test_same_bits_for_every_pipeline(pool, tmp_path):
+    """A stage computes what it would compute in one process, so pipelines need not even be held fixed."""
+    layouts = [
+        ((1, 1, 1), {}),
+        ((1, 1, 1), dict(pp=2)),
+        ((2, 2, 1), dict(pp=2, schedule="gpipe")),
+        ((1, 2, 1), dict(pp=2, schedule="interleaved")),
+        ((2, 1, 1), dict(pp=2, schedule="zbv")),
+        ((1, 2, 1), dict(pp=4)),
+    ]
+    results = [run(pool, tmp_path, layout, model=DEEP, axes=axes) for layout, axes in layouts]
+    assert all(r == results[0] for r in results), results
+
+
+def test_same_bits_with_context_parallelism_held_at_two(pool, tmp_path):
+    layouts = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 4, 1)]
+    results = [run(pool, tmp_path, layout, axes=dict(cp=2), zero=1 + i % 3) for i, layout in enumerate(layouts)]
+    assert all(r == results[0] for r in results), results
+
+
+def test_same_bits_with_experts_and_a_bias_that_follows_their_load(pool, tmp_path):
+    layouts = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2), (4, 1, 2)]
+    results = [run(pool, tmp_path, layout, model=MOE_ODD, zero=1 + i % 3) for i, layout in enumerate(layouts)]
+    assert all(r == results[0] for r in results), results
 
 
 def test_same_bits_for_splits_that_are_not_powers_of_two(pool, tmp_path):

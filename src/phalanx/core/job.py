@@ -102,7 +102,7 @@ class Job:
     def promise(self) -> str:
         """What determinism this run has (contract 8)."""
         if self.train.reduction == "exact":
-            return "bit-identical for any replica x shard split at this TP degree and micro-batch"
+            return "bit-identical for any replica x shard x pp split at this TP and CP degree and micro-batch"
         return "bit-identical for this layout; other layouts agree to rounding"
 
     def to_dict(self) -> dict[str, Any]:

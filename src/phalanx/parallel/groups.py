@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from phalanx.core.job import CollectivesConfig
 from phalanx.core.layout import Coord, Layout
 from phalanx.parallel.device import Device
-from phalanx.parallel.policy import possible, resolve
+from phalanx.parallel.policy import possible
 from phalanx.parallel.replica import Cross
 from phalanx.parallel.tiers import Form, Peers
 
@@ -96,9 +96,8 @@ def form_cross(
     """The groups over all replicas that hold this coordinate."""
     if layout.replica == 1:
         return None
-    collectives = resolve(collectives, device.backend)
     form = _standalone(dist.PrefixStore(f"g{generation}/cross{layout.inside(coord)}", store), device)
-    return Cross(Peers("replica", layout.peers_by_node(coord), coord.replica, collectives, form))
+    return Cross(Peers("replica", layout.peers_by_node(coord), coord.replica, collectives, device.backend, form))
 
 
 def form_tiers(
@@ -111,15 +110,16 @@ def form_tiers(
 ) -> dict[str, Peers]:
     """For the meshes over which state is sharded: the groups inside and across the nodes, where the policy
     may choose them."""
-    tiers, collectives = {}, resolve(collectives, device.backend)
+    tiers = {}
     for mesh in meshes:
         ranks = mesh.mesh.tolist()
         nodes = layout.by_node([coord.replica * layout.replica_size + rank for rank in ranks])
-        if possible(collectives, "shard", nodes) == ["flat"]:
+        if possible(collectives, device.backend, "shard", nodes) == ["flat"]:
             continue
         name = mesh.get_group().group_name
         form = _standalone(dist.PrefixStore("-".join(map(str, ranks)), store), device)
-        tiers[name] = Peers("shard", nodes, mesh.get_local_rank(), collectives, form, own_flat=False)
+        me = mesh.get_local_rank()
+        tiers[name] = Peers("shard", nodes, me, collectives, device.backend, form, own_flat=False)
     return tiers
 
 

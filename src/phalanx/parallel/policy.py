@@ -8,14 +8,15 @@ join neighbouring runs of ranks, in order, or the exact tree could not add what 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 from phalanx.core.job import CollectivesConfig
 
 Nodes = list[list[int]]  # positions on the axis, by the node their rank lives on
 Stage = list[list[int]]  # positions on the axis, by the group they form
+OPS = {"replica": ("sum",), "shard": ("sum", "gather")}  # by axis
 
 
 def flat(nodes: Nodes) -> list[Stage]:
@@ -30,16 +31,20 @@ def hierarchical(nodes: Nodes) -> list[Stage]:
 ALGORITHMS: dict[str, Callable[[Nodes], list[Stage]]] = {"flat": flat, "hierarchical": hierarchical}
 
 
-# Kilobytes from which two levels are better, as measured (docs/collectives.md). A library that is not listed
-# knows the nodes itself and is left to it.
-CROSSOVER_KB = {"gloo": 0}
-NEVER = sys.maxsize
+# Libraries that know nothing of nodes, and kilobytes from which two levels gather faster there even if they save
+# but one step of latency (measured: docs/collectives.md). A library that is not listed is left to itself.
+MEASURED_KB = {"gloo": 128}
 
 
-def resolve(config: CollectivesConfig, backend: str) -> CollectivesConfig:
+def crossover_kb(config: CollectivesConfig, backend: str, op: str, nodes: Nodes) -> float:
+    """The size from which `auto` takes two levels. A ring of n = k x g ranks has n - 1 steps, and two levels
+    have (k - 1) + (g - 1), for a call more: with one step saved, a small gather does not earn that."""
     if config.crossover_kb >= 0:
-        return config
-    return replace(config, crossover_kb=CROSSOVER_KB.get(backend, NEVER))
+        return config.crossover_kb
+    if backend not in MEASURED_KB:
+        return math.inf
+    steps_saved = (len(nodes) - 1) * (len(nodes[0]) - 1)
+    return MEASURED_KB[backend] if op == "gather" and steps_saved == 1 else 0
 
 
 def has_tiers(nodes: Nodes) -> bool:
@@ -48,20 +53,21 @@ def has_tiers(nodes: Nodes) -> bool:
     return len(nodes) > 1 and {len(node) for node in nodes} == {len(nodes[0])} and len(nodes[0]) > 1
 
 
-def choose(config: CollectivesConfig, axis: str, nodes: Nodes, size_bytes: int) -> str:
-    """The algorithm for one message; `size_bytes` is the whole buffer that is summed or gathered."""
-    assert config.crossover_kb >= 0, "not resolved for a backend"
+def choose(config: CollectivesConfig, backend: str, axis: str, op: str, nodes: Nodes, size_bytes: float) -> str:
+    """The algorithm for one message. `op`: sum (all-reduce, reduce-scatter) or gather; `size_bytes` is the whole
+    buffer, before it is scattered or after it was gathered."""
     wanted = str(getattr(config, axis))
     if not has_tiers(nodes):
         return "flat"
     if wanted == "auto":
-        return "hierarchical" if size_bytes >= config.crossover_kb * 1000 else "flat"
+        return "hierarchical" if size_bytes >= 1000 * crossover_kb(config, backend, op, nodes) else "flat"
     return wanted
 
 
-def possible(config: CollectivesConfig, axis: str, nodes: Nodes) -> list[str]:
+def possible(config: CollectivesConfig, backend: str, axis: str, nodes: Nodes) -> list[str]:
     """Whatever `choose` may answer, for which groups are formed."""
-    return sorted({choose(config, axis, nodes, size) for size in (0, sys.maxsize)})
+    largest = sys.float_info.max
+    return sorted({choose(config, backend, axis, op, nodes, size) for op in OPS[axis] for size in (0, largest)})
 
 
 def runs(stages: list[Stage]) -> list[list[tuple[int, int]]]:

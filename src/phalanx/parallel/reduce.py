@@ -58,6 +58,7 @@ class _Unit:
     when ranks that share it (cp, and tp for experts) are added up by FSDP2."""
 
     leaves: int = 1
+    scattered: bool = False
     tree: TreeSum = field(default_factory=TreeSum)  # exact
     total: Tensor | None = None  # fast
 
@@ -153,7 +154,7 @@ class Reducer:
     def _hook(self, unit: _Unit) -> Callable[[Tensor], None]:
         def reduced(flat: Tensor) -> None:
             if self.exact:
-                if self.groups.shard.size() == 1:  # then FSDP2 does not call the reduce-scatter
+                if not unit.scattered:  # FSDP2 calls no reduce-scatter for a group of one
                     self.device.hold(flat)
                     unit.tree.push((0, self.indices[self._micro]), flat)
                     self.note_pending()
@@ -251,6 +252,7 @@ class _TreeReduceScatter:
         reducer, tree, width = self.reducer, self.unit.tree, group.size()
         assert op == dist.ReduceOp.SUM, op
         leaves = self.unit.leaves = width // reducer.job.layout.shard
+        self.unit.scattered = True
         mine = reducer.indices[reducer._micro] * leaves + group.rank() % leaves
         reducer.device.hold(input_tensor)
         if reducer.every_micro:
@@ -270,7 +272,7 @@ class _TreeReduceScatter:
         reducer.note_pending()  # output_tensor is written by the hook, once the sum is whole
 
     def _exchange(self, parts: list[tuple[Node, Tensor]], ranges: list[tuple[int, int]], group: Any) -> TreeSum:
-        way = way_over(self.reducer.groups.tiers, group, parts[0][1])
+        way = way_over(self.reducer.groups.tiers, group, "sum", parts[0][1])
         if way is None:
             return exchange(parts, [span(*r) for r in ranges], group)
         return way.tree([(node, way.sorted_in(t)) for node, t in parts], ranges)

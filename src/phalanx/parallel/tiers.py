@@ -118,16 +118,25 @@ def _add_up(part: Tensor, flat: Tensor, group: Any) -> None:
 class Peers:
     """The ranks of one axis that share this rank's other coordinates."""
 
-    def __init__(self, axis: str, nodes: Nodes, me: int, config: CollectivesConfig, form: Form, own_flat: bool = True):
+    def __init__(
+        self,
+        axis: str,
+        nodes: Nodes,
+        me: int,
+        config: CollectivesConfig,
+        backend: str,
+        form: Form,
+        own_flat: bool = True,
+    ):
         """`own_flat`: form a group for one level too; else there is one already."""
-        self.axis, self.nodes, self.config = axis, nodes, config
+        self.axis, self.nodes, self.config, self.backend = axis, nodes, config, backend
         self.size = sum(len(node) for node in nodes)
-        names = [n for n in possible(config, axis, nodes) if own_flat or n != "flat"]
+        names = [n for n in possible(config, backend, axis, nodes) if own_flat or n != "flat"]
         self._ways = {name: Way(name, ALGORITHMS[name](nodes), me, form) for name in names}
 
-    def way(self, message: Tensor) -> Way | None:
+    def way(self, op: str, message: Tensor) -> Way | None:
         """None: one level, over the group that is there already."""
-        return self._ways.get(choose(self.config, self.axis, self.nodes, size_bytes(message)))
+        return self._ways.get(choose(self.config, self.backend, self.axis, op, self.nodes, size_bytes(message)))
 
     @property
     def sent_bytes(self) -> int:
@@ -139,11 +148,11 @@ class Peers:
             way.close()
 
 
-def way_over(tiers: Mapping[str, Peers], group: Any, whole: Tensor) -> Way | None:
+def way_over(tiers: Mapping[str, Peers], group: Any, op: str, whole: Tensor) -> Way | None:
     """How `whole` is reduced or gathered; `tiers` by the name of the group that spans one level. None: over
     that group."""
     peers = tiers.get(group.group_name)
-    return peers.way(whole) if peers else None
+    return peers.way(op, whole) if peers else None
 
 
 class _Tiered:
@@ -158,7 +167,7 @@ class _Tiered:
 
 class TieredReduceScatter(_Tiered):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        way = way_over(self._tiers, group, input_tensor)
+        way = way_over(self._tiers, group, "sum", input_tensor)
         if way is None:
             return _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         assert op == dist.ReduceOp.SUM, op
@@ -168,7 +177,7 @@ class TieredReduceScatter(_Tiered):
 
 class TieredAllGather(_Tiered):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        way = way_over(self._tiers, group, output_tensor)
+        way = way_over(self._tiers, group, "gather", output_tensor)
         if way is None:
             return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
         way.sorted_out(way.up(input_tensor, way.depth), output_tensor)
