@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.core.compat import RULES
 from phalanx.spec.describe import fields
-from phalanx.spec.docs import PAGES, compatibility_page, job_file_page
+from phalanx.spec.docs import PAGES, compatibility_page, job_file_page, refused_pairs
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -19,3 +19,7 @@ def test_committed_page_is_current(name):
 def test_pages_leave_nothing_out():
     assert all(f"`{field}`" in job_file_page() for field in fields())
     assert all(rule.why in compatibility_page() for rule in RULES)
+
+
+def test_every_rule_about_compositions_is_in_the_matrix():
+    assert set(refused_pairs().values()) == {rule.name for rule in RULES if rule.composition}

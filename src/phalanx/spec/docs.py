@@ -3,10 +3,14 @@ the pages cannot fall behind the code: `python -m phalanx.spec.docs` in the root
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 from phalanx.core.compat import RULES
+from phalanx.core.job import Job
 from phalanx.core.shape import ModelConfig
 from phalanx.spec.describe import fields, sections
 from phalanx.spec.presets import PRESETS
@@ -48,8 +52,39 @@ A job that cannot work, or would not do what it says, is refused before its firs
 field, its value and the remedy. The rules about heads apply to the built-in families; a family of your own
 checks its sizes itself.
 
+## What does not go together
+
+These pairs of features are refused whatever the sizes. Every other pair in the matrix below runs; those that concern
+axes are rows of `benchmarks/parity.py`.
+
+{compositions}
+
+{matrix}
+
+## Sizes and values
+
 {rules}
 """
+
+# One job per feature; two of them laid over each other are a pair.
+FEATURES: dict[str, dict[str, dict[str, Any]]] = {
+    "replica": {"layout": {"replica": 2}},
+    "shard (ZeRO)": {"layout": {"shard": 2}},
+    "tp": {"layout": {"tp": 2}},
+    "pp": {"layout": {"pp": 2}},
+    "pp, zero-bubble": {"layout": {"pp": 2, "schedule": "zbv"}},
+    "cp, ring": {"layout": {"cp": 2}},
+    "cp, Ulysses": {"layout": {"cp": 2, "cp_style": "ulysses"}},
+    "ep": {"layout": {"ep": 2}, "model": {"family": "moe"}},
+    "tied": {"model": {"tied": True}},
+    "exact": {"train": {"reduction": "exact"}},
+    "compress": {"train": {"compress": "bf16"}},
+    "recompute": {"train": {"recompute": "full"}},
+    "compile": {"train": {"compile": "inductor"}},
+    "activation offload": {"train": {"offload_activations": True}},
+    "optimizer offload": {"optimizer": {"offload": "nvme"}},
+    "bf16 moments": {"optimizer": {"state": "bf16"}},
+}
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -87,9 +122,37 @@ def job_file_page() -> str:
     )
 
 
+def refused_pairs() -> dict[tuple[str, str], str]:
+    """Pairs of features that a rule about compositions refuses, and its name."""
+    found = {}
+    for one, other in itertools.combinations(FEATURES, 2):
+        job = Job()
+        for section, values in itertools.chain(FEATURES[one].items(), FEATURES[other].items()):
+            job = dataclasses.replace(job, **{section: dataclasses.replace(getattr(job, section), **values)})
+        if broken := next((rule for rule in RULES if rule.composition and rule.broken(job)), None):
+            found[one, other] = broken.name
+    return found
+
+
+def _matrix() -> str:
+    refused, names = refused_pairs(), list(FEATURES)
+    rows = []
+    for i, row in enumerate(names[1:], start=1):
+        cells = [f"**{refused[column, row]}**" if (column, row) in refused else "yes" for column in names[:i]]
+        rows.append([row, *cells, *[""] * (len(names) - 1 - i)])
+    return _table(["", *names[:-1]], rows)
+
+
 def compatibility_page() -> str:
-    rows = [[f"`{rule.field}`", rule.what, rule.why, rule.remedy] for rule in RULES]
-    return COMPATIBILITY.format(generated=GENERATED, rules=_table(["field", "refused when", "because", "remedy"], rows))
+    header = ["field", "refused when", "because", "remedy"]
+    sizes = [[f"`{rule.field}`", rule.what, rule.why, rule.remedy] for rule in RULES if not rule.composition]
+    together = [[f"**{r.name}**", r.what, r.why, r.remedy] for r in RULES if r.composition]
+    return COMPATIBILITY.format(
+        generated=GENERATED,
+        compositions=_table(["name", *header[1:]], together),
+        matrix=_matrix(),
+        rules=_table(header, sizes),
+    )
 
 
 PAGES = {"job-file.md": job_file_page, "compatibility.md": compatibility_page}
