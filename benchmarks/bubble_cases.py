@@ -83,26 +83,36 @@ def sleeps(args):
 
 
 def compute(args):
-    """The engine's own step on a model of equal layers. `slow` makes each piece of work last that many
-    times its CPU time, so that ranks that outnumber the cores are still alike at any time."""
-    rank, rows = connect(args), []
-    for step in range(args["times"] + 1):
-        row = _computed_step(rank, step, args["slow"])
-        if step:  # the first one warms up
+    """The engine's own steps on a model of equal layers. Equal layers do not take equal time to the
+    millisecond, and the formula is about equal stages: so after two steps each kind of work is padded to
+    `slot` times the CPU time it took on the slowest rank."""
+    rank, rows, slots = connect(args), [], {}
+    for step in range(args["times"] + 2):
+        row, cpu = _computed_step(rank, step, slots)
+        if step == 1:
+            slots = _slowest(cpu, rank.groups.axis("pp"), args["slot"])
+        if step > 1:
             rows.append(row)
     rank.close()
     return rows
 
 
-def _computed_step(rank, step, slow):
-    engine, group, watch = rank.engine, rank.groups.axis("pp"), Watch()
+def _slowest(cpu, group, factor):
+    kinds = sorted(cpu)
+    median = torch.tensor([sorted(cpu[k])[len(cpu[k]) // 2] for k in kinds], dtype=torch.float64)
+    dist.all_reduce(median, dist.ReduceOp.MAX, group=group)
+    return dict(zip(kinds, (median * factor).tolist(), strict=True))
+
+
+def _computed_step(rank, step, slots):
+    engine, group, watch, cpu = rank.engine, rank.groups.axis("pp"), Watch(), {}
     kind_of = type(engine)
 
-    def stretched(kind, work):
-        start, cpu = time.perf_counter(), time.thread_time()
+    def padded(kind, work):
+        start, before = time.perf_counter(), time.thread_time()
         out = work()
-        spent = time.perf_counter() - start
-        time.sleep(max(0.0, slow * (time.thread_time() - cpu) - spent))
+        cpu.setdefault(kind, []).append(time.thread_time() - before)
+        time.sleep(max(0.0, slots.get(kind, 0.0) - (time.perf_counter() - start)))
         watch.busy(kind, start)
         return out
 
@@ -112,14 +122,14 @@ def _computed_step(rank, step, slow):
         row.update(_row(watch, start, group))
         type(engine.reducer).finish(engine.reducer)
 
-    engine._forward = lambda *a: stretched("F", lambda: kind_of._forward(engine, *a))
-    engine._backward = lambda *a: stretched(a[-1], lambda: kind_of._backward(engine, *a))
+    engine._forward = lambda *a: padded("F", lambda: kind_of._forward(engine, *a))
+    engine._backward = lambda *a: padded(a[-1], lambda: kind_of._backward(engine, *a))
     engine._pipe = lambda: _watched(kind_of._pipe(engine), watch)
     engine.reducer.finish = finish
     batches = rank.batches(step)
     start = _meet(group)
     engine.gradients(batches)
-    return row
+    return row, cpu
 
 
 def _watched(pipe, watch):

@@ -149,11 +149,10 @@ def predicted_crossover(cost: dict[str, tuple[float, float]]) -> float:
 
 
 def measured_crossover(rows) -> float:
-    """The size from which on two levels are never slower, of those measured."""
-    wins = [(r["size_bytes"], median(r["hierarchical"]) <= median(r["flat"])) for r in rows]
-    losing = [size for size, won in wins if not won]
-    rest = [size for size, _ in wins if not losing or size > max(losing)]
-    return min(rest) if rest else float("inf")
+    """Of the sizes measured, the one from which on two levels are nowhere slower by more than a twentieth."""
+    sizes = [row["size_bytes"] for row in rows]
+    slower = [row["size_bytes"] for row in rows if median(row["hierarchical"]) > 1.05 * median(row["flat"])]
+    return min((size for size in sizes if not slower or size > max(slower)), default=float("inf"))
 
 
 def shown(size: float) -> str:
@@ -172,7 +171,8 @@ def show_collectives(nodes: Nodes) -> tuple[bool, dict]:
         print(f"{head}  {'auto':14}{'over the better':>16}")
         for kind, (axis, op) in OPERATIONS.items():
             rows = [row for row in answer["rows"] if row["kind"] == kind]
-            ok &= all([show_row(row, per_node, axis, op) for row in rows])
+            good = [show_row(row, per_node, axis, op) for row in rows]
+            ok &= all(good)
             found = measured_crossover(rows)
             formula = predicted_crossover(costs(kind, 2 * per_node, per_node, answer["links"]))
             print(

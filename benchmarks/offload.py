@@ -22,7 +22,7 @@ from phalanx.train.optimizer import PARCEL_NUMEL
 from tests.cases import make_job
 
 BAR = 0.7
-WARM_UP, ROUNDS = 2, 4
+WARM_UP, ROUNDS = 2, 3
 ON_CPU = os.environ.get("PHALANX_TEST_DEVICE", "cpu") == "cpu"
 CPU_MODEL = ModelConfig(vocab_size=257, dim=768, num_layers=8, num_heads=12, num_kv_heads=12, ffn_dim=2048)
 GPU_MODEL = ModelConfig(vocab_size=257, dim=2048, num_layers=8, num_heads=16, num_kv_heads=16, ffn_dim=5504)
@@ -69,14 +69,13 @@ class Child:
         # Freed blocks go back to the kernel, so that the peak is of what is in use.
         env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        self.facts = self._answer()
         self.seconds: list[float] = []
 
     def tell(self, word: str):
         print(word, file=self.process.stdin, flush=True)
-        return self._answer()
+        return self.answer()
 
-    def _answer(self):
+    def answer(self):
         line = self.process.stdout.readline()
         if not line:
             sys.exit(f"the process of a remedy ended with status {self.process.wait()}")
@@ -88,32 +87,28 @@ class Child:
 
 
 def expected_peak(job: Job, activations: int, parameters: int) -> float:
-    """Bytes on the device: weights, moments, and what is largest of the two ends of the backward pass: all kept
-    activations at its start, all gradients and the last unit's activations at its end."""
+    """Bytes on the device: weights, moments, and what is larger at the two ends of the backward pass: all kept
+    activations at its start, all gradients and the activations worked with at its end."""
     train, optimizer, c = job.train, job.optimizer, job.model
-    unit, tokens = activations / c.num_layers, train.micro_batch * train.seq_len
+    working, tokens = activations / c.num_layers, train.micro_batch * train.seq_len  # working: one unit's
     element = 2 if train.precision == "bf16" else 4
-    kept = float(activations)
-    if train.recompute == "full":
-        kept = tokens * c.num_layers * c.dim * element + unit
-    elif train.recompute == "selective":  # inputs, outputs of the 7 products and of attention
-        kept = tokens * c.num_layers * (7 * c.dim + 2 * c.ffn_dim) * element + unit
-    working = unit
-    if train.offload_activations and not ON_CPU:
-        away_from = c.num_layers if train.recompute == "none" else 1
-        kept = 2 * unit if away_from > 1 else unit
-        working = 2 * unit if away_from > 1 else unit
-    moment = 2 if optimizer.state == "bf16" else 4
-    moments = 2 * moment * parameters
-    if optimizer.offload == "nvme" or (optimizer.offload == "cpu" and not ON_CPU):
-        moments = 2 * moment * min(parameters, BUFFERS * PARCEL_NUMEL)
-    return 4 * parameters + moments + max(kept, 4 * parameters + working)
+    away = train.offload_activations and not ON_CPU
+    if train.recompute == "none":
+        working *= 2 if away else 1
+        kept = working if away else float(activations)
+    else:
+        inputs = 0 if away else tokens * c.num_layers * c.dim
+        products = tokens * c.num_layers * (6 * c.dim + 2 * c.ffn_dim)  # of 7 matrices, and attention
+        kept = working + element * (inputs + (products if train.recompute == "selective" else 0))
+    moments = 2 * (2 if optimizer.state == "bf16" else 4)
+    here = optimizer.offload == "none" or (optimizer.offload == "cpu" and ON_CPU)
+    numel = parameters if here else min(parameters, BUFFERS * PARCEL_NUMEL)
+    return 4 * parameters + moments * numel + max(kept, 4 * parameters + working)
 
 
 def main():
-    children = {}
-    for name in REMEDIES:
-        children[name] = Child(name)
+    children = {name: Child(name) for name in REMEDIES}
+    facts = {name: child.answer() for name, child in children.items()}["baseline"]
     names = list(children)
     for round_ in range(WARM_UP + ROUNDS):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
@@ -124,8 +119,7 @@ def main():
     for child in children.values():
         child.end()
 
-    base, facts = ends["baseline"], children["baseline"].facts
-    parameters = facts["parameters"]
+    base, parameters = ends["baseline"], facts["parameters"]
     activations = base["activations"]
     print(
         f"{parameters / 1e6:.1f}M parameters, {TRAIN['micro_batch']} x {TRAIN['seq_len']} tokens, {TRAIN['precision']}"
@@ -148,7 +142,7 @@ def main():
         exact = job_of(name).optimizer.state == "full"
         good = (same or not exact) and (not judged or saved >= BAR * should)
         ok &= good
-        share = f"{saved / should:7.2f}" if judged else f"{'none here' if cannot else '':>7}"
+        share = f"{saved / should:7.2f}" if judged else f"{'no' if cannot else '':>7}"
         held = "/".join(f"{end['held'][place] / 1e6:.0f}" for place in ("device", "host", "file"))
         print(
             f"{name:24}{end['peak_bytes'] / 1e6:9.0f}{saved:8.0f}{should:8.0f}{share}"
@@ -171,8 +165,8 @@ def main():
         )
         figures[name] |= {k: round(t[k], 2) for k in ("read_gbps", "written_gbps")}
     print(
-        f"\n\nshould: weights 4 B and gradients 4 B per parameter; moments 8 B, in bf16 4 B, elsewhere {BUFFERS} parcels\n"
-        f"of {PARCEL_NUMEL:,}; activations {activations / 1e6:.0f} MB, counted as autograd saves them, of which full "
+        f"\n\nshould: weights 4 B and gradients 4 B per parameter; moments 8 B, in bf16 4 B, elsewhere\n"
+        f"{BUFFERS} parcels of {PARCEL_NUMEL:,}; activations {activations / 1e6:.0f} MB, counted as autograd saves them, of which full "
         f"recomputation keeps\neach unit's input, selective also the results of its products, and both one unit more.\n"
         f"Peak = weights + moments + the larger of kept activations (backward begins) and gradients + one unit (ends)."
     )

@@ -85,7 +85,16 @@ BY_SIZE = {"crossover_kb": 60}  # buckets and units are on both sides of it
 
 
 def make_job(
-    layout=(1, 1, 1), *, zero=3, model=ODD, ranks_per_node=0, clip=0.3, axes=None, collectives=None, **train
+    layout=(1, 1, 1),
+    *,
+    zero=3,
+    model=ODD,
+    ranks_per_node=0,
+    clip=0.3,
+    axes=None,
+    collectives=None,
+    optimizer=None,
+    **train,
 ) -> Job:
     batch = max(2, min(8, 2 * layout[0] * layout[1]))  # two micro-batches per rank, one when there are many
     if axes and axes.get("pp", 1) > 1:
@@ -97,7 +106,7 @@ def make_job(
         model=model,
         layout=Layout(*layout, zero=zero, ranks_per_node=ranks_per_node, **(axes or {})),
         train=TrainConfig(**(defaults | train)),
-        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2, clip=clip),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2, clip=clip, **(optimizer or {})),
         collectives=CollectivesConfig(**(collectives or {})),
         run=RunConfig(device=os.environ.get("PHALANX_TEST_DEVICE", "cpu")),
     )
@@ -248,6 +257,17 @@ CASES = [
     ("image: single", (1, 1, 1), dict(model=IMAGE, document_mask=False)),
     ("image: shard 2 x tp 2", (1, 2, 2), dict(model=IMAGE, document_mask=False)),
     ("image: pp 2 x cp 2 x tp 2", (1, 1, 2), dict(model=IMAGE, document_mask=False, axes=dict(pp=2, cp=2))),
+    # Memory remedies, where they meet an axis with a life of its own.
+    (
+        "activations offloaded: pp 2, ZB-V x tp 2",
+        (1, 1, 2),
+        dict(model=DEEP, offload_activations=True, seq_len=32, axes=dict(pp=2, schedule="zbv")),
+    ),
+    (
+        "everything offloaded, moe: shard 2, ep 2",
+        (1, 2, 1),
+        dict(model=MOE, offload_activations=True, optimizer=dict(offload="nvme"), axes=dict(ep=2)),
+    ),
     # Compiled blocks: traced, not generated, so that the table needs no compiler.
     ("compile: shard 2 x tp 2", (1, 2, 2), dict(compile="aot_eager")),
     ("compile: shard 2, selective recompute", (1, 2, 1), dict(compile="aot_eager", recompute="selective")),

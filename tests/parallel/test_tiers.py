@@ -63,8 +63,9 @@ def test_the_fast_sum_goes_by_another_order_so_the_test_above_can_fail(pool, tmp
 
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
-def test_when_a_replica_is_lost_its_whole_axis_fails_soon(pool, reduction):
-    job = make_job((4, 1, 1), precision="fp32", reduction=reduction, ranks_per_node=2, collectives=TWO_LEVELS)
+@pytest.mark.parametrize("collectives", [FLAT, TWO_LEVELS], ids=["flat", "two levels"])
+def test_when_a_replica_is_lost_its_whole_axis_fails_soon(pool, reduction, collectives):
+    job = make_job((4, 1, 1), precision="fp32", reduction=reduction, ranks_per_node=2, collectives=collectives)
     for answer in pool.run(CASES + "lose_one", job, timeout=60)[:3]:
         assert "across replicas failed" in answer["failed"], answer
         assert answer["seconds"] < 10 and answer["step"] == 0

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from phalanx.model.family import Batch
 from phalanx.parallel.device import Device
 
 THRESHOLD_BYTES = 1 << 18  # below, a copy costs more time than it frees memory
@@ -72,9 +74,10 @@ class Offload:
 def _not_ours(unit: nn.Module, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Parameters, which FSDP2 frees and gathers again itself, and inputs that need no gradient, such as
     position tables and masks: every unit saves the same ones."""
-    yield from unit.parameters()
+    yield from (p for p in unit.parameters() if not isinstance(p, DTensor))  # experts are gathered later
     yield from unit.buffers()
-    for leaf in tree_leaves((args, kwargs)):
+    caches = [leaf.cache for leaf in args if isinstance(leaf, Batch)]
+    for leaf in tree_leaves((args, kwargs, caches)):
         if isinstance(leaf, Tensor) and not leaf.requires_grad:
             yield leaf
 
@@ -96,6 +99,8 @@ class _Pass:
     def pack(self, tensor: Tensor) -> Tensor | _View:
         device = self._device
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type != device.torch.type:
+            return tensor
+        if isinstance(tensor._base, nn.Parameter):
             return tensor
         storage = tensor.untyped_storage()
         if storage.nbytes() < THRESHOLD_BYTES or storage.data_ptr() in self.leave:
