@@ -6,6 +6,7 @@ from common import machine  # isort: skip  (first: it makes tests/ importable)
 import contextlib
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,11 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 def _status_bytes(field: str) -> int:
     (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 class Peak:
@@ -90,10 +96,10 @@ def main():
             peak.reset()
         batches = rank.batches(steps)
         device.synchronize()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), _cpu_s()
         rank.engine.step(batches)
         device.synchronize()
-        answer(seconds=time.perf_counter() - start)
+        answer(seconds=time.perf_counter() - start, cpu_s=_cpu_s() - cpu)
         steps += 1
     peak_bytes = peak.read()
     optimizer, traffic = rank.state.optimizer, None

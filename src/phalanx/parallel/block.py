@@ -98,6 +98,8 @@ def _device_kernel(q: Tensor, k: Tensor) -> bool:
 def _device_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if mask is not None:  # with a bias its bf16 version gives wrong gradients of q and k (torch 2.11, H200)
+        grad, q, k, v, out = (t.float() for t in (grad, q, k, v, out))
     padding = -q.shape[2] % 32  # as the kernel's own forward would hand it over
     lse = torch.nn.functional.pad(lse.float(), (0, padding), value=float("inf"))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)

@@ -111,13 +111,13 @@ def form_tiers(
     """For the meshes over which state is sharded: the groups inside and across the nodes, where the policy
     may choose them."""
     tiers = {}
-    for mesh in meshes:
+    for view, mesh in enumerate(meshes):
         ranks = mesh.mesh.tolist()
         nodes = layout.by_node([coord.replica * layout.replica_size + rank for rank in ranks])
         if possible(collectives, device.backend, "shard", nodes) == ["flat"]:
             continue
         name = mesh.get_group().group_name
-        form = _standalone(dist.PrefixStore("-".join(map(str, ranks)), store), device)
+        form = _standalone(dist.PrefixStore(f"{view}/{ranks[0]}", store), device)
         me = mesh.get_local_rank()
         tiers[name] = Peers("shard", nodes, me, collectives, device.backend, form, own_flat=False)
     return tiers
