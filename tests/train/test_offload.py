@@ -25,7 +25,7 @@ from phalanx.parallel import offload
 from phalanx.spec import load
 from phalanx.train.optimizer import ALIGN_NUMEL, cut
 from phalanx.train.state import State
-from tests.cases import CPU, ODD, assemble, make_job
+from tests.cases import CPU, MOE, ODD, assemble, make_job
 
 CASES = "tests.train.offload_cases:"
 PLACES = ["none", "cpu", "nvme"]
@@ -207,6 +207,7 @@ def test_nothing_is_left_on_the_disk_even_after_sigkill(tmp_path):
         ((1, 2, 1), dict(recompute="selective")),
         ((1, 2, 2), dict(zero=1)),
         ((2, 2, 1), dict(precision="bf16", reduction="exact")),
+        ((1, 2, 1), dict(model=MOE)),  # whose experts are gathered within the unit
     ],
     ids=str,
 )
