@@ -173,9 +173,9 @@ def main():
         )
         figures[name] |= {k: round(t[k], 2) for k in ("read_gbps", "written_gbps")}
     print(
-        f"\n\nshould: weights 4 B and gradients 4 B per parameter; moments 8 B, in bf16 4 B, elsewhere\n"
-        f"{BUFFERS} parcels of {PARCEL_NUMEL:,}; activations {activations / 1e6:.0f} MB, as autograd saves them,\nof which"
-        f" full recomputation keeps each unit's input, selective also the results of its products, both one unit.\n"
+        f"\n\nshould: weights 4 B and gradients 4 B per parameter; moments 8 B, bf16 4 B, elsewhere {BUFFERS} parcels"
+        f"\nof {PARCEL_NUMEL:,}; activations {activations / 1e6:.0f} MB, as autograd saves them, of which full "
+        f"recomputation keeps\neach unit's input, selective also the results of products, both one unit more.\n"
         f"Peak = weights + moments + the larger of kept activations (backward begins) and gradients + one unit (ends)."
     )
     finish("offload", ok, remedies=figures)

@@ -12,7 +12,7 @@ Copies run on two side streams. On a CPU they are plain copies: of no use there,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,7 +61,8 @@ class Offload:
     def run(self, index: int, unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = self._latest
         this = _Pass(self, index, before if before and before.index == index - 1 else None)
-        this.leave = {t.untyped_storage().data_ptr() for t in _not_ours(unit, args, kwargs)}
+        this.leave = _addresses(_held_by_others(args, kwargs))
+        this.weights = lambda: _addresses(unit.parameters()) | _addresses(unit.buffers())
         with saved_tensors_hooks(this.pack, this.unpack):
             out = forward(*args, **kwargs)
         this.end_forward()
@@ -71,11 +72,12 @@ class Offload:
         return out
 
 
-def _not_ours(unit: nn.Module, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Parameters, which FSDP2 frees and gathers again itself, and inputs that need no gradient, such as
-    position tables and masks: every unit saves the same ones."""
-    yield from (p for p in unit.parameters() if not isinstance(p, DTensor))  # experts are gathered later
-    yield from unit.buffers()
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if not isinstance(t, DTensor)}
+
+
+def _held_by_others(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Inputs that need no gradient, such as position tables and masks: every unit saves the same ones."""
     caches = [leaf.cache for leaf in args if isinstance(leaf, Batch)]
     for leaf in tree_leaves((args, kwargs, caches)):
         if isinstance(leaf, Tensor) and not leaf.requires_grad:
@@ -87,6 +89,7 @@ class _Pass:
 
     def __init__(self, offload: Offload, index: int, previous: _Pass | None):
         self.index, self.leave = index, set[int]()
+        self.weights: Callable[[], set[int]] = set
         self._offload, self._device, self._previous = offload, offload.device, previous
         self._copies: dict[tuple[int, int], weakref.ref[_Copy]] = {}  # by storage and version
         self._sources: dict[tuple[int, int], Tensor] = {}  # until they are copied, and this unit is not the latest
@@ -100,14 +103,15 @@ class _Pass:
         device = self._device
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type != device.torch.type:
             return tensor
-        if isinstance(tensor._base, nn.Parameter):
-            return tensor
         storage = tensor.untyped_storage()
         if storage.nbytes() < THRESHOLD_BYTES or storage.data_ptr() in self.leave:
             return tensor
         key = (storage.data_ptr(), tensor._version)
         known = self._copies.get(key)
         copy = known() if known else None
+        if copy is None and storage.data_ptr() in self.weights():
+            # FSDP2 frees and gathers these itself. Asked now, because experts are gathered within the unit.
+            return tensor
         if copy is None:  # whole storages, once: what several views of one would keep alive
             source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             copy = _Copy(device.host_bytes(storage.nbytes()))
@@ -120,7 +124,7 @@ class _Pass:
     def end_forward(self) -> None:
         with self._device.on(self._offload.to_host):
             self._at_host = self._device.mark()
-        self.leave.clear()
+        self.leave, self.weights = set(), set
 
     def let_go(self) -> None:
         """Of the tensors on the device, whose memory is free for what is launched from now on."""
