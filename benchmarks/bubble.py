@@ -6,12 +6,12 @@ With p ranks, m micro-batches and v chunks on a rank:
   GPipe, 1F1B                    (p - 1) / (m + p - 1)
   interleaved                    (p - 1) / (v m + p - 1)
   interleaved zero-bubble, ZB-V  (p - 1) / (3 v m + p - 1) where a forward and the two halves of a backward
-                                 take the same time, as the sleeps do. Real work does not: there the
-                                 prediction plays the schedule through with the times that were measured.
+                                 take the same time, as the sleeps do
 
 Computing stages run the engine's own forwards and backwards; each piece is padded to the time of the slowest
 rank, because the formula is about equal stages, and where there are fewer cores than ranks to a time in which
-every rank gets its turn.
+every rank gets its turn. There the two halves of a backward differ from a forward and messages take time, so the
+prediction is the schedule played through with the times measured in the same run; the formula stands beside it.
 
 Bar: measured within 10 % of the prediction, everywhere. `bubble.py sleep` or `bubble.py compute` runs half of it."""
 
@@ -26,10 +26,10 @@ from phalanx.parallel.pipeline import Kind, order
 from tests.cases import make_job
 from tests.pool import Pool
 
-PP, TIMES = 4, 3
-SLEEP_S = 0.1  # of a whole stage's forward
+PP, TIMES = 4, 5
+SLEEP_S = 0.2  # of a whole stage's forward
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv")
-MODEL = ModelConfig(vocab_size=32, dim=384, num_layers=8, num_heads=6, num_kv_heads=6, ffn_dim=1024)
+MODEL = ModelConfig(vocab_size=32, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1408)
 SLOT, SLOT_CROWDED = 1.2, 3.0  # of the CPU time; the second with fewer cores than ranks
 
 
@@ -42,9 +42,9 @@ def formula(layout, num_micro):
     return (p - 1) / ((3 if layout.splits_backward else 1) * v * num_micro + p - 1)
 
 
-def play(layout, num_micro, work):
-    """The schedule with these times for each kind of work and no time for messages: the mean share of
-    the whole in which a rank has nothing to do."""
+def play(layout, num_micro, work, message=0.0):
+    """The schedule with these times for each kind of work and for a message: the mean share of the whole in
+    which a rank has nothing to do."""
     seconds = {
         Kind.FORWARD: work["F"],
         Kind.FULL_BACKWARD: work.get("both", 0.0),
@@ -63,7 +63,8 @@ def play(layout, num_micro, work):
                 }.get(kind, ("backward", stage + 1, micro) if stage < layout.num_stages - 1 else None)
                 if needs and needs not in done:
                     break
-                clock[rank] = max(clock[rank], done.get(needs, 0.0)) + seconds[kind]
+                travel = message if needs and layout.rank_of_stage(needs[1]) != rank else 0.0
+                clock[rank] = max(clock[rank], done.get(needs, 0.0) + travel) + seconds[kind]
                 busy[rank] += seconds[kind]
                 if kind != Kind.BACKWARD_WEIGHT:
                     done["forward" if kind == Kind.FORWARD else "backward", stage, micro] = clock[rank]
@@ -74,7 +75,7 @@ def play(layout, num_micro, work):
 
 def measure(pool, kind, schedule, num_micro):
     axes = dict(pp=PP, schedule=schedule)
-    job = make_job(model=MODEL, axes=axes, global_batch=num_micro, seq_len=128, precision="fp32", document_mask=False)
+    job = make_job(model=MODEL, axes=axes, global_batch=num_micro, seq_len=256, precision="fp32", document_mask=False)
     if kind == "sleep":
         extra = dict(seconds=SLEEP_S / job.layout.num_chunks)
     else:
@@ -83,8 +84,9 @@ def measure(pool, kind, schedule, num_micro):
     ranks = pool.run(function, job, times=TIMES, timeout=300, **extra)
     steps = [statistics.mean(r[i]["idle"] / r[i]["total"] for r in ranks) for i in range(TIMES)]
     work = {k: statistics.mean(r[i]["work"][k] for r in ranks for i in range(TIMES)) for k in ranks[0][0]["work"]}
-    split = job.layout.splits_backward
-    expected = play(job.layout, num_micro, work) if kind == "compute" and split else formula(job.layout, num_micro)
+    expected = formula(job.layout, num_micro)
+    if kind == "compute":
+        expected = play(job.layout, num_micro, work, ranks[0][0]["message"])
     return statistics.median(steps), expected, formula(job.layout, num_micro), work
 
 

@@ -38,6 +38,22 @@ def order(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
     return _add_send_recv(compute, layout.rank_of_stage, layout.num_stages)
 
 
+def receive_early(actions: list[_Action]) -> list[_Action]:
+    """Every receive before the work that precedes it: Gloo sends nothing before the receiver is ready for
+    it, so the message travels while that work goes on."""
+    out: list[_Action] = []
+    work = None  # where in `out` the latest is
+    for action in actions:
+        if action.computation_type in (Kind.RECV_F, Kind.RECV_B) and work is not None:
+            out.insert(work, action)
+            work += 1
+        else:
+            out.append(action)
+            if action.is_compute_op:
+                work = len(out) - 1
+    return out
+
+
 def _both(stage: int, micro: int) -> list[_Action]:
     return [_Action(stage, Kind.FORWARD, micro), _Action(stage, Kind.FULL_BACKWARD, micro)]
 
@@ -131,7 +147,8 @@ class Stages:
 
     def run(self, num_micro: int) -> None:
         last = self.layout.num_stages - 1
-        for action in order(self.layout, num_micro)[self.rank]:
+        actions = order(self.layout, num_micro)[self.rank]
+        for action in receive_early(actions) if self.pipe.on_gloo else actions:
             stage, kind, micro = action.stage_index, action.computation_type, action.microbatch_index
             assert micro is not None
             if kind == Kind.FORWARD:
