@@ -12,10 +12,10 @@ from tests.cases import CPU, connect, connect_store
 
 
 class Watch:
-    """Sums up the time in which a rank waits for a neighbour, and the time of each kind of work."""
+    """Sums up the time in which a rank waits for a neighbour, and keeps the time of each piece of work."""
 
     def __init__(self):
-        self.idle, self.work = 0.0, {}
+        self.idle, self.work = 0.0, []
 
     def waiting(self, take):
         def timed(*args):
@@ -26,8 +26,8 @@ class Watch:
 
         return timed
 
-    def busy(self, kind, start):
-        self.work.setdefault(kind, []).append(time.perf_counter() - start)
+    def busy(self, kind, stage, micro, start):
+        self.work.append([kind, stage, micro, time.perf_counter() - start])
 
 
 def _meet(group):
@@ -45,7 +45,7 @@ def _row(watch, start, group):
     dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
     total = float(last) - start
     idle = watch.idle + float(last) - end  # a rank that is done waits for the last one
-    return {"idle": idle, "total": total, "work": {k: sorted(v)[len(v) // 2] for k, v in watch.work.items()}}
+    return {"idle": idle, "total": total, "work": watch.work}
 
 
 def sleeps(args):
@@ -63,14 +63,14 @@ def sleeps(args):
         def forward(stage, micro, x, watch=watch):
             start = time.perf_counter()
             time.sleep(args["seconds"])
-            watch.busy("F", start)
+            watch.busy("F", stage, micro, start)
             return (torch.zeros(16, requires_grad=True) if x is None else x) * 1.0
 
         def backward(stage, micro, run, half, watch=watch):
             start = time.perf_counter()
             time.sleep(args["seconds"] * (2 if half == "both" else 1))
             run()
-            watch.busy(half, start)
+            watch.busy(half, stage, micro, start)
 
         stages = Stages(layout, coord.pp, pipe, forward, lambda *a: backward(*a))
         if layout.num_stages - 1 in layout.stages_of(coord.pp):
@@ -125,12 +125,12 @@ def _computed_step(rank, step, slots):
     engine, group, watch, cpu = rank.engine, rank.groups.axis("pp"), Watch(), {}
     kind_of = type(engine)
 
-    def padded(kind, work):
+    def padded(kind, stage, micro, work):
         start, before = time.perf_counter(), time.thread_time()
         out = work()
         cpu.setdefault(kind, []).append(time.thread_time() - before)
         time.sleep(max(0.0, slots.get(kind, 0.0) - (time.perf_counter() - start)))
-        watch.busy(kind, start)
+        watch.busy(kind, stage, micro, start)
         return out
 
     row = {}
@@ -139,8 +139,8 @@ def _computed_step(rank, step, slots):
         row.update(_row(watch, start, group))
         type(engine.reducer).finish(engine.reducer)
 
-    engine._forward = lambda *a: padded("F", lambda: kind_of._forward(engine, *a))
-    engine._backward = lambda *a: padded(a[-1], lambda: kind_of._backward(engine, *a))
+    engine._forward = lambda *a: padded("F", a[0], a[1], lambda: kind_of._forward(engine, *a))
+    engine._backward = lambda *a: padded(a[3], a[0], a[1], lambda: kind_of._backward(engine, *a))
     engine._pipe = lambda: _watched(kind_of._pipe(engine), watch)
     engine.reducer.finish = finish
     batches = rank.batches(step)

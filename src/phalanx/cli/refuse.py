@@ -50,7 +50,7 @@ def _ranks(job: Job) -> None:
             f"one host runs at most {most} ranks",
             field="layout",
             value=job.layout.describe(),
-            remedy="lower layout.replica, layout.shard or layout.tp",
+            remedy="lower the degrees in [layout]",
         )
 
 

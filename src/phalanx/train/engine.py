@@ -158,8 +158,6 @@ class Engine:
     def _prepare(self, batch: Batch, scale: Tensor) -> Batch:
         batch = cut_batch(batch, self.job.layout, self.job.train.seq_len, self.coord.cp).map(self.device.put)
         batch.scale = scale
-        for attend in self._attends.values():
-            attend.prepare(batch)
         return batch
 
     def _pipe(self) -> Pipe:
@@ -170,6 +168,8 @@ class Engine:
     def _forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
         batch = self._batches[micro]
         self.mark(Phase.forward, step=self.state.step, micro=micro)
+        for attend in self._attends.values():
+            attend.prepare(batch)
         out = self.stages[stage](batch) if x is None else self.stages[stage](batch, x)
         if stage < self.job.layout.num_stages - 1:
             return out
@@ -186,12 +186,14 @@ class Engine:
         if half == "both":
             set_micro_batch(model, layout.zero, self.reducer.exact, last)
             run()
+            self._batches[micro].cache.clear()
         else:
             if stage not in self._halves:
                 self._halves[stage] = Halves(model, self._deferred)
             set_half(model, layout.zero, half, last)
             if half == "inputs":
                 self._halves[stage].inputs(micro, run)
+                self._batches[micro].cache.clear()
                 return
             self._halves[stage].weights(micro, reduce=layout.zero > 1 or self.reducer.exact or last)
         if not last:
