@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from phalanx.model.grouped import grouped_linear, input_gradient, weight_gradient
 from phalanx.model.moe import Experts
 
-
 Work = tuple[nn.Parameter, Callable[[], Tensor]]  # a weight, and what computes its gradient
 
 
