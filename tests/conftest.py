@@ -2,8 +2,11 @@ import hypothesis
 import pytest
 import torch
 
+from phalanx.parallel.device import Device
 from tests.parity import References
 from tests.pool import Pool
+
+Device.pick("cpu", 0, 1)  # before any kernel: oneDNN asks only once what the CPU may be used for
 
 hypothesis.settings.register_profile("phalanx", deadline=None)  # a busy machine is not a bug
 hypothesis.settings.load_profile("phalanx")

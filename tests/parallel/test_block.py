@@ -7,15 +7,9 @@ import torch
 
 from phalanx.parallel import block
 from phalanx.parallel.block import attend_backward, attend_block, merge
-from phalanx.parallel.device import Device
 
 DEVICE = os.environ.get("PHALANX_TEST_DEVICE", "cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def pick_device():
-    Device.pick(DEVICE, 0, 1)
 
 
 def draw(dtype, heads=4, kv_heads=2, queries=32, keys=64, width=16):
