@@ -102,3 +102,15 @@ def test_a_family_without_ends_is_told_what_to_do():
         model = family.build(DEEP)
     with pytest.raises(UserError, match=r"(?s)'embed\.weight' belongs to no stage.*Family\.first"):
         cut_stages(family, model, DEEP, Layout(pp=2))
+
+
+def test_a_model_that_takes_no_input_from_another_stage_is_told_so():
+    class Whole(load_family("dense").build):
+        def forward(self, batch):
+            return super().forward(batch)
+
+    family = dataclasses.replace(load_family("dense"), build=Whole)
+    with torch.device("meta"):
+        model = family.build(DEEP)
+    with pytest.raises(UserError, match=r"(?s)layout\.pp.*forward\(batch, x=None\)"):
+        cut_stages(family, model, DEEP, Layout(pp=2))

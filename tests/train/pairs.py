@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from phalanx.spec.docs import FEATURES, refused_pairs
+from phalanx.spec.docs import FEATURES, is_pair, refused_pairs
 from tests.cases import DEEP, EVEN, MOE_DEEP
 from tests.parity import TOLERANCE, run_case
 
-PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if pair not in refused_pairs()]
+PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if is_pair(*pair) and pair not in refused_pairs()]
 
 
 def options(pair):

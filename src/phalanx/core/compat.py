@@ -201,14 +201,6 @@ RULES: tuple[Rule, ...] = (
         "choose train.global_batch as a multiple of train.micro_batch x layout.replica x layout.shard",
     ),
     Rule(
-        "pp-layers",
-        "layout.pp",
-        _decoder(lambda j: j.model.num_layers < j.layout.num_stages),
-        "model.num_layers is less than the number of stages, layout.pp times the chunks of layout.schedule",
-        "every stage of the pipeline holds at least one layer",
-        "lower layout.pp or layout.chunks, or raise model.num_layers",
-    ),
-    Rule(
         "pp-chunks",
         "layout.chunks",
         lambda j: j.layout.pp > 1 and not _chunks_fit(j),
@@ -217,13 +209,21 @@ RULES: tuple[Rule, ...] = (
         "set layout.chunks = 0 for the number that the schedule needs",
     ),
     Rule(
+        "pp-layers",
+        "layout.pp",
+        _decoder(lambda j: j.model.num_layers < j.layout.num_stages),
+        "model.num_layers is less than the number of stages, layout.pp times the chunks of layout.schedule",
+        "every stage of the pipeline holds at least one layer",
+        "lower layout.pp or layout.chunks, or raise model.num_layers",
+    ),
+    Rule(
         "pp-rounds",
         "train.global_batch",
         lambda j: j.layout.pp > 1 and j.layout.num_chunks > 1 and _uneven_rounds(j),
         "the micro-batches of a rank, train.global_batch / (train.micro_batch x layout.replica x layout.shard), "
         "do not divide into rounds of about layout.pp, as layout.schedule needs",
         "an interleaved schedule takes as many micro-batches through one chunk before it turns to the next",
-        "choose train.global_batch so that a rank has a multiple of layout.pp micro-batches",
+        "choose train.global_batch so that a rank has a multiple of layout.pp micro-batches, or no more than layout.pp",
     ),
     Rule(
         "cp-sequence",
@@ -232,7 +232,7 @@ RULES: tuple[Rule, ...] = (
         "train.seq_len does not divide into equal pieces for layout.cp ranks (two each in a ring), "
         "each cut again by layout.tp",
         "every rank holds as many positions as any other",
-        "choose train.seq_len as a multiple of 2 x layout.cp x layout.tp",
+        "choose train.seq_len as a multiple of 2 x layout.cp x layout.tp (Ulysses: of layout.cp x layout.tp)",
     ),
     Rule(
         "ulysses-heads",
@@ -248,7 +248,7 @@ RULES: tuple[Rule, ...] = (
         "ep-experts",
         "layout.ep",
         lambda j: j.layout.ep > 1 and (j.model.family in ("dense", "image") or j.layout.ep > j.model.num_experts),
-        "layout.ep is more than the experts that model.family has (model.num_experts for moe, else none)",
+        "layout.ep is above 1 and model.family has no experts, or fewer than that (model.num_experts, if it is moe)",
         "every ep rank holds at least one expert",
         "lower layout.ep, or take the moe family with more experts",
     ),

@@ -63,6 +63,13 @@ class UlyssesAttend(Attend):
 
     def forward(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, batch: Batch) -> Tensor:
         width, heads = self.group.size(), q_BHLE.shape[1]
+        if heads % width:
+            raise UserError(
+                f"a rank has {heads} heads, which cannot be dealt out evenly to {width} cp ranks",
+                field="layout.cp",
+                value=width,
+                remedy='choose layout.cp as a divisor of the heads of a rank, or set layout.cp_style = "ring"',
+            )
         if k_BKLE.shape[1] % width:  # too few key/value heads to give each rank its own
             k_BKLE, v_BKLE = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k_BKLE, v_BKLE))
         q, k, v = (_Swap.apply(t, 1, 2, self.group) for t in (q_BHLE, k_BKLE, v_BKLE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.model.family import Family
@@ -25,6 +26,13 @@ def parallelize(
 ) -> dict[int, nn.Module]:
     """This rank's stages of the model, on the meta device, cut and wrapped; they hold no values yet. No
     collective is called here, so a rank that joins can build alone."""
+    if job.layout.ep > 1 and not family.experts:
+        raise UserError(
+            "the family names no experts (Family.experts)",
+            field="layout.ep",
+            value=job.layout.ep,
+            remedy="set layout.ep = 1, or name the modules that hold the experts",
+        )
     stages = {}
     for stage in job.layout.stages_of(coord.pp):
         with torch.device("meta"):

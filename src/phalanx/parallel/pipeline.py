@@ -17,6 +17,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv
 from torch.distributed.pipelining.schedules import _ComputationType as Kind
 
+from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.parallel.device import Device
 
@@ -93,7 +94,13 @@ class Pipe:
 
     def send(self, kind: Kind, stage: int, micro: int, tensor: Tensor) -> None:
         """`kind` and `stage` are the receiver's."""
-        assert tensor.shape == self.shape, f"between stages goes {self.shape}, not {tuple(tensor.shape)}"
+        if tensor.shape != self.shape:
+            raise UserError(
+                f"between stages goes {tuple(tensor.shape)}, where {self.shape} is expected",
+                field="layout.pp",
+                value=self.layout.pp,
+                remedy="let Family.width give the last of these sizes: a stage gives (batch, sequence, width)",
+            )
         tensor = tensor.detach().to(self.dtype).contiguous()
         if self.on_gloo:
             tensor = tensor.cpu()

@@ -4,6 +4,7 @@ get, so the names of parameters do not depend on the cut."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -70,6 +71,13 @@ def _check(
             field="layout.pp",
             value=layout.pp,
             remedy="lower layout.pp or layout.chunks, or take a deeper model",
+        )
+    if len(inspect.signature(model.forward).parameters) < 2:
+        raise UserError(
+            "the model's forward takes only a batch, not what the stage before made",
+            field="layout.pp",
+            value=layout.pp,
+            remedy="write forward(batch, x=None), where x is None in the first stage, or set layout.pp = 1",
         )
     placed = tuple(f"{name}." for name in (*units, *ends))
     for name, _ in model.named_parameters():

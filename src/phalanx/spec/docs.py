@@ -134,11 +134,22 @@ def refused_pairs() -> dict[tuple[str, str], str]:
     return found
 
 
+def is_pair(one: str, other: str) -> bool:
+    """Not two values of one field."""
+    return one.partition(",")[0] != other.partition(",")[0]
+
+
+def _cell(column: str, row: str, refused: dict[tuple[str, str], str]) -> str:
+    if not is_pair(column, row):
+        return ""
+    return f"**{refused[column, row]}**" if (column, row) in refused else "yes"
+
+
 def _matrix() -> str:
     refused, names = refused_pairs(), list(FEATURES)
     rows = []
     for i, row in enumerate(names[1:], start=1):
-        cells = [f"**{refused[column, row]}**" if (column, row) in refused else "yes" for column in names[:i]]
+        cells = [_cell(column, row, refused) for column in names[:i]]
         rows.append([row, *cells, *[""] * (len(names) - 1 - i)])
     return _table(["", *names[:-1]], rows)
 

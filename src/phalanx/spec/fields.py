@@ -166,7 +166,7 @@ class TrainSection(Section):
     )
     reduction: Literal["fast", "exact"] = option(
         TRAIN.reduction,
-        "How gradients are summed: exact gives the same bits for any replica x shard split, fast for the same layout.",
+        "How gradients are summed: exact gives the same bits for any replica x shard x pp split, fast for this layout.",
     )
     recompute: Literal["none", "selective", "full"] = option(
         TRAIN.recompute, "Activations thrown away in the forward pass and computed again in the backward pass."
