@@ -29,7 +29,7 @@ from tests.cases import make_job
 from tests.pool import Pool
 
 PP, TIMES = 4, 3
-SLEEP_S = 0.15  # of a whole stage's forward
+SLEEP_S = 0.12  # of a whole stage's forward
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv")
 MODEL = ModelConfig(vocab_size=32, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1408)
 SLOT, SLOT_CROWDED = 1.2, 3.0  # of the CPU time; the second with fewer cores than ranks
