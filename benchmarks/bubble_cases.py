@@ -93,25 +93,8 @@ def compute(args):
             slots = _slowest(cpu, rank.groups.axis("pp"), args["slot"])
         if step > 1:
             rows.append(row)
-    message = _message_s(rank)
     rank.close()
-    return [row | {"message": message} for row in rows]
-
-
-def _message_s(rank, times=21):
-    """One way between the first two ranks, for what goes between stages; the others look on."""
-    group, seconds = rank.groups.axis("pp"), []
-    tensor = torch.zeros(rank.engine._pipe().shape)
-    for _ in range(times if group.rank() < 2 else 0):
-        start = time.perf_counter()
-        for sender in (0, 1):
-            if group.rank() == sender:
-                dist.send(tensor, group=group, group_dst=1 - sender)
-            else:
-                dist.recv(tensor, group=group, group_src=sender)
-        seconds.append((time.perf_counter() - start) / 2)
-    dist.barrier(group)
-    return sorted(seconds)[len(seconds) // 2] if seconds else None
+    return rows
 
 
 def _slowest(cpu, group, factor):
