@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-pairs lint docs clean
+.PHONY: setup demo test test-slow test-pairs lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -19,6 +19,9 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
 
 test-pairs: setup
 	$(BIN)/python -m pytest tests/train/pairs.py

@@ -22,16 +22,21 @@ import os
 import statistics
 import sys
 
+from phalanx.core.layout import Layout
 from phalanx.core.shape import ModelConfig
 from phalanx.parallel.pipeline import Kind, order
 from tests.cases import make_job
 from tests.pool import Pool
 
 PP, TIMES = 4, 3
-SLEEP_S = 0.12  # of a whole stage's forward
+SLEEP_S, SEQ_LEN = 0.12, 256  # a whole stage's forward, asleep; the sequence that computing stages work on
+LONGER = {
+    "sleep": 4,
+    "compute": 2,
+}  # so many times that, for the schedules whose bubble is so small that a message's way would be seen in it
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv")
 MODEL = ModelConfig(vocab_size=32, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1408)
-SLOT, SLOT_CROWDED = 1.2, 3.0  # of the CPU time; the second with fewer cores than ranks
+SLOT, SLOT_CROWDED = 2.0, 3.0  # of the CPU time; the second with fewer cores than ranks
 
 
 def slot():
@@ -78,15 +83,16 @@ def play(layout, num_micro, seconds):
 
 def measure(pool, kind, schedule, num_micro):
     axes = dict(pp=PP, schedule=schedule)
-    job = make_job(model=MODEL, axes=axes, global_batch=num_micro, seq_len=256, precision="fp32", document_mask=False)
+    longer = LONGER[kind] if Layout(**axes).splits_backward else 1
+    fixed = dict(precision="fp32", document_mask=False, seq_len=SEQ_LEN * longer)
+    job = make_job(model=MODEL, axes=axes, global_batch=num_micro, **fixed)
     if kind == "sleep":
-        extra = dict(seconds=SLEEP_S / job.layout.num_chunks)
+        extra = dict(seconds=SLEEP_S * longer / job.layout.num_chunks)
     else:
         extra = dict(slot=slot())
     function = f"benchmarks.bubble_cases:{'sleeps' if kind == 'sleep' else 'compute'}"
-    times = TIMES + 2 if job.layout.splits_backward else TIMES  # their bubble is small, and so easily disturbed
-    ranks = pool.run(function, job, times=times, timeout=300, **extra)
-    steps = [[rank[step] for rank in ranks] for step in range(times)]
+    ranks = pool.run(function, job, times=TIMES, timeout=300, **extra)
+    steps = [[rank[step] for rank in ranks] for step in range(TIMES)]
     got = [statistics.mean(row["idle"] / row["total"] for row in rows) for rows in steps]
     work: dict = {}
     for name, _, _, took in (piece for rows in steps for row in rows for piece in row["work"]):

@@ -3,11 +3,27 @@ this fails, a user's model trains on wrong gradients and the loss may not show i
 
 import pytest
 
-from tests.cases import CASES
+from tests.cases import CASES, make_job
 from tests.parity import TOLERANCE, run_case
 
+# Of the compositions on 8 ranks and the compiled ones these run by default, the others with `make test-slow`.
+DEFAULT = {
+    "replica 2 x shard 2 x tp 2",
+    "shard 4 x tp 2, ZeRO-1, two nodes, by size",
+    "exact: replica 2 x shard 2 x pp 2, ZB-V",
+    "replica 2 x shard 2 x cp 2",
+    "moe: tp 2 x pp 2 x cp 2, ep 4, ZeRO-3, ZB-V (5 axes)",
+    "compile: shard 2 x tp 2",
+}
 
-@pytest.mark.parametrize("name, layout, options", CASES, ids=[c[0] for c in CASES])
+
+def _param(name, layout, options):
+    ranks = make_job(layout, **options).layout.world_size
+    slow = name not in DEFAULT and (ranks > 4 or name.startswith("compile"))
+    return pytest.param(name, layout, options, id=name, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("name, layout, options", [_param(*case) for case in CASES])
 def test_fp64_matches_plain_pytorch_and_single_process(pool, references, name, layout, options):
     errors = run_case(pool, references, layout, options)["errors"]
     assert max(errors.values()) <= TOLERANCE["fp64"], errors

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.core.errors import UserError
-from phalanx.data.order import sample_of
+from phalanx.data.order import key_of, permute
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -112,7 +112,8 @@ class Corpus:
     def samples(self, positions: Iterable[int]) -> Samples:
         rows = []
         for position in positions:
-            start = sample_of(position, self.num_samples, self.seed) * self.seq_len
+            epoch, index = divmod(position, self.num_samples)
+            start = int(permute(index, self.num_samples, key_of(self.seed, epoch))) * self.seq_len
             rows.append(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
         window = np.stack(rows)
         tokens = window[:, :-1]

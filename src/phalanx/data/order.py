@@ -1,38 +1,234 @@
-"""The order of samples as arithmetic: position in, sample out, with nothing in memory. A keyed
-bijection (an unbalanced Feistel network that walks until it lands inside) shuffles each epoch."""
+"""The order of samples as arithmetic: a position in, a sample out, with nothing in memory that grows with the
+data and nothing that depends on the number of ranks.
+
+    position of the run                                   the cursor: one integer
+      -> past the skipped ranges                          absolute ranges, such as what made the loss jump
+      -> group g, index i in the group                    position mod G: a node that owns g reads g's chunks only
+      -> stage, block, place in the block                 a stage has a quota of each block for every extent
+      -> extent, the how-manieth draw of it               exact, and continued from stage to stage
+      -> epoch, place in the epoch                        all groups' draws count through the extent together
+      -> lane of the group in the epoch, window           so that a group stays in one window at a time
+      -> place in the window, shuffled                    keyed bijection over the window's samples
+      -> unit of chunks, shuffled                         keyed bijection over all units of the extent
+
+The keyed bijection is an unbalanced Feistel network of 6 rounds over splitmix64's finaliser that walks until it
+lands inside. `VERSION` names all of this: a change in any of it gets another number.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+VERSION = 1
 ROUNDS = 6
-_MASK = (1 << 64) - 1
+BLOCK = 4096  # draws of one group in which the quotas of a stage are met exactly
+_U = np.uint64
+_PHI, _MUL1, _MUL2 = _U(0x9E3779B97F4A7C15), _U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB)
 
 
-def _mix(x: int) -> int:
-    """splitmix64's finaliser."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+def mix(x: Any) -> Any:
+    """splitmix64's finaliser, of a uint64 or an array of them."""
+    with np.errstate(over="ignore"):
+        x = x + _PHI
+        x = (x ^ (x >> _U(30))) * _MUL1
+        x = (x ^ (x >> _U(27))) * _MUL2
+        return x ^ (x >> _U(31))
 
 
-def permute(index: int, size: int, key: int) -> int:
-    """Where `index` of [0, size) goes under `key`."""
-    assert 0 <= index < size, (index, size)
-    bits = max(2, (size - 1).bit_length())
-    low_bits = bits // 2
-    high_bits = bits - low_bits
+def key_of(*parts: Any) -> Any:
+    """One key of several integers (or arrays of them), each of which moves all its bits."""
+    key = _U(0)
+    for part in parts:
+        key = mix(key ^ mix(np.asarray(part).astype(_U)))
+    return key
+
+
+def permute(index: Any, size: Any, key: Any) -> np.ndarray:
+    """Where each `index` of [0, size) goes under its key: a bijection. Sizes and keys may differ by element."""
+    index, size, key = np.broadcast_arrays(np.atleast_1d(np.asarray(index, np.int64)), np.int64(size), key)
+    bits = np.maximum(2, _bit_length(size - 1)).astype(_U)
+    narrow = bits >> _U(1)
+    keys = [mix(key + _U(r)) for r in range(ROUNDS)]
+    out = index.astype(_U)
+    todo: Any = slice(None)  # those that have not landed inside
     while True:
-        for round_ in range(ROUNDS):
+        x, low_bits, high_bits = out[todo], narrow[todo], (bits - narrow)[todo]
+        for k in keys:
             # The halves swap places and widths each round, so both are mixed when bits is odd.
-            high, low = index >> low_bits, index & ((1 << low_bits) - 1)
-            high ^= _mix(low ^ _mix(key + round_)) & ((1 << high_bits) - 1)
-            index = (low << high_bits) | high
+            low = x & ((_U(1) << low_bits) - _U(1))
+            high = (x >> low_bits) ^ (mix(low ^ k[todo]) & ((_U(1) << high_bits) - _U(1)))
+            x = (low << high_bits) | high
             low_bits, high_bits = high_bits, low_bits
-        if index < size:
-            return index
+        out[todo] = x
+        outside = np.flatnonzero(out >= size.astype(_U))
+        if not len(outside):
+            return out.astype(np.int64)
+        todo = outside
 
 
-def sample_of(position: int, num_samples: int, seed: int) -> int:
-    """The sample that the `position`-th draw of a run sees; every epoch has an order of its own."""
-    epoch, index = divmod(position, num_samples)
-    return permute(index, num_samples, _mix(seed * 0x10001 + epoch))
+def _bit_length(x: np.ndarray) -> np.ndarray:
+    """Exact: a float's exponent would be off by one for some integers above 2**53."""
+    x, length = x.astype(_U), np.zeros(x.shape, np.int64)
+    for shift in (32, 16, 8, 4, 2, 1):
+        large = x >> _U(shift) != 0
+        length += np.where(large, shift, 0)
+        x = np.where(large, x >> _U(shift), x)
+    return length + (x != 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An extent as the order sees it."""
+
+    source: str
+    num_samples: int
+    per_unit: int  # samples that lie together and are read together
+    window: int  # units that are shuffled into each other
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """From this position on, out of every BLOCK draws of a group so many are of each stream."""
+
+    start: int
+    quotas: tuple[int, ...]  # a stream that came later has none
+
+
+@dataclass
+class Order:
+    seed: int
+    groups: int
+    streams: tuple[Stream, ...]
+    stages: tuple[Stage, ...]
+    skips: tuple[tuple[int, int], ...] = ()  # [from, to) of positions, ascending, apart
+    version: int = VERSION
+    _patterns: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+    _drawn: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "seed": self.seed,
+            "groups": self.groups,
+            "streams": [[s.source, s.num_samples, s.per_unit, s.window] for s in self.streams],
+            "stages": [[s.start, list(s.quotas)] for s in self.stages],
+            "skips": [list(s) for s in self.skips],
+        }
+
+    @staticmethod
+    def from_dict(d: Mapping[str, Any]) -> Order:
+        if d["version"] != VERSION:
+            raise ValueError(f"order version {d['version']}; this program knows version {VERSION}")
+        return Order(
+            seed=d["seed"],
+            groups=d["groups"],
+            streams=tuple(Stream(*s) for s in d["streams"]),
+            stages=tuple(Stage(start, tuple(quotas)) for start, quotas in d["stages"]),
+            skips=tuple((a, b) for a, b in d["skips"]),
+        )
+
+    def position(self, served: Any) -> np.ndarray:
+        """The place in the order of the sample that is served as the how-manieth of the run."""
+        at = np.array(served, np.int64)
+        for first, end in self.skips:
+            at = np.where(at >= first, at + (end - first), at)
+        return at
+
+    def locate(self, served: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Stream and sample that the run serves at each of these places."""
+        at = self.position(served)
+        group, index = at % self.groups, at // self.groups
+        stage = np.searchsorted([s.start for s in self.stages], at, side="right") - 1
+        stream, draw = np.empty(at.shape, np.int64), np.empty(at.shape, np.int64)
+        for s in np.unique(stage):
+            for g in np.unique(group[stage == s]):
+                here = (stage == s) & (group == g)
+                stream[here], draw[here] = self._draws(int(s), int(g), index[here])
+        sample = np.empty(at.shape, np.int64)
+        for d in np.unique(stream):
+            here = stream == d
+            sample[here] = self._sample(int(d), draw[here] * self.groups + group[here])
+        return stream, sample
+
+    def _draws(self, stage: int, group: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which stream these indices of a group draw from, and the how-manieth draw of the group from it that is."""
+        quotas = np.array(self.stages[stage].quotas)
+        before = self._drawn_before(stage, group)
+        block, place = np.divmod(index - self._first_index(stage, group), BLOCK)
+        only = np.flatnonzero(quotas)
+        if len(only) == 1:
+            return np.full(index.shape, only[0]), before[only[0]] + block * BLOCK + place
+        stream, rank = np.empty(index.shape, np.int64), np.empty(index.shape, np.int64)
+        for b in np.unique(block):
+            here = block == b
+            streams, ranks = self._pattern(stage, group, int(b))
+            stream[here], rank[here] = streams[place[here]], ranks[place[here]]
+        return stream, before[stream] + block * quotas[stream] + rank
+
+    def _first_index(self, stage: int, group: int) -> int:
+        return -((group - self.stages[stage].start) // self.groups)
+
+    def _drawn_before(self, stage: int, group: int) -> np.ndarray:
+        """How often the group has drawn from each stream when the stage begins."""
+        if stage == 0:
+            return np.zeros(len(self.streams), np.int64)
+        if (stage, group) not in self._drawn:
+            length = self._first_index(stage, group) - self._first_index(stage - 1, group)
+            blocks, rest = divmod(length, BLOCK)
+            quotas = np.array(self.stages[stage - 1].quotas)
+            part = np.bincount(self._pattern(stage - 1, group, blocks)[0][:rest], minlength=len(quotas))
+            self._drawn[stage, group] = self._drawn_before(stage - 1, group) + blocks * quotas + part
+        return self._drawn[stage, group]
+
+    def _pattern(self, stage: int, group: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each place of a block its stream, and how many places before it have the same one."""
+        known = self._patterns.get((stage, group, block))
+        if known is None:
+            shuffled = permute(np.arange(BLOCK), BLOCK, key_of(self.seed, 1, stage, group, block))
+            streams = np.searchsorted(np.cumsum(self.stages[stage].quotas), shuffled, side="right")
+            by_stream = np.argsort(streams, kind="stable")
+            ranks = np.empty(BLOCK, np.int64)
+            firsts = np.searchsorted(streams[by_stream], np.arange(len(self.streams)))
+            ranks[by_stream] = np.arange(BLOCK) - firsts[streams[by_stream]]
+            known = streams.astype(np.int16), ranks.astype(np.int16)
+            while len(self._patterns) >= 256:
+                self._patterns.pop(next(iter(self._patterns)))
+            self._patterns[stage, group, block] = known
+        return known
+
+    def _sample(self, stream: int, ordinal: np.ndarray) -> np.ndarray:
+        """The sample of a stream that all groups' draws, counted through, come to."""
+        s = self.streams[stream]
+        epoch, place = np.divmod(ordinal, s.num_samples)
+        # Lanes: the places of one group follow each other.
+        lane, step = place % self.groups, place // self.groups
+        place = lane * (s.num_samples // self.groups) + np.minimum(lane, s.num_samples % self.groups) + step
+        size = s.window * s.per_unit
+        window, inside = np.divmod(place, size)
+        sizes = np.minimum(size, s.num_samples - window * size)
+        place = window * size + permute(inside, sizes, key_of(self.seed, 2, stream, epoch, window))
+        unit, k = np.divmod(place, s.per_unit)
+        whole = s.num_samples // s.per_unit  # the last unit may be short: it stays last
+        if whole:
+            moved = permute(np.minimum(unit, whole - 1), whole, key_of(self.seed, 3, stream, epoch))
+            unit = np.where(unit < whole, moved, unit)
+        return unit * s.per_unit + k
+
+
+def quotas(weights: Sequence[float]) -> tuple[int, ...]:
+    """Integers that add up to BLOCK, as near to the weights as can be (largest remainder). ValueError names
+    what a block has no place for."""
+    total = sum(weights)
+    exact = [BLOCK * w / total for w in weights]
+    floors = [int(x) for x in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: (floors[i] - exact[i], i))
+    for i in by_rest[: BLOCK - sum(floors)]:
+        floors[i] += 1
+    small = [i for i, w in enumerate(weights) if w > 0 and not floors[i]]
+    if small:
+        raise ValueError(f"weight {weights[small[0]]:g} is less than 1/{BLOCK} of all")
+    return tuple(floors)

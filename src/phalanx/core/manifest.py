@@ -1,0 +1,215 @@
+"""The manifest of a data set, and where in its shards a sample lies. Sizes and hashes, no index: a sample is
+found by division.
+
+A data set is a list of *extents*, each a stream of fixed-width items under a source's name. To append is to add
+extents; what was there stays as it was. An extent is cut into shards of `shard_chunks` chunks of `chunk_items`
+items; only its last shard may be shorter. A token stream's chunk is hashed together with the one item that
+follows it (the last target of its last sample), so that one range of bytes, verified as it arrives, serves all
+samples that begin in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+HASH_BYTES = 32  # of a shard's root, in the manifest; and of a chunk's two hashes, in the shard's footer
+MANIFEST = "manifest.jsonl"  # the newest version of a data set
+
+
+def manifest_name(version: str) -> str:
+    """The file that holds this version, and never another."""
+    return f"manifest-{version[:16]}.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One part of an item, as numpy names its type; little-endian."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    source: str
+    items: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    fields: tuple[Field, ...]
+    extents: tuple[Extent, ...]
+    roots: np.ndarray  # (shards of all extents, 32) uint8: blake3 of each shard's footer
+    chunk_items: int
+    shard_chunks: int
+    tokenizer: str = ""  # its name
+    tokenizer_hash: str = ""
+    vocab_size: int = 0  # of tokens; every id is below it
+    eos: int = -1  # the id that ends a document
+    parent: str = ""  # the version that this one extends
+
+    @property
+    def is_tokens(self) -> bool:
+        """A stream of ids, cut into sequences by the reader; otherwise every item is a whole record."""
+        return [(f.name, f.shape) for f in self.fields] == [("tokens", ())]
+
+    @property
+    def overlap(self) -> int:
+        return int(self.is_tokens)
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """Of one item."""
+        if self.is_tokens:
+            return np.dtype(self.fields[0].dtype)
+        return np.dtype([(f.name, f.dtype, f.shape) for f in self.fields])
+
+    @property
+    def shard_items(self) -> int:
+        return self.chunk_items * self.shard_chunks
+
+    def num_shards(self, extent: int) -> int:
+        return -(-self.extents[extent].items // self.shard_items)
+
+    @cached_property
+    def first_root(self) -> list[int]:
+        """Row of `roots` where each extent begins."""
+        counts = [self.num_shards(e) for e in range(len(self.extents))]
+        return [sum(counts[:e]) for e in range(len(counts))]
+
+    def root(self, extent: int, shard: int) -> bytes:
+        return self.roots[self.first_root[extent] + shard].tobytes()
+
+    def shard_name(self, extent: int, shard: int) -> str:
+        return f"shards/{self.extents[extent].source}-{extent:03d}-{shard:06d}.shard"
+
+    def items_in(self, extent: int, shard: int) -> int:
+        """Items whose place is this shard; its file may hold one more, for the last target."""
+        return min(self.shard_items, self.extents[extent].items - shard * self.shard_items)
+
+    def items_stored(self, extent: int, shard: int) -> int:
+        return min(self.shard_items + self.overlap, self.extents[extent].items - shard * self.shard_items)
+
+    def num_chunks(self, extent: int, shard: int) -> int:
+        return -(-self.items_in(extent, shard) // self.chunk_items)
+
+    def chunk_range(self, extent: int, shard: int, chunk: int) -> tuple[int, int]:
+        """Bytes [start, end) of the shard's file that the chunk's hash covers."""
+        first = chunk * self.chunk_items
+        last = min(first + self.chunk_items + self.overlap, self.items_stored(extent, shard))
+        return first * self.dtype.itemsize, last * self.dtype.itemsize
+
+    def shard_bytes(self, extent: int, shard: int) -> int:
+        """Of the whole file."""
+        return self.items_stored(extent, shard) * self.dtype.itemsize + self.footer_bytes(extent, shard)
+
+    def footer_bytes(self, extent: int, shard: int) -> int:
+        return HASH_BYTES * self.num_chunks(extent, shard)
+
+    @property
+    def total_items(self) -> int:
+        return sum(e.items for e in self.extents)
+
+    @cached_property
+    def sources(self) -> list[str]:
+        return list(dict.fromkeys(e.source for e in self.extents))
+
+    def extends(self, other: Manifest) -> bool:
+        """Whether all of `other` is here, at the same place."""
+        n = len(other.extents)
+        same = all(getattr(self, k) == getattr(other, k) for k in ("fields", "chunk_items", "shard_chunks", "eos"))
+        return (
+            same and self.extents[:n] == other.extents and np.array_equal(self.roots[: len(other.roots)], other.roots)
+        )
+
+    def encode(self) -> bytes:
+        """A line of JSON, then the root of every shard in hexadecimal, a line each."""
+        head: dict[str, Any] = {"phalanx_manifest": FORMAT}
+        head |= {k: v for k, v in asdict(self).items() if k != "roots"}
+        lines = [json.dumps(head, sort_keys=True), *(root.tobytes().hex() for root in self.roots)]
+        return ("\n".join(lines) + "\n").encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Manifest:
+        """ValueError says what is wrong with it."""
+        line, _, rest = data.partition(b"\n")
+        head = json.loads(line)
+        if not isinstance(head, dict) or "phalanx_manifest" not in head:
+            raise ValueError("it is not a manifest")
+        if head.pop("phalanx_manifest") != FORMAT:
+            raise ValueError("it was written by another version of this format")
+        try:
+            fields = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in head.pop("fields"))
+            extents = tuple(Extent(e["source"], e["items"]) for e in head.pop("extents"))
+            roots = np.frombuffer(bytes.fromhex(rest.decode("ascii")), np.uint8).reshape(-1, HASH_BYTES)
+            manifest = Manifest(fields=fields, extents=extents, roots=roots, **head)
+            manifest.check()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is damaged: {error}") from None
+        return manifest
+
+    def check(self) -> None:
+        for name in ("chunk_items", "shard_chunks"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}, not a positive number")
+        for extent in self.extents:
+            if type(extent.items) is not int or extent.items < 1:
+                raise ValueError(f"source {extent.source!r} has {extent.items!r} items")
+            check_source(extent.source)
+        shards = sum(self.num_shards(e) for e in range(len(self.extents)))
+        if len(self.roots) != shards:
+            raise ValueError(f"it names {len(self.roots)} shards, but its extents make {shards}")
+        if self.dtype.hasobject:
+            raise ValueError("a field holds Python objects")
+
+
+def check_source(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ValueError(f"source {name!r} is not a name of letters, digits, '.', '_' and '-'")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one extent falls into samples: a *unit* of `unit_chunks` chunks gives `per_unit` samples of `span`
+    items; what is left at a unit's end is not served."""
+
+    span: int
+    unit_chunks: int
+    per_unit: int
+    num_samples: int
+
+    @staticmethod
+    def of(manifest: Manifest, extent: int, seq_len: int) -> Cut:
+        """ValueError if a sequence is longer than a shard."""
+        span = seq_len if manifest.is_tokens else 1
+        unit, most = 1, manifest.shard_chunks
+        # A sequence that does not divide a chunk wastes some of it; larger units waste less.
+        while unit * 2 <= most and most % (unit * 2) == 0 and _waste(unit * manifest.chunk_items, span) > 1 / 16:
+            unit *= 2
+        items = unit * manifest.chunk_items
+        if span > items:
+            raise ValueError(f"a sequence of {span} items is longer than a shard of {manifest.shard_items}")
+        full, rest = divmod(manifest.extents[extent].items - manifest.overlap, items)
+        return Cut(span, unit, items // span, full * (items // span) + rest // span)
+
+    def place(self, manifest: Manifest, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Shard, chunk in the shard, and item in the chunk at which each sample begins."""
+        unit, k = np.divmod(sample, self.per_unit)
+        item = unit * (self.unit_chunks * manifest.chunk_items) + k * self.span
+        chunk, item = np.divmod(item, manifest.chunk_items)
+        shard, chunk = np.divmod(chunk, manifest.shard_chunks)
+        return shard, chunk, item
+
+
+def _waste(items: int, span: int) -> float:
+    return math.inf if span > items else items % span / items
