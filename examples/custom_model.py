@@ -41,7 +41,7 @@ class GPT(nn.Module):
 
     def forward(self, batch, x=None):
         if x is None:  # else it comes from the stage before
-            positions = batch.positions()[None]
+            positions = batch.document_positions()  # from 0 in every document
             x = self.embed(batch.tokens_BL) + self.position(positions)  # in: all ids; out: this rank's slice of them
         for layer in self.layers:
             x = layer(x, batch)

@@ -18,7 +18,6 @@ from phalanx.core.shape import ModelConfig
 from phalanx.model import Batch, load_family
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups, connect_store
-from phalanx.parallel.reduce import micro_indices
 from phalanx.parallel.schema import describe
 from phalanx.train.engine import Engine
 from phalanx.train.schedule import learning_rate
@@ -338,7 +337,7 @@ class Rank:
         self.engine = Engine(self.job, self.family, self.coord, self.groups, self.state, self.device)
 
     def batches(self, step):
-        return [make_batch(self.job, step, i) for i in micro_indices(self.job, self.coord)]
+        return [make_batch(self.job, step, i) for i in self.job.micro_indices(self.coord)]
 
     def close(self):
         self.engine.close()

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
-from phalanx.parallel.reduce import micro_indices
 from tests.cases import make_job
 
 degree = st.integers(1, 6)
@@ -34,7 +33,7 @@ def test_replicas_are_grouped_by_the_node_they_live_on():
 @given(degree, degree, st.integers(1, 4), st.sampled_from([1, 2, 3]))
 def test_every_micro_batch_is_worked_on_once_and_a_replica_holds_a_run(replica, shard, per_rank, zero):
     job = make_job((replica, shard, 1), zero=zero, global_batch=replica * shard * per_rank)
-    by_replica = [sorted(i for s in range(shard) for i in micro_indices(job, Coord(r, s, 0))) for r in range(replica)]
+    by_replica = [sorted(i for s in range(shard) for i in job.micro_indices(Coord(r, s, 0))) for r in range(replica)]
     assert [i for run in by_replica for i in run] == list(range(job.num_micro))
 
 

@@ -15,6 +15,8 @@ def report(step=0, time_s=1.0, loss_sums=(), tokens=0, grad_norm=0.5, lr=1e-3):
     return {
         "type": "step", "step": step, "time_s": time_s, "loss_sums": list(loss_sums), "tokens": tokens,
         "grad_norm": grad_norm, "lr": lr,
+        "data_wait_s": time_s / 8, "data_ready": int(2 * time_s) + 1, "data_digest": "f" * 15 + "b" if tokens else "c",
+        "served": {"a": 4} if tokens else {},
     }  # fmt: skip
 
 
@@ -28,6 +30,7 @@ def test_a_row_comes_when_the_last_rank_has_reported():
         "step": 0, "loss": 1.5, "grad_norm": 0.5, "lr": 1e-3, "target_tokens": 400,
         "time_s": 2.0, "time_min_s": 0.5, "time_median_s": 1.25, "slowest_rank": 3,
         "tokens_per_s": 400.0, "mfu": 0.2,
+        "data_wait_s": 0.25, "data_ready": 2, "data_digest": f"{14:016x}", "served": {"a": 8},
     }  # fmt: skip
     assert list(table._open) == [1], "a finished step is still in memory"
     assert table.events == []

@@ -162,11 +162,13 @@ def values(name: str) -> st.SearchStrategy:
         return st.floats(0.001, 0.999)
     if isinstance(known.default, int):
         return st.integers(1, 3) if name == "layout.zero" else st.sampled_from([2, 4, 64])
-    return {"name": st.from_regex(r"\A[a-z0-9][A-Za-z0-9._-]{0,20}\Z"), "run.device": st.just("cpu")}[name]
+    texts = {"name": r"\A[a-z0-9][A-Za-z0-9._-]{0,20}\Z", "run.device": r"\Acpu\Z"}
+    texts["data.version"] = r"\A[0-9a-f]{1,64}\Z"
+    return st.from_regex(texts[name])
 
 
-PATHS = {"model.family", "data.source", "run.dir", "optimizer.offload_dir"}
-SETTABLE = sorted(set(fields()) - PATHS - {"layout.ranks", "model.options"})
+PATHS = {"model.family", "data.source", "data.cache_dir", "run.dir", "optimizer.offload_dir"}
+SETTABLE = sorted(set(fields()) - PATHS - {"layout.ranks", "model.options", "data.stages", "data.skips"})
 SETS = st.dictionaries(st.sampled_from(SETTABLE), st.none(), max_size=8).flatmap(
     lambda names: st.fixed_dictionaries({name: values(name) for name in names})
 )

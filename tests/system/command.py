@@ -77,7 +77,7 @@ class Command:
 
     @property
     def runs(self) -> list[Path]:
-        return sorted((self.directory / "runs").glob("*"))
+        return sorted((self.directory / "runs").glob("[!.]*"))
 
     def rows(self) -> list[dict]:
         file = self.runs[0] / "metrics.jsonl" if self.runs else None

@@ -30,7 +30,7 @@ def head(directory):
     command = f"set -o pipefail; {PHALANX} train {' '.join(sets(TINY))} | head -1"
     env = {**os.environ, "PHALANX_TOKEN": (token := f"head-{directory.name}-{os.getpid()}")}
     done = subprocess.run(["bash", "-c", command], cwd=directory, env=env, capture_output=True, text=True, timeout=60)
-    return done, wait_gone(token, 3.0), [RunRecord.open(path) for path in (directory / "runs").iterdir()]
+    return done, wait_gone(token, 3.0), [RunRecord.open(path) for path in (directory / "runs").glob("[!.]*")]
 
 
 SCENARIOS = {

@@ -42,7 +42,7 @@ AT_ONCE = {
     ),
     "too many ranks": (
         {"layout.replica": 100, "train.global_batch": 200, "train.micro_batch": 1},
-        ["layout = 'replica 100 x shard 2 x tp 2 = 400 ranks'", "at most 255 ranks", "remedy: lower"],
+        ["layout = 'replica 100 x shard 2 x tp 2 = 400 ranks'", "at most 254 ranks", "remedy: lower"],
     ),
     "run.dir": ({"run.dir": "short/runs"}, ["run.dir = 'short/runs'", "Not a directory", "remedy: name a folder"]),
     "no job file": ({}, ["job file = 'qiuckstart.toml'", "cannot be read", "remedy"]),

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.data import data_app
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -18,6 +20,7 @@ app = typer.Typer(
 )
 spec_app = typer.Typer(no_args_is_help=True, help="The job file: its schema.")
 app.add_typer(spec_app, name="spec")
+app.add_typer(data_app, name="data")
 
 
 @app.callback(invoke_without_command=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from phalanx.core.errors import UserError
 from phalanx.core.image import MAX_CLASSES, SYNTHETIC_IMAGES
 from phalanx.core.job import Job
-from phalanx.data.corpus import VOCAB_SIZE
 from phalanx.runtime.node import SLOTS
 
 GIB = 2**30
@@ -20,31 +19,23 @@ ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def refuse(job: Job) -> None:
-    _vocabulary(job)
+    _classes(job)
     _ranks(job)
     _memory(job)
 
 
-def _vocabulary(job: Job) -> None:
-    if job.data.source == SYNTHETIC_IMAGES:
-        if job.model.vocab_size > MAX_CLASSES:
-            raise UserError(
-                f"{SYNTHETIC_IMAGES} have at most {MAX_CLASSES} classes",
-                field="model.vocab_size",
-                value=job.model.vocab_size,
-                remedy=f"set model.vocab_size to the number of classes, {MAX_CLASSES} at most",
-            )
-    elif job.model.vocab_size < VOCAB_SIZE:
+def _classes(job: Job) -> None:
+    if job.data.source == SYNTHETIC_IMAGES and job.model.vocab_size > MAX_CLASSES:
         raise UserError(
-            f"byte tokens need a vocabulary of {VOCAB_SIZE}",
+            f"{SYNTHETIC_IMAGES} have at most {MAX_CLASSES} classes",
             field="model.vocab_size",
             value=job.model.vocab_size,
-            remedy=f"set model.vocab_size to at least {VOCAB_SIZE}",
+            remedy=f"set model.vocab_size to the number of classes, {MAX_CLASSES} at most",
         )
 
 
 def _ranks(job: Job) -> None:
-    most = SLOTS - 1  # one is the store's
+    most = SLOTS - 2  # one is the store's, one the data service's
     if job.layout.world_size > most:
         raise UserError(
             f"one host runs at most {most} ranks",

@@ -19,12 +19,14 @@ from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
 from phalanx.core.shape import MFU_CONVENTION, MFU_EXPERTS
 from phalanx.data import source
+from phalanx.data.loader import DataLost
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
-from phalanx.runtime.launch import launch
+from phalanx.runtime import launch as launcher
 
 WORKER = "phalanx.train.worker:main"
 STORE = "phalanx.parallel.groups:serve_store"
+DATA = "phalanx.data.service:main"
 MFU_CUSTOM = "6N FLOPs per token, N all parameters"
 MFU = {"dense": MFU_CONVENTION, "moe": MFU_EXPERTS}  # by family, of those whose FLOPs are counted
 
@@ -84,6 +86,7 @@ class _Run:
         self.running: set[int] = set()
         self.facts: dict[int, dict[str, Any]] = {}
         self.mistakes: dict[int, str] = {}  # rank -> the text of a UserError it raised
+        self.lost = ""  # why the data service gave up
         self.table: StepTable | None = None
         self.num_steps, self.first_loss = 0, 0.0
         self.rows: deque[dict[str, Any]] = deque(maxlen=1000)  # the latest; all of them are in the record
@@ -97,18 +100,23 @@ class _Run:
         self.launched = True
         self.listener.status(f"starting {self.job.layout.world_size} ranks: loading torch")
         try:
-            ended = launch(
+            ended = launcher.launch(
                 self.job,
                 worker_entry=WORKER,
                 store_entry=STORE,
+                data_entry=DATA,
                 preload=[WORKER.partition(":")[0]],
                 run_dir=self.record.path,
                 on_event=self._on_event,
                 stop=lambda: self.stop.asked,
             )
         except RunFailed as error:
-            if error.rank in self.mistakes:  # found out by a worker, but the user's to mend all the same
-                raise UserError(self.mistakes[error.rank]) from None
+            if self.lost:
+                remedy = "`phalanx data verify` lists what is damaged; restore it, or raise data.quarantine_limit"
+                raise RunFailed(f"the data cannot be read any further: {self.lost}", remedy=remedy) from None
+            culprit = launcher.DATA if error.rank is None else error.rank
+            if culprit in self.mistakes:  # found out by a worker, but the user's to mend all the same
+                raise UserError(self.mistakes[culprit]) from None
             raise
         return {
             "status": "done",
@@ -158,8 +166,7 @@ class _Run:
         def on_progress(size_bytes: int) -> None:
             self.listener.status(f"reading {self.job.data.source}: {size_bytes / 1e6:.1f} MB")
 
-        built = source.build(self.job, self.record.path, on_progress)
-        self.entropy = source.open_source(self.job, self.record.path).unigram_entropy()
+        built, self.entropy = source.prepare(self.job, self.record.path, on_progress)
         self.listener.note(built)
 
     def _on_event(self, event: dict[str, Any]) -> None:
@@ -178,8 +185,14 @@ class _Run:
                 self._all_facts()
         elif kind == "step" and self.table:
             self._on_step(self.table, rank, body)
+        elif kind in ("data_quarantine", "data_substitute"):
+            self.record.event(body)
+            if kind == "data_quarantine":
+                self.listener.note(f"data: shard {body['shard']}, chunk {body['chunk']}: {body['reason']}; replaced")
         elif kind == "error" and body.get("kind") == UserError.__name__:
             self.mistakes[rank] = str(body["text"])
+        elif kind == "error" and body.get("kind") == DataLost.__name__:
+            self.lost = str(body["text"])
 
     def _starting(self) -> None:
         of = f"of {self.job.layout.world_size}"
@@ -190,6 +203,7 @@ class _Run:
         if row:
             self.first_loss = self.first_loss if self.num_steps else row["loss"]
             self.num_steps += 1
+            row["cursor"] = (row["step"] + 1) * self.job.train.global_batch
             self.rows.append(row)
             self.record.metric(row)
             self.listener.step(row)

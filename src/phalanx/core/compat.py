@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import UserError
 from phalanx.core.image import SYNTHETIC_IMAGES, ImageShape
-from phalanx.core.job import Job
+from phalanx.core.job import STDLIB, Job
 from phalanx.core.shape import FAMILIES
 
 Predicate = Callable[[Job], bool]
@@ -146,7 +146,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "images-text",
         "data.source",
-        lambda j: j.model.family == "image" and j.data.source != SYNTHETIC_IMAGES,
+        lambda j: j.model.family == "image" and j.data.source == STDLIB,
         'model.family = "image" with a source of text',
         "it reads patches of images, not tokens",
         f'set data.source = "{SYNTHETIC_IMAGES}", or model.family = "dense"',

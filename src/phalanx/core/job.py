@@ -9,8 +9,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.core.layout import Layout
+from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig
+
+SCHEMES = ("s3", "gs", "az", "http", "https", "memory")  # of URLs of data sets
+STDLIB = "python-stdlib"  # data.source: the sources of Python's own library
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,16 @@ class CollectivesConfig:
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    source: str = "python-stdlib"  # or a file or directory of text
-    max_mb: float = 16.0
+    source: str = STDLIB  # or text that is made into a data set first, or the folder or URL of one
+    version: str = ""  # of the data set; "": the newest
+    max_mb: float = 16.0  # of text
+    stages: list[dict[str, Any]] = field(default_factory=list)  # {"at": place, "weights": {source: x}, "version": …}
+    skips: list[list[int]] = field(default_factory=list)  # [from, to) of places
+    groups: int = 0  # 0: as many as there may be nodes
+    buffer_steps: int = 4  # that are ready before they are needed
+    cache_dir: str = ""  # for chunks of remote data; "": the user's cache folder
+    cache_gb: float = 10.0
+    quarantine_limit: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +104,22 @@ class Job:
     @property
     def micro_per_rank(self) -> int:
         return self.num_micro // self.layout.data_ranks
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether the exact sum over the shard axis waits for the last micro-batch. Not when ranks share a
+        micro-batch: their leaves would not be neighbours."""
+        return self.layout.zero == 1 and self.layout.cp * self.layout.tp == 1
+
+    def micro_indices(self, coord: Coord) -> list[int]:
+        """The global micro-batch indices a rank works on, in order. ZeRO-1 reduces once per step, so
+        a rank takes a contiguous run; ZeRO-2/3 reduce every micro-batch, so the shard ranks take
+        neighbours. Either way a replica holds a contiguous run, and TP, CP and PP ranks share theirs."""
+        n, shards = self.micro_per_rank, self.layout.shard
+        if self.reduces_once:
+            first = (coord.replica * shards + coord.shard) * n
+            return list(range(first, first + n))
+        return [coord.replica * n * shards + j * shards + coord.shard for j in range(n)]
 
     @property
     def tokens_per_step(self) -> int:

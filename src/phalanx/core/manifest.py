@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -60,7 +61,7 @@ class Manifest:
     @property
     def is_tokens(self) -> bool:
         """A stream of ids, cut into sequences by the reader; otherwise every item is a whole record."""
-        return [(f.name, f.shape) for f in self.fields] == [("tokens", ())]
+        return _is_tokens(self.fields)
 
     @property
     def overlap(self) -> int:
@@ -69,9 +70,7 @@ class Manifest:
     @cached_property
     def dtype(self) -> np.dtype:
         """Of one item."""
-        if self.is_tokens:
-            return np.dtype(self.fields[0].dtype)
-        return np.dtype([(f.name, f.dtype, f.shape) for f in self.fields])
+        return dtype_of(self.fields)
 
     @property
     def shard_items(self) -> int:
@@ -173,6 +172,16 @@ class Manifest:
             raise ValueError("a field holds Python objects")
 
 
+def _is_tokens(fields: Sequence[Field]) -> bool:
+    return [(f.name, f.shape) for f in fields] == [("tokens", ())]
+
+
+def dtype_of(fields: Iterable[Field]) -> np.dtype:
+    """Of an item with these fields; plain where it is a token."""
+    fields = tuple(fields)
+    return np.dtype(fields[0].dtype if _is_tokens(fields) else [(f.name, f.dtype, f.shape) for f in fields])
+
+
 def check_source(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise ValueError(f"source {name!r} is not a name of letters, digits, '.', '_' and '-'")
@@ -192,10 +201,10 @@ class Cut:
     def of(manifest: Manifest, extent: int, seq_len: int) -> Cut:
         """ValueError if a sequence is longer than a shard."""
         span = seq_len if manifest.is_tokens else 1
-        unit, most = 1, manifest.shard_chunks
+        most = manifest.shard_chunks
         # A sequence that does not divide a chunk wastes some of it; larger units waste less.
-        while unit * 2 <= most and most % (unit * 2) == 0 and _waste(unit * manifest.chunk_items, span) > 1 / 16:
-            unit *= 2
+        divisors = (d for d in range(1, most + 1) if most % d == 0)
+        unit = next((d for d in divisors if _waste(d * manifest.chunk_items, span) <= 1 / 16), most)
         items = unit * manifest.chunk_items
         if span > items:
             raise ValueError(f"a sequence of {span} items is longer than a shard of {manifest.shard_items}")
@@ -204,11 +213,11 @@ class Cut:
 
     def place(self, manifest: Manifest, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Shard, chunk in the shard, and item in the chunk at which each sample begins."""
-        unit, k = np.divmod(sample, self.per_unit)
-        item = unit * (self.unit_chunks * manifest.chunk_items) + k * self.span
-        chunk, item = np.divmod(item, manifest.chunk_items)
-        shard, chunk = np.divmod(chunk, manifest.shard_chunks)
-        return shard, chunk, item
+        unit = sample // self.per_unit  # np.divmod is slower than this by far
+        item = unit * (self.unit_chunks * manifest.chunk_items) + (sample - unit * self.per_unit) * self.span
+        chunk = item // manifest.chunk_items
+        shard = chunk // manifest.shard_chunks
+        return shard, chunk - shard * manifest.shard_chunks, item - chunk * manifest.chunk_items
 
 
 def _waste(items: int, span: int) -> float:

@@ -9,64 +9,89 @@ import os
 import threading
 from pathlib import Path
 
+FULL, KEPT = 0.9, 0.8  # of the limit: when entries are dropped, and down to what
+LOOKS = 32  # a process puts at most this part of the limit before it looks what the others have put
+
 
 class Cache:
     def __init__(self, folder: Path, limit_bytes: int):
         self.folder, self.limit_bytes = folder, limit_bytes
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = threading.Lock()
+        self._lock, self._evicting = threading.Lock(), threading.Lock()
         self._bytes = sum(size for _, size, _ in self._entries())
+        self._unseen = 0  # bytes that were put since it was looked
 
     def get(self, key: bytes) -> bytes | None:
         path = self._path(key)
         try:
-            with open(path, "rb") as f:
-                data = f.read()
-            os.utime(path)
-            return data
+            data = path.read_bytes()
         except OSError:
             return None  # not there, or not readable any more: the store has it
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return data
 
-    def put(self, key: bytes, data: object) -> None:
+    def put(self, key: bytes, data: bytes | memoryview) -> None:
         """Best effort: a full or broken disk costs speed, not the run."""
+        size = len(data)
+        if size > (1 - FULL) * self.limit_bytes:
+            return
         path = self._path(key)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             path.parent.mkdir(exist_ok=True)
-            temporary.write_bytes(data)  # type: ignore[arg-type]
+            temporary.write_bytes(data)
             os.replace(temporary, path)
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             return
         with self._lock:
-            self._bytes += path.stat().st_size if path.exists() else 0
-            if self._bytes > self.limit_bytes:
+            self._bytes += size
+            self._unseen += size
+            look = self._bytes > FULL * self.limit_bytes or self._unseen > self.limit_bytes / LOOKS
+        if look and self._evicting.acquire(blocking=False):  # one is enough, and the others have chunks to fetch
+            try:
                 self._evict()
+            finally:
+                self._evicting.release()
 
     def drop(self, key: bytes) -> None:
-        self._path(key).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
         return self.folder / name[:2] / name[2:]
 
-    def _entries(self) -> list[tuple[float, int, Path]]:
-        """When each was used last, its size, its file."""
+    def _entries(self) -> list[tuple[float, int, str]]:
+        """When each was used last, its size, its file; what others have left half written, too."""
         found = []
-        for path in self.folder.glob("??/*"):
-            with contextlib.suppress(OSError):
-                stat = path.stat()
-                found.append((stat.st_mtime, stat.st_size, path))
+        with contextlib.suppress(OSError):
+            for folder in [f.path for f in os.scandir(self.folder) if len(f.name) == 2]:
+                with contextlib.suppress(OSError), os.scandir(folder) as files:
+                    for file in files:
+                        with contextlib.suppress(OSError):
+                            stat = file.stat()
+                            found.append((stat.st_mtime, stat.st_size, file.path))
         return found
 
     def _evict(self) -> None:
-        """Down to nine tenths, by what is really there: other processes put and drop too."""
-        entries = sorted(self._entries())
-        self._bytes = sum(size for _, size, _ in entries)
-        for _, size, path in entries:
-            if self._bytes <= 0.9 * self.limit_bytes:
-                return
-            with contextlib.suppress(OSError):
-                path.unlink()
-            self._bytes -= size
+        """By what is really there: other processes put and drop too."""
+        with self._lock:
+            self._bytes = self._unseen = 0
+        entries = self._entries()
+        total = sum(size for _, size, _ in entries)
+        if total > FULL * self.limit_bytes:
+            for _, size, path in sorted(entries):
+                if total <= KEPT * self.limit_bytes:
+                    break
+                try:
+                    os.unlink(path)
+                except FileNotFoundError:
+                    pass  # another process was faster
+                except OSError:
+                    continue
+                total -= size
+        with self._lock:
+            self._bytes += total

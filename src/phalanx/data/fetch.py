@@ -2,16 +2,18 @@
 wrong is told as `Corrupt`, and what becomes of its samples is the loader's business.
 
 Reads of a remote store are retried until a deadline, with growing and jittered pauses, and hedged: one that takes
-longer than nearly all before it gets a rival, and the first answer counts.
+longer than nearly all before it gets a rival, and the first answer counts. A store that refuses is not asked again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import random
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,8 @@ from phalanx.data.shard import fast_hash, root_of, version_of
 from phalanx.data.store import Store
 
 TRIES = 3  # of a chunk that arrives, but wrong
+DISK = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.ENODATA)
+FOOTERS_BYTES = 4 << 20  # kept in memory, of hashes
 
 Chunk = tuple[int, int, int]  # extent, shard, chunk in the shard
 
@@ -40,23 +44,27 @@ class Corrupt(Exception):
 
 
 def read_manifest(store: Store, version: str = "") -> tuple[Manifest, str]:
-    """The newest manifest of a data set, or that of a version, and its version."""
+    """The newest manifest of a data set, or that of a version, and its version. UserError says what is wrong."""
     name = manifest_name(version) if version else MANIFEST
-    try:
-        data = store.read(name)
-        if version and version_of(data) != version:
-            raise ValueError(f"its hash is {version_of(data)}, not {version}")
-        return Manifest.decode(data), version_of(data)
-    except FileNotFoundError:
-        what = f"there is no version {version} of a data set" if version else "there is no data set"
-        remedy = "name the folder or URL that `phalanx data build --out` was given"
-        raise UserError(f"{what} there ({name} is missing)", field="data", value=store.url, remedy=remedy) from None
-    except ValueError as error:
-        remedy = "build it again, or restore this file"
-        raise UserError(f"{name}: {error}", field="data", value=store.url, remedy=remedy) from None
-    except OSError as error:
-        remedy = "check the address, the credentials and the network"
-        raise UserError(f"{name} cannot be read: {error}", field="data", value=store.url, remedy=remedy) from None
+    for attempt in range(TRIES):
+        try:
+            data = store.read(name)
+            if version and version_of(data) != version:
+                raise ValueError(f"its hash is {version_of(data)}, not {version}")
+            return Manifest.decode(data), version_of(data)
+        except FileNotFoundError:
+            what = f"there is no version {version} of a data set" if version else "there is no data set"
+            remedy = "name the folder or URL that `phalanx data build --out` was given"
+            raise UserError(f"{what} there ({name} is missing)", field="data", value=store.url, remedy=remedy) from None
+        except ValueError as error:
+            if attempt < TRIES - 1:
+                continue  # it may have been damaged on its way
+            remedy = "build it again, or restore this file"
+            raise UserError(f"{name}: {error}", field="data", value=store.url, remedy=remedy) from None
+        except OSError as error:
+            remedy = "check the address, the credentials and the network"
+            raise UserError(f"{name} cannot be read: {error}", field="data", value=store.url, remedy=remedy) from None
+    raise AssertionError
 
 
 @dataclass
@@ -65,9 +73,9 @@ class Counters:
 
     bytes_read: int = 0
     bytes_from_cache: int = 0
-    retries: int = 0
+    retries: int = 0  # of reads that failed
     hedges: int = 0
-    corrupt: int = 0
+    corrupt: int = 0  # answers that were not what was written
 
 
 @dataclass
@@ -79,37 +87,55 @@ class Fetcher:
     threads: int = 0  # 0: 2 for a folder, 16 for a remote store
     deadline_s: float = 60.0  # for one chunk, retries included
     max_id: int | None = None  # tokens must be below it
+    start_jitter_s: float = 0.5  # over which the first remote reads are spread: nodes start in the same instant
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        threads = self.threads or (2 if self.store.is_local else 16)
+        self.num_threads = threads = self.threads or (2 if self.store.is_local else 16)
         self._loaders = ThreadPoolExecutor(threads, "phalanx-fetch")
-        self._readers = None if self.store.is_local else ThreadPoolExecutor(2 * threads, "phalanx-read")
+        # A read that lost against its rival keeps its thread until it ends, so there are some to spare.
+        self._readers = None if self.store.is_local else ThreadPoolExecutor(4 * threads, "phalanx-read")
         self._lock = threading.Lock()
         self._pool: OrderedDict[Chunk, np.ndarray] = OrderedDict()
         self._pooled = 0
         self._pending: dict[Chunk, Future[np.ndarray]] = {}
         self._footers: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._footers_bytes = 0
+        self._footers_pending: dict[tuple[int, int], Future[bytes]] = {}
         self._latency: deque[float] = deque(maxlen=200)
+        self._closed = threading.Event()
+        self._started = 0.0  # when the first remote read was asked for
+        # Its own: the global generator is the user's, and often seeded alike on all nodes.
+        self._random = random.Random()  # noqa: S311  (it spreads load, nothing else)
 
     def close(self) -> None:
+        """Give up what is under way; whoever waits for it gets an error. The threads end with their last read."""
+        self._closed.set()
         for executor in filter(None, (self._loaders, self._readers)):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def start(self, ids: Iterable[Chunk]) -> None:
-        """Begin to fetch what is not there yet."""
+        """Begin to fetch what is not there yet, and keep what is. What is on a disk is left to whoever asks for it:
+        to hand it to another thread takes as long as to read it."""
         for i in ids:
-            self._future(i)
+            if self._touch(i) is None and i not in self._pending and not self.store.is_local:
+                self._future(i)
 
-    def get(self, i: Chunk) -> np.ndarray:
-        """The items of a chunk, verified, with the item that follows it if tokens. Raises Corrupt, or OSError when
-        the store does not answer."""
-        with self._lock:
-            items = self._pool.get(i)
-            if items is not None:
+    def get(self, i: Chunk, keep: bool = True) -> np.ndarray:
+        """The items of a chunk, verified, with the item that follows it if tokens. Raises Corrupt; OSError when the
+        store does not answer; UserError when it refuses, or when an id is out of range."""
+        items = self._touch(i)
+        if items is not None:
+            return items
+        return self._load(i, keep) if self.store.is_local else self._future(i).result()
+
+    def _touch(self, i: Chunk) -> np.ndarray | None:
+        """Without the lock, as each of these is one step of the interpreter."""
+        items = self._pool.get(i)
+        if items is not None:
+            with contextlib.suppress(KeyError):  # dropped just now
                 self._pool.move_to_end(i)
-                return items
-        return self._future(i).result()
+        return items
 
     def _future(self, i: Chunk) -> Future[np.ndarray]:
         with self._lock:
@@ -121,16 +147,19 @@ class Fetcher:
                 self._pending[i] = self._loaders.submit(self._load, i)
             return self._pending[i]
 
-    def _load(self, i: Chunk) -> np.ndarray:
+    def _load(self, i: Chunk, keep: bool = True) -> np.ndarray:
         try:
             items = self._fetch(i)
         except BaseException:
             with self._lock:
                 self._pending.pop(i, None)  # whoever asks next tries again
             raise
+        if not keep:
+            return items
         with self._lock:
+            if i not in self._pool:
+                self._pooled += items.nbytes
             self._pool[i] = items
-            self._pooled += items.nbytes
             while self._pooled > self.pool_bytes and len(self._pool) > 1:
                 self._pooled -= self._pool.popitem(last=False)[1].nbytes
             self._pending.pop(i, None)
@@ -138,103 +167,196 @@ class Fetcher:
 
     def _fetch(self, i: Chunk) -> np.ndarray:
         extent, shard, chunk = i
-        name = self.manifest.shard_name(extent, shard)
-        footer = self._footer(extent, shard)
-        want = footer[chunk * HASH_BYTES : chunk * HASH_BYTES + HASH_BYTES // 2]
-        start, end = self.manifest.chunk_range(*i)
+        name, until = self.manifest.shard_name(extent, shard), time.monotonic() + self.deadline_s
+        want = self._hashes(extent, shard, until)[chunk * HASH_BYTES // 2 : (chunk + 1) * HASH_BYTES // 2]
         if self.cache and (data := self.cache.get(want)) is not None:
             if fast_hash(data) == want:
-                self.counters.bytes_from_cache += len(data)
+                self._count(bytes_from_cache=len(data))
                 return self._items(i, data)
             self.cache.drop(want)
-        got = ""
-        for _ in range(TRIES):
-            data = self._read(name, chunk, start, end)
-            if len(data) == end - start and fast_hash(data) == want:
-                self.counters.bytes_read += len(data)
-                if self.cache:
-                    self.cache.put(want, data)
-                return self._items(i, data)
-            got = f"xxh3 {fast_hash(data).hex()} of {len(data)} bytes"
-            self.counters.corrupt += 1
-        expected = f"xxh3 {want.hex()} of {end - start} bytes"
-        raise Corrupt(name, chunk, "its bytes are not those that were written", expected, got)
+        start, end = self.manifest.chunk_range(*i)
+        data = self._verified(
+            name,
+            chunk,
+            (start, end),
+            until,
+            lambda data: len(data) == end - start and fast_hash(data) == want,
+            lambda data: f"xxh3 {fast_hash(data).hex()} of {len(data)} bytes",
+            ("its bytes are not those that were written", f"xxh3 {want.hex()} of {end - start} bytes"),
+        )
+        if self.cache:
+            self.cache.put(want, data)
+        return self._items(i, data)
 
     def _items(self, i: Chunk, data: Any) -> np.ndarray:
         extent, shard, chunk = i
         items = np.frombuffer(data, self.manifest.dtype)
-        if self.max_id is not None and self.manifest.is_tokens and int(items.max()) >= self.max_id:
-            at = int(np.argmax(items >= self.max_id))
+        if self.max_id is None or not self.manifest.is_tokens:
+            return items
+        # Seen as unsigned, a negative id is a large one.
+        ids = items.view(f"u{items.itemsize}") if items.dtype.kind == "i" else items
+        if int(ids.max()) >= self.max_id:
+            at = int(np.argmax(ids >= self.max_id))
             name, item = self.manifest.shard_name(extent, shard), chunk * self.manifest.chunk_items + at
             raise UserError(
-                f"token {int(items[at])} at item {item} of {name}, but the model knows ids below {self.max_id}",
+                f"token {int(items[at])} at item {item} of {name}, but the model knows ids from 0 to {self.max_id - 1}",
                 field="model.vocab_size",
                 value=self.max_id,
                 remedy=f"set it to at least {max(self.manifest.vocab_size, int(items.max()) + 1)}, the tokenizer's",
             )
         return items
 
-    def _footer(self, extent: int, shard: int) -> bytes:
+    def _hashes(self, extent: int, shard: int, until: float) -> bytes:
+        """The xxh3 of every chunk of a shard, out of its footer. Threads that need the same wait for one read."""
+        key = extent, shard
         with self._lock:
-            footer = self._footers.get((extent, shard))
-        if footer is not None:
-            return footer
-        m, name = self.manifest, self.manifest.shard_name(extent, shard)
-        end, got = m.shard_bytes(extent, shard), ""
-        for _ in range(TRIES):
-            footer = bytes(self._read(name, None, end - m.footer_bytes(extent, shard), end))
-            if root_of(footer) == m.root(extent, shard):
-                with self._lock:
-                    self._footers[extent, shard] = footer
-                    while len(self._footers) > 64:
-                        self._footers.popitem(last=False)
-                return footer
-            got = root_of(footer).hex()
-            self.counters.corrupt += 1
-        expected = m.root(extent, shard).hex()
-        raise Corrupt(name, None, "its footer is not the one that was written", f"blake3 {expected}", f"blake3 {got}")
+            known = self._footers.get(key)
+            if known is not None:
+                self._footers.move_to_end(key)
+                return known
+            pending = self._footers_pending.get(key)
+            mine = pending is None
+            if pending is None:
+                pending = self._footers_pending[key] = Future()
+        if not mine:
+            return pending.result()
+        try:
+            footer = np.frombuffer(self._footer(extent, shard, until), np.uint8).reshape(-1, HASH_BYTES)
+            hashes = footer[:, : HASH_BYTES // 2].tobytes()
+            with self._lock:
+                self._footers[key] = hashes
+                self._footers_bytes += len(hashes)
+                while self._footers_bytes > FOOTERS_BYTES and len(self._footers) > 1:
+                    self._footers_bytes -= len(self._footers.popitem(last=False)[1])
+            pending.set_result(hashes)
+            return hashes
+        except BaseException as error:
+            pending.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                self._footers_pending.pop(key)
 
-    def _read(self, name: str, chunk: int | None, start: int, end: int) -> Any:
+    def _footer(self, extent: int, shard: int, until: float) -> Any:
+        m, name, root = self.manifest, self.manifest.shard_name(extent, shard), self.manifest.root(extent, shard)
+        if self.cache and (data := self.cache.get(root)) is not None:
+            if root_of(data) == root:
+                return data
+            self.cache.drop(root)
+        end = m.shard_bytes(extent, shard)
+        data = self._verified(
+            name,
+            None,
+            (end - m.footer_bytes(extent, shard), end),
+            until,
+            lambda data: root_of(data) == root,
+            lambda data: f"blake3 {root_of(data).hex()} of {len(data)} bytes",
+            ("its footer is not the one that was written", f"blake3 {root.hex()}"),
+        )
+        if self.cache:
+            self.cache.put(root, data)
+        return data
+
+    def _verified(
+        self,
+        name: str,
+        chunk: int | None,
+        span: tuple[int, int],
+        until: float,
+        good: Callable[[Any], bool],
+        describe: Callable[[Any], str],
+        wrong: tuple[str, str],
+    ) -> Any:
+        """A range of a shard, asked for again if it is missing or not good; then Corrupt."""
+        corrupt = Corrupt(name, chunk, wrong[0])
+        for attempt in range(TRIES):
+            if attempt:
+                self.store.refresh(name)  # whoever repairs a shard puts another file in its place
+            try:
+                data = self._read(name, span, until)
+            except FileNotFoundError:
+                corrupt = Corrupt(name, chunk, "the file is missing")
+            except _Unreadable as error:
+                corrupt = Corrupt(name, chunk, str(error))
+            else:
+                if good(data):
+                    self._count(bytes_read=len(data))
+                    return data
+                corrupt = Corrupt(name, chunk, *wrong, describe(data))
+            self._count(corrupt=1)
+        raise corrupt
+
+    def _read(self, name: str, span: tuple[int, int], until: float) -> Any:
         """A range, in spite of a store that fails now and then."""
-        until, pause = time.monotonic() + self.deadline_s, 0.05
+        pause = 0.05
         while True:
             try:
-                return self._read_once(name, start, end, until)
+                return self._read_once(name, span, until)
             except FileNotFoundError:
-                raise Corrupt(name, chunk, "the file is missing") from None
+                raise
+            except PermissionError as error:
+                remedy = "check the address, the credentials and their rights"
+                raise UserError(
+                    f"it may not be read: {error}", field="data", value=self.store.url, remedy=remedy
+                ) from None
             except OSError as error:
-                if self._readers is None or time.monotonic() + pause > until:
-                    if self._readers is None:
-                        raise Corrupt(name, chunk, f"the disk cannot read it ({error.strerror})") from None
-                    raise OSError(f"{self.store.url} has not answered for {self.deadline_s:.0f} s: {error}") from None
-            self.counters.retries += 1
-            time.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311  (it spreads load, nothing else)
+                if self._readers is None:
+                    if error.errno in DISK:
+                        raise _Unreadable(f"the disk cannot read it ({error.strerror})") from None
+                    raise  # this machine lacks something, and the data may be good
+                if self._closed.is_set() or time.monotonic() + pause > until:
+                    text = "was closed" if self._closed.is_set() else f"has not answered for {self.deadline_s:.0f} s"
+                    raise OSError(f"{self.store.url} {text}: {error}") from None
+            self._count(retries=1)
+            self._closed.wait(pause * self._random.uniform(0.5, 1.5))
             pause = min(2 * pause, 5.0)
 
-    def _read_once(self, name: str, start: int, end: int, until: float) -> Any:
+    def _read_once(self, name: str, span: tuple[int, int], until: float) -> Any:
         if self._readers is None:
-            return self.store.read_range(name, start, end)
+            return self.store.read_range(name, *span)
+        self._spread()
+        if self._closed.is_set():
+            raise OSError("not asked")
         began = time.monotonic()
-        running = {self._readers.submit(self.store.read_range, name, start, end)}
+        running = {self._readers.submit(self.store.read_range, name, *span)}
         hedge_at = began + self._hedge_after()
         while True:
             limit = min(until, hedge_at) - time.monotonic()
             done, running = wait(running, timeout=max(0.0, limit), return_when=FIRST_COMPLETED)
-            for future in done:
-                error = future.exception()
-                if error is None:
+            good = [future for future in done if not future.cancelled() and future.exception() is None]
+            if good:
+                with self._lock:
                     self._latency.append(time.monotonic() - began)
-                    return future.result()
-                if not running:
-                    raise error
-            if time.monotonic() >= until:
+                return good[0].result()
+            if time.monotonic() >= until or self._closed.is_set():
                 raise TimeoutError("no answer")
+            if not running:
+                raise next(filter(None, (future.exception() for future in done)))
             if time.monotonic() >= hedge_at:
-                self.counters.hedges += 1
-                running.add(self._readers.submit(self.store.read_range, name, start, end))
+                self._count(hedges=1)
+                running.add(self._readers.submit(self.store.read_range, name, *span))
                 hedge_at = until
+
+    def _spread(self) -> None:
+        """Wait a little if this is one of the first reads."""
+        with self._lock:
+            now = time.monotonic()
+            self._started = self._started or now
+            rest = self._started + self.start_jitter_s - now
+        if rest > 0:
+            self._closed.wait(self._random.uniform(0, rest))
 
     def _hedge_after(self) -> float:
         """Longer than 19 of 20 reads took; before that is known, a second."""
-        known = sorted(self._latency)
+        with self._lock:
+            known = sorted(self._latency)
         return 1.0 if len(known) < 20 else max(0.02, 2 * known[len(known) * 19 // 20])
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, value in more.items():
+                setattr(self.counters, name, getattr(self.counters, name) + value)
+
+
+class _Unreadable(Exception):
+    pass

@@ -1,16 +1,14 @@
-"""Small images drawn as they are asked for: gratings and shapes at random places, in random contrast
-and under noise. An image is a function of (seed, position) alone, cut into patches that are a
-sequence; the class is the target at every patch."""
+"""Small images to make a data set of: gratings and shapes at random places, in random contrast and under
+noise. An image is a function of (seed, number) alone, cut into patches that are a sequence; the class is the
+target at every patch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 
 from phalanx.core.image import MAX_CLASSES, ImageShape
-from phalanx.data.corpus import Samples
 
 CLASSES = ("rows", "columns", "diagonal", "other diagonal", "disc", "ring", "square", "cross")
 NOISE = 0.5  # standard deviation; a pattern goes from -1 to 1 times its contrast
@@ -22,12 +20,6 @@ class Images:
         assert 2 <= num_classes <= MAX_CLASSES, num_classes
         self.shape, self.num_classes, self.seed = shape, num_classes, seed
 
-    def samples(self, positions: Iterable[int]) -> Samples:
-        drawn = [self.draw(position) for position in positions]
-        tokens_BLP = np.stack([self._patches(pixels) for _, pixels in drawn])
-        targets_BL = np.repeat(np.array([[kind] for kind, _ in drawn]), tokens_BLP.shape[1], axis=1)
-        return Samples(tokens_BLP, targets_BL, np.ones_like(targets_BL), None)
-
     def draw(self, position: int) -> tuple[int, np.ndarray]:
         """The class of the image, and its pixels as (size, size, channels) of float32."""
         s, rng = self.shape, np.random.default_rng([self.seed, position])
@@ -37,15 +29,11 @@ class Images:
         pixels = contrast * pattern(CLASSES[kind], s.size, rng)[:, :, None] * tint
         return kind, (pixels + NOISE * rng.standard_normal(pixels.shape)).astype(np.float32)
 
-    def _patches(self, pixels: np.ndarray) -> np.ndarray:
+    def patches(self, pixels: np.ndarray) -> np.ndarray:
         s = self.shape
         side = s.size // s.patch
         cut = pixels.reshape(side, s.patch, side, s.patch, s.channels)
         return cut.swapaxes(1, 2).reshape(s.num_patches, s.features)
-
-    def unigram_entropy(self) -> float:
-        """In nats: the loss of a model that knows only how frequent each class is."""
-        return math.log(self.num_classes)
 
 
 def pattern(name: str, size: int, rng: np.random.Generator) -> np.ndarray:

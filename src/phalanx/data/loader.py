@@ -1,12 +1,14 @@
 """The loader: what the run serves at given places, as rows of items, out of verified chunks.
 
-A chunk that stays corrupt is put into quarantine: its samples are replaced by those at the same place of the next
-unit of the same extent that is good, each replacement is reported, and after a limit the run stops.
+A chunk that stays corrupt is put into quarantine: a sample that lies in it is replaced by the one at the same place
+of the next unit of the same extent where that is good, each replacement is reported, and after a limit of chunks the
+run stops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ WINDOW = 128  # units of an extent that are shuffled into each other
 AT_ONCE = 4096  # places that are located in one go: arithmetic on arrays is cheap for many and dear for few
 
 Event = dict[str, Any]
+Group = tuple[Chunk, np.ndarray, np.ndarray]  # a chunk, the rows that lie in it, and as its how-manieth samples
 
 
 class DataLost(Exception):
@@ -29,13 +32,11 @@ class DataLost(Exception):
 
 @dataclass(slots=True)
 class Located:
-    """Places of the run, and where their samples lie: chunk, and the item in it at which each begins."""
+    """Places of the run, and the samples that are served there."""
 
     places: np.ndarray
     extents: np.ndarray
     samples: np.ndarray
-    chunks: list[Chunk]
-    items: list[int]
 
     def __len__(self) -> int:
         return len(self.places)
@@ -58,7 +59,10 @@ class Loader:
         self.cuts = cuts_of(self.manifest, self.seq_len)
         self.width = self.cuts[0].span + self.manifest.overlap  # items in a row
         self._one_chunk = self.cuts[0].unit_chunks == 1  # of every sample
-        self._bad: dict[tuple[int, int], int] = {}  # (extent, unit) -> the unit that stands in for it
+        self._bad: dict[Chunk, Corrupt] = {}  # in quarantine
+        # A disk is read by whoever copies out of it, and that by several; a remote store has threads of its own.
+        self._num_helpers = self.fetcher.num_threads - 1 if self.fetcher.store.is_local else 0
+        self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "phalanx-copy")
 
     def rows(self, places: Iterable[int]) -> np.ndarray:
         """(n, seq_len + 1) ids, or (n, 1) records: the samples that the run serves at these places."""
@@ -69,42 +73,82 @@ class Loader:
 
     def locate(self, places: Iterable[int]) -> Located:
         at = places if isinstance(places, np.ndarray) else np.fromiter(places, np.int64)
-        extents, samples = self.order.locate(at)
-        where = np.empty((3, len(at)), np.int64)
-        for e in np.unique(extents):
-            here = extents == e
-            where[:, here] = self.cuts[e].place(self.manifest, samples[here])
-        shards, chunks, items = where.tolist()
-        return Located(at, extents, samples, list(zip(extents.tolist(), shards, chunks, strict=True)), items)
+        return Located(at, *self.order.locate(at))
 
     def start(self, located: Located) -> None:
         """Begin to fetch what these will need."""
         if self._one_chunk:
-            self.fetcher.start(located.chunks)
+            self.fetcher.start(chunk for chunk, _, _ in self._by_chunk(located))
         else:
             for e, s in zip(located.extents.tolist(), located.samples.tolist(), strict=True):
                 self.fetcher.start(self._chunks(e, s))
 
     def fill(self, located: Located, out: np.ndarray) -> None:
-        """Copy the samples into the rows of `out`, waiting for what is not there yet."""
-        self.start(located)
-        get, width = self.fetcher.get, self.width
-        for r, (chunk, item) in enumerate(zip(located.chunks, located.items, strict=True)):
-            if self._one_chunk and not self._bad:
-                try:
-                    out[r] = get(chunk)[item : item + width]
-                    continue
-                except Corrupt:
-                    pass
+        """Copy the samples into the rows of `out`, waiting for what is not there yet. The more at once the faster: a
+        chunk all of whose samples are wanted is copied out while the processor has it at hand, and not kept."""
+        left: list[int] = []  # rows that need more than a copy
+        if self._one_chunk:
+            groups = self._by_chunk(located)
+            if not self.fetcher.store.is_local:
+                self.fetcher.start(chunk for chunk, _, _ in groups)
+            todo = iter(groups)
+            helpers = self._num_helpers if len(groups) > 8 else 0
+            helped = [self._helpers.submit(self._copy_rows, todo, out, left) for _ in range(helpers)]
+            try:
+                self._copy_rows(todo, out, left)
+            finally:
+                wait(helped)
+            for future in helped:
+                future.result()
+        else:
+            self.start(located)
+            left = list(range(len(located)))
+        for r in sorted(left):
             self._fill(out[r], int(located.places[r]), int(located.extents[r]), int(located.samples[r]))
         for e, count in enumerate(np.bincount(located.extents, minlength=1).tolist()):
             source = self.manifest.extents[e].source
             self.served[source] = self.served.get(source, 0) + count
 
+    def _by_chunk(self, located: Located) -> list[Group]:
+        """In the order of the chunks' first use."""
+        if not len(located):
+            return []
+        by = np.lexsort((located.samples, located.extents))
+        extents, samples = located.extents[by], located.samples[by]
+        units = samples // self.cuts[0].per_unit
+        inside = samples - units * self.cuts[0].per_unit
+        first = np.flatnonzero((np.diff(units, prepend=-1) != 0) | (np.diff(extents, prepend=-1) != 0))
+        end = np.append(first[1:], len(by))
+        use = np.argsort(np.minimum.reduceat(by, first))
+        shards = units[first] // self.manifest.shard_chunks
+        chunks = units[first] - shards * self.manifest.shard_chunks
+        ids = zip(*(a[use].tolist() for a in (extents[first], shards, chunks, first, end)), strict=True)
+        return [((e, s, c), by[a:b], inside[a:b]) for e, s, c, a, b in ids]
+
+    def _copy_rows(self, todo: Iterator[Group], out: np.ndarray, left: list[int]) -> None:
+        """Takes chunks from `todo`, as do others at the same time."""
+        cut, width = self.cuts[0], self.width
+        every = np.arange(cut.per_unit)
+        for chunk, rows, inside in todo:
+            whole = np.array_equal(inside, every)
+            try:
+                if chunk in self._bad:
+                    raise self._bad[chunk]
+                items = self.fetcher.get(chunk, keep=not whole)
+            except Corrupt:
+                left += rows.tolist()
+                continue
+            if whole:
+                size = items.itemsize
+                out[rows] = np.ndarray((cut.per_unit, width), items.dtype, items, 0, (cut.span * size, size))
+            else:
+                for row, k in zip(rows.tolist(), (inside * cut.span).tolist(), strict=True):
+                    out[row] = items[k : k + width]
+
     def read(self, extent: int, sample: int) -> np.ndarray:
         """A sample of an extent, whatever the order. Raises Corrupt."""
         row = np.empty(self.width, self.manifest.dtype)
-        self._copy(row, extent, sample)
+        self._copy(row, extent, sample, self.fetcher.get)
         return row
 
     def _chunks(self, extent: int, sample: int) -> list[Chunk]:
@@ -115,47 +159,54 @@ class Loader:
         last = unit * cut.unit_chunks + ((k + 1) * cut.span - 1) // m.chunk_items
         return [(extent, *divmod(c, m.shard_chunks)) for c in range(first, last + 1)]
 
-    def _copy(self, row: np.ndarray, extent: int, sample: int) -> None:
+    def _copy(self, row: np.ndarray, extent: int, sample: int, get: Callable[[Chunk], np.ndarray]) -> None:
         cut, m = self.cuts[extent], self.manifest
         item = sample % cut.per_unit * cut.span % m.chunk_items
         filled = 0
         for chunk in self._chunks(extent, sample):
-            part = self.fetcher.get(chunk)[item : item + len(row) - filled]
+            part = get(chunk)[item : item + len(row) - filled]
             row[filled : filled + len(part)] = part
             # A chunk ends with the first item of the next, which is then the next one's to give.
             filled, item = filled + len(part) - m.overlap, 0
         assert filled + m.overlap == len(row), (extent, sample)
 
     def _fill(self, row: np.ndarray, place: int, extent: int, sample: int) -> None:
-        unit, k = divmod(sample, self.cuts[extent].per_unit)
-        while True:
-            used = self._bad.get((extent, unit), unit)
-            try:
-                self._copy(row, extent, used * self.cuts[extent].per_unit + k)
-            except Corrupt as corrupt:
-                self._quarantine(extent, unit, used, corrupt)
+        for used in self._candidates(extent, sample):
+            chunks = self._chunks(extent, used)
+            if not self._bad.keys().isdisjoint(chunks):
                 continue
-            if used != unit:
-                instead = used * self.cuts[extent].per_unit + k
+            try:
+                self._copy(row, extent, used, self._get)
+            except Corrupt:
+                continue
+            if used != sample:
                 self.on_event(
-                    {"type": "data_substitute", "place": place, "extent": extent, "sample": sample, "used": instead}
+                    {"type": "data_substitute", "place": place, "extent": extent, "sample": sample, "used": used}
                 )
             return
+        first = next(self._bad[c] for c in self._chunks(extent, sample) if c in self._bad)
+        raise DataLost(f"{first}; it cannot be replaced, because no other of its source is good")
 
-    def _quarantine(self, extent: int, unit: int, used: int, corrupt: Corrupt) -> None:
-        whole = self.cuts[extent].num_samples // self.cuts[extent].per_unit
-        instead = (used + 1) % max(1, whole)
-        self._bad[extent, used] = self._bad[extent, unit] = instead
-        bad = len({u for (e, u) in self._bad if e == extent})
-        event = {"type": "data_quarantine", **corrupt.facts, "extent": extent, "unit": used, "used": instead}
-        self.on_event(event)
-        if bad > self.quarantine_limit:
-            why = f"more than {self.quarantine_limit} are bad (data.quarantine_limit)"
-        elif whole < 2 or instead == unit:
-            why = "none is good"
-        else:
-            return
-        raise DataLost(f"{corrupt}; it cannot be replaced, because {why}")
+    def _candidates(self, extent: int, sample: int) -> Iterator[int]:
+        """The sample, then those that may stand in for it. Which one does depends on what is bad alone, and not on
+        what was read before, so it is the same on every node."""
+        yield sample
+        per_unit = self.cuts[extent].per_unit
+        unit, k = divmod(sample, per_unit)
+        whole = self.cuts[extent].num_samples // per_unit  # the last unit may be short, and lack this place
+        for other in (*range(unit + 1, whole), *range(min(unit, whole))):
+            yield other * per_unit + k
+
+    def _get(self, chunk: Chunk) -> np.ndarray:
+        try:
+            return self.fetcher.get(chunk)
+        except Corrupt as corrupt:
+            self._bad[chunk] = corrupt
+            self.on_event({"type": "data_quarantine", **corrupt.facts, "extent": chunk[0], "chunk": chunk[2]})
+            if len(self._bad) > self.quarantine_limit:
+                why = f"more than {self.quarantine_limit} are bad (data.quarantine_limit)"
+                raise DataLost(f"{corrupt}; it is not replaced, because {why}") from None
+            raise
 
 
 def cuts_of(manifest: Manifest, seq_len: int) -> list[Cut]:

@@ -17,7 +17,7 @@ lands inside. `VERSION` names all of this: a change in any of it gets another nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,12 @@ def mix(x: Any) -> Any:
     """splitmix64's finaliser, of a uint64 or an array of them."""
     with np.errstate(over="ignore"):
         x = x + _PHI
-        x = (x ^ (x >> _U(30))) * _MUL1
-        x = (x ^ (x >> _U(27))) * _MUL2
-        return x ^ (x >> _U(31))
+        x ^= x >> _U(30)
+        x *= _MUL1
+        x ^= x >> _U(27)
+        x *= _MUL2
+        x ^= x >> _U(31)
+        return x
 
 
 def key_of(*parts: Any) -> Any:
@@ -48,26 +51,35 @@ def key_of(*parts: Any) -> Any:
 
 
 def permute(index: Any, size: Any, key: Any) -> np.ndarray:
-    """Where each `index` of [0, size) goes under its key: a bijection. Sizes and keys may differ by element."""
-    index, size, key = np.broadcast_arrays(np.atleast_1d(np.asarray(index, np.int64)), np.int64(size), key)
+    """Where each `index` of [0, size) goes under its key: a bijection. Sizes and keys may differ by element; where
+    they do not, they are not spread into arrays, which is faster."""
+    index, size, key = np.atleast_1d(np.asarray(index, np.int64)), np.asarray(size, np.int64), np.asarray(key)
+    out = np.broadcast_to(index, np.broadcast_shapes(index.shape, size.shape, key.shape)).astype(_U)
     bits = np.maximum(2, _bit_length(size - 1)).astype(_U)
     narrow = bits >> _U(1)
+    halves = [(narrow, bits - narrow), (bits - narrow, narrow)]
     keys = [mix(key + _U(r)) for r in range(ROUNDS)]
-    out = index.astype(_U)
+    size = size.astype(_U)
     todo: Any = slice(None)  # those that have not landed inside
     while True:
-        x, low_bits, high_bits = out[todo], narrow[todo], (bits - narrow)[todo]
-        for k in keys:
+        x = out[todo]
+        for r, k in enumerate(keys):
             # The halves swap places and widths each round, so both are mixed when bits is odd.
+            low_bits, high_bits = (_at(b, todo) for b in halves[r % 2])
             low = x & ((_U(1) << low_bits) - _U(1))
-            high = (x >> low_bits) ^ (mix(low ^ k[todo]) & ((_U(1) << high_bits) - _U(1)))
-            x = (low << high_bits) | high
-            low_bits, high_bits = high_bits, low_bits
+            mixed = mix(low ^ _at(k, todo))
+            mixed &= (_U(1) << high_bits) - _U(1)
+            mixed ^= x >> low_bits
+            low <<= high_bits
+            x = np.bitwise_or(low, mixed, out=low)
         out[todo] = x
-        outside = np.flatnonzero(out >= size.astype(_U))
-        if not len(outside):
+        todo = np.flatnonzero(out >= size)
+        if not len(todo):
             return out.astype(np.int64)
-        todo = outside
+
+
+def _at(values: Any, where: Any) -> Any:
+    return values[where] if np.ndim(values) else values
 
 
 def _bit_length(x: np.ndarray) -> np.ndarray:
@@ -109,6 +121,18 @@ class Order:
     _patterns: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
     _drawn: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ValueError(f"{self.groups} groups; at least one is needed")
+        starts, ends = [s.start for s in self.stages], [end for skip in self.skips for end in skip]
+        if starts[:1] != [0] or sorted(set(starts)) != starts:
+            raise ValueError(f"stages begin at {starts}; the first must at 0, and each after the one before")
+        if sorted(ends) != ends:
+            raise ValueError(f"skipped ranges {list(self.skips)} are not in order, or overlap")
+        for s in self.stages:
+            if len(s.quotas) != len(self.streams) or sum(s.quotas) != BLOCK or min(s.quotas) < 0:
+                raise ValueError(f"quotas {s.quotas} do not share {BLOCK} draws among {len(self.streams)} streams")
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "version": self.version,
@@ -140,36 +164,33 @@ class Order:
 
     def locate(self, served: Any) -> tuple[np.ndarray, np.ndarray]:
         """Stream and sample that the run serves at each of these places."""
-        at = self.position(served)
-        group, index = at % self.groups, at // self.groups
+        at = np.atleast_1d(self.position(served))
+        index, group = _divmod(at, self.groups)
         stage = np.searchsorted([s.start for s in self.stages], at, side="right") - 1
         stream, draw = np.empty(at.shape, np.int64), np.empty(at.shape, np.int64)
-        for s in np.unique(stage):
-            for g in np.unique(group[stage == s]):
-                here = (stage == s) & (group == g)
-                stream[here], draw[here] = self._draws(int(s), int(g), index[here])
+        for s, here in _each(stage):
+            stream[here], draw[here] = self._draws(s, group[here], index[here])
         sample = np.empty(at.shape, np.int64)
-        for d in np.unique(stream):
-            here = stream == d
-            sample[here] = self._sample(int(d), draw[here] * self.groups + group[here])
-        return stream, sample
+        for d, here in _each(stream):
+            sample[here] = self._sample(d, draw[here] * self.groups + group[here])
+        return stream.reshape(np.shape(served)), sample.reshape(np.shape(served))
 
-    def _draws(self, stage: int, group: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which stream these indices of a group draw from, and the how-manieth draw of the group from it that is."""
+    def _draws(self, stage: int, group: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which stream these indices of groups draw from, and the how-manieth draw of the group from it that is."""
         quotas = np.array(self.stages[stage].quotas)
-        before = self._drawn_before(stage, group)
-        block, place = np.divmod(index - self._first_index(stage, group), BLOCK)
+        groups, which = np.unique(group, return_inverse=True)
+        before = np.array([self._drawn_before(stage, g) for g in groups.tolist()])
+        index = index - self._first_index(stage, group)
         only = np.flatnonzero(quotas)
         if len(only) == 1:
-            return np.full(index.shape, only[0]), before[only[0]] + block * BLOCK + place
-        stream, rank = np.empty(index.shape, np.int64), np.empty(index.shape, np.int64)
-        for b in np.unique(block):
-            here = block == b
-            streams, ranks = self._pattern(stage, group, int(b))
-            stream[here], rank[here] = streams[place[here]], ranks[place[here]]
-        return stream, before[stream] + block * quotas[stream] + rank
+            return np.full(index.shape, only[0]), before[which, only[0]] + index
+        block, place = _divmod(index, BLOCK)
+        blocks, pattern = np.unique(block * self.groups + group, return_inverse=True)
+        patterns = [self._pattern(stage, b % self.groups, b // self.groups) for b in blocks.tolist()]
+        stream, rank = (np.stack(part)[pattern, place] for part in zip(*patterns, strict=True))
+        return stream, before[which, stream] + block * quotas[stream] + rank
 
-    def _first_index(self, stage: int, group: int) -> int:
+    def _first_index(self, stage: int, group: Any) -> Any:
         return -((group - self.stages[stage].start) // self.groups)
 
     def _drawn_before(self, stage: int, group: int) -> np.ndarray:
@@ -189,12 +210,12 @@ class Order:
         known = self._patterns.get((stage, group, block))
         if known is None:
             shuffled = permute(np.arange(BLOCK), BLOCK, key_of(self.seed, 1, stage, group, block))
-            streams = np.searchsorted(np.cumsum(self.stages[stage].quotas), shuffled, side="right")
-            by_stream = np.argsort(streams, kind="stable")
-            ranks = np.empty(BLOCK, np.int64)
-            firsts = np.searchsorted(streams[by_stream], np.arange(len(self.streams)))
-            ranks[by_stream] = np.arange(BLOCK) - firsts[streams[by_stream]]
-            known = streams.astype(np.int16), ranks.astype(np.int16)
+            quotas = np.array(self.stages[stage].quotas)
+            streams = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)[shuffled]
+            ranks = np.empty(BLOCK, np.int16)
+            firsts = np.cumsum(quotas) - quotas
+            ranks[np.argsort(streams, kind="stable")] = np.arange(BLOCK) - np.repeat(firsts, quotas)
+            known = streams, ranks
             while len(self._patterns) >= 256:
                 self._patterns.pop(next(iter(self._patterns)))
             self._patterns[stage, group, block] = known
@@ -203,20 +224,41 @@ class Order:
     def _sample(self, stream: int, ordinal: np.ndarray) -> np.ndarray:
         """The sample of a stream that all groups' draws, counted through, come to."""
         s = self.streams[stream]
-        epoch, place = np.divmod(ordinal, s.num_samples)
+        epoch, place = _divmod(ordinal, s.num_samples)
         # Lanes: the places of one group follow each other.
-        lane, step = place % self.groups, place // self.groups
+        step, lane = _divmod(place, self.groups)
         place = lane * (s.num_samples // self.groups) + np.minimum(lane, s.num_samples % self.groups) + step
         size = s.window * s.per_unit
-        window, inside = np.divmod(place, size)
+        window, inside = _divmod(place, size)
+        epoch, window = _same(epoch), _same(window)
         sizes = np.minimum(size, s.num_samples - window * size)
         place = window * size + permute(inside, sizes, key_of(self.seed, 2, stream, epoch, window))
-        unit, k = np.divmod(place, s.per_unit)
+        unit, k = _divmod(place, s.per_unit)
         whole = s.num_samples // s.per_unit  # the last unit may be short: it stays last
         if whole:
             moved = permute(np.minimum(unit, whole - 1), whole, key_of(self.seed, 3, stream, epoch))
             unit = np.where(unit < whole, moved, unit)
         return unit * s.per_unit + k
+
+
+def _divmod(a: np.ndarray, b: int) -> tuple[np.ndarray, np.ndarray]:
+    """As np.divmod, which is slower: it knows no vectorised division by a scalar."""
+    quotient = a // b
+    return quotient, a - quotient * b
+
+
+def _each(values: np.ndarray) -> Iterator[tuple[int, Any]]:
+    """The distinct ones, and where they are."""
+    if len(values) and (values == values[0]).all():
+        yield int(values[0]), slice(None)
+    else:
+        for value in np.unique(values).tolist():
+            yield value, values == value
+
+
+def _same(values: np.ndarray) -> Any:
+    """A single value, if all are the same."""
+    return values[0] if (values == values[0]).all() else values
 
 
 def quotas(weights: Sequence[float]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ A chunk's 32 bytes are its xxh3-128, checked whenever it arrives, and the first 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,11 +50,13 @@ class ShardWriter:
         chunk_items: int,
         shard_chunks: int,
         on_shard: Callable[[int, Path], None],
+        roots: Sequence[bytes] = (),
     ):
+        """`roots`: of the shards that are there already; the first item is then the one after them."""
         self.staging, self.dtype, self.overlap = staging, dtype, overlap
         self.chunk_items, self.shard_items, self.on_shard = chunk_items, chunk_items * shard_chunks, on_shard
-        self.roots: list[bytes] = []
-        self.items = 0
+        self.roots = list(roots)
+        self.items = len(self.roots) * self.shard_items
         self._rest = np.empty(0, dtype)  # less than a chunk and its overlap
         self._hashes = bytearray()
         self._file = open(self._path, "wb")  # noqa: SIM115  (closed in _end_shard and abort)
@@ -64,6 +66,7 @@ class ShardWriter:
         return self.staging / f"{len(self.roots):06d}.partial"
 
     def add(self, items: np.ndarray) -> None:
+        assert items.dtype == self.dtype, (items.dtype, self.dtype)
         self.items += len(items)
         held = np.concatenate([self._rest, items]) if len(self._rest) else items
         first = 0

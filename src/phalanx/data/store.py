@@ -1,19 +1,30 @@
 """Where a data set lies: a folder, or a bucket behind obstore (S3, GCS, Azure, HTTP, memory). Reads ranges,
-writes whole objects atomically, never lists. Errors are OSErrors; FileNotFoundError when there is no such object."""
+writes whole objects atomically, never lists. Errors are OSErrors: FileNotFoundError when there is no such object,
+PermissionError when asking again would not help, any other when it might."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shutil
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import Any, Protocol, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from phalanx.core.errors import UserError
+from phalanx.core.job import SCHEMES
 
-SCHEMES = ("s3", "gs", "az", "http", "https", "memory")
 REMEDY = f"name a folder, or a URL that begins with one of {', '.join(s + '://' for s in SCHEMES)}"
+READ_S = 20  # one read of a range; if given up, it holds its thread and its connection no longer than this
+WHOLE_S = 120  # one request for a whole object, or for a part of one that is written
+
+T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -24,10 +35,13 @@ class Store(Protocol):
     def read_range(self, name: str, start: int, end: int) -> Any:
         """A bytes-like object; shorter than asked where the object ends before."""
 
-    def write(self, name: str, data: bytes | Path) -> None:
-        """All of it or nothing. A file is moved away from where it was."""
+    def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
+        """All of it or nothing. A file is moved away from where it was. FileExistsError if something is there that
+        must not be overwritten; of several who write without, one succeeds."""
 
     def size(self, name: str) -> int: ...
+    def refresh(self, name: str) -> None:
+        """Forget what is held of it: the next read sees what is there now."""
 
 
 def is_remote(url: str) -> bool:
@@ -40,7 +54,19 @@ def open_store(url: str) -> Store:
         return ObjectStore(url)
     if scheme not in ("", "file"):
         raise UserError(f"there is no store {scheme!r}", field="data", value=url, remedy=REMEDY)
-    return Folder(Path(urlsplit(url).path if scheme else url))
+    return Folder(Path(unquote(urlsplit(url).path) if scheme else url))
+
+
+class _File:
+    """A descriptor that is closed when the last reader lets go of it."""
+
+    def __init__(self, path: Path):
+        self.fd = -1
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 class Folder:
@@ -48,44 +74,62 @@ class Folder:
 
     def __init__(self, path: Path, open_files: int = 64):
         self.path, self.url = path.absolute(), str(path.absolute())
-        self._fds: OrderedDict[str, int] = OrderedDict()
+        self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock, self._open_files = threading.Lock(), open_files
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        # By descriptors kept open: a shard that is replaced (renamed over) while it is read stays the old one.
         with self._lock:
-            fd = self._fds.pop(name, None)
-            if fd is None:
-                fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
-            self._fds[name] = fd
-            mine = os.dup(fd)  # another thread may close the one that is kept
-            while len(self._fds) > self._open_files:
-                os.close(self._fds.popitem(last=False)[1])
-        try:
-            return os.pread(mine, end - start, start)
-        finally:
-            os.close(mine)
+            file = self._files.pop(name, None) or _File(self.path / name)
+            self._files[name] = file
+            while len(self._files) > self._open_files:
+                self._files.popitem(last=False)
+        return os.pread(file.fd, end - start, start)
 
-    def write(self, name: str, data: bytes | Path) -> None:
+    def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
         target = self.path / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        source = data
-        if not isinstance(source, Path):
-            source = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-            with open(source, "wb") as f:
-                f.write(data)  # type: ignore[arg-type]
-                f.flush()
-                os.fsync(f.fileno())
-        os.replace(source, target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        near = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        try:
+            if isinstance(data, Path):
+                _move(data, near)
+            else:
+                near.write_bytes(data)
+            _sync(near)
+            if overwrite:
+                os.replace(near, target)
+            else:
+                os.link(near, target)
+        finally:
+            near.unlink(missing_ok=True)
+        _sync(target.parent)
 
     def size(self, name: str) -> int:
         return (self.path / name).stat().st_size
+
+    def refresh(self, name: str) -> None:
+        with self._lock:
+            self._files.pop(name, None)
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # another disk
+            raise
+        shutil.copyfile(source, target)
+        source.unlink()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class ObjectStore:
@@ -93,48 +137,100 @@ class ObjectStore:
 
     def __init__(self, url: str):
         from obstore.exceptions import BaseError
-        from obstore.store import from_url
 
         self.url = url.rstrip("/")
-        # Retries are ours (fetch.py), so that they share one deadline; http only where the endpoint says so.
-        options: dict[str, Any] = {"allow_http": True, "connect_timeout": "5s", "timeout": "60s"}
         try:
-            self._store = from_url(self.url, client_options=options, retry_config={"max_retries": 0})  # type: ignore
+            # Of ranges the retries are the fetcher's, so that they share one deadline.
+            self._once, self._patient = _client(self.url, 0, READ_S), _client(self.url, 6, WHOLE_S)
         except (BaseError, ValueError) as error:
-            raise UserError(str(error), field="data", value=url, remedy=REMEDY) from None
+            raise UserError(_text(error), field="data", value=url, remedy=REMEDY) from None
 
     def read(self, name: str) -> bytes:
         import obstore
 
-        return _translated(name, lambda: bytes(obstore.get(self._store, name).bytes()))
+        return _translated(name, lambda: bytes(obstore.get(self._patient, name).bytes()))
 
     def read_range(self, name: str, start: int, end: int) -> Any:
         import obstore
 
-        return _translated(name, lambda: obstore.get_range(self._store, name, start=start, end=end))
+        try:
+            return _translated(name, lambda: obstore.get_range(self._once, name, start=start, end=end))
+        except _BeyondEnd:
+            return b""
 
-    def write(self, name: str, data: bytes | Path) -> None:
+    def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
         import obstore
 
-        _translated(name, lambda: obstore.put(self._store, name, data))
+        # A conditional write is one request: a multipart upload has no condition everywhere.
+        options: dict[str, Any] = {} if overwrite else {"mode": "create", "use_multipart": False}
+        _translated(name, lambda: obstore.put(self._patient, name, data, **options))
         if isinstance(data, Path):
             data.unlink()
 
     def size(self, name: str) -> int:
         import obstore
 
-        return _translated(name, lambda: obstore.head(self._store, name)["size"])
+        return _translated(name, lambda: obstore.head(self._patient, name)["size"])
+
+    def refresh(self, name: str) -> None:
+        pass
 
 
-def _translated(name: str, call: Any) -> Any:
-    from obstore.exceptions import BaseError
+def _client(url: str, retries: int, timeout_s: int) -> Any:
+    from obstore.store import from_url
+
+    if urlsplit(url).scheme == "memory":
+        return _memory(url)
+    # Plain http is for endpoints that are named so (on loopback, or inside a cluster).
+    options: Any = {"allow_http": True, "connect_timeout": "5s", "timeout": f"{timeout_s}s"}
+    retry: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=2 * timeout_s)}
+    return from_url(url, client_options=options, retry_config=retry)
+
+
+@cache
+def _memory(url: str) -> Any:
+    """One per address and process, or what was written would be gone when the address is opened again."""
+    from obstore.store import MemoryStore
+
+    return MemoryStore()
+
+
+class _BeyondEnd(OSError):
+    pass
+
+
+_MAYBE_LATER = {408, 409, 425, 429}  # of the 4xx
+
+
+def _translated(name: str, call: Callable[[], T]) -> T:
+    from obstore import exceptions
 
     try:
         return call()
-    except FileNotFoundError:
-        raise
-    except BaseError as error:
-        text = " ".join(str(error).split())[:300]
-        if "404" in text or "NoSuchKey" in text:
-            raise FileNotFoundError(f"{name}: {text}") from None
+    except FileNotFoundError as error:
+        text = _text(error)
+        if "NoSuchBucket" in text:
+            raise PermissionError(f"there is no such bucket ({text})") from None
+        raise FileNotFoundError(f"{name}: {text}") from None
+    except exceptions.AlreadyExistsError as error:
+        raise FileExistsError(f"{name}: {_text(error)}") from None
+    except exceptions.BaseError as error:
+        text = _text(error)
+        found = re.search(r"status code: (\d{3})", text)
+        status = int(found[1]) if found else 0
+        if "169.254.169.254" in text:
+            raise PermissionError(f"no credentials were found (AWS_ACCESS_KEY_ID and others): {text}") from None
+        if status == 416:
+            raise _BeyondEnd from None
+        denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+        senseless = isinstance(error, exceptions.NotSupportedError | exceptions.InvalidPathError)
+        if denied or senseless or (400 <= status < 500 and status not in _MAYBE_LATER) or "redirect" in text:
+            raise PermissionError(f"{name}: {text}") from None
         raise OSError(f"{name}: {text}") from None
+
+
+def _text(error: Exception) -> str:
+    """What a person can read of it: the rest repeats it as a data structure."""
+    text = " ".join(str(error).split("Debug source")[0].split())
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    return f"{text.split('<')[0].strip()} {code[1]}" if code else text[:300]

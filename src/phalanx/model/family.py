@@ -77,6 +77,17 @@ class Batch:
             return self.positions_L
         return torch.arange(self.tokens_BL.shape[1], device=self.tokens_BL.device)
 
+    def document_positions(self) -> Tensor:
+        """B x L (or 1 x L): positions that begin anew with each document, for families to which it matters where in
+        its document a token stands. With rotary embeddings it does not: those only know distances."""
+        if self.documents_BL is None:
+            return self.positions()[None]
+        at = torch.arange(self.documents_BL.shape[1], device=self.documents_BL.device)
+        opens = torch.ones_like(self.documents_BL, dtype=torch.bool)
+        opens[:, 1:] = self.documents_BL[:, 1:] != self.documents_BL[:, :-1]
+        starts = torch.where(opens, at, 0).cummax(dim=1).values
+        return (at - starts)[:, self.positions()]
+
 
 @dataclass(frozen=True, slots=True)
 class Init:

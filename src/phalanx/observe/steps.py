@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -45,6 +46,10 @@ class StepTable:
             "slowest_rank": slowest,
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * self.flops_per_token / self.peak_flops if self.peak_flops else None,
+            "data_wait_s": max(r.get("data_wait_s", 0.0) for r in reports.values()),
+            "data_ready": min(r.get("data_ready", 0) for r in reports.values()),
+            "data_digest": f"{sum(int(r.get('data_digest', '0'), 16) for r in reports.values()) % (1 << 64):016x}",
+            "served": _merge(r.get("served", {}) for r in reports.values()),
         }
 
     def _compare_norms(self, step: int, reports: dict[int, dict[str, Any]]) -> None:
@@ -57,6 +62,14 @@ class StepTable:
             ranks = sorted(rank for group in by_bits.values() if group is not usual for rank in group)
             norms = {str(rank): reports[rank]["grad_norm"] for rank in (usual[0], *ranks)}
             self.events.append({"type": "grad_norm differs", "step": step, "ranks": ranks, "grad_norms": norms})
+
+
+def _merge(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in counts:
+        for source, count in part.items():
+            total[source] = total.get(source, 0) + count
+    return total
 
 
 def _sum(values: list[float]) -> float:

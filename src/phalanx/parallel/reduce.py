@@ -35,23 +35,6 @@ class StepFailed(RuntimeError):
     """The gradients of this step are not usable; throw the engine away and redo the step."""
 
 
-def micro_indices(job: Job, coord: Coord) -> list[int]:
-    """The global micro-batch indices this rank works on, in order. ZeRO-1 reduces once per step, so
-    a rank takes a contiguous run; ZeRO-2/3 reduce every micro-batch, so the shard ranks take
-    neighbours. Either way a replica holds a contiguous run, and TP, CP and PP ranks share theirs."""
-    n, shards = job.micro_per_rank, job.layout.shard
-    if _once_per_step(job):
-        first = (coord.replica * shards + coord.shard) * n
-        return list(range(first, first + n))
-    return [coord.replica * n * shards + j * shards + coord.shard for j in range(n)]
-
-
-def _once_per_step(job: Job) -> bool:
-    """Whether the exact sum over the shard axis waits for the last micro-batch. Not when ranks share a
-    micro-batch: their leaves would not be neighbours."""
-    return job.layout.zero == 1 and job.layout.cp * job.layout.tp == 1
-
-
 @dataclass(slots=True)
 class _Unit:
     """One FSDP2 module's accumulated gradient. A micro-batch is one leaf of the exact sum, or several
@@ -75,8 +58,8 @@ class Reducer:
     def __init__(self, job: Job, coord: Coord, groups: Groups, device: Device):
         self.job, self.coord, self.groups, self.device = job, coord, groups, device
         self.exact = job.train.reduction == "exact"
-        self.every_micro = not _once_per_step(job)
-        self.indices = micro_indices(job, coord)
+        self.every_micro = not job.reduces_once
+        self.indices = job.micro_indices(coord)
         self.trace: list[BucketTrace] = []
         self.peak_pending_bytes = 0
         self._units: list[_Unit] = []

@@ -1,4 +1,5 @@
-"""Launch a job on this machine: a store, then one worker per rank, watched until all are done or one fails.
+"""Launch a job on this machine: a store and a data service, then one worker per rank, watched until all are done
+or one fails.
 
 Which code the workers run is named by the caller; this module never imports it.
 """
@@ -19,12 +20,16 @@ from phalanx.runtime.client import NodeClient
 from phalanx.runtime.gang import Gang
 from phalanx.runtime.wire import Message, Schemas, check
 
-STORE = -1  # the store's worker number; ranks have their own
+STORE, DATA = -1, -2  # worker numbers of what is not a rank
 START_LIMIT_S = 300.0
 EXIT_LIMIT_S = 10.0  # from the last "done" to the last exit
 POLL_S = 0.1
 
-BODIES: Schemas = {"store": {"host": str, "port": int}, "step": {"step": int, "time_s": (int, float)}}
+BODIES: Schemas = {
+    "store": {"host": str, "port": int},
+    "data": {"address": str},
+    "step": {"step": int, "time_s": (int, float)},
+}
 
 
 class HangLimit:
@@ -56,6 +61,7 @@ def launch(
     *,
     worker_entry: str,
     store_entry: str,
+    data_entry: str | None = None,
     preload: list[str],
     run_dir: Path,
     on_event: Callable[[dict[str, Any]], None],
@@ -71,7 +77,7 @@ def launch(
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with NodeClient(preload, env=_environment(), log=logs / "node.log") as client:
-        return _Launch(job, Gang(client), on_event, stop).run(worker_entry, store_entry, run_dir)
+        return _Launch(job, Gang(client), on_event, stop).run(worker_entry, store_entry, data_entry, run_dir)
 
 
 def _environment() -> dict[str, str]:
@@ -90,17 +96,22 @@ class _Launch:
         self.ranks = set(range(job.layout.world_size))
         self.limit = HangLimit(job.layout.world_size, job.run.hang_timeout_s)
         self.store: Message | None = None
+        self.data: Message | None = None
         self.ready: set[int] = set()
         self.results: dict[int, Message] = {}
         self.start = time.monotonic()
         self.start_s = 0.0
 
-    def run(self, worker_entry: str, store_entry: str, run_dir: Path) -> dict[str, Any]:
+    def run(self, worker_entry: str, store_entry: str, data_entry: str | None, run_dir: Path) -> dict[str, Any]:
         logs = run_dir / "logs"
         self.gang.spawn(STORE, "the store", store_entry, {}, logs / "store.log")
-        while self.store is None:
+        if data_entry:
+            self.gang.spawn(DATA, "the data service", data_entry, {"run_dir": str(run_dir)}, logs / "data.log")
+        else:
+            self.data = {}
+        while self.store is None or self.data is None:
             self._turn()
-            self._check_start("the store")
+            self._check_start("the store" if self.store is None else "the data service")
         self.gang.client.watch(self.limit.limit_s)
         for rank in sorted(self.ranks):
             args = {
@@ -109,6 +120,7 @@ class _Launch:
                 "local_rank": rank,  # all on this host, whatever nodes the layout assumes
                 "local_ranks": len(self.ranks),
                 "store": {"host": self.store["host"], "port": self.store["port"]},
+                "data": {k: v for k, v in self.data.items() if k != "type"},
                 "generation": 0,
                 "run_dir": str(run_dir),
             }
@@ -162,6 +174,9 @@ class _Launch:
         if kind == "store" and rank == STORE:
             self.store = body
             return
+        if kind == "data" and rank == DATA:
+            self.data = body
+            return
         if kind == "ready":
             self.ready.add(rank)
             return
@@ -172,5 +187,6 @@ class _Launch:
         self._tell({"type": "message", "rank": rank, "body": body})
 
     def _tell(self, event: dict[str, Any]) -> None:
-        if event["rank"] != STORE:
+        """Of ranks everything, of the others what they have to say."""
+        if event["rank"] >= 0 or event["type"] == "message":
             self.on_event(event)

@@ -34,6 +34,10 @@ class Channel:
         with self._sending:
             self._conn.send(body)
 
+    def fileno(self) -> int:
+        """Readable when there is a message, or when the other side is gone."""
+        return self._conn.fileno()
+
     def recv(self, timeout: float | None = None) -> Message | None:
         """The next message; None when the other side is gone. TimeoutError."""
         return self._conn.recv(timeout)

@@ -78,6 +78,7 @@ def _kind(prop: dict[str, Any]) -> str:
         "number": "a number",
         "boolean": "true or false",
         "string": "text in quotes",
+        "array": "an array in [brackets]",
         "object": "a table of text, numbers, booleans, arrays and tables",
     }
     bounds = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}

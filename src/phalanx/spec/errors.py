@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from phalanx.core.errors import UserError
 from phalanx.spec.describe import fields, sections
-from phalanx.spec.fields import did_you_mean
+from phalanx.spec.fields import StageSection, did_you_mean
 
 
 def user_error(error: ValidationError, origin: Callable[[tuple[str, ...]], str]) -> UserError:
@@ -28,7 +28,12 @@ def _one(details: Any, origin: Callable[[tuple[str, ...]], str]) -> UserError:
     path = tuple(str(part) for part in details["loc"])[: 3 if details["loc"][:2] == ("model", "options") else 2]
     name, value, context = ".".join(path), details["input"], details.get("ctx", {})
     known = fields().get(".".join(path[:2]))
-    if details["type"] == "extra_forbidden":
+    inside = path[:2] == ("data", "stages") and len(details["loc"]) > 2
+    if inside:
+        name = ".".join(map(str, details["loc"]))
+    if details["type"] == "extra_forbidden" and inside:
+        message, remedy = "there is no such field", f"the fields of a stage are {', '.join(StageSection.model_fields)}"
+    elif details["type"] == "extra_forbidden":
         message, remedy = _unknown(name, value)
     elif "remedy" in context:
         message, remedy = context["message"], context["remedy"]

@@ -8,12 +8,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from phalanx.core.image import SYNTHETIC_IMAGES
-from phalanx.core.job import CollectivesConfig, DataConfig, Job, OptimizerConfig, RunConfig, TrainConfig
+from phalanx.core.job import SCHEMES, CollectivesConfig, DataConfig, Job, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.core.layout import Layout
 from phalanx.core.shape import FAMILIES, ModelConfig
 from phalanx.spec.presets import PRESETS
@@ -61,11 +62,11 @@ def _family(reference: str, info: ValidationInfo) -> str:
 
 def _source(source: str, info: ValidationInfo) -> str:
     known = (DATA.source, SYNTHETIC_IMAGES)
-    if source in known:
+    if source in known or urlsplit(source).scheme in SCHEMES:
         return source
     path = _absolute(source, info)
     if not os.path.exists(path):
-        usage = f'write "{DATA.source}", "{SYNTHETIC_IMAGES}", or the path of a text file or of a folder of them'
+        usage = f'write "{DATA.source}", "{SYNTHETIC_IMAGES}", the path of text, or the folder or URL of a data set'
         raise _refuse(f"there is no file or folder {path}", did_you_mean(source, known) + usage)
     return path
 
@@ -231,14 +232,59 @@ class CollectivesSection(Section):
     )
 
 
+def _stages(stages: list[StageSection]) -> list[StageSection]:
+    starts = [stage.at for stage in stages]
+    if starts and (starts[0] != 0 or starts != sorted(set(starts))):
+        raise _refuse("stages begin at 0 and one after the other", "set `at` of the first to 0, and order the others")
+    return stages
+
+
+def _skips(skips: list[list[int]]) -> list[list[int]]:
+    flat = [place for skip in skips for place in skip]
+    if any(len(skip) != 2 for skip in skips) or flat != sorted(set(flat)) or flat[:1] < [0] * len(flat[:1]):
+        raise _refuse("skips are ranges [from, to) of places, ascending and apart", "write them as [[1000, 2000]]")
+    return skips
+
+
+class StageSection(Section):
+    """From which place of the run on the sources have which weights."""
+
+    at: int = option(0, "The place in the order, in sequences, from which on it holds.", ge=0)
+    weights: dict[str, Annotated[float, Field(ge=0)]] = option(
+        {}, "How much of what is served is of each source; without them, by their sizes."
+    )
+    version: str = option("", "The version of the data set that the stage sees, where it has been appended to since.")
+
+
 class DataSection(Section):
     """What the model reads."""
 
     source: Annotated[str, AfterValidator(_source)] = option(
         DATA.source,
-        'The text: "python-stdlib", or the path of a text file or of a folder of them; or "synthetic-images".',
+        'The folder or URL of a data set; or text to make one of: "python-stdlib", a file, a folder of files; '
+        'or "synthetic-images".',
     )
-    max_mb: float = option(DATA.max_mb, "Megabytes of the text that are read at most.", gt=0, le=1e6)
+    version: str = option(DATA.version, "The version of the data set; empty means the newest.", pattern="^[0-9a-f]*$")
+    max_mb: float = option(DATA.max_mb, "Megabytes of text that a data set is made of at most.", gt=0, le=1e6)
+    stages: Annotated[list[StageSection], AfterValidator(_stages)] = option(
+        [], "Weights of the sources, and from where on they hold: `[[data.stages]]`."
+    )
+    skips: Annotated[list[list[int]], AfterValidator(_skips)] = option(
+        [], "Ranges [from, to) of places in the order that are left out."
+    )
+    groups: int = option(
+        DATA.groups, "Parts of the order that are read apart; 0 means a power of two, as many as nodes.", ge=0, le=65536
+    )
+    buffer_steps: int = option(
+        DATA.buffer_steps, "Steps whose samples are ready before they are needed.", ge=2, le=1024
+    )
+    cache_dir: Annotated[str, AfterValidator(_folder)] = option(
+        DATA.cache_dir, "Folder for chunks of remote data; empty means the user's cache folder."
+    )
+    cache_gb: float = option(DATA.cache_gb, "Gigabytes that it may hold; 0 means no cache.", ge=0)
+    quarantine_limit: int = option(
+        DATA.quarantine_limit, "Chunks that may turn out to be corrupt, and are replaced, before the run stops.", ge=0
+    )
 
 
 class RunSection(Section):

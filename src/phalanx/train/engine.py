@@ -30,7 +30,7 @@ from phalanx.parallel.groups import Groups
 from phalanx.parallel.norm import exact_norm, fast_norm
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.pipeline import Pipe, Stages
-from phalanx.parallel.reduce import Reducer, micro_indices
+from phalanx.parallel.reduce import Reducer
 from phalanx.parallel.schema import describe
 from phalanx.parallel.shard import COMPUTE_DTYPE, set_half, set_micro_batch
 from phalanx.parallel.tensor import cross_entropy
@@ -68,7 +68,7 @@ class Engine:
     ):
         self.job, self.family, self.coord, self.groups = job, family, coord, groups
         self.state, self.device, self.mark = state, device, mark
-        self.indices = micro_indices(job, coord)
+        self.indices = job.micro_indices(coord)
         self._deferred = WeightGradients()
         self.stages = parallelize(job, family, coord, groups, self._deferred, device)
         self._halves: dict[int, Halves] = {}
@@ -156,7 +156,14 @@ class Engine:
         return dict(zip(self._balanced, total, strict=True))
 
     def _prepare(self, batch: Batch, scale: Tensor) -> Batch:
-        batch = cut_batch(batch, self.job.layout, self.job.train.seq_len, self.coord.cp).map(self.device.put)
+        """What this rank's stages read of it, on the device."""
+        batch = cut_batch(batch, self.job.layout, self.job.train.seq_len, self.coord.cp)
+        first, last = 0 in self.stages, self.job.layout.num_stages - 1 in self.stages
+        if not (first and last):
+            tokens, targets, weights = batch.tokens_BL, batch.targets_BL, batch.weights_BL
+            targets, weights = (targets, weights) if last else (targets[:0], weights[:0])
+            batch = Batch(tokens if first else tokens[:0], targets, weights, batch.documents_BL, batch.positions_L)
+        batch = batch.map(self.device.put)
         batch.scale = scale
         return batch
 

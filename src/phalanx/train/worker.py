@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ import torch._dynamo  # torch's optimizers import it; here the ranks get it with
 
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
-from phalanx.data.source import Source, open_source
+from phalanx.data.feed import Feed
+from phalanx.data.samples import digest, places_of, unpack
 from phalanx.model.family import Batch, check_family, load_family
 from phalanx.observe.progress import Phase
 from phalanx.parallel.device import Device
@@ -37,18 +37,18 @@ def main(channel: Any, args: dict[str, Any]) -> None:
     store = connect_store(args["store"]["host"], args["store"]["port"])
     groups = Groups.form(store, args["generation"], job.layout, coord, device, bool(family.experts), job.collectives)
     engine = Engine(job, family, coord, groups, state, device, mark=channel.progress.mark)
-    source = open_source(job, Path(args["run_dir"]))
+    source = Batches(job, Feed(args["data"]["address"], engine.indices, state.step))
     channel.send({"type": "facts", **_facts(job, engine, device)})
     channel.send({"type": "ready"})
-    previous: tuple[int, float, StepResult] | None = None
+    previous: tuple[int, float, StepResult, dict[str, Any]] | None = None
     while state.step < job.train.steps:
         began, step = time.perf_counter(), state.step
         channel.progress.mark(Phase.loading, step=step)
-        batches = [micro_batch(job, source, step, i) for i in engine.indices]
+        batches, fed = source.take(step)
         result = engine.step(batches)
         if previous:
             _report(channel, coord, *previous)
-        previous = (step, time.perf_counter() - began, result)
+        previous = (step, time.perf_counter() - began, result, fed)
     if previous:
         _report(channel, coord, *previous)
     channel.progress.mark(Phase.done)
@@ -65,15 +65,30 @@ def num_threads(job: Job, local_ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def micro_batch(job: Job, source: Source, step: int, index: int) -> Batch:
-    """Micro-batch `index` of a step: a function of the job alone, not of the rank."""
-    first = step * job.train.global_batch + index * job.train.micro_batch
-    s = source.samples(range(first, first + job.train.micro_batch))
-    masked = job.train.document_mask and s.documents_BL is not None
-    documents = torch.from_numpy(s.documents_BL) if masked else None
-    return Batch(
-        torch.from_numpy(s.tokens_BL), torch.from_numpy(s.targets_BL), torch.from_numpy(s.weights_BL), documents
-    )
+class Batches:
+    """The micro-batches of a rank, step by step: a function of the job alone, and of which micro-batches they are."""
+
+    def __init__(self, job: Job, feed: Feed):
+        self.job, self.feed, self.places = job, feed, places_of(feed.indices, job.train.micro_batch)
+
+    def take(self, step: int) -> tuple[list[Batch], dict[str, Any]]:
+        """And what is to be reported of how they came."""
+        got = self.feed.take(step)
+        samples = unpack(got.rows, self.feed.eos)
+        places = self.places + step * self.job.train.global_batch
+        fed = {
+            "data_wait_s": got.waited_s,
+            "data_ready": got.ready,
+            "data_digest": f"{digest(got.rows, places.tolist()):016x}",
+            "served": got.served,
+        }
+        self.feed.release(step)
+        masked = self.job.train.document_mask and samples.documents_BL is not None
+        parts = [samples.tokens_BL, samples.targets_BL, samples.weights_BL]
+        cut = [torch.from_numpy(part).split(self.job.train.micro_batch) for part in parts]
+        if masked:
+            cut.append(torch.from_numpy(samples.documents_BL).split(self.job.train.micro_batch))
+        return [Batch(*tensors) for tensors in zip(*cut, strict=True)], fed
 
 
 def _facts(job: Job, engine: Engine, device: Device) -> dict[str, Any]:
@@ -88,7 +103,7 @@ def _facts(job: Job, engine: Engine, device: Device) -> dict[str, Any]:
     }
 
 
-def _report(channel: Any, coord: Coord, step: int, time_s: float, result: StepResult) -> None:
+def _report(channel: Any, coord: Coord, step: int, time_s: float, result: StepResult, fed: dict[str, Any]) -> None:
     loss_sums, norm = [float(x) for x in result.loss_sums.tolist()], float(result.grad_norm)
     if not (math.isfinite(norm) and all(map(math.isfinite, loss_sums))):
         raise FloatingPointError(
@@ -96,6 +111,8 @@ def _report(channel: Any, coord: Coord, step: int, time_s: float, result: StepRe
             "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the samples of this step"
         )
     counts = coord.tp == 0  # its peers have the same losses; cp ranks have parts of them, other stages none
+    if coord.tp or coord.cp or coord.pp:
+        fed |= {"served": {}, "data_digest": "0"}  # its peer has had the same samples
     channel.send(
         {
             "type": "step",
@@ -105,5 +122,6 @@ def _report(channel: Any, coord: Coord, step: int, time_s: float, result: StepRe
             "tokens": result.local_tokens if counts and coord.cp == 0 and loss_sums else 0,
             "grad_norm": norm,
             "lr": result.lr,
+            **fed,
         }
     )

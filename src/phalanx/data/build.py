@@ -1,0 +1,387 @@
+"""Data sets out of documents, or out of arrays. A build may be killed at any moment and started again: what is
+finished is not done twice, and the outcome depends on the inputs alone.
+
+    parts of the inputs -> workers -> a file of ids each -> one writer, in order -> shards -> manifest
+
+The staging folder holds the parts that no shard has taken in yet, and `state.json`, which is replaced after every
+shard: the shards so far, and the place in the parts at which the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from phalanx.core.errors import UserError
+from phalanx.core.manifest import HASH_BYTES, Field, Manifest
+from phalanx.data import documents, workers
+from phalanx.data.shard import ShardWriter, version_of
+from phalanx.data.store import Folder, Store
+from phalanx.data.target import Target
+from phalanx.data.tokenizer import Tokenizer, Vocabulary
+
+AHEAD = 4  # parts per worker that may wait for their turn
+
+Built = tuple[Manifest, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    done_bytes: int  # of the inputs, as they lie on disk
+    total_bytes: int
+    text_bytes: int  # read in this call
+
+
+@dataclass
+class _State:
+    """What is finished. Of all extents but the last the items are known; the last is being written."""
+
+    plan: str
+    base: str  # the version that was there before
+    items: list[int] = field(default_factory=list)
+    roots: list[str] = field(default_factory=list)
+    shards: int = 0  # of the last extent
+    part: int = 0  # the first that is still needed
+    skip: int = 0  # items of it that are in shards
+    taken: int = 0  # bytes of text of the extent before it
+    version: str = ""  # of the manifest that is about to be written
+
+
+def build(
+    inputs: Sequence[tuple[str, str]],
+    out: Store | Path | str,
+    tokenizer: Tokenizer,
+    *,
+    field: str = "text",
+    workers: int = 0,
+    staging: Path | None = None,
+    append: bool = False,
+    max_bytes: int | None = None,
+    chunk_items: int | None = None,
+    shard_chunks: int | None = None,
+    left_out: Iterable[Path] = (),
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Built:
+    """Tokens of documents. `inputs`: the label of a source, and a file, a folder or `python-stdlib`; each label is
+    an extent. `max_bytes`: of text, from each source. `workers`: 0 is one per core; 1 is this process.
+    `left_out`: folders that are not read. `on_progress` may raise to stop; the next call goes on from there."""
+    sources = list(dict.fromkeys(label for label, _ in inputs))
+    target = Target(
+        out,
+        (Field("tokens", tokenizer.vocabulary.dtype),),
+        sources,
+        append=append,
+        vocabulary=tokenizer.vocabulary,
+        tokenizer_file=tokenizer.file,
+        chunk_items=chunk_items,
+        shard_chunks=shard_chunks,
+    )
+    own = [staging] if staging else []
+    if isinstance(target.store, Folder):
+        own.append(target.store.path)
+        for _, path in inputs:
+            if Path(path).is_dir() and Path(path).resolve() == target.store.path.resolve():
+                remedy = "name a folder that is not an input"
+                raise UserError("a data set cannot lie in its own input", field="--out", value=path, remedy=remedy)
+    parts = documents.plan(inputs, field, tokenizer.raw, [*left_out, *own])
+    with _staged(target.store, staging) as folder:
+        made = _Build(target, tokenizer, field, parts, folder, max_bytes, on_progress)
+        done = made.already()
+        if not done:
+            with made.pool(workers):
+                done = made.run()
+        _remove(folder)
+    return done
+
+
+class _Build:
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Tokenizer,
+        field: str,
+        parts: list[documents.Part],
+        folder: Path,
+        max_bytes: int | None,
+        on_progress: Callable[[Progress], None] | None,
+    ):
+        self.target, self.tokenizer, self.parts, self.folder = target, tokenizer, parts, folder
+        self.max_bytes, self.on_progress = max_bytes, on_progress or (lambda progress: None)
+        facts = [target.empty.encode().decode(), target.sources, max_bytes, field, target.append]
+        plan = blake3((documents.describe(parts) + json.dumps(facts)).encode()).hexdigest()
+        ids = folder / f"parts-{plan[:16]}"
+        self.job = workers.Job(ids, field, tokenizer.file, tokenizer.vocabulary.eos)
+        self.state = self._load(plan)
+        ids.mkdir(exist_ok=True)
+        self.sent = 0
+        self.total_bytes = sum(part.weight for part in parts)
+        self.done_bytes = sum(part.weight for part in parts[: self.state.part])
+        self.text_bytes = 0
+
+    def already(self) -> Built | None:
+        """The manifest, if the last call came so far as to write it."""
+        if self.target.base and self.target.version == self.state.version:
+            return self.target.base, self.target.version
+        return None
+
+    def pool(self, count: int) -> workers.Workers | workers.Here:
+        count = min(count or len(os.sched_getaffinity(0)), max(1, len(self.parts) - self.state.part))
+        self._pool: workers.Workers | workers.Here
+        if count == 1:
+            self._pool = workers.Here(self.job, self.tokenizer, self._report)
+        else:
+            self._pool = workers.Workers(self.job, count, self._report)
+        return self._pool
+
+    def run(self) -> Built:
+        for extent in range(len(self.state.items), len(self.target.sources)):
+            self._extent(extent)
+        roots = np.frombuffer(bytes.fromhex("".join(self.state.roots)), np.uint8).reshape(-1, HASH_BYTES)
+        manifest = self.target.manifest(self.state.items, roots)
+        self.state.version = version_of(manifest.encode())
+        self._save(self.state)
+        return self.target.commit(manifest)
+
+    def _extent(self, extent: int) -> None:
+        state, empty, source = self.state, self.target.empty, self.target.sources[extent]
+        last = max((i + 1 for i, part in enumerate(self.parts) if part.source == source), default=state.part)
+        put, finishing = self.target.put(extent), False
+        starts: deque[tuple[int, int, int]] = deque()  # of parts: index, first item, bytes of text before
+
+        def on_shard(number: int, path: Path, root: bytes) -> None:
+            put(number, path, root)
+            state.roots.append(root.hex())
+            if finishing:
+                return  # saved with the end of the extent
+            end = (number + 1) * empty.shard_items
+            while len(starts) > 1 and starts[1][1] <= end:
+                starts.popleft()
+            done = state.part
+            state.part, begin, state.taken = starts[0]
+            state.skip, state.shards = end - begin, number + 1
+            self._save(state)
+            self._drop(done, state.part)
+
+        here = state.roots[len(state.roots) - state.shards :]
+        writer = _writer(self.target, self.folder, on_shard, [bytes.fromhex(root) for root in here])
+        try:
+            self.sent, taken, skip, at = state.part, state.taken, state.skip, writer.items - state.skip
+            for i in range(state.part, last):
+                if self.max_bytes is not None and taken >= self.max_bytes:
+                    break
+                ids, size = self._ids(i, last, None if self.max_bytes is None else self.max_bytes - taken)
+                starts.append((i, at, taken))
+                at, taken = at + len(ids), taken + size
+                writer.add(ids[skip:])
+                skip = 0
+                self.done_bytes += self.parts[i].weight
+                self._report(0)
+            finishing = True
+            writer.finish()
+        finally:
+            writer.abort()
+        if not writer.items:
+            first = "" if self.max_bytes is None else f" in its first {self.max_bytes:,} bytes (data.max_mb)"
+            raise documents.refusal(source, f"there is no text{first}")
+        done, state.part = state.part, last
+        state.items.append(writer.items)
+        state.shards = state.skip = state.taken = 0
+        self._save(state)
+        self._drop(done, last)
+
+    def _ids(self, index: int, last: int, limit: int | None) -> tuple[np.ndarray, int]:
+        """The ids of a part, and the bytes of text they are: `limit` at most."""
+        pool = self._pool
+        while True:
+            pool.listen(block=False)
+            while pool.idle and self.sent < min(last, index + AHEAD * pool.num_workers):
+                if not self.job.path(self.sent).exists():
+                    pool.give(self.sent, self.parts[self.sent], limit)
+                self.sent += 1
+            if self.job.path(index).exists():
+                break
+            pool.listen(block=True)
+        found = workers.load(self.job, index, self.tokenizer.vocabulary.dtype)
+        if found is None or (limit is not None and found[1] > limit):
+            # Half written when the power went, or the limit was not yet known.
+            workers.tokenize(self.job, self.tokenizer, index, self.parts[index], limit, lambda size: None)
+            found = workers.load(self.job, index, self.tokenizer.vocabulary.dtype)
+            assert found, index
+        return found
+
+    def _report(self, text_bytes: int) -> None:
+        self.text_bytes += text_bytes
+        self.on_progress(Progress(self.done_bytes, self.total_bytes, self.text_bytes))
+
+    def _drop(self, first: int, last: int) -> None:
+        for i in range(first, last):
+            self.job.path(i).unlink(missing_ok=True)
+
+    def _load(self, plan: str) -> _State:
+        """Where the last call with this plan came to; what is left of any other is removed."""
+        path, base = self.folder / "state.json", self.target.version
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            state = _State(**json.loads(path.read_bytes()))
+            if state.plan == plan and (state.base == base or state.version == base):
+                return state
+        for other in self.folder.iterdir():
+            if other.is_dir():
+                shutil.rmtree(other)
+            elif other.name != "lock":
+                other.unlink()
+        state = _State(plan, base)
+        self._save(state)
+        return state
+
+    def _save(self, state: _State) -> None:
+        Folder(self.folder).write("state.json", json.dumps(asdict(state)).encode())
+
+
+def _writer(
+    target: Target, folder: Path, on_shard: Callable[[int, Path, bytes], None], roots: Sequence[bytes] = ()
+) -> ShardWriter:
+    """`on_shard` also hears the root."""
+    m = target.empty
+    writer = ShardWriter(
+        folder,
+        m.dtype,
+        m.overlap,
+        m.chunk_items,
+        m.shard_chunks,
+        lambda number, path: on_shard(number, path, writer.roots[-1]),
+        roots,
+    )
+    return writer
+
+
+def write_arrays(
+    out: Store | Path | str,
+    fields: tuple[Field, ...],
+    streams: Sequence[tuple[str, Iterable[np.ndarray]]],
+    *,
+    vocabulary: Vocabulary | None = None,
+    tokenizer_file: bytes = b"",
+    staging: Path | None = None,
+    append: bool = False,
+    chunk_items: int | None = None,
+    shard_chunks: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Built:
+    """Items as they come, for each label of a source. `on_progress` hears how many there were, and may raise."""
+    target = Target(
+        out,
+        fields,
+        [label for label, _ in streams],
+        append=append,
+        vocabulary=vocabulary,
+        tokenizer_file=tokenizer_file,
+        chunk_items=chunk_items,
+        shard_chunks=shard_chunks,
+    )
+    items: list[int] = []
+    roots: list[np.ndarray] = []
+    with _staged(target.store, staging) as folder:
+        for extent, (label, arrays) in enumerate(streams):
+            writer = _writer(target, folder, target.put(extent))
+            try:
+                for array in arrays:
+                    writer.add(array)
+                    if on_progress:
+                        on_progress(sum(items) + writer.items)
+                roots.append(writer.finish())
+            finally:
+                writer.abort()
+            if not writer.items:
+                remedy = "name files that hold something"
+                raise UserError("there is nothing in it", field="--source", value=label, remedy=remedy)
+            items.append(writer.items)
+        done = target.commit(target.manifest(items, np.concatenate(roots)))
+        _remove(folder)
+    return done
+
+
+def write_records(
+    out: Store | Path | str,
+    source: str,
+    fields: tuple[Field, ...],
+    batches: Iterable[Mapping[str, np.ndarray] | np.ndarray],
+    *,
+    staging: Path | None = None,
+    append: bool = False,
+    chunk_items: int | None = None,
+    shard_chunks: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Built:
+    """Records of any fields, for instance the patches of an image and its class. A batch is an array of each
+    field's values by its name, or one structured array. ValueError if a batch does not fit the fields."""
+    empty = Manifest(fields, (), np.empty((0, HASH_BYTES), np.uint8), 1, 1)
+    if empty.is_tokens:
+        raise ValueError("a single field named 'tokens' is a stream of tokens, not of records: name it otherwise")
+
+    def arrays() -> Iterator[np.ndarray]:
+        for batch in batches:
+            names = batch.dtype.names or () if isinstance(batch, np.ndarray) else tuple(batch)
+            if sorted(names) != sorted(f.name for f in fields):
+                raise ValueError(f"a batch has the fields {names}, not {tuple(f.name for f in fields)}")
+            out = np.empty(len(batch[names[0]]), empty.dtype)
+            for f in fields:
+                values = np.asarray(batch[f.name])
+                if values.shape != out[f.name].shape or not np.can_cast(values.dtype, f.dtype, "same_kind"):
+                    want = f"{out[f.name].shape} of {f.dtype}"
+                    raise ValueError(f"field {f.name!r} of a batch is {values.shape} of {values.dtype}, not {want}")
+                out[f.name] = values
+            yield out
+
+    return write_arrays(
+        out,
+        fields,
+        [(source, arrays())],
+        staging=staging,
+        append=append,
+        chunk_items=chunk_items,
+        shard_chunks=shard_chunks,
+        on_progress=on_progress,
+    )
+
+
+@contextlib.contextmanager
+def _staged(store: Store, staging: Path | None) -> Iterator[Path]:
+    """A folder that belongs to this data set, and to one build at a time."""
+    if staging is None and isinstance(store, Folder):
+        staging = store.path / ".staging"
+    elif staging is None:
+        staging = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "staging"
+    folder = staging / f"build-{blake3(store.url.encode()).hexdigest()[:16]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "wb")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror} ({error.filename})",
+            field="--out",
+            value=store.url,
+            remedy="name a folder that you may write to, or another one for --staging",
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            remedy = "wait until it has ended, or name another --out"
+            raise UserError("another build is writing to it", field="--out", value=store.url, remedy=remedy) from None
+        yield folder
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()  # unless another build's lies there

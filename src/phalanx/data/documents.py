@@ -1,0 +1,336 @@
+"""Documents out of files: txt (a file is a document), .jsonl, .jsonl.gz, .jsonl.zst, .parquet. `plan` cuts the
+inputs into parts that depend on the files alone; `read` gives the documents of a part. Whoever works on how many
+parts at once, their results in order are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import UserError
+from phalanx.data.tokenizer import INSTALL
+
+STDLIB = "python-stdlib"
+PART_BYTES = 16 << 20
+BLOCK_BYTES = 1 << 20
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "gz",
+    ".json.gz": "gz",
+    ".jsonl.zst": "zst",
+    ".json.zst": "zst",
+    ".parquet": "parquet",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """[start, end) of a file: bytes, or row groups of a Parquet file."""
+
+    path: str
+    kind: str
+    start: int
+    end: int
+    size: int  # of the file, in bytes: it must not change
+    weight: int  # bytes, for the progress
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    source: str  # its label
+    pieces: tuple[Piece, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(p.weight for p in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A document, or what of it lies in one piece."""
+
+    data: bytes
+    ends: bool
+
+
+def files(source: str, left_out: Iterable[Path] = ()) -> list[Path]:
+    """Those of a source, in an order that does not depend on the file system. `left_out`: folders inside it that
+    are not part of it (the records of runs may lie there)."""
+    if source == STDLIB:
+        found = _walk(Path(sysconfig.get_paths()["stdlib"]), {"site-packages", "test"}, set())
+        return [p for p in found if p.suffix == ".py"]
+    if Path(source).is_dir():
+        root = Path(source).resolve()
+        return _walk(root, set(), {f.resolve() for f in left_out if root in f.resolve().parents})
+    return [Path(source)]
+
+
+def _walk(root: Path, names: set[str], folders: set[Path]) -> list[Path]:
+    """All files but those below folders of these names, or below these folders."""
+    found = []
+    for folder, inside, files in os.walk(root):
+        inside[:] = [name for name in inside if name not in names and Path(folder, name) not in folders]
+        found += [path for name in files if (path := Path(folder, name)).is_file()]
+    return sorted(found)
+
+
+def plan(inputs: Iterable[tuple[str, str]], field: str, raw: bool, left_out: Iterable[Path] = ()) -> list[Part]:
+    """The parts of all inputs (label, path), those of a label together, in the order of the inputs. `raw`: a text
+    may be cut anywhere."""
+    by_label: dict[str, list[str]] = {}
+    for label, path in inputs:
+        by_label.setdefault(label, []).append(path)
+    skip, parts = list(left_out), []
+    for label, paths in by_label.items():
+        gathered: list[Piece] = []
+        weight = 0
+        for path in paths:
+            for piece in (piece for file in files(path, skip) for piece in _pieces(path, file, field, raw)):
+                gathered.append(piece)
+                weight += piece.weight
+                if weight >= PART_BYTES:
+                    parts.append(Part(label, tuple(gathered)))
+                    gathered, weight = [], 0
+        if gathered:
+            parts.append(Part(label, tuple(gathered)))
+    return parts
+
+
+def describe(parts: Iterable[Part]) -> str:
+    """What the outcome depends on, times of the files included."""
+    times = {p.path: os.stat(p.path).st_mtime_ns for part in parts for p in part.pieces}
+    return json.dumps([[asdict(part) for part in parts], times])
+
+
+def _pieces(source: str, path: Path, field: str, raw: bool) -> Iterator[Piece]:
+    if path.exists() and not path.is_file():
+        raise refusal(source, f"{path} is neither a file nor a folder")  # reading a pipe may never end
+    try:
+        with open(path, "rb") as f:  # may it be read at all?
+            size = os.fstat(f.fileno()).st_size
+    except OSError as error:
+        raise refusal(source, f"cannot read {path}: {error.strerror}") from error
+    kind = next((kind for suffix, kind in _SUFFIXES.items() if path.name.endswith(suffix)), "txt")
+    if kind == "parquet":
+        yield from _row_groups(str(path), size, field)
+    elif kind == "jsonl" or (kind == "txt" and raw):
+        for start in range(0, size, PART_BYTES):
+            end = min(size, start + PART_BYTES)
+            yield Piece(str(path), kind, start, end, size, end - start)
+    elif size:
+        yield Piece(str(path), kind, 0, size, size, size)
+
+
+def _row_groups(path: str, size: int, field: str) -> Iterator[Piece]:
+    file = _parquet(path)
+    if field not in file.schema_arrow.names:
+        known = ", ".join(file.schema_arrow.names)
+        raise UserError(f"{path} has no such column", field="--field", value=field, remedy=f"it has {known}")
+    kind = str(file.schema_arrow.field(field).type)
+    if kind not in ("string", "large_string", "string_view"):
+        message = f"{path}: the column is of type {kind}, not text"
+        raise UserError(message, field="--field", value=field, remedy="name a column of strings")
+    start = weight = 0
+    for g in range(file.num_row_groups):
+        weight += file.metadata.row_group(g).total_byte_size
+        if weight >= PART_BYTES or g + 1 == file.num_row_groups:
+            yield Piece(path, "parquet", start, g + 1, size, weight)
+            start, weight = g + 1, 0
+
+
+def read(part: Part, field: str, raw: bool, limit: int | None = None) -> Iterator[tuple[Text, int]]:
+    """The texts of a part that are not empty, up to `limit` bytes of them, each with how many bytes of text there
+    were up to its end. The last may be cut; unless `raw`, at a whole character, and the count is then the limit's."""
+    taken = 0
+    for piece in part.pieces:
+        for data, ends in _texts(piece, field, raw):
+            if not data:
+                continue
+            if limit is not None and taken + len(data) >= limit:
+                data = data[: limit - taken]
+                whole = data if raw else _whole_characters(data)
+                yield Text(whole, bool(whole)), limit
+                return
+            taken += len(data)
+            yield Text(data, ends), taken
+
+
+def _texts(piece: Piece, field: str, raw: bool) -> Iterator[tuple[bytes, bool]]:
+    path = piece.path
+    try:
+        if os.stat(path).st_size != piece.size:
+            raise UserError(f"{path} has changed while it was read", remedy="start again when nobody writes to it")
+        if piece.kind == "txt":
+            yield from _blocks(piece) if raw else _whole_text(piece)
+        elif piece.kind == "parquet":
+            yield from _rows(piece, field)
+        else:
+            for line, number in _jsonl(piece) if piece.kind == "jsonl" else _compressed(piece):
+                if line.strip():
+                    yield _text_of(line, field, path, number), True
+    except (EOFError, zlib.error) as error:
+        raise _damaged(path, error) from None
+    except OSError as error:
+        if error.errno is None:  # gzip says so what is no gzip
+            raise _damaged(path, error) from None
+        raise refusal(path, f"cannot read {path}: {error.strerror}") from error
+
+
+def _blocks(piece: Piece) -> Iterator[tuple[bytes, bool]]:
+    with open(piece.path, "rb") as f:
+        f.seek(piece.start)
+        for start in range(piece.start, piece.end, BLOCK_BYTES):
+            end = min(piece.end, start + BLOCK_BYTES)
+            yield f.read(end - start), end == piece.size
+
+
+def _whole_text(piece: Piece) -> Iterator[tuple[bytes, bool]]:
+    data = Path(piece.path).read_bytes()
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        message = f"{piece.path} is not UTF-8: byte {data[error.start]:#04x} at {error.start}"
+        raise UserError(message, remedy="convert it, leave it out, or build with --tokenizer byte") from None
+    yield data, True
+
+
+def _whole_characters(data: bytes) -> bytes:
+    """Without the first bytes of a character at the end."""
+    last = len(data) - 1
+    while last > 0 and data[last] & 0xC0 == 0x80:
+        last -= 1
+    lead = data[last] if data else 0
+    width = 1 if lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+    return data if last + width <= len(data) else data[:last]
+
+
+class _Line:
+    """Which line of a file, counted when somebody asks: a piece does not know how many lines are before it."""
+
+    def __init__(self, piece: Piece, offset: int = 0, number: int = 0):
+        self.piece, self.offset, self.number = piece, offset, number
+
+    def __str__(self) -> str:
+        if not self.number:
+            with open(self.piece.path, "rb") as f:
+                left, lines = self.offset, 1
+                while left and (block := f.read(min(left, BLOCK_BYTES))):
+                    lines, left = lines + block.count(b"\n"), left - len(block)
+            return str(lines)
+        return str(self.number)
+
+
+def _jsonl(piece: Piece) -> Iterator[tuple[bytes, _Line]]:
+    """A line belongs to the piece in which it begins."""
+    with open(piece.path, "rb") as f:
+        if piece.start:
+            f.seek(piece.start - 1)
+            f.readline()
+        at = f.tell()
+        while at < piece.end and (line := f.readline()):
+            yield line, _Line(piece, offset=at)
+            at += len(line)
+
+
+def _compressed(piece: Piece) -> Iterator[tuple[bytes, _Line]]:
+    number, rest = 1, b""
+    for block in _gunzip(piece.path) if piece.kind == "gz" else _unzstd(piece.path):
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            yield line, _Line(piece, number=number)
+            number += 1
+    if rest:
+        yield rest, _Line(piece, number=number)
+
+
+def _gunzip(path: str) -> Iterator[bytes]:
+    import gzip
+
+    with gzip.open(path) as f:
+        while block := f.read(BLOCK_BYTES):
+            yield block
+
+
+def _unzstd(path: str) -> Iterator[bytes]:
+    """Frame by frame, because the library's own reader takes a file that was cut off for one that ends."""
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"{path}: the package zstandard is not installed", remedy=INSTALL) from None
+    maker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame, inside = maker.decompressobj(), False
+    with open(path, "rb") as f:
+        while block := f.read(BLOCK_BYTES // 4):
+            while block:
+                try:
+                    out = frame.decompress(block)
+                except zstandard.ZstdError as error:
+                    raise _damaged(path, error) from None
+                yield out
+                block, inside = frame.unused_data, not frame.eof
+                if frame.eof:
+                    frame = maker.decompressobj()
+    if inside:
+        raise _damaged(path, "it ends in the middle of a frame")
+
+
+def _text_of(line: bytes, field: str, path: str, number: _Line) -> bytes:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        reason = str(error)
+    else:
+        if isinstance(found, dict) and isinstance(found.get(field), str):
+            return found[field].encode("utf-8", "replace")  # of half a surrogate pair
+        if isinstance(found, dict) and field not in found:
+            message = f"{path}, line {number}: there is no such field"
+            remedy = f"it has {', '.join(map(str, found))[:200]}" if found else "mend the line"
+            raise UserError(message, field="--field", value=field, remedy=remedy)
+        reason = f"{field!r} is not a text" if isinstance(found, dict) else "it is not an object"
+    raise UserError(f"{path}, line {number}: {reason}", remedy="mend the line, or leave it out")
+
+
+def _rows(piece: Piece, field: str) -> Iterator[tuple[bytes, bool]]:
+    import pyarrow as pa
+
+    file, groups = _parquet(piece.path), range(piece.start, piece.end)
+    row = sum(file.metadata.row_group(g).num_rows for g in range(piece.start))
+    try:
+        for batch in file.iter_batches(256, row_groups=groups, columns=[field], use_threads=False):
+            for text in batch.column(0).to_pylist():
+                if text is None:
+                    message = f"{piece.path}, row {row}: {field!r} is null"
+                    raise UserError(message, remedy="mend the row, or leave it out")
+                yield text.encode(), True
+                row += 1
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise _damaged(piece.path, error) from None
+
+
+def _parquet(path: str) -> Any:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise UserError(f"{path}: the package pyarrow is not installed", remedy=INSTALL) from None
+    try:
+        return pq.ParquetFile(path)
+    except pa.ArrowException as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: str, error: object) -> UserError:
+    message = f"{path} is damaged: {' '.join(str(error).split())[:200]}"
+    return UserError(message, remedy="get the file again, or leave it out")
+
+
+def refusal(source: str, message: str) -> UserError:
+    return UserError(
+        message, field="data.source", value=source, remedy="name a readable text file, or a folder of them"
+    )

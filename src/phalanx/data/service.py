@@ -1,0 +1,186 @@
+"""The data service: one process per node fetches, verifies and lays out the samples of all its ranks, some steps
+ahead, in shared memory. Ranks that work on the same micro-batches read the same bytes.
+
+A rank connects by a Unix socket without a name in the file system, says which micro-batches it works on and from
+which step on, and gets the descriptor of its lane: a ring of slots, one per step. Then the service says when steps
+are ready and the rank when it is done with one. Nothing is left behind when either ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.data.loader import AT_ONCE, Loader, Located
+from phalanx.data.run import RunData
+from phalanx.data.samples import places_of
+
+_WORD = struct.Struct("=Q")  # what goes over the socket after the hello: a number of steps
+
+
+@dataclass
+class Lane:
+    """The steps of the ranks that share these micro-batches, in a ring."""
+
+    places: np.ndarray  # of a step, from its first
+    slots: int
+    slot_bytes: int
+    counts: int  # extents, for how many rows came from each
+    step: int  # the next to be filled
+    fd: int = -1
+    clients: dict[socket.socket, int] = field(default_factory=dict)  # -> steps that it is done with
+    _ahead: Located | None = None
+    _ahead_from: int = 0
+
+    def __post_init__(self) -> None:
+        self.fd = os.memfd_create("phalanx-data")
+        os.ftruncate(self.fd, self.slots * self.slot_bytes)
+        self.memory = mmap.mmap(self.fd, self.slots * self.slot_bytes)
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self.clients) and self.step < min(self.clients.values()) + self.slots
+
+    def fill(self, loader: Loader, global_batch: int) -> None:
+        """The next step."""
+        n = len(self.places)
+        done = self.step - self._ahead_from
+        if self._ahead is None or (done + 1) * n > len(self._ahead):
+            steps = self.step + np.arange(max(1, AT_ONCE // n))
+            self._ahead, self._ahead_from, done = loader.locate(_places(steps, self.places, global_batch)), self.step, 0
+        located = self._ahead[done * n : (done + 1) * n]
+        at = self.step % self.slots * self.slot_bytes
+        counts = np.frombuffer(self.memory, np.int64, self.counts, at)
+        rows = np.frombuffer(self.memory, loader.manifest.dtype, n * loader.width, at + counts.nbytes)
+        loader.fill(located, rows.reshape(n, loader.width))
+        counts[:] = np.bincount(located.extents, minlength=self.counts)
+        self.step += 1
+
+    def close(self) -> None:
+        os.close(self.fd)  # the mapping goes when nothing points into it any more
+
+
+def _places(steps: np.ndarray, places: np.ndarray, global_batch: int) -> np.ndarray:
+    return (steps[:, None] * global_batch + places[None, :]).ravel()
+
+
+class Service:
+    def __init__(self, run: RunData, channel: Any):
+        self.run, self.channel = run, channel
+        self.loader = run.open(on_event=channel.send)
+        m = self.loader.manifest
+        self.about = {
+            "fields": [[f.name, f.dtype, f.shape] for f in m.fields],
+            "width": self.loader.width,
+            "eos": m.eos,
+            "sources": [e.source for e in m.extents],
+        }
+        self.lanes: dict[tuple[int, ...], Lane] = {}
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(f"\0phalanx-data-{secrets.token_hex(16)}")
+        self.listener.listen(1024)
+        self.address = self.listener.getsockname()[1:].decode()
+
+    def serve(self) -> None:
+        """Until the channel ends."""
+        selector = selectors.DefaultSelector()
+        selector.register(self.listener, selectors.EVENT_READ)
+        selector.register(self.channel, selectors.EVENT_READ)
+        threading.Thread(target=self._fill, daemon=True, name="phalanx-fill").start()
+        self.channel.send({"type": "data", "address": self.address})
+        while True:
+            for key, _ in selector.select(1.0):
+                if key.fileobj is self.channel:
+                    return
+                if key.fileobj is self.listener:
+                    client, _ = self.listener.accept()
+                    if self._welcome(client):
+                        selector.register(client, selectors.EVENT_READ)
+                elif not self._hear(key.fileobj):  # type: ignore[arg-type]
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()  # type: ignore[union-attr]
+            if self.failure:
+                raise self.failure
+
+    def _welcome(self, client: socket.socket) -> bool:
+        """Take a rank in, if it is one of ours."""
+        uid = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        if uid != os.getuid():
+            client.close()
+            return False
+        client.settimeout(10.0)
+        try:
+            hello = json.loads(client.recv(1 << 20))
+            indices, step = tuple(int(i) for i in hello["indices"]), int(hello["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            client.close()
+            return False
+        with self.changed:
+            lane = self.lanes.get(indices)
+            if lane is None or not lane.clients or not lane.step - lane.slots <= step <= lane.step:
+                lane = self._new_lane(indices, step)
+            lane.clients[client] = step
+            reply = {"slots": lane.slots, "slot_bytes": lane.slot_bytes, **self.about}
+            socket.send_fds(client, [json.dumps(reply).encode()], [lane.fd])
+            client.recv(1)  # it has taken the descriptor
+            client.send(_WORD.pack(lane.step))
+            self.changed.notify()
+        return True
+
+    def _new_lane(self, indices: tuple[int, ...], step: int) -> Lane:
+        run, extents = self.run, len(self.loader.manifest.extents)
+        places = places_of(list(indices), run.micro_batch)
+        size = 8 * extents + len(places) * self.loader.width * self.loader.manifest.dtype.itemsize
+        if indices in self.lanes:
+            self.lanes.pop(indices).close()
+        lane = self.lanes[indices] = Lane(places, run.buffer_steps, -(-size // 4096) * 4096, extents, step)
+        return lane
+
+    def _hear(self, client: socket.socket) -> bool:
+        """A rank is done with steps; False if it is gone."""
+        try:
+            data = client.recv(_WORD.size)
+        except OSError:
+            data = b""
+        with self.changed:
+            lane = next(lane for lane in self.lanes.values() if client in lane.clients)
+            if len(data) < _WORD.size:
+                del lane.clients[client]
+                return False
+            lane.clients[client] = _WORD.unpack(data)[0]
+            self.changed.notify()
+        return True
+
+    def _fill(self) -> None:
+        """Always the lane that is furthest behind."""
+        try:
+            while True:
+                with self.changed:
+                    while not (open_lanes := [lane for lane in self.lanes.values() if lane.has_room]):
+                        self.changed.wait()
+                lane = min(open_lanes, key=lambda lane: lane.step)
+                lane.fill(self.loader, self.run.global_batch)
+                with self.changed:
+                    for client in lane.clients:
+                        with contextlib.suppress(OSError):  # it is gone, as reading will tell
+                            client.send(_WORD.pack(lane.step))
+        except BaseException as error:
+            self.failure = error
+
+
+def main(channel: Any, args: dict[str, Any]) -> None:
+    Service(RunData.read(Path(args["run_dir"])), channel).serve()

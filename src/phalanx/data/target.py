@@ -1,0 +1,180 @@
+"""A data set that is being written: new, or the newest version of one that grows. Shards go in as they are
+finished; the manifest comes last, and what a manifest names is never changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.core.errors import UserError
+from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, check_source, manifest_name
+from phalanx.data.fetch import read_manifest
+from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, version_of
+from phalanx.data.store import Store, open_store
+from phalanx.data.tokenizer import TOKENIZER, Vocabulary
+
+NO_ROOTS = np.empty((0, 32), np.uint8)
+
+
+class Target:
+    def __init__(
+        self,
+        out: Store | Path | str,
+        fields: tuple[Field, ...],
+        sources: Sequence[str],
+        *,
+        append: bool,
+        vocabulary: Vocabulary | None = None,
+        tokenizer_file: bytes = b"",
+        chunk_items: int | None = None,
+        shard_chunks: int | None = None,
+    ):
+        """Refuses at once what can be known now. A data set that is there already and is not to grow is built
+        again beside itself: what comes out identical may stay, anything else is refused."""
+        self.store = open_store(str(out)) if isinstance(out, str | Path) else out
+        self.append, self.sources, self._file = append, sources, tokenizer_file
+        for source in sources:
+            try:
+                check_source(source)
+            except ValueError as error:
+                raise UserError(str(error), field="--source", value=source, remedy="rename it") from None
+        self.base, self.version = self._newest()
+        if append and not self.base:
+            read_manifest(self.store)  # says that there is none
+        if self.base:
+            chunk_items = chunk_items or self.base.chunk_items
+            shard_chunks = shard_chunks or self.base.shard_chunks
+        item_bytes = Manifest(fields, (), NO_ROOTS, 1, 1).dtype.itemsize
+        chunk_items = chunk_items or max(1, CHUNK_BYTES // item_bytes)
+        shard_chunks = shard_chunks or _power_of_two(SHARD_BYTES // (chunk_items * item_bytes))
+        self.empty = Manifest(fields, (), NO_ROOTS, chunk_items, shard_chunks)
+        if vocabulary:
+            self.empty = replace(
+                self.empty,
+                tokenizer=vocabulary.name,
+                tokenizer_hash=vocabulary.hash,
+                vocab_size=vocabulary.size,
+                eos=vocabulary.eos,
+            )
+        if self.base:
+            self._compare(self.base)
+
+    @property
+    def first_extent(self) -> int:
+        return len(self.base.extents) if self.base and self.append else 0
+
+    def put(self, extent: int) -> Callable[[int, Path, bytes], None]:
+        """Takes the finished shards of the how-manieth new extent."""
+        source, number = self.sources[extent], self.first_extent + extent
+        named = replace(self.empty, extents=(Extent(source, 1),) * (number + 1))
+
+        def put(shard: int, path: Path, root: bytes) -> None:
+            if self.base and not self.append:
+                of_extent = self.base.num_shards(number)
+                if shard >= of_extent or self.base.root(number, shard) != root:
+                    raise self._differs(self.base, f"its {self.base.shard_name(number, min(shard, of_extent - 1))}")
+            with self._writing():
+                self.store.write(named.shard_name(number, shard), path)
+
+        return put
+
+    def manifest(self, items: Sequence[int], roots: np.ndarray) -> Manifest:
+        """With so many items in each new extent."""
+        extents = tuple(Extent(source, n) for source, n in zip(self.sources, items, strict=True))
+        if self.base and self.append:
+            roots = np.concatenate([self.base.roots, roots])
+            return replace(self.empty, extents=self.base.extents + extents, roots=roots, parent=self.version)
+        made = replace(self.empty, extents=extents, roots=roots)
+        if self.base:
+            made = replace(made, parent=self.base.parent)
+            if made.encode() != self.base.encode():
+                raise self._differs(self.base, "its manifest")
+        return made
+
+    def commit(self, manifest: Manifest) -> tuple[Manifest, str]:
+        manifest.check()
+        data = manifest.encode()
+        version = version_of(data)
+        newest = self._newest()[1]
+        if newest == version:
+            return manifest, version
+        with self._writing():
+            try:
+                if newest != self.version:
+                    raise FileExistsError
+                if self._file:
+                    self.store.write(TOKENIZER, self._file)
+                self.store.write(manifest_name(version), data)
+                self.store.write(MANIFEST, data, overwrite=bool(self.base))
+            except FileExistsError:
+                raise UserError(
+                    "somebody else has written to it meanwhile",
+                    field="--out",
+                    value=self.store.url,
+                    remedy="run it again, with --append to add to what is there now",
+                ) from None
+        return manifest, version
+
+    def _newest(self) -> tuple[Manifest | None, str]:
+        try:
+            self.store.read(MANIFEST)
+        except (FileNotFoundError, NotADirectoryError):
+            return None, ""
+        except OSError:
+            pass  # read_manifest tells it better
+        return read_manifest(self.store)
+
+    def _compare(self, base: Manifest) -> None:
+        mine = self.empty
+        told = {"fields": "fields", "chunk_items": "chunk_items", "shard_chunks": "shard_chunks (--shard-mb)"}
+        told |= {"tokenizer_hash": "tokenizer", "vocab_size": "vocab_size", "eos": "end of a document"}
+        for name, words in told.items():
+            if getattr(mine, name) != getattr(base, name):
+                old, new = (_plain(getattr(m, name)) for m in (base, mine))
+                what = f"its {words} is {old}, and this would be {new}"
+                if not self.append:
+                    raise self._differs(base, what)
+                remedy = "add with what it was built with, or name another --out"
+                raise UserError(what, field="--out", value=self.store.url, remedy=remedy)
+        if not self.append and [e.source for e in base.extents] != list(self.sources):
+            raise self._differs(base, f"its sources are {', '.join(e.source for e in base.extents)}")
+
+    def _differs(self, base: Manifest, what: str) -> UserError:
+        return UserError(
+            f"there is a data set already, and this one would differ ({what})",
+            field="--out",
+            value=self.store.url,
+            remedy="add to it with --append, or name another --out; nothing is ever overwritten",
+        )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"cannot be written: {error.strerror or error}",
+                field="--out",
+                value=self.store.url,
+                remedy="name a folder or bucket that you may write to, with space left",
+            ) from error
+
+
+def shard_chunks_of(size_bytes: float, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """The most chunks that a shard of this size holds, as a power of two: a sequence longer than a chunk then
+    finds units that fit it."""
+    return _power_of_two(int(size_bytes) // chunk_bytes)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n.bit_length() - 1)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return " + ".join(f"{f.name}:{f.dtype}{list(f.shape) or ''}" for f in value)
+    return value[:16] if isinstance(value, str) and value else value or "none"

@@ -1,0 +1,379 @@
+"""A data set depends on its inputs alone: not on the number of workers, nor on how often it was killed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.core.errors import RunFailed, UserError
+from phalanx.core.manifest import MANIFEST, Field, manifest_name
+from phalanx.data import documents, workers
+from phalanx.data.build import build, write_records
+from phalanx.data.fetch import Fetcher, read_manifest
+from phalanx.data.store import Folder, open_store
+from phalanx.data.tokenizer import Bytes, make_tokenizer, tokenizer_of
+from phalanx.data.verify import verify
+from tests.data.sets import make_loader
+from tests.data.texts import lines, train_bpe, words, write_all_kinds
+
+SMALL = {"chunk_items": 256, "shard_chunks": 8}  # 4 KiB of byte tokens in a shard
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(documents, "PART_BYTES", 2000)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "in").mkdir()
+    for i in range(6):
+        (tmp_path / "in" / f"{i}.jsonl").write_bytes(lines([words(100 * i + k, 60) for k in range(10)]))
+    return tmp_path / "in"
+
+
+def files(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def items(out):
+    """All items of a data set, verified."""
+    store = open_store(str(out))
+    manifest, version = read_manifest(store)
+    assert verify(store, manifest, version) == []
+    fetcher = Fetcher(store, manifest)
+    found = []
+    for e in range(len(manifest.extents)):
+        for s in range(manifest.num_shards(e)):
+            for c in range(manifest.num_chunks(e, s)):
+                found.append(fetcher.get((e, s, c))[: manifest.chunk_items])
+    fetcher.close()
+    return np.concatenate(found)
+
+
+def test_every_document_is_there_and_ends(tmp_path):
+    texts = write_all_kinds(tmp_path / "in")
+    manifest, version = build([("a", str(tmp_path / "in"))], tmp_path / "out", Bytes(), workers=1, **SMALL)
+    want = [i for t in texts * 4 for i in [*t.encode(), 256]]
+    assert items(tmp_path / "out").tolist() == want
+    assert manifest.extents[0].items == len(want) and len(manifest.roots) > 2
+    assert read_manifest(Folder(tmp_path / "out"), version)[1] == version
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted([manifest_name(version), MANIFEST, "shards"])
+
+
+@pytest.mark.parametrize("max_bytes", [None, 9001])
+def test_the_number_of_workers_makes_no_difference(tmp_path, texts, max_bytes):
+    tokenizer = make_tokenizer(str(train_bpe(tmp_path / "t.json")))
+    (tmp_path / "b.txt").write_text(words(7, 700))
+    inputs = [("a", str(texts)), ("b", str(tmp_path / "b.txt"))]
+    made = []
+    for count in (1, 2, 3):
+        out = tmp_path / f"out{count}"
+        build(inputs, out, tokenizer, workers=count, max_bytes=max_bytes, **SMALL)
+        made.append(files(out))
+    assert made[0] == made[1] == made[2]
+    manifest, _ = read_manifest(Folder(tmp_path / "out1"))
+    assert manifest.sources == ["a", "b"]
+    decoded = tokenizer_of(Folder(tmp_path / "out1"), manifest).decode(items(tmp_path / "out1"))
+    whole = "".join(
+        t.data.decode()
+        for part in documents.plan(inputs, "text", False)
+        for t, _ in documents.read(part, "text", False)
+    )
+    if max_bytes is None:
+        assert decoded == whole
+    else:
+        assert 2 * max_bytes - 8 < len(decoded.encode()) <= 2 * max_bytes
+
+
+def test_the_size_limit_is_kept(tmp_path):
+    (tmp_path / "t").write_bytes(b"a" * 5000)
+    manifest, _ = build([("t", str(tmp_path / "t"))], tmp_path / "out", Bytes(), workers=1, max_bytes=1000)
+    assert manifest.total_items == 1001
+
+
+SCRIPT = """
+import sys
+from phalanx.data import documents
+from phalanx.data.build import build
+from phalanx.data.tokenizer import Bytes
+documents.PART_BYTES = 2000
+def slow(progress):
+    import time; time.sleep(0.01)
+build([("a", sys.argv[1]), ("b", sys.argv[1])], sys.argv[2], Bytes(), workers=int(sys.argv[3]), chunk_items=256,
+      shard_chunks=8, append=len(sys.argv) > 4, on_progress=slow)
+"""
+
+
+def start(texts, out, count, *more):
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, texts, out, str(count), *more], start_new_session=True)
+
+
+def children(pid):
+    try:
+        found = [f.read_text() for f in Path(f"/proc/{pid}/task").glob("*/children")]
+    except FileNotFoundError:
+        return []
+    return [int(p) for p in " ".join(found).split()]
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_killed_build_goes_on(tmp_path, texts, count):
+    inputs = [("a", str(texts)), ("b", str(texts))]
+    want, _ = build(inputs, tmp_path / "want", Bytes(), workers=1, **SMALL)
+    out, rng, kills, seen = tmp_path / "out", random.Random(count), 0, set()
+    state = lambda: next(out.rglob("state.json"), None)  # noqa: E731
+    while kills < 4:
+        build_process = start(texts, out, count)
+        before = state() and state().read_bytes()
+        while build_process.poll() is None and ((now := state()) is None or now.read_bytes() == before):
+            time.sleep(0.005)  # until a shard more is finished
+        time.sleep(rng.uniform(0, 0.1))
+        workers_of_it = children(build_process.pid)
+        build_process.kill()
+        if build_process.wait() == 0:
+            break
+        kills += 1
+        seen.add(len(list((out / "shards").glob("*"))))
+        until = time.monotonic() + 10
+        while any(map(alive, workers_of_it)) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not any(map(alive, workers_of_it)), "a worker outlives the build"
+    assert kills >= 2 and len(seen) >= 2 and not (out / MANIFEST).exists()
+    times = {p.name: p.stat().st_mtime_ns for p in (out / "shards").iterdir()}
+    assert start(texts, out, count).wait() == 0
+    assert files(out) == files(tmp_path / "want")
+    redone = [name for name, t in times.items() if (out / "shards" / name).stat().st_mtime_ns != t]
+    assert len(redone) <= 1, "finished shards are not done again"
+    assert read_manifest(Folder(out))[0].encode() == want.encode()
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_build_may_be_interrupted_anywhere(tmp_path, texts, count):
+    """By its listener, at every place in turn; each call gets a little further, and none leaves a process."""
+    _, want = build([("a", str(texts))], tmp_path / "want", Bytes(), workers=1, **SMALL)
+    calls = 0
+
+    def on_progress(progress):
+        nonlocal calls
+        calls += 1
+        assert progress.done_bytes <= progress.total_bytes
+        if calls == 9:
+            raise Stop
+
+    for _ in range(30):
+        calls = 0
+        try:
+            _, version = build(
+                [("a", str(texts))], tmp_path / "out", Bytes(), workers=count, on_progress=on_progress, **SMALL
+            )
+            break
+        except Stop:
+            assert children(os.getpid()) == []
+            assert not (tmp_path / "out" / MANIFEST).exists()
+    assert version == want and not (tmp_path / "out" / ".staging").exists()
+    assert files(tmp_path / "out") == files(tmp_path / "want")
+
+
+def test_finished_parts_are_not_done_again(tmp_path, texts, monkeypatch):
+    done, real = [], workers.tokenize
+
+    def tokenize(job, tokenizer, index, *more):
+        if len(done) == 5:
+            raise Stop
+        done.append(index)
+        real(job, tokenizer, index, *more)
+
+    monkeypatch.setattr(workers, "tokenize", tokenize)
+    with pytest.raises(Stop):
+        build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, chunk_items=4096)
+    first = list(done)
+    done[:] = [-1] * 6
+    build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, chunk_items=4096)
+    assert first == [0, 1, 2, 3, 4] and done[6] == 5
+
+
+def test_half_a_part_is_noticed(tmp_path, texts):
+    def stop(progress):
+        if progress.done_bytes > 6000:
+            raise Stop
+
+    _, want = build([("a", str(texts))], tmp_path / "want", Bytes(), workers=1, chunk_items=4096)
+    with pytest.raises(Stop):
+        build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, chunk_items=4096, on_progress=stop)
+    for n, part in enumerate(sorted((tmp_path / "out").rglob("*.ids"))):
+        part.write_bytes(part.read_bytes()[: 100 * n])
+    assert build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, chunk_items=4096)[1] == want
+
+
+def test_other_inputs_start_afresh(tmp_path, texts):
+    def stop(progress):
+        if progress.done_bytes > 6000:
+            raise Stop
+
+    with pytest.raises(Stop):
+        build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, on_progress=stop, **SMALL)
+    (texts / "0.jsonl").write_bytes(lines(["quite different"]))
+    _, version = build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, **SMALL)
+    assert version == build([("a", str(texts))], tmp_path / "want", Bytes(), workers=1, **SMALL)[1]
+
+
+def test_append_extends_and_changes_nothing(tmp_path, texts):
+    out = tmp_path / "out"
+    old, old_version = build([("a", str(texts))], out, Bytes(), workers=1, **SMALL)
+    before = files(out)
+    (tmp_path / "more").write_text(words(5, 900))
+    new, version = build([("b", str(tmp_path / "more")), ("a", str(texts))], out, Bytes(), workers=1, append=True)
+    after = files(out)
+    assert {k: v for k, v in after.items() if k in before and k != MANIFEST} == {
+        k: v for k, v in before.items() if k != MANIFEST
+    }
+    assert new.extends(old) and new.parent == old_version and new.chunk_items == old.chunk_items
+    assert [e.source for e in new.extents] == ["a", "b", "a"]
+    assert (
+        read_manifest(Folder(out))[1] == version and read_manifest(Folder(out), old_version)[0].encode() == old.encode()
+    )
+    items(out)
+
+
+def test_append_that_was_killed_at_the_very_end_adds_once(tmp_path, texts, monkeypatch):
+    out = tmp_path / "out"
+    build([("a", str(texts))], out, Bytes(), workers=1, **SMALL)
+
+    def die(folder):
+        raise Stop
+
+    with monkeypatch.context() as m, pytest.raises(Stop):
+        m.setattr("phalanx.data.build._remove", die)
+        build([("b", str(texts))], out, Bytes(), workers=1, append=True)
+    manifest, _ = build([("b", str(texts))], out, Bytes(), workers=1, append=True)
+    assert [e.source for e in manifest.extents] == ["a", "b"] and not (out / ".staging").exists()
+
+
+def test_append_with_something_else_is_refused(tmp_path, texts):
+    out, inputs = tmp_path / "out", [("a", str(texts))]
+    with pytest.raises(UserError, match="there is no data set"):
+        build(inputs, out, Bytes(), workers=1, append=True)
+    build(inputs, out, Bytes(), workers=1, **SMALL)
+    before = files(out)
+    with pytest.raises(UserError, match=r"fields|tokenizer"):
+        build(inputs, out, make_tokenizer(str(train_bpe(tmp_path / "t.json"))), workers=1, append=True)
+    with pytest.raises(UserError, match="chunk_items is 256, and this would be 128"):
+        build(inputs, out, Bytes(), workers=1, append=True, chunk_items=128)
+    assert files(out) == before
+
+
+def test_a_data_set_is_never_overwritten_but_may_be_built_again(tmp_path, texts):
+    out, inputs = tmp_path / "out", [("a", str(texts))]
+    _, version = build(inputs, out, Bytes(), workers=1, **SMALL)
+    before = files(out)
+    shard = next((out / "shards").glob("*000001.shard"))
+    shard.write_bytes(b"damaged")
+    assert build(inputs, out, Bytes(), workers=1)[1] == version
+    assert files(out) == before  # and it is mended
+    (texts / "5.jsonl").write_bytes(lines(["other"]))
+    for inputs in ([("a", str(texts))], [("b", str(texts))]):
+        with pytest.raises(UserError, match="--append"):
+            build(inputs, out, Bytes(), workers=1)
+        assert {k: v for k, v in files(out).items() if ".staging" not in k} == before
+
+
+def test_two_builds_do_not_meet(tmp_path, texts):
+    def on_progress(progress):
+        with pytest.raises(UserError, match="another build"):
+            build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, **SMALL)
+        raise Stop
+
+    with pytest.raises(Stop):
+        build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, on_progress=on_progress, **SMALL)
+
+
+def test_a_mistake_in_a_worker_is_told_as_one(tmp_path, texts):
+    (texts / "3.jsonl").write_bytes(lines([words(1, 10)] * 20) + b"{\n")
+    with pytest.raises(UserError, match=r"3\.jsonl, line 21"):
+        build([("a", str(texts))], tmp_path / "out", Bytes(), workers=2, **SMALL)
+
+
+def test_a_worker_that_dies_is_told(tmp_path, texts):
+    def on_progress(progress):
+        for pid in children(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(RunFailed, match=r"(?s)SIGKILL.*remedy"):
+        build([("a", str(texts))], tmp_path / "out", Bytes(), workers=2, on_progress=on_progress, **SMALL)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_no_text_is_refused(tmp_path, content):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"data\.source.*there is no text"):
+        build([("a", str(tmp_path / "a.jsonl"))], tmp_path / "out", Bytes(), workers=1)
+    assert not (tmp_path / "out" / MANIFEST).exists()
+
+
+def test_a_data_set_inside_its_input_is_not_read(tmp_path, texts):
+    build([("a", str(texts))], texts / "out", Bytes(), workers=1, **SMALL)
+    _, version = build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, left_out=[texts / "out"], **SMALL)
+    assert read_manifest(Folder(texts / "out"))[1] == version
+    with pytest.raises(UserError, match="its own input"):
+        build([("a", str(texts))], texts, Bytes(), workers=1)
+
+
+def test_a_bad_label_is_refused(tmp_path, texts):
+    with pytest.raises(UserError, match="is not a name of letters"):
+        build([("a/b", str(texts))], tmp_path / "out", Bytes(), workers=1)
+
+
+def test_a_remote_store_gets_the_same(tmp_path, texts):
+    _, want = build([("a", str(texts))], tmp_path / "want", Bytes(), workers=1, **SMALL)
+    url = "memory:///built"
+    assert build([("a", str(texts))], url, Bytes(), workers=1, staging=tmp_path / "staging", **SMALL)[1] == want
+    assert items(url).tolist() == items(tmp_path / "want").tolist() and not (tmp_path / "staging").exists()
+
+
+def test_records_go_through_the_loader(tmp_path):
+    rng = np.random.default_rng(0)
+    patches = rng.standard_normal((100, 4, 12)).astype(np.float32)
+    target = np.arange(100, dtype=np.int64)
+    fields = (Field("patches", "<f4", (4, 12)), Field("target", "<i8"))
+    batches = [{"patches": patches[a:b], "target": target[a:b]} for a, b in ((0, 33), (33, 34), (34, 100))]
+    manifest, _ = write_records(tmp_path / "out", "images", fields, batches, chunk_items=8, shard_chunks=4)
+    assert manifest.total_items == 100 and len(manifest.roots) == 4
+    loader, events = make_loader(Folder(tmp_path / "out"), manifest)
+    rows = loader.rows(range(100))[:, 0]
+    assert sorted(rows["target"].tolist()) == list(range(100)) and not events
+    assert np.array_equal(rows["patches"], patches[rows["target"]])
+    loader.fetcher.close()
+
+
+@pytest.mark.parametrize(
+    "batch, said",
+    [
+        ({"x": np.zeros((2, 3), "f4")}, "has the fields"),
+        ({"x": np.zeros((2, 4), "f4"), "y": np.zeros(2)}, "'x' of a batch is"),
+        ({"x": np.zeros((2, 3), "f4"), "y": np.zeros(2, "c8")}, "'y' of a batch is"),
+    ],
+)
+def test_records_that_do_not_fit_are_refused(tmp_path, batch, said):
+    fields = (Field("x", "<f4", (3,)), Field("y", "<f4"))
+    with pytest.raises(ValueError, match=said):
+        write_records(tmp_path / "out", "r", fields, [batch])
+    assert not (tmp_path / "out" / MANIFEST).exists()

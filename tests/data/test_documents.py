@@ -1,0 +1,138 @@
+"""The documents of any set of files: each once, in one order, however they are cut into parts."""
+
+import gzip
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.core.errors import UserError
+from phalanx.data import documents
+from phalanx.data.documents import Text, plan, read
+from tests.data.texts import lines, words, write_all_kinds
+
+
+def all_texts(*paths, raw=False, field="text", limit=None, left_out=()):
+    parts = plan([("s", str(p)) for p in paths], field, raw, left_out)
+    return [text for part in parts for text, _ in read(part, field, raw, limit)]
+
+
+@pytest.mark.parametrize("part_bytes", [50, 1000, 1 << 20])
+def test_every_kind_gives_the_same_documents(tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr(documents, "PART_BYTES", part_bytes)
+    texts = write_all_kinds(tmp_path / "in")
+    found = all_texts(tmp_path / "in")
+    assert found == [Text(t.encode(), True) for t in texts] * 4
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(max_size=30), max_size=12), st.integers(1, 80), st.booleans(), st.booleans())
+def test_a_cut_file_loses_and_repeats_no_line(tmp_path_factory, texts, part_bytes, ended, blank):
+    path = tmp_path_factory.mktemp("in") / "a.jsonl"
+    data = lines(texts).replace(b"\n", b"\n\n" if blank else b"\n")
+    path.write_bytes(data if ended else data.rstrip(b"\n"))
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(documents, "PART_BYTES", part_bytes)
+        found = all_texts(path)
+    assert found == [Text(t.encode("utf-8", "replace"), True) for t in texts if t]
+
+
+def test_a_text_file_is_one_document_and_may_be_cut_if_raw(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(b"x" * 95 + b"\xff" * 5)
+    (tmp_path / "b").write_bytes(b"")
+    monkeypatch.setattr(documents, "PART_BYTES", 30)
+    found = all_texts(tmp_path, raw=True)
+    assert b"".join(t.data for t in found) == b"x" * 95 + b"\xff" * 5
+    assert [t.ends for t in found] == [False, False, False, True]
+    with pytest.raises(UserError, match=r"a\.txt is not UTF-8: byte 0xff at 95"):
+        all_texts(tmp_path)
+
+
+def test_small_files_share_a_part(tmp_path):
+    for i in range(50):
+        (tmp_path / f"{i:02d}.txt").write_text(f"text {i}")
+    parts = plan([("s", str(tmp_path))], "text", True)
+    assert len(parts) == 1 and [p.path[-6:-4] for p in parts[0].pieces] == [f"{i:02d}" for i in range(50)]
+
+
+@pytest.mark.parametrize("limit, kept", [(1, ""), (2, "ü"), (3, "üa"), (4, "üa"), (6, "üa日"), (100, "üa日")])
+def test_a_limit_cuts_at_a_whole_character(tmp_path, limit, kept):
+    (tmp_path / "a").write_text("üa日")
+    assert b"".join(t.data for t in all_texts(tmp_path / "a", limit=limit)).decode() == kept
+    raw = all_texts(tmp_path / "a", raw=True, limit=limit)
+    assert b"".join(t.data for t in raw) == "üa日".encode()[:limit] and raw[-1].ends
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (b'{"text": "a"', r"line 3: Expecting"),
+        (b"[1]", "line 3: it is not an object"),
+        (b'{"text": 7}', "line 3: 'text' is not a text"),
+        (b'{"texts": "a"}', r"(?s)line 3: there is no such field.*it has texts"),
+        (b'"\xff"', "line 3"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_malformed_line_is_named(tmp_path, monkeypatch, line, said, packed):
+    monkeypatch.setattr(documents, "PART_BYTES", 16)
+    data = lines(["a", "b"]) + line + b"\n" + lines(["c"])
+    path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    path.write_bytes(gzip.compress(data) if packed else data)
+    with pytest.raises(UserError, match=said) as caught:
+        all_texts(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["b.jsonl.gz", "c.jsonl.zst", "d.parquet"])
+@pytest.mark.parametrize("how", ["cut", "junk"])
+def test_a_damaged_file_is_refused(tmp_path, kind, how):
+    write_all_kinds(tmp_path / "in")
+    path = tmp_path / "in" / kind
+    path.write_bytes(path.read_bytes()[:-20] if how == "cut" else b"junk" * 100)
+    with pytest.raises(UserError, match=f"{kind} is damaged"):
+        all_texts(path)
+
+
+def test_a_parquet_column_must_be_text_and_whole(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"n": [1, 2], "text": ["a", None]}), tmp_path / "a.parquet", row_group_size=1)
+    with pytest.raises(UserError, match=r"row 1: 'text' is null"):
+        all_texts(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="it has n, text"):
+        all_texts(tmp_path / "a.parquet", field="body")
+    with pytest.raises(UserError, match="of type int64"):
+        all_texts(tmp_path / "a.parquet", field="n")
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"data\.source.*No such file"):
+        all_texts(tmp_path / "missing")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="neither a file nor a folder"):
+        all_texts(tmp_path / "pipe")
+
+
+def test_a_file_that_changes_is_noticed(tmp_path):
+    (tmp_path / "a").write_text("abc")
+    parts = plan([("s", str(tmp_path))], "text", True)
+    (tmp_path / "a").write_text("abcd")
+    with pytest.raises(UserError, match="has changed"):
+        list(read(parts[0], "text", True))
+
+
+def test_folders_inside_that_are_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text(words(1, 5))
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "log").write_text("not for training")
+    assert len(all_texts(tmp_path, left_out=[tmp_path / "runs"])) == 1
+    assert len(all_texts(tmp_path / "runs", left_out=[tmp_path / "runs"])) == 1  # it is what was asked for
+
+
+def test_the_library_that_came_with_python():
+    files = documents.files(documents.STDLIB)
+    assert any(f.name == "argparse.py" for f in files) and len(files) > 300
+    assert not any({"site-packages", "test"} & set(f.parts[-4:]) for f in files) and files == sorted(files)
