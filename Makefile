@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow test-pairs lint docs clean
+.PHONY: setup demo test test-slow test-pairs test-s3 lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -25,6 +25,10 @@ test-slow: setup
 
 test-pairs: setup
 	$(BIN)/python -m pytest tests/train/pairs.py
+
+# Against Ceph's gateway, on loopback: apt install radosgw ceph-mon ceph-osd ceph-common
+test-s3: setup
+	PHALANX_TEST_S3=radosgw $(BIN)/python -m pytest tests/data/test_s3.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -35,7 +35,7 @@ def memmap(folder):
     return epoch
 
 
-def phalanx(folder, groups=1):
+def phalanx(folder, groups=1, documents=True):
     from phalanx.data.fetch import Fetcher, read_manifest
     from phalanx.data.loader import AT_ONCE, Loader, make_order
     from phalanx.data.store import open_store
@@ -63,7 +63,8 @@ def phalanx(folder, groups=1):
                 ready = filler.submit(fill, block + 1)
             for first in range(0, AT_ONCE, BATCH):
                 batch = buffers[block % 2][first : first + BATCH]
-                np.flatnonzero(batch == EOS)  # where documents end
+                if documents:
+                    np.flatnonzero(batch == EOS)  # where they end
                 yield batch
         served += SAMPLES
         if groups == 1:
@@ -135,6 +136,7 @@ def write_mosaic(folder):
 
 CASES = {
     "phalanx": phalanx,
+    "phalanx, documents not sought": lambda folder: phalanx(folder, documents=False),
     "phalanx, 8 groups": lambda folder: phalanx(folder, groups=8),
     "bare memmap copy": memmap,
     "torch DataLoader, 0 workers": lambda folder: torch_loader(folder, 0),

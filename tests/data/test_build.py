@@ -70,7 +70,7 @@ def test_every_document_is_there_and_ends(tmp_path):
 @pytest.mark.parametrize("max_bytes", [None, 9001])
 def test_the_number_of_workers_makes_no_difference(tmp_path, texts, max_bytes):
     tokenizer = make_tokenizer(str(train_bpe(tmp_path / "t.json")))
-    (tmp_path / "b.txt").write_text(words(7, 700))
+    (tmp_path / "b.txt").write_text(words(7, 3000))
     inputs = [("a", str(texts)), ("b", str(tmp_path / "b.txt"))]
     made = []
     for count in (1, 2, 3):
@@ -154,8 +154,9 @@ def test_a_killed_build_goes_on(tmp_path, texts, count):
             time.sleep(0.02)
         assert not any(map(alive, workers_of_it)), "a worker outlives the build"
     assert kills >= 2 and len(seen) >= 2 and not (out / MANIFEST).exists()
-    times = {p.name: p.stat().st_mtime_ns for p in (out / "shards").iterdir()}
+    times = {p.name: p.stat().st_mtime_ns for p in (out / "shards").glob("*.shard")}
     assert start(texts, out, count).wait() == 0
+    assert sorted(files(out)) == sorted(files(tmp_path / "want"))
     assert files(out) == files(tmp_path / "want")
     redone = [name for name, t in times.items() if (out / "shards" / name).stat().st_mtime_ns != t]
     assert len(redone) <= 1, "finished shards are not done again"
@@ -167,9 +168,10 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_build_may_be_interrupted_anywhere(tmp_path, texts, count):
+@pytest.mark.parametrize("max_bytes", [None, 15_001])
+def test_a_build_may_be_interrupted_anywhere(tmp_path, texts, count, max_bytes):
     """By its listener, at every place in turn; each call gets a little further, and none leaves a process."""
-    _, want = build([("a", str(texts))], tmp_path / "want", Bytes(), workers=1, **SMALL)
+    _, want = build([("a", str(texts))], tmp_path / "want", Bytes(), workers=1, max_bytes=max_bytes, **SMALL)
     calls = 0
 
     def on_progress(progress):
@@ -182,9 +184,8 @@ def test_a_build_may_be_interrupted_anywhere(tmp_path, texts, count):
     for _ in range(30):
         calls = 0
         try:
-            _, version = build(
-                [("a", str(texts))], tmp_path / "out", Bytes(), workers=count, on_progress=on_progress, **SMALL
-            )
+            options = {"workers": count, "max_bytes": max_bytes, "on_progress": on_progress, **SMALL}
+            _, version = build([("a", str(texts))], tmp_path / "out", Bytes(), **options)
             break
         except Stop:
             assert children(os.getpid()) == []
@@ -222,6 +223,15 @@ def test_half_a_part_is_noticed(tmp_path, texts):
     for n, part in enumerate(sorted((tmp_path / "out").rglob("*.ids"))):
         part.write_bytes(part.read_bytes()[: 100 * n])
     assert build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, chunk_items=4096)[1] == want
+
+
+def test_what_a_kill_left_half_moved_is_removed(tmp_path, texts):
+    left = [tmp_path / "out" / "shards" / ".a-000-000000.shard.1.1.tmp", tmp_path / "out" / ".manifest.jsonl.1.1.tmp"]
+    left[0].parent.mkdir(parents=True)
+    for path in left:
+        path.write_bytes(b"half")
+    build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, **SMALL)
+    assert not [path for path in left if path.exists()]
 
 
 def test_other_inputs_start_afresh(tmp_path, texts):

@@ -67,7 +67,7 @@ def wanted(run_dir, indices, step):
 
 
 def test_every_rank_gets_its_own_samples_and_peers_share_them(service, run_dir):
-    feeds = {0: [Feed(service.address, [0, 3], 0) for _ in range(2)], 1: [Feed(service.address, [1, 4], 0)]}
+    feeds = {0: [Feed(service.address, [0, 3], 0, 2) for _ in range(2)], 1: [Feed(service.address, [1, 4], 0)]}
     for step in range(20):  # round the ring several times
         for lane, indices in ((0, [0, 3]), (1, [1, 4])):
             for feed in feeds[lane]:
@@ -90,6 +90,21 @@ def test_it_reads_ahead_but_no_further_than_its_buffer(service):
     feed.take(1)
     time.sleep(0.5)
     assert feed.take(1).ready == 4
+
+
+def test_a_peer_that_comes_late_misses_nothing(service, run_dir):
+    first = Feed(service.address, [0], 0, 2)
+    for step in range(4):  # as far as the ring goes
+        first.take(step)
+        first.release(step)
+    time.sleep(0.5)
+    late = Feed(service.address, [0], 0, 2)
+    for step in range(12):
+        if step >= 4:
+            assert np.array_equal(first.take(step).rows, wanted(run_dir, [0], step))
+            first.release(step)
+        assert np.array_equal(late.take(step).rows, wanted(run_dir, [0], step))
+        late.release(step)
 
 
 def test_a_rank_starts_at_any_step_and_a_new_one_takes_the_place_of_a_dead_one(service, run_dir):
@@ -121,7 +136,7 @@ import os, socket, sys
 os.setuid(65534)
 s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 s.connect("\\0" + sys.argv[1])
-s.send(b'{"indices": [0], "step": 0}')
+s.send(b'{"indices": [0], "step": 0, "peers": 1}')
 print(len(s.recv(100)))
 """
 
@@ -136,7 +151,7 @@ def test_another_user_is_turned_away(service):
 def test_nonsense_is_turned_away(service):
     import socket
 
-    for words in (b"{}", b"\xff\xfe", json.dumps({"indices": "x", "step": 0}).encode()):
+    for words in (b"{}", b"\xff\xfe", json.dumps({"indices": "x", "step": 0, "peers": 1}).encode()):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
             s.connect("\0" + service.address)
             s.send(words)

@@ -53,7 +53,7 @@ def test_every_sample_is_readable(chunk_items, shard_chunks, seq_len, more):
         assert (shard * shard_chunks + chunk) * chunk_items + item == first
     rows = loader.rows(range(cut.num_samples))
     assert sorted(rows[:, 0].tolist()) == firsts, "an epoch serves each sample once"
-    fetcher.close()
+    loader.close()
 
 
 def test_little_of_a_chunk_is_not_served():
@@ -79,7 +79,7 @@ def test_records_of_any_fields(n, chunk_items, shard_chunks, groups):
     assert rows.shape == (n, 1)
     by_label = rows[np.argsort(rows["label"][:, 0]), 0]
     assert by_label.tobytes() == records.tobytes()
-    fetcher.close()
+    loader.close()
 
 
 def test_manifest_round_trip_and_growth():

@@ -161,7 +161,13 @@ def test_a_deleted_shard_stops_the_run_after_the_limit(outcomes, name):
     shard, ended = outcomes(name)
     ended.check_clean()
     assert ended.code == 1, ended.out
-    for part in ("the data cannot be read any further", shard, "missing", "more than 8 are bad", "remedy: `phalanx data"):
+    for part in (
+        "the data cannot be read any further",
+        shard,
+        "missing",
+        "more than 8 are bad",
+        "remedy: `phalanx data",
+    ):
         assert part in ended.err, ended.err
     assert "File" not in ended.err  # it is not a bug, so there is no stack
     assert ended.summary["status"] == "failed"
@@ -174,7 +180,7 @@ def test_a_mixture_is_served_as_planned(tmp_path):
         (tmp_path / label / "a.txt").write_bytes(rng.integers(32, 127, 40_000, np.uint8).tobytes())
     inputs = [(label, str(tmp_path / label)) for label in ("web", "code")]
     build(inputs, tmp_path / "set", Bytes(), workers=1, chunk_items=256, shard_chunks=64)
-    stages = '[{at=0,weights={web=0.75,code=0.25}},{at=400,weights={web=0.0,code=1.0}}]'
+    stages = "[{at=0,weights={web=0.75,code=0.25}},{at=400,weights={web=0.0,code=1.0}}]"
     values = TINY | {"data.source": tmp_path / "set", "train.steps": 300, "layout.tp": 1, "data.stages": stages}
     ended = train(tmp_path / "run", *sets(values))
     assert ended.code == 0, ended.err

@@ -67,7 +67,7 @@ SCENARIOS = {
     "backward": partial(faulty, what="backward", rank=1, step=2),
     "memory": partial(faulty, what="memory", rank=0, step=1),
     "nan": partial(faulty, what="not a number", rank=0, step=1),
-    "full disk": lambda directory: Command(directory, *sets(TINY), limit_kb=64).end(),
+    "full disk": lambda directory: Command(directory, *sets(TINY | {"data.max_mb": 0.02}), limit_kb=64).end(),
 }
 
 

@@ -31,7 +31,7 @@ AT_ONCE = {
     "pipe": ({"data.source": "pipe"}, ["data.source = '{here}/pipe'", "neither a file nor a folder", "remedy"]),
     "short corpus": (
         {"data.source": "short"},
-        ["train.seq_len = 256", "the corpus has 6 tokens; one sample takes 257", "remedy: name more text"],
+        ["train.seq_len = 256", "source short has 6 tokens; one sample takes 257", "remedy: name more text"],
     ),
     "typo": ({"train.stepz": 3}, ["train.stepz = 3", "no such field", "did you mean train.steps?"]),
     "preset": ({"model.preset": "gpt5"}, ["model.preset = 'gpt5'", "no such preset", "The presets are tiny"]),

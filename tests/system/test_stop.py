@@ -28,7 +28,7 @@ def stopped(directory, *numbers, moment):
     command = Command(directory, *sets(TINY | ({} if moment == "steps" else STARTING)))
     reached = {
         "first moment": lambda: has_handler(command),
-        "reading": lambda: has_file(command, "corpus.partial"),
+        "reading": lambda: any((command.directory / "runs").glob(".data/*")),
         "starting": lambda: has_file(command, "logs/node.log"),
         "steps": lambda: len(command.rows()) > 1,
     }

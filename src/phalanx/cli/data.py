@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,24 +42,30 @@ def build_command(
     from phalanx.data.tokenizer import make_tokenizer
 
     labelled = [_labelled(text, source) for text in inputs]
-    made = make_tokenizer(tokenizer, eos)
-    with _bar("building") as told:
+    made, shard_chunks = make_tokenizer(tokenizer, eos), _shard_chunks(shard_mb)
+    max_bytes = None if max_mb is None else int(_positive("--max-mb", max_mb) * 1e6)
+    try:
+        with _bar("building") as told:
 
-        def on_progress(p: Progress) -> None:
-            told(p.done_bytes, p.total_bytes, "")
+            def on_progress(p: Progress) -> None:
+                told(p.done_bytes, p.total_bytes, "")
 
-        built = build(
-            labelled,
-            out,
-            made,
-            field=field,
-            workers=workers,
-            staging=staging,
-            append=append,
-            max_bytes=None if max_mb is None else int(max_mb * 1e6),
-            shard_chunks=_shard_chunks(shard_mb),
-            on_progress=on_progress,
-        )
+            built = build(
+                labelled,
+                out,
+                made,
+                field=field,
+                workers=workers,
+                staging=staging,
+                append=append,
+                max_bytes=max_bytes,
+                shard_chunks=shard_chunks,
+                on_progress=on_progress,
+            )
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print("stopped; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(130) from None
     _print_info(out, *built)
 
 
@@ -71,8 +78,12 @@ def import_command(
     out: Out,
     tokenizer: Annotated[str, typer.Option("--tokenizer", metavar="byte|FILE", help="What made the ids.")] = "",
     eos: Annotated[str, typer.Option("--eos", metavar="TOKEN", help="Ends a document, with --tokenizer.")] = "",
-    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Without --tokenizer: ids are below it.")] = 0,
-    eos_id: Annotated[int, typer.Option("--eos-id", help="Without --tokenizer: this id ends a document.")] = -1,
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", min=1, max=1 << 32, help="Without --tokenizer: ids are below it.")
+    ] = None,
+    eos_id: Annotated[
+        int | None, typer.Option("--eos-id", min=0, help="Without --tokenizer: this id ends a document.")
+    ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="Of a raw .bin: uint16, int32, ...")] = "",
     records: Annotated[bool, typer.Option("--records", help="Arrays of records (.npy, .npz), not ids.")] = False,
     source: Source = "text",
@@ -97,8 +108,14 @@ def import_command(
             if tokenizer:
                 made = make_tokenizer(tokenizer, eos)
                 vocabulary, file = made.vocabulary, made.file
-            elif vocab_size > 0:
-                vocabulary, file = Vocabulary("", "", vocab_size, eos_id), b""
+            elif eos:
+                remedy = "add --tokenizer FILE, or give its number as --eos-id"
+                raise UserError("what id it is cannot be known", field="--eos", value=eos, remedy=remedy)
+            elif vocab_size:
+                if eos_id is not None and eos_id >= vocab_size:
+                    remedy = f"name one below {vocab_size}, or a larger --vocab-size"
+                    raise UserError("there is no such id", field="--eos-id", value=eos_id, remedy=remedy)
+                vocabulary, file = Vocabulary("", "", vocab_size, -1 if eos_id is None else eos_id), b""
             else:
                 remedy = "name --tokenizer FILE, or --vocab-size N (and --eos-id N)"
                 raise UserError("how large the ids may be is not known", field="--tokenizer", value="", remedy=remedy)
@@ -150,9 +167,10 @@ def verify_command(
     for each in damage:
         print(each)
     what = "sizes and footers" if fast else "all chunks"
-    print(f"{'DAMAGED' if damage else 'good'}: {what} of {len(manifest.roots)} shards, version {found[:16]}")
+    verdict = f"{len(damage)} BAD" if damage else "good"
+    print(f"{verdict}: {what} of {len(manifest.roots)} shards, version {found[:16]}")
     if damage:
-        print(f"  {len(damage)} things are wrong; building again from the same inputs writes the shards anew")
+        print("  remedy: build it again from the same inputs, which writes the same shards, or restore these files")
         raise typer.Exit(1)
 
 
@@ -187,7 +205,15 @@ def _shard_chunks(shard_mb: float | None) -> int | None:
         return None
     from phalanx.data.target import shard_chunks_of
 
-    return shard_chunks_of(shard_mb * 1e6)
+    return shard_chunks_of(_positive("--shard-mb", shard_mb) * 1e6)
+
+
+def _positive(name: str, value: float) -> float:
+    from phalanx.core.errors import UserError
+
+    if not 0 < value < 1e12:
+        raise UserError("it is not a size", field=name, value=value, remedy="give megabytes, more than 0")
+    return value
 
 
 def _info(manifest: Any, version: str) -> dict[str, Any]:
@@ -234,7 +260,6 @@ def _print_info(url: str, manifest: Any, version: str) -> None:
 def _bar(name: str) -> Iterator[Callable[[int, int | None, str], None]]:
     """A progress bar in a terminal, a line now and then elsewhere: call it with what is done, of how much, and a
     word."""
-    import sys
     import time
 
     from phalanx.cli.console import PLAIN_EVERY_S, PlainConsole

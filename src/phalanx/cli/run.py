@@ -201,11 +201,11 @@ class _Run:
     def _on_step(self, table: StepTable, rank: int, body: dict[str, Any]) -> None:
         row = table.add(rank, body)
         if row:
+            row["cursor"] = (row["step"] + 1) * self.job.train.global_batch
+            self.record.metric(row)
             self.first_loss = self.first_loss if self.num_steps else row["loss"]
             self.num_steps += 1
-            row["cursor"] = (row["step"] + 1) * self.job.train.global_batch
             self.rows.append(row)
-            self.record.metric(row)
             self.listener.step(row)
         for noticed in table.events:
             self.record.event(noticed)

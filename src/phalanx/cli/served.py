@@ -107,7 +107,7 @@ def print_mix(run: Path | None, as_json: bool) -> None:
         for source, count in row["served"].items():
             counts = served.setdefault(stage, {})
             counts[source] = counts.get(source, 0) + count
-    rows = []
+    rows: list[dict[str, Any]] = []
     for at, stage_ in enumerate(order.stages):
         total = sum(served.get(at, {}).values())
         for source in sources:
@@ -121,10 +121,9 @@ def print_mix(run: Path | None, as_json: bool) -> None:
         return
     print(f"{'stage':>5} {'from':>12} {'source':<24} {'planned':>8} {'served':>8} {'sequences':>12}")
     for r in rows:
-        share = "-" if r["served"] is None else f"{r['served']:8.2%}"
-        print(
-            f"{r['stage']:>5} {r['from']:>12,} {r['source']:<24} {r['planned']:8.2%} {share:>8} {r['sequences']:>12,}"
-        )
+        got = "-" if r["served"] is None else f"{r['served']:.2%}"
+        start = f"{r['stage']:>5} {r['from']:>12,} {r['source']:<24}"
+        print(f"{start} {r['planned']:8.2%} {got:>8} {r['sequences']:>12,}")
 
 
 def print_bench(url: str, seq_len: int, batch: int, seconds: float, as_json: bool) -> None:

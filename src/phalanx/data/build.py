@@ -117,8 +117,8 @@ class _Build:
     ):
         self.target, self.tokenizer, self.parts, self.folder = target, tokenizer, parts, folder
         self.max_bytes, self.on_progress = max_bytes, on_progress or (lambda progress: None)
-        facts = [target.empty.encode().decode(), target.sources, max_bytes, field, target.append]
-        plan = blake3((documents.describe(parts) + json.dumps(facts)).encode()).hexdigest()
+        facts = [target.empty.encode().decode(), target.sources, max_bytes, field, target.append, *map(asdict, parts)]
+        plan = blake3(json.dumps(facts).encode()).hexdigest()
         ids = folder / f"parts-{plan[:16]}"
         self.job = workers.Job(ids, field, tokenizer.file, tokenizer.vocabulary.eos)
         self.state = self._load(plan)
@@ -291,23 +291,24 @@ def write_arrays(
     items: list[int] = []
     roots: list[np.ndarray] = []
     with _staged(target.store, staging) as folder:
-        for extent, (label, arrays) in enumerate(streams):
-            writer = _writer(target, folder, target.put(extent))
-            try:
-                for array in arrays:
-                    writer.add(array)
-                    if on_progress:
-                        on_progress(sum(items) + writer.items)
-                roots.append(writer.finish())
-            finally:
-                writer.abort()
-            if not writer.items:
-                remedy = "name files that hold something"
-                raise UserError("there is nothing in it", field="--source", value=label, remedy=remedy)
-            items.append(writer.items)
-        done = target.commit(target.manifest(items, np.concatenate(roots)))
-        _remove(folder)
-    return done
+        try:
+            for extent, (label, arrays) in enumerate(streams):
+                writer = _writer(target, folder, target.put(extent))
+                try:
+                    for array in arrays:
+                        writer.add(array)
+                        if on_progress:
+                            on_progress(sum(items) + writer.items)
+                    roots.append(writer.finish())
+                finally:
+                    writer.abort()
+                if not writer.items:
+                    remedy = "name files that hold something"
+                    raise UserError("there is nothing in it", field="--source", value=label, remedy=remedy)
+                items.append(writer.items)
+            return target.commit(target.manifest(items, np.concatenate(roots)))
+        finally:
+            _remove(folder)
 
 
 def write_records(
@@ -362,23 +363,33 @@ def _staged(store: Store, staging: Path | None) -> Iterator[Path]:
     elif staging is None:
         staging = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "staging"
     folder = staging / f"build-{blake3(store.url.encode()).hexdigest()[:16]}"
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "wb")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(
-            f"cannot be written: {error.strerror} ({error.filename})",
-            field="--out",
-            value=store.url,
-            remedy="name a folder that you may write to, or another one for --staging",
-        ) from error
-    with lock:
+    with _writing(folder), open(folder / "lock", "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             remedy = "wait until it has ended, or name another --out"
             raise UserError("another build is writing to it", field="--out", value=store.url, remedy=remedy) from None
+        if isinstance(store, Folder):
+            for left in (*store.path.glob(".*.tmp"), *store.path.glob("shards/.*.tmp")):
+                left.unlink()  # of a build that was killed while it moved a file there
         yield folder
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # a listener's
+            raise
+        raise UserError(
+            f"cannot be written: {error.strerror or error} ({error.filename or folder})",
+            field="--staging",
+            value=str(folder.parent),
+            remedy="name a folder that you may write to, on a disk with space left; the build then goes on",
+        ) from error
 
 
 def _remove(folder: Path) -> None:

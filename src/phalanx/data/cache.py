@@ -18,8 +18,8 @@ class Cache:
         self.folder, self.limit_bytes = folder, limit_bytes
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock, self._evicting = threading.Lock(), threading.Lock()
-        self._bytes = sum(size for _, size, _ in self._entries())
-        self._unseen = 0  # bytes that were put since it was looked
+        self._bytes = 0
+        self._unseen = limit_bytes  # put since it was last looked; the first to put looks, not whoever starts
 
     def get(self, key: bytes) -> bytes | None:
         path = self._path(key)

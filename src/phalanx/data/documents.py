@@ -9,7 +9,7 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Piece:
     kind: str
     start: int
     end: int
-    size: int  # of the file, in bytes: it must not change
+    stamp: tuple[int, int]  # the file's size and time: it must not change
     weight: int  # bytes, for the progress
 
 
@@ -102,10 +102,8 @@ def plan(inputs: Iterable[tuple[str, str]], field: str, raw: bool, left_out: Ite
     return parts
 
 
-def describe(parts: Iterable[Part]) -> str:
-    """What the outcome depends on, times of the files included."""
-    times = {p.path: os.stat(p.path).st_mtime_ns for part in parts for p in part.pieces}
-    return json.dumps([[asdict(part) for part in parts], times])
+def _stamp(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _pieces(source: str, path: Path, field: str, raw: bool) -> Iterator[Piece]:
@@ -113,21 +111,22 @@ def _pieces(source: str, path: Path, field: str, raw: bool) -> Iterator[Piece]:
         raise refusal(source, f"{path} is neither a file nor a folder")  # reading a pipe may never end
     try:
         with open(path, "rb") as f:  # may it be read at all?
-            size = os.fstat(f.fileno()).st_size
+            stamp = _stamp(os.fstat(f.fileno()))
     except OSError as error:
         raise refusal(source, f"cannot read {path}: {error.strerror}") from error
+    size = stamp[0]
     kind = next((kind for suffix, kind in _SUFFIXES.items() if path.name.endswith(suffix)), "txt")
     if kind == "parquet":
-        yield from _row_groups(str(path), size, field)
+        yield from _row_groups(str(path), stamp, field)
     elif kind == "jsonl" or (kind == "txt" and raw):
         for start in range(0, size, PART_BYTES):
             end = min(size, start + PART_BYTES)
-            yield Piece(str(path), kind, start, end, size, end - start)
+            yield Piece(str(path), kind, start, end, stamp, end - start)
     elif size:
-        yield Piece(str(path), kind, 0, size, size, size)
+        yield Piece(str(path), kind, 0, size, stamp, size)
 
 
-def _row_groups(path: str, size: int, field: str) -> Iterator[Piece]:
+def _row_groups(path: str, stamp: tuple[int, int], field: str) -> Iterator[Piece]:
     file = _parquet(path)
     if field not in file.schema_arrow.names:
         known = ", ".join(file.schema_arrow.names)
@@ -140,7 +139,7 @@ def _row_groups(path: str, size: int, field: str) -> Iterator[Piece]:
     for g in range(file.num_row_groups):
         weight += file.metadata.row_group(g).total_byte_size
         if weight >= PART_BYTES or g + 1 == file.num_row_groups:
-            yield Piece(path, "parquet", start, g + 1, size, weight)
+            yield Piece(path, "parquet", start, g + 1, stamp, weight)
             start, weight = g + 1, 0
 
 
@@ -164,7 +163,7 @@ def read(part: Part, field: str, raw: bool, limit: int | None = None) -> Iterato
 def _texts(piece: Piece, field: str, raw: bool) -> Iterator[tuple[bytes, bool]]:
     path = piece.path
     try:
-        if os.stat(path).st_size != piece.size:
+        if _stamp(os.stat(path)) != piece.stamp:
             raise UserError(f"{path} has changed while it was read", remedy="start again when nobody writes to it")
         if piece.kind == "txt":
             yield from _blocks(piece) if raw else _whole_text(piece)
@@ -187,7 +186,7 @@ def _blocks(piece: Piece) -> Iterator[tuple[bytes, bool]]:
         f.seek(piece.start)
         for start in range(piece.start, piece.end, BLOCK_BYTES):
             end = min(piece.end, start + BLOCK_BYTES)
-            yield f.read(end - start), end == piece.size
+            yield f.read(end - start), end == piece.stamp[0]
 
 
 def _whole_text(piece: Piece) -> Iterator[tuple[bytes, bool]]:

@@ -29,12 +29,13 @@ class Rows:
 
 
 class Feed:
-    def __init__(self, address: str, indices: list[int], step: int):
-        """Of a rank that works on these micro-batches of every step, from this step on."""
+    def __init__(self, address: str, indices: list[int], step: int, peers: int = 1):
+        """Of a rank that works on these micro-batches of every step, from this step on; so do `peers` of this node,
+        itself included."""
         self.indices = indices
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.connect("\0" + address)
-        self._sock.send(json.dumps({"indices": indices, "step": step}).encode())
+        self._sock.send(json.dumps({"indices": indices, "step": step, "peers": peers}).encode())
         reply, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 1)
         if not fds:
             raise ConnectionError(GONE)

@@ -305,7 +305,7 @@ class Fetcher:
                         raise _Unreadable(f"the disk cannot read it ({error.strerror})") from None
                     raise  # this machine lacks something, and the data may be good
                 if self._closed.is_set() or time.monotonic() + pause > until:
-                    text = "was closed" if self._closed.is_set() else f"has not answered for {self.deadline_s:.0f} s"
+                    text = "was closed" if self._closed.is_set() else f"has not answered for {self.deadline_s:g} s"
                     raise OSError(f"{self.store.url} {text}: {error}") from None
             self._count(retries=1)
             self._closed.wait(pause * self._random.uniform(0.5, 1.5))
@@ -328,10 +328,11 @@ class Fetcher:
                 with self._lock:
                     self._latency.append(time.monotonic() - began)
                 return good[0].result()
+            errors = [error for future in done if not future.cancelled() and (error := future.exception())]
+            if errors and not running:
+                raise errors[0]
             if time.monotonic() >= until or self._closed.is_set():
                 raise TimeoutError("no answer")
-            if not running:
-                raise next(filter(None, (future.exception() for future in done)))
             if time.monotonic() >= hedge_at:
                 self._count(hedges=1)
                 running.add(self._readers.submit(self.store.read_range, name, *span))

@@ -79,6 +79,9 @@ def record_blocks(inputs: Sequence[tuple[str, Path]]) -> tuple[tuple[Field, ...]
         if kind != kinds[0]:
             message = f"its fields are {_told(kind)}, those of {inputs[0][1]} {_told(kinds[0])}"
             raise UserError(message, field="FILE", value=str(path), remedy="import them into two data sets")
+    if [(f.name, f.shape) for f in kinds[0]] == [("tokens", ())]:
+        remedy = "leave --records out, or name the field otherwise"
+        raise UserError("a field 'tokens' is a stream of ids", field="FILE", value=str(inputs[0][1]), remedy=remedy)
     return kinds[0], _records(members, kinds[0])
 
 

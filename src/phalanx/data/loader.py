@@ -64,6 +64,11 @@ class Loader:
         self._num_helpers = self.fetcher.num_threads - 1 if self.fetcher.store.is_local else 0
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "phalanx-copy")
 
+    def close(self) -> None:
+        """With its fetcher."""
+        self._helpers.shutdown(wait=False)
+        self.fetcher.close()
+
     def rows(self, places: Iterable[int]) -> np.ndarray:
         """(n, seq_len + 1) ids, or (n, 1) records: the samples that the run serves at these places."""
         located = self.locate(places)
@@ -78,10 +83,10 @@ class Loader:
     def start(self, located: Located) -> None:
         """Begin to fetch what these will need."""
         if self._one_chunk:
-            self.fetcher.start(chunk for chunk, _, _ in self._by_chunk(located))
+            self.fetcher.start(chunk for chunk, _, _ in self._by_chunk(located) if chunk not in self._bad)
         else:
             for e, s in zip(located.extents.tolist(), located.samples.tolist(), strict=True):
-                self.fetcher.start(self._chunks(e, s))
+                self.fetcher.start(chunk for chunk in self._chunks(e, s) if chunk not in self._bad)
 
     def fill(self, located: Located, out: np.ndarray) -> None:
         """Copy the samples into the rows of `out`, waiting for what is not there yet. The more at once the faster: a
@@ -90,7 +95,7 @@ class Loader:
         if self._one_chunk:
             groups = self._by_chunk(located)
             if not self.fetcher.store.is_local:
-                self.fetcher.start(chunk for chunk, _, _ in groups)
+                self.fetcher.start(chunk for chunk, _, _ in groups if chunk not in self._bad)
             todo = iter(groups)
             helpers = self._num_helpers if len(groups) > 8 else 0
             helped = [self._helpers.submit(self._copy_rows, todo, out, left) for _ in range(helpers)]
@@ -130,7 +135,7 @@ class Loader:
         cut, width = self.cuts[0], self.width
         every = np.arange(cut.per_unit)
         for chunk, rows, inside in todo:
-            whole = np.array_equal(inside, every)
+            whole = len(inside) == len(every) and bool((inside == every).all())
             try:
                 if chunk in self._bad:
                     raise self._bad[chunk]

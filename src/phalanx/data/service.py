@@ -39,19 +39,26 @@ class Lane:
     slot_bytes: int
     counts: int  # extents, for how many rows came from each
     step: int  # the next to be filled
+    awaited: int  # ranks that have yet to come; until then nothing is overwritten
     fd: int = -1
     clients: dict[socket.socket, int] = field(default_factory=dict)  # -> steps that it is done with
     _ahead: Located | None = None
     _ahead_from: int = 0
 
     def __post_init__(self) -> None:
+        self.start = self.step
         self.fd = os.memfd_create("phalanx-data")
         os.ftruncate(self.fd, self.slots * self.slot_bytes)
         self.memory = mmap.mmap(self.fd, self.slots * self.slot_bytes)
 
     @property
     def has_room(self) -> bool:
-        return bool(self.clients) and self.step < min(self.clients.values()) + self.slots
+        done = [self.start] if self.awaited > 0 else list(self.clients.values())
+        return bool(self.clients) and self.step < min(done) + self.slots
+
+    def holds(self, step: int) -> bool:
+        """Whether a rank that begins there can take part."""
+        return bool(self.clients) and max(self.start, self.step - self.slots) <= step <= self.step
 
     def fill(self, loader: Loader, global_batch: int) -> None:
         """The next step."""
@@ -87,7 +94,7 @@ class Service:
             "eos": m.eos,
             "sources": [e.source for e in m.extents],
         }
-        self.lanes: dict[tuple[int, ...], Lane] = {}
+        self.lanes: list[Lane] = []
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -125,14 +132,16 @@ class Service:
         client.settimeout(10.0)
         try:
             hello = json.loads(client.recv(1 << 20))
-            indices, step = tuple(int(i) for i in hello["indices"]), int(hello["step"])
+            indices, step, peers = [int(i) for i in hello["indices"]], int(hello["step"]), int(hello["peers"])
         except (OSError, ValueError, KeyError, TypeError):
             client.close()
             return False
         with self.changed:
-            lane = self.lanes.get(indices)
-            if lane is None or not lane.clients or not lane.step - lane.slots <= step <= lane.step:
-                lane = self._new_lane(indices, step)
+            places = places_of(indices, self.run.micro_batch)
+            lane = next((x for x in self.lanes if x.holds(step) and np.array_equal(x.places, places)), None)
+            if lane is None:
+                lane = self._new_lane(places, step, peers)
+            lane.awaited -= 1
             lane.clients[client] = step
             reply = {"slots": lane.slots, "slot_bytes": lane.slot_bytes, **self.about}
             socket.send_fds(client, [json.dumps(reply).encode()], [lane.fd])
@@ -141,14 +150,11 @@ class Service:
             self.changed.notify()
         return True
 
-    def _new_lane(self, indices: tuple[int, ...], step: int) -> Lane:
-        run, extents = self.run, len(self.loader.manifest.extents)
-        places = places_of(list(indices), run.micro_batch)
+    def _new_lane(self, places: np.ndarray, step: int, peers: int) -> Lane:
+        extents = len(self.loader.manifest.extents)
         size = 8 * extents + len(places) * self.loader.width * self.loader.manifest.dtype.itemsize
-        if indices in self.lanes:
-            self.lanes.pop(indices).close()
-        lane = self.lanes[indices] = Lane(places, run.buffer_steps, -(-size // 4096) * 4096, extents, step)
-        return lane
+        self.lanes.append(Lane(places, self.run.buffer_steps, -(-size // 4096) * 4096, extents, step, peers))
+        return self.lanes[-1]
 
     def _hear(self, client: socket.socket) -> bool:
         """A rank is done with steps; False if it is gone."""
@@ -157,9 +163,12 @@ class Service:
         except OSError:
             data = b""
         with self.changed:
-            lane = next(lane for lane in self.lanes.values() if client in lane.clients)
+            lane = next(lane for lane in self.lanes if client in lane.clients)
             if len(data) < _WORD.size:
                 del lane.clients[client]
+                if not lane.clients:
+                    self.lanes.remove(lane)
+                    lane.close()
                 return False
             lane.clients[client] = _WORD.unpack(data)[0]
             self.changed.notify()
@@ -170,7 +179,7 @@ class Service:
         try:
             while True:
                 with self.changed:
-                    while not (open_lanes := [lane for lane in self.lanes.values() if lane.has_room]):
+                    while not (open_lanes := [lane for lane in self.lanes if lane.has_room]):
                         self.changed.wait()
                 lane = min(open_lanes, key=lambda lane: lane.step)
                 lane.fill(self.loader, self.run.global_batch)

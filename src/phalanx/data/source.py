@@ -18,7 +18,7 @@ from phalanx.core.image import SYNTHETIC_IMAGES, ImageShape
 from phalanx.core.job import Job
 from phalanx.core.manifest import MANIFEST, Field
 from phalanx.data import documents
-from phalanx.data.build import Progress, build, write_records
+from phalanx.data.build import build, write_records
 from phalanx.data.images import Images
 from phalanx.data.run import RunData, unigram_entropy
 from phalanx.data.store import is_remote
@@ -35,17 +35,25 @@ def prepare(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, floa
     """Make sure that the data set is there and put into the run's record how it is read. A line that says what it
     is, and its unigram entropy."""
     source = job.data.source
-    if is_remote(source) or (Path(source) / MANIFEST).is_file():
-        url = source
-    else:
-        url = str(_built(job, run_dir, on_progress))
-    data = RunData.plan(job, url)
+    is_there = is_remote(source) or (Path(source) / MANIFEST).is_file()
+    url, make = (source, None) if is_there else _recipe(job, run_dir, on_progress)
+    if make and (Path(url) / MANIFEST).is_file():
+        make = None  # an earlier run has made it
+    try:
+        if make:
+            make()
+        data = RunData.plan(job, url)
+    except UserError:
+        if make:  # a run that is refused leaves nothing
+            shutil.rmtree(url, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                Path(url).parent.rmdir()
+        raise
     data.write(run_dir)
     loader = data.open()
     try:
-        entropy = unigram_entropy(
-            loader, max(16, ENTROPY_TOKENS // job.train.seq_len) if loader.fetcher.store.is_local else 16
-        )
+        count = max(16, ENTROPY_TOKENS // job.train.seq_len) if loader.fetcher.store.is_local else 16
+        entropy = unigram_entropy(loader, count)
     finally:
         loader.fetcher.close()
     m = loader.manifest
@@ -53,44 +61,46 @@ def prepare(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, floa
     return f"data: {what} from {source}, version {data.version[:16]}", entropy
 
 
-def _built(job: Job, run_dir: Path, on_progress: OnProgress) -> Path:
-    root = Path(job.run.dir).absolute() / BUILT
-    make: Callable[[Path], object]
-    if job.data.source == SYNTHETIC_IMAGES:
+def _recipe(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, Callable[[], object]]:
+    """Where the data set of these inputs has its place, and how it is made."""
+    source = job.data.source
+    if source == SYNTHETIC_IMAGES:
         shape = ImageShape.of(job.model.options)
         assert shape and shape.num_patches == job.train.seq_len, "core.compat checks it"
         images = Images(shape, job.model.vocab_size, job.seed)
-        key = ["images", shape.size, shape.patch, shape.channels, job.model.vocab_size, job.seed, NUM_IMAGES]
         fields = (Field("tokens", "<f4", (shape.num_patches, shape.features)), Field("targets", "<u2"))
+        sizes = [shape.size, shape.patch, shape.channels, job.model.vocab_size, job.seed, NUM_IMAGES]
+        out = _place(job, ["images", *sizes])
+        return str(out), lambda: write_records(out, "images", fields, _drawn(images, fields))
+    left_out = (Path(job.run.dir), run_dir)
+    files = [file for file in documents.files(source, left_out) if file.exists()]
+    out = _place(
+        job, ["text", source, job.data.max_mb, [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]]
+    )
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).name).lstrip("._-")[:64] or "text"
 
-        def make(out: Path) -> object:
-            return write_records(out, "images", fields, _drawn(images, fields))
-    else:
-        left_out = (Path(job.run.dir), run_dir)
-        files = list(documents.files(job.data.source, left_out))
-        stats = [(str(file), (s := file.stat()).st_size, s.st_mtime_ns) for file in files if file.exists()]
-        key = ["text", job.data.source, job.data.max_mb, stats]
-        label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(job.data.source).name).lstrip("._-")[:64] or "text"
-
-        def make(out: Path) -> object:
-            size = int(job.data.max_mb * 1e6)
-            inputs = [(label, job.data.source)]
-
-            def told(progress: Progress) -> None:
-                on_progress(progress.text_bytes)
-
-            return build(inputs, out, Bytes(), workers=1, max_bytes=size, left_out=left_out, on_progress=told)
-
-    out = root / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    if not (out / MANIFEST).is_file():
+    def make() -> None:
         try:
-            make(out)
-        except UserError:
-            shutil.rmtree(out, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                root.rmdir()
-            raise
-    return out
+            build(
+                [(label, source)],
+                out,
+                Bytes(),
+                workers=1,
+                max_bytes=int(job.data.max_mb * 1e6),
+                left_out=left_out,
+                on_progress=lambda progress: on_progress(progress.text_bytes),
+            )
+        except UserError as error:  # in the words of the job file
+            field, value = (
+                ("run.dir", job.run.dir) if error.field in ("--out", "--staging") else ("data.source", source)
+            )
+            raise UserError(error.message, field=field, value=value, remedy=error.remedy) from None
+
+    return str(out), make
+
+
+def _place(job: Job, key: list[object]) -> Path:
+    return Path(job.run.dir).absolute() / BUILT / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
 def _drawn(images: Images, fields: tuple[Field, ...]) -> Iterator[np.ndarray]:

@@ -83,7 +83,10 @@ class RunRecord:
 
     def _append(self, name: str, row: Row) -> None:
         # One write on a file opened for appending: a reader sees whole lines, a crash can tear the last one only.
-        os.write(self._files[name], (_json(row) + "\n").encode())
+        line = (_json(row) + "\n").encode()
+        taken = os.write(self._files[name], line)
+        if taken < len(line):  # the disk is full, which only the next write is told
+            os.write(self._files[name], line[taken:])
 
 
 def _json(value: Any, indent: int | None = None) -> str:

@@ -132,7 +132,7 @@ class _Launch:
                 self._check_start(f"rank {missing[0]}")
         self.start_s = time.monotonic() - self.start
         self.on_event({"type": "ready", "start_s": self.start_s})
-        while not self.ranks <= self.gang.done:
+        while not self.ranks <= self.results.keys():
             self._turn()
         deadline = time.monotonic() + EXIT_LIMIT_S
         while not self.ranks <= self.gang.ended and time.monotonic() < deadline:

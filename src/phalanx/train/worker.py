@@ -37,7 +37,8 @@ def main(channel: Any, args: dict[str, Any]) -> None:
     store = connect_store(args["store"]["host"], args["store"]["port"])
     groups = Groups.form(store, args["generation"], job.layout, coord, device, bool(family.experts), job.collectives)
     engine = Engine(job, family, coord, groups, state, device, mark=channel.progress.mark)
-    source = Batches(job, Feed(args["data"]["address"], engine.indices, state.step))
+    peers = job.layout.world_size // job.layout.data_ranks
+    source = Batches(job, Feed(args["data"]["address"], engine.indices, state.step, peers))
     channel.send({"type": "facts", **_facts(job, engine, device)})
     channel.send({"type": "ready"})
     previous: tuple[int, float, StepResult, dict[str, Any]] | None = None
