@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.core.errors import UserError
 from phalanx.core.shape import FAMILIES, ModelConfig
 from phalanx.model.dense import DENSE, Decoder
-from phalanx.model.family import BUILTIN, Family, check_family, load_family
+from phalanx.model.family import BUILTIN, Batch, Family, check_family, load_family
 from tests.cases import IMAGE, MOE, MOE_ODD, connect, make_job
 
 EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'custom_model.py'}:FAMILY"
@@ -152,3 +152,14 @@ def test_the_families_that_come_along_pass():
 def test_the_page_about_it_shows_the_model_that_is_tested():
     root = Path(__file__).parents[2]
     assert (root / "examples" / "custom_model.py").read_text() in (root / "docs" / "custom-models.md").read_text()
+
+
+def test_positions_begin_anew_with_each_document():
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+    batch = Batch(tokens, tokens, tokens, documents)
+    assert batch.document_positions().tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
+    part = torch.tensor([1, 4])  # of a context-parallel rank, which has the documents whole
+    batch = Batch(tokens[:, part], tokens[:, part], tokens[:, part], documents, part)
+    assert batch.document_positions().tolist() == [[1, 2], [1, 4]]
+    assert Batch(tokens, tokens, tokens).document_positions().tolist() == [[0, 1, 2, 3, 4, 5]]

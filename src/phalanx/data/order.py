@@ -265,6 +265,8 @@ def quotas(weights: Sequence[float]) -> tuple[int, ...]:
     """Integers that add up to BLOCK, as near to the weights as can be (largest remainder). ValueError names
     what a block has no place for."""
     total = sum(weights)
+    if not total:
+        raise ValueError("all weights are 0")
     exact = [BLOCK * w / total for w in weights]
     floors = [int(x) for x in exact]
     by_rest = sorted(range(len(exact)), key=lambda i: (floors[i] - exact[i], i))
