@@ -58,7 +58,7 @@ def test_they_go_through_shards_like_everything_else(tmp_path):
     loader = RunData.read(run_dir).open()
     _, numbers = loader.order.locate(np.arange(6))
     s = unpack(loader.rows(range(6)), loader.manifest.eos)
-    loader.fetcher.close()
+    loader.close()
     assert s.tokens_BL.shape == (6, 9, 32) and s.tokens_BL.dtype == np.float32 and s.documents_BL is None
     assert s.targets_BL.shape == s.weights_BL.shape == (6, 9) and s.targets_BL.dtype == np.int64
     images = Images(SHAPE, 5, seed=job.seed)

@@ -63,7 +63,7 @@ def test_stages_and_growth_through_a_manifest():
     )
     with pytest.raises(UserError, match="it has a, b"):
         make_order(new, 8, 1, 2, stages=[(0, {"c": 1.0})])
-    with pytest.raises(UserError, match="less than 1/4096"):
+    with pytest.raises(UserError, match="too small"):
         make_order(new, 8, 1, 2, stages=[(0, {"a": 1.0, "b": 1e-6})])
 
 

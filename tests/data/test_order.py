@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.data import order as order_module
-from phalanx.data.order import BLOCK, Order, Stage, Stream, key_of, permute, quotas
+from phalanx.data.order import BLOCK, MAX_BLOCK, Order, Stage, Stream, key_of, permute, quotas
 
 MASK = 2**64 - 1
 
@@ -430,3 +430,23 @@ def test_a_block_mixes_its_streams():
     stream = o.locate(np.arange(16 * BLOCK))[0]
     runs = 1 + sum(a != b for a, b in pairwise(stream.tolist()))
     assert abs(runs - len(stream) / 2) < 4 * math.sqrt(len(stream)) / 2
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=12).filter(lambda w: max(w) > 0))
+def test_quotas_fill_a_block_and_forget_nobody(weights):
+    try:
+        got = quotas(weights)
+    except ValueError:
+        assert min(w for w in weights if w > 0) / sum(weights) < 1 / (2 * MAX_BLOCK)
+        return
+    block, total = sum(got), sum(weights)
+    assert BLOCK <= block <= MAX_BLOCK and block & (block - 1) == 0
+    assert [q > 0 for q in got] == [w > 0 for w in weights]
+    assert all(abs(q - block * w / total) <= len(weights) for q, w in zip(got, weights, strict=True))
+
+
+def test_a_small_source_gets_a_larger_block_and_its_exact_share():
+    made = quotas([1.0, 1 / 20_000])
+    o = Order(5, 2, (Stream("a", 10_000, 4, 8), Stream("b", 50, 4, 8)), (Stage(0, made),))
+    streams, _ = o.locate(np.arange(2 * sum(made)))
+    assert sum(made) == 16384 and np.bincount(streams).tolist() == [2 * q for q in made]

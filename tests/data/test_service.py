@@ -62,7 +62,7 @@ def service(run_dir, tmp_path):
 def wanted(run_dir, indices, step):
     loader = RunData.read(run_dir).open()
     rows = loader.rows((places_of(indices, MICRO) + step * BATCH).tolist())
-    loader.fetcher.close()
+    loader.close()
     return rows
 
 

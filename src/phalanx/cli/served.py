@@ -16,7 +16,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
 from phalanx.data.loader import DataLost, Loader, make_order
-from phalanx.data.order import BLOCK, Order
+from phalanx.data.order import Order
 from phalanx.data.run import FILE, RunData
 from phalanx.data.samples import digest, places_of
 from phalanx.data.store import open_store
@@ -57,7 +57,7 @@ def print_where(run: Path | None, step: int, rank: int | None, as_json: bool) ->
     except Corrupt as corrupt:
         raise UserError(str(corrupt), field="data", value=data.url, remedy="restore this shard") from None
     finally:
-        loader.fetcher.close()
+        loader.close()
     tokenizer = tokenizer_of(loader.fetcher.store, loader.manifest) if loader.manifest.is_tokens else None
     for f in found:
         text = tokenizer.decode(f.row[:-1]) if tokenizer else _shapes(f.row)
@@ -114,7 +114,7 @@ def print_mix(run: Path | None, as_json: bool) -> None:
             quota = sum(q for q, s in zip(stage_.quotas, order.streams, strict=True) if s.source == source)
             count = served.get(at, {}).get(source, 0)
             share = count / total if total else None
-            rows.append({"stage": at, "from": stage_.start, "source": source, "planned": quota / BLOCK})
+            rows.append({"stage": at, "from": stage_.start, "source": source, "planned": quota / stage_.block})
             rows[-1] |= {"served": share, "sequences": count}
     if as_json:
         print(json.dumps(rows))
@@ -132,7 +132,7 @@ def print_bench(url: str, seq_len: int, batch: int, seconds: float, as_json: boo
     manifest, _ = read_manifest(store)
     loader = Loader(manifest, make_order(manifest, seq_len, 0, 8), seq_len, Fetcher(store, manifest))
     began, times, rows = time.perf_counter(), [], 0
-    with contextlib.closing(loader.fetcher):
+    with contextlib.closing(loader):
         try:
             while time.perf_counter() - began < seconds:
                 start = time.perf_counter()

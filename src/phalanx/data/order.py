@@ -25,7 +25,7 @@ import numpy as np
 
 VERSION = 1
 ROUNDS = 6
-BLOCK = 4096  # draws of one group in which the quotas of a stage are met exactly
+BLOCK, MAX_BLOCK = 1 << 12, 1 << 16  # draws of one group in which the quotas of a stage are met exactly
 _U = np.uint64
 _PHI, _MUL1, _MUL2 = _U(0x9E3779B97F4A7C15), _U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB)
 
@@ -104,10 +104,14 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """From this position on, out of every BLOCK draws of a group so many are of each stream."""
+    """From this position on, out of every block of draws of a group so many are of each stream."""
 
     start: int
     quotas: tuple[int, ...]  # a stream that came later has none
+
+    @property
+    def block(self) -> int:
+        return sum(self.quotas)
 
 
 @dataclass
@@ -130,8 +134,8 @@ class Order:
         if sorted(ends) != ends:
             raise ValueError(f"skipped ranges {list(self.skips)} are not in order, or overlap")
         for s in self.stages:
-            if len(s.quotas) != len(self.streams) or sum(s.quotas) != BLOCK or min(s.quotas) < 0:
-                raise ValueError(f"quotas {s.quotas} do not share {BLOCK} draws among {len(self.streams)} streams")
+            if len(s.quotas) != len(self.streams) or not BLOCK <= s.block <= MAX_BLOCK or min(s.quotas) < 0:
+                raise ValueError(f"quotas {s.quotas} do not share a block of draws among {len(self.streams)} streams")
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -184,7 +188,7 @@ class Order:
         only = np.flatnonzero(quotas)
         if len(only) == 1:
             return np.full(index.shape, only[0]), before[which, only[0]] + index
-        block, place = _divmod(index, BLOCK)
+        block, place = _divmod(index, self.stages[stage].block)
         blocks, pattern = np.unique(block * self.groups + group, return_inverse=True)
         patterns = [self._pattern(stage, b % self.groups, b // self.groups) for b in blocks.tolist()]
         stream, rank = (np.stack(part)[pattern, place] for part in zip(*patterns, strict=True))
@@ -199,7 +203,7 @@ class Order:
             return np.zeros(len(self.streams), np.int64)
         if (stage, group) not in self._drawn:
             length = self._first_index(stage, group) - self._first_index(stage - 1, group)
-            blocks, rest = divmod(length, BLOCK)
+            blocks, rest = divmod(length, self.stages[stage - 1].block)
             quotas = np.array(self.stages[stage - 1].quotas)
             part = np.bincount(self._pattern(stage - 1, group, blocks)[0][:rest], minlength=len(quotas))
             self._drawn[stage, group] = self._drawn_before(stage - 1, group) + blocks * quotas + part
@@ -209,14 +213,15 @@ class Order:
         """For each place of a block its stream, and how many places before it have the same one."""
         known = self._patterns.get((stage, group, block))
         if known is None:
-            shuffled = permute(np.arange(BLOCK), BLOCK, key_of(self.seed, 1, stage, group, block))
+            size = self.stages[stage].block
+            shuffled = permute(np.arange(size), size, key_of(self.seed, 1, stage, group, block))
             quotas = np.array(self.stages[stage].quotas)
             streams = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)[shuffled]
-            ranks = np.empty(BLOCK, np.int16)
+            ranks = np.empty(size, np.int32)
             firsts = np.cumsum(quotas) - quotas
-            ranks[np.argsort(streams, kind="stable")] = np.arange(BLOCK) - np.repeat(firsts, quotas)
+            ranks[np.argsort(streams, kind="stable")] = np.arange(size) - np.repeat(firsts, quotas)
             known = streams, ranks
-            while len(self._patterns) >= 256:
+            while len(self._patterns) >= max(64, (1 << 20) // size):
                 self._patterns.pop(next(iter(self._patterns)))
             self._patterns[stage, group, block] = known
         return known
@@ -262,17 +267,21 @@ def _same(values: np.ndarray) -> Any:
 
 
 def quotas(weights: Sequence[float]) -> tuple[int, ...]:
-    """Integers that add up to BLOCK, as near to the weights as can be (largest remainder). ValueError names
-    what a block has no place for."""
-    total = sum(weights)
+    """Integers as near to the weights as can be (largest remainder), that add up to a block: the smallest one in which
+    every weight gets a place. ValueError names the weight that is too small for any."""
+    total, block = sum(weights), BLOCK
     if not total:
         raise ValueError("all weights are 0")
-    exact = [BLOCK * w / total for w in weights]
+    while min(w for w in weights if w > 0) * block < total / 2 and block < MAX_BLOCK:
+        block *= 2
+    exact = [block * w / total for w in weights]
     floors = [int(x) for x in exact]
     by_rest = sorted(range(len(exact)), key=lambda i: (floors[i] - exact[i], i))
-    for i in by_rest[: BLOCK - sum(floors)]:
+    for i in by_rest[: block - sum(floors)]:
         floors[i] += 1
-    small = [i for i, w in enumerate(weights) if w > 0 and not floors[i]]
-    if small:
-        raise ValueError(f"weight {weights[small[0]]:g} is less than 1/{BLOCK} of all")
+    for i, w in enumerate(weights):
+        if w > 0 and not floors[i]:
+            if 2 * block * w < total:
+                raise ValueError(f"a weight of {w / total:.1e} of all is too small: a block has {MAX_BLOCK} draws")
+            floors[i], floors[floors.index(max(floors))] = 1, max(floors) - 1
     return tuple(floors)

@@ -55,7 +55,7 @@ def prepare(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, floa
         count = max(16, ENTROPY_TOKENS // job.train.seq_len) if loader.fetcher.store.is_local else 16
         entropy = unigram_entropy(loader, count)
     finally:
-        loader.fetcher.close()
+        loader.close()
     m = loader.manifest
     what = f"{m.total_items:,} {m.tokenizer} tokens" if m.is_tokens else f"{m.total_items:,} records"
     return f"data: {what} from {source}, version {data.version[:16]}", entropy
