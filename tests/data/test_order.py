@@ -1,7 +1,6 @@
 """The order serves every sample as often as promised, whatever the number of ranks, stages and resumes; and it is a
 shuffle. The scalar functions here are its definition: whoever changes what they say changes `VERSION` too."""
 
-import contextlib
 import json
 import math
 from collections import Counter
@@ -287,14 +286,6 @@ def test_an_order_that_makes_no_sense_is_refused(change, message):
     stored = Order(1, 1, (Stream("a", 5, 1, 1),), (Stage(0, (BLOCK,)),)).to_dict()
     with pytest.raises(ValueError, match=message):
         Order.from_dict(stored | change)
-
-
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
-def test_quotas_are_exact_to_one_of_a_block(weights):
-    with contextlib.suppress(ValueError):
-        found = quotas(weights)
-        assert sum(found) == BLOCK
-        assert all(abs(q - BLOCK * w / sum(weights)) < 1 for q, w in zip(found, weights, strict=True))
 
 
 # Whether it is a shuffle. A statistic is a z, which a random order keeps near 0.
