@@ -1,6 +1,7 @@
 """A data set in a bucket is read as from a folder, in spite of a network that fails. `make test-s3` runs this against
 Ceph's gateway, `make test` against moto."""
 
+import itertools
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from phalanx.data.loader import DataLost
 from phalanx.data.store import open_store
 from tests.data import s3
 from tests.data.sets import Memory, make_loader, ramp, write_set
+from tests.system.command import TINY, phalanx, sets, train
 
 EXTENTS = [("a", ramp(9 * 2048 + 77)), ("b", ramp(3000, 30_000))]
 SHAPE = {"chunk_items": 512, "shard_chunks": 8, "vocab_size": 65536}
@@ -234,3 +236,24 @@ def test_objects_appear_whole_or_not_at_all(proxy, tmp_path):
     assert bytes(store.read_range("large", 6 << 20, (6 << 20) + 99)) == data[6 << 20 : (6 << 20) + 99]
     assert bytes(store.read_range("large", len(data) - 5, len(data) + 5)) == data[-5:]
     assert bytes(store.read_range("large", len(data) + 5, len(data) + 9)) == b""
+
+
+def test_built_from_the_command_line_trained_on_and_found_again(proxy, tmp_path, monkeypatch):
+    """From `data build` to `data where`, with every third read answered by 503."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_bytes(bytes(range(32, 127)) * 400)
+    url = "s3://data-sets/command"
+    built = phalanx(tmp_path, "data", "build", f"a={tmp_path / 'a.txt'}", "--out", url, "--tokenizer", "byte")
+    assert built.returncode == 0, built.stderr
+    proxy.requests.clear()
+    counter = itertools.count()
+    proxy.fault = lambda method, path, nth: "503" if method == "GET" and next(counter) % 3 == 0 else None
+    ended = train(tmp_path / "run", *sets(TINY | {"data.source": url, "train.steps": 5, "layout.tp": 1}))
+    ended.check_clean()
+    assert ended.code == 0, ended.err
+    assert next(counter) > 3 and (tmp_path / "cache" / "phalanx" / "chunks").is_dir()
+    told = phalanx(tmp_path / "run", "data", "where", "--step", 3)
+    assert told.returncode == 0 and told.stdout.rstrip().endswith("these are the bytes that the ranks trained on"), told
+    proxy.fault = lambda method, path, nth: None
+    verified = phalanx(tmp_path, "data", "verify", url)
+    assert verified.returncode == 0 and "good: all chunks" in verified.stdout, verified

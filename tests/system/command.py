@@ -129,3 +129,9 @@ class Command:
 
 def train(directory: Path, *args: object, **env: str) -> Ended:
     return Command(directory, *args, env=env).end()
+
+
+def phalanx(directory: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    """Any other command."""
+    command = [str(PHALANX), *map(str, args)]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)

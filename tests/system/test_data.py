@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +10,10 @@ import pytest
 
 from phalanx.data.build import build
 from phalanx.data.tokenizer import Bytes
-from tests.system.command import PHALANX, TINY, Command, sets, train
+from tests.system.command import TINY, Command, phalanx, sets, train
 
 FAMILY = f"{Path(__file__).parent / 'logging_family.py'}:FAMILY"
 STEPS, SEQ = 4, 32
-
-
-def phalanx(directory, *args):
-    command = [str(PHALANX), *map(str, args)]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One run on this machine, from a resolved job to its record: builds the corpus, launches the ranks,
+"""One run on this machine, from a resolved job to its record: prepares the data, launches the ranks,
 folds their reports. The listener only listens."""
 
 from __future__ import annotations

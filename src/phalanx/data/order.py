@@ -217,7 +217,7 @@ class Order:
             shuffled = permute(np.arange(size), size, key_of(self.seed, 1, stage, group, block))
             quotas = np.array(self.stages[stage].quotas)
             streams = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)[shuffled]
-            ranks = np.empty(size, np.int32)
+            ranks = np.empty(size, np.int16 if size <= 1 << 15 else np.int32)
             firsts = np.cumsum(quotas) - quotas
             ranks[np.argsort(streams, kind="stable")] = np.arange(size) - np.repeat(firsts, quotas)
             known = streams, ranks
