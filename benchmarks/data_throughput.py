@@ -1,7 +1,8 @@
 """Our loader end to end, from local shards: chunks verified and range-checked, shuffled by the order, rows of 4096 + 1
-tokens, the ends of documents found. In turns with mosaicml-streaming, Grain, torch's DataLoader over a memmap and a
-bare copy out of a memmap, which do none of the checks and look for no documents. Every contender gets the same tokens,
-a fresh process on the same cores, a warm page cache and one pass through the data before the one that is measured.
+packed tokens, as the ranks get them. In turns with mosaicml-streaming, Grain, torch's DataLoader over a memmap and a
+bare copy out of a memmap, which check nothing. Every contender gets the same tokens, a fresh process on the same two
+cores, a warm page cache and one pass through the data before the one that is measured. Where documents end is found
+on the ranks; a row of the table shows what it costs to look for that here.
 
 Bar: >= 3x Mosaic and >= 0.8x the bare copy, by the median of the rounds' ratios. Peers are looked for in the
 interpreter that PHALANX_PEERS_PYTHON names, else in this one; one that is not there is named and not measured."""

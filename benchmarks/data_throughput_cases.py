@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 SEQ, BATCH, VOCAB, EOS = 4096, 64, 50257, 0
-SAMPLES = 8 * 4096
+SAMPLES = 16 * 4096
 DTYPE = np.dtype("<u2")
 
 
@@ -35,7 +35,7 @@ def memmap(folder):
     return epoch
 
 
-def phalanx(folder, groups=1, documents=True):
+def phalanx(folder, groups=1, documents=False):
     from phalanx.data.fetch import Fetcher, read_manifest
     from phalanx.data.loader import AT_ONCE, Loader, make_order
     from phalanx.data.store import open_store
@@ -50,17 +50,17 @@ def phalanx(folder, groups=1, documents=True):
     filler, served = ThreadPoolExecutor(1), 0
 
     def fill(block):
-        loader.fill(loader.locate(block * AT_ONCE + np.arange(AT_ONCE)), buffers[block % 2])
+        return filler.submit(loader.fill, loader.locate(block * AT_ONCE + np.arange(AT_ONCE)), buffers[block % 2])
 
     def epoch():
         nonlocal served
         blocks = range(served // AT_ONCE, (served + SAMPLES) // AT_ONCE)
         read = fetcher.counters.bytes_read
-        ready = filler.submit(fill, blocks[0])
+        ready = fill(blocks[0])
         for block in blocks:
             ready.result()
             if block + 1 in blocks:
-                ready = filler.submit(fill, block + 1)
+                ready = fill(block + 1)
             for first in range(0, AT_ONCE, BATCH):
                 batch = buffers[block % 2][first : first + BATCH]
                 if documents:
@@ -136,7 +136,7 @@ def write_mosaic(folder):
 
 CASES = {
     "phalanx": phalanx,
-    "phalanx, documents not sought": lambda folder: phalanx(folder, documents=False),
+    "phalanx, documents sought": lambda folder: phalanx(folder, documents=True),
     "phalanx, 8 groups": lambda folder: phalanx(folder, groups=8),
     "bare memmap copy": memmap,
     "torch DataLoader, 0 workers": lambda folder: torch_loader(folder, 0),

@@ -58,12 +58,12 @@ class Manifest:
     eos: int = -1  # the id that ends a document
     parent: str = ""  # the version that this one extends
 
-    @property
+    @cached_property
     def is_tokens(self) -> bool:
         """A stream of ids, cut into sequences by the reader; otherwise every item is a whole record."""
         return _is_tokens(self.fields)
 
-    @property
+    @cached_property
     def overlap(self) -> int:
         return int(self.is_tokens)
 

@@ -24,11 +24,11 @@ from phalanx.core.errors import UserError
 from phalanx.core.manifest import HASH_BYTES, MANIFEST, Manifest, manifest_name
 from phalanx.data.cache import Cache
 from phalanx.data.shard import fast_hash, root_of, version_of
-from phalanx.data.store import Store
+from phalanx.data.store import Folder, Store
 
 TRIES = 3  # of a chunk that arrives, but wrong
 DISK = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.ENODATA)
-FOOTERS_BYTES = 4 << 20  # kept in memory, of hashes
+FOOTERS_BYTES = 1 << 20  # kept in memory, of hashes
 
 Chunk = tuple[int, int, int]  # extent, shard, chunk in the shard
 
@@ -121,13 +121,31 @@ class Fetcher:
             if self._touch(i) is None and i not in self._pending and not self.store.is_local:
                 self._future(i)
 
-    def get(self, i: Chunk, keep: bool = True) -> np.ndarray:
+    def read_into(self, i: Chunk, scratch: np.ndarray) -> bool:
+        """The shortest way for a chunk on a local disk that is not there yet: verified, into the caller's memory.
+        False: it did not work out, and `get` will say why."""
+        if not isinstance(self.store, Folder) or i in self._pool:
+            return False
+        (extent, shard, chunk), (start, end) = i, self.manifest.chunk_range(*i)
+        room, at = scratch.view(np.uint8).data[: end - start], chunk * HASH_BYTES // 2
+        try:
+            hashes = self._footers.get((extent, shard)) or self._hashes(extent, shard, time.monotonic() + 1)
+            taken = self.store.read_into(self.manifest.shard_name(extent, shard), start, room)
+        except (Corrupt, OSError):
+            return False
+        if taken < end - start or fast_hash(room) != hashes[at : at + HASH_BYTES // 2]:
+            return False
+        self._check_ids(i, scratch[: taken // scratch.itemsize])
+        self.counters.bytes_read += taken
+        return True
+
+    def get(self, i: Chunk) -> np.ndarray:
         """The items of a chunk, verified, with the item that follows it if tokens. Raises Corrupt; OSError when the
         store does not answer; UserError when it refuses, or when an id is out of range."""
         items = self._touch(i)
         if items is not None:
             return items
-        return self._load(i, keep) if self.store.is_local else self._future(i).result()
+        return self._load(i) if self.store.is_local else self._future(i).result()
 
     def _touch(self, i: Chunk) -> np.ndarray | None:
         """Without the lock, as each of these is one step of the interpreter."""
@@ -147,15 +165,13 @@ class Fetcher:
                 self._pending[i] = self._loaders.submit(self._load, i)
             return self._pending[i]
 
-    def _load(self, i: Chunk, keep: bool = True) -> np.ndarray:
+    def _load(self, i: Chunk) -> np.ndarray:
         try:
             items = self._fetch(i)
         except BaseException:
             with self._lock:
                 self._pending.pop(i, None)  # whoever asks next tries again
             raise
-        if not keep:
-            return items
         with self._lock:
             if i not in self._pool:
                 self._pooled += items.nbytes
@@ -189,10 +205,14 @@ class Fetcher:
         return self._items(i, data)
 
     def _items(self, i: Chunk, data: Any) -> np.ndarray:
-        extent, shard, chunk = i
         items = np.frombuffer(data, self.manifest.dtype)
+        self._check_ids(i, items)
+        return items
+
+    def _check_ids(self, i: Chunk, items: np.ndarray) -> None:
         if self.max_id is None or not self.manifest.is_tokens:
-            return items
+            return
+        extent, shard, chunk = i
         # Seen as unsigned, a negative id is a large one.
         ids = items.view(f"u{items.itemsize}") if items.dtype.kind == "i" else items
         if int(ids.max()) >= self.max_id:
@@ -204,7 +224,6 @@ class Fetcher:
                 value=self.max_id,
                 remedy=f"set it to at least {max(self.manifest.vocab_size, int(items.max()) + 1)}, the tokenizer's",
             )
-        return items
 
     def _hashes(self, extent: int, shard: int, until: float) -> bytes:
         """The xxh3 of every chunk of a shard, out of its footer. Threads that need the same wait for one read."""

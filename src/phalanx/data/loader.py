@@ -7,6 +7,7 @@ run stops.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from phalanx.core.manifest import Cut, Manifest
 from phalanx.data.fetch import Chunk, Corrupt, Fetcher
 from phalanx.data.order import Order, Stage, Stream, quotas
 
-WINDOW = 128  # units of an extent that are shuffled into each other
+WINDOW = 64  # units of an extent that are shuffled into each other
 AT_ONCE = 4096  # places that are located in one go: arithmetic on arrays is cheap for many and dear for few
 
 Event = dict[str, Any]
@@ -63,6 +64,7 @@ class Loader:
         # A disk is read by whoever copies out of it, and that by several; a remote store has threads of its own.
         self._num_helpers = self.fetcher.num_threads - 1 if self.fetcher.store.is_local else 0
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "phalanx-copy")
+        self._thread = threading.local()
 
     def close(self) -> None:
         """With its fetcher."""
@@ -132,23 +134,30 @@ class Loader:
 
     def _copy_rows(self, todo: Iterator[Group], out: np.ndarray, left: list[int]) -> None:
         """Takes chunks from `todo`, as do others at the same time."""
-        cut, width = self.cuts[0], self.width
-        every = np.arange(cut.per_unit)
+        cut, width, scratch = self.cuts[0], self.width, self._scratch()
+        every, stride = np.arange(cut.per_unit), (cut.span * out.itemsize, out.itemsize)
         for chunk, rows, inside in todo:
-            whole = len(inside) == len(every) and bool((inside == every).all())
-            try:
-                if chunk in self._bad:
-                    raise self._bad[chunk]
-                items = self.fetcher.get(chunk, keep=not whole)
-            except Corrupt:
+            if chunk in self._bad:
                 left += rows.tolist()
                 continue
-            if whole:
-                size = items.itemsize
-                out[rows] = np.ndarray((cut.per_unit, width), items.dtype, items, 0, (cut.span * size, size))
+            # A chunk all of whose samples are wanted goes through the processor's cache, and is not kept.
+            whole = len(inside) == cut.per_unit and bool((inside == every).all())
+            if whole and self.fetcher.read_into(chunk, scratch):
+                out[rows] = np.ndarray((cut.per_unit, width), out.dtype, scratch, 0, stride)
+                continue
+            try:
+                items = self.fetcher.get(chunk)
+            except Corrupt:
+                left += rows.tolist()
             else:
                 for row, k in zip(rows.tolist(), (inside * cut.span).tolist(), strict=True):
                     out[row] = items[k : k + width]
+
+    def _scratch(self) -> np.ndarray:
+        """Room for a chunk, of this thread's own."""
+        if not hasattr(self._thread, "scratch"):
+            self._thread.scratch = np.empty(self.manifest.chunk_items + self.manifest.overlap, self.manifest.dtype)
+        return self._thread.scratch
 
     def read(self, extent: int, sample: int) -> np.ndarray:
         """A sample of an extent, whatever the order. Raises Corrupt."""

@@ -241,7 +241,12 @@ class Order:
         unit, k = _divmod(place, s.per_unit)
         whole = s.num_samples // s.per_unit  # the last unit may be short: it stays last
         if whole:
-            moved = permute(np.minimum(unit, whole - 1), whole, key_of(self.seed, 3, stream, epoch))
+            key, at = key_of(self.seed, 3, stream, epoch), np.minimum(unit, whole - 1)
+            first, count = at.min(), at.max() - at.min() + 1
+            if count < len(at) and not np.ndim(key):  # many samples of few units
+                moved = permute(first + np.arange(count), whole, key)[at - first]
+            else:
+                moved = permute(at, whole, key)
             unit = np.where(unit < whole, moved, unit)
         return unit * s.per_unit + k
 

@@ -81,12 +81,19 @@ class Folder:
         return (self.path / name).read_bytes()
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
+        return os.pread(self._open(name).fd, end - start, start)
+
+    def read_into(self, name: str, start: int, room: memoryview) -> int:
+        """How many bytes were there."""
+        return os.preadv(self._open(name).fd, [room], start)
+
+    def _open(self, name: str) -> _File:
         with self._lock:
             file = self._files.pop(name, None) or _File(self.path / name)
             self._files[name] = file
             while len(self._files) > self._open_files:
                 self._files.popitem(last=False)
-        return os.pread(file.fd, end - start, start)
+        return file
 
     def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
         target = self.path / name
