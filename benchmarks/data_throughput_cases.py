@@ -46,23 +46,19 @@ def phalanx(folder, groups=1, documents=False):
     loader = Loader(manifest, make_order(manifest, SEQ, seed=1, groups=groups), SEQ, fetcher)
     if groups > 1:  # as a run sizes it
         fetcher.pool_bytes = int(1.25 * groups * loader.order.streams[0].window * manifest.chunk_items * 2)
-    buffers = [np.empty((AT_ONCE, SEQ + 1), DTYPE) for _ in range(2)]
-    filler, served = ThreadPoolExecutor(1), 0
+    out, served, locator = np.empty((AT_ONCE, SEQ + 1), DTYPE), 0, ThreadPoolExecutor(1)
 
-    def fill(block):
-        return filler.submit(loader.fill, loader.locate(block * AT_ONCE + np.arange(AT_ONCE)), buffers[block % 2])
+    def locate(first):
+        return locator.submit(loader.locate, first + np.arange(AT_ONCE))
 
     def epoch():
         nonlocal served
-        blocks = range(served // AT_ONCE, (served + SAMPLES) // AT_ONCE)
-        read = fetcher.counters.bytes_read
-        ready = fill(blocks[0])
-        for block in blocks:
-            ready.result()
-            if block + 1 in blocks:
-                ready = fill(block + 1)
-            for first in range(0, AT_ONCE, BATCH):
-                batch = buffers[block % 2][first : first + BATCH]
+        read, ahead = fetcher.counters.bytes_read, locate(served)
+        for first in range(served, served + SAMPLES, AT_ONCE):
+            located, ahead = ahead.result(), locate(first + AT_ONCE)
+            loader.fill(located, out)
+            for at in range(0, AT_ONCE, BATCH):
+                batch = out[at : at + BATCH]
                 if documents:
                     np.flatnonzero(batch == EOS)  # where they end
                 yield batch

@@ -21,7 +21,7 @@ from phalanx.data.fetch import Chunk, Corrupt, Fetcher
 from phalanx.data.order import Order, Stage, Stream, quotas
 
 WINDOW = 64  # units of an extent that are shuffled into each other
-AT_ONCE = 4096  # places that are located in one go: arithmetic on arrays is cheap for many and dear for few
+AT_ONCE = 8192  # places that are located in one go: arithmetic on arrays is cheap for many and dear for few
 
 Event = dict[str, Any]
 Group = tuple[Chunk, np.ndarray, np.ndarray]  # a chunk, the rows that lie in it, and as its how-manieth samples

@@ -221,7 +221,7 @@ class Order:
             firsts = np.cumsum(quotas) - quotas
             ranks[np.argsort(streams, kind="stable")] = np.arange(size) - np.repeat(firsts, quotas)
             known = streams, ranks
-            while len(self._patterns) >= max(64, (1 << 20) // size):
+            while len(self._patterns) >= max(64, (1 << 19) // size):
                 self._patterns.pop(next(iter(self._patterns)))
             self._patterns[stage, group, block] = known
         return known

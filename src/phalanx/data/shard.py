@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from phalanx.core.manifest import HASH_BYTES
 
-CHUNK_BYTES = 512 << 10
+CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 512 << 20
 
 

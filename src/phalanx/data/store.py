@@ -81,11 +81,13 @@ class Folder:
         return (self.path / name).read_bytes()
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        return os.pread(self._open(name).fd, end - start, start)
+        file = self._open(name)  # held, or it might be closed before it is read
+        return os.pread(file.fd, end - start, start)
 
     def read_into(self, name: str, start: int, room: memoryview) -> int:
         """How many bytes were there."""
-        return os.preadv(self._open(name).fd, [room], start)
+        file = self._open(name)
+        return os.preadv(file.fd, [room], start)
 
     def _open(self, name: str) -> _File:
         with self._lock:
