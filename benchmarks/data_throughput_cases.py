@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -46,17 +45,13 @@ def phalanx(folder, groups=1, documents=False):
     loader = Loader(manifest, make_order(manifest, SEQ, seed=1, groups=groups), SEQ, fetcher)
     if groups > 1:  # as a run sizes it
         fetcher.pool_bytes = int(1.25 * groups * loader.order.streams[0].window * manifest.chunk_items * 2)
-    out, served, locator = np.empty((AT_ONCE, SEQ + 1), DTYPE), 0, ThreadPoolExecutor(1)
-
-    def locate(first):
-        return locator.submit(loader.locate, first + np.arange(AT_ONCE))
+    out, served = np.empty((AT_ONCE, SEQ + 1), DTYPE), 0
 
     def epoch():
         nonlocal served
-        read, ahead = fetcher.counters.bytes_read, locate(served)
+        read = fetcher.counters.bytes_read
         for first in range(served, served + SAMPLES, AT_ONCE):
-            located, ahead = ahead.result(), locate(first + AT_ONCE)
-            loader.fill(located, out)
+            loader.fill(loader.locate(first + np.arange(AT_ONCE)), out)
             for at in range(0, AT_ONCE, BATCH):
                 batch = out[at : at + BATCH]
                 if documents:

@@ -30,14 +30,14 @@ def info(out):
 def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     for i in range(3):
-        (folder / f"{i}.jsonl").write_bytes(lines([words(10 * i + k, 1600) for k in range(100)], "body"))
+        (folder / f"{i}.jsonl").write_bytes(lines([words(10 * i + k, 4000) for k in range(100)], "body"))
     return folder
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, texts):
     out = tmp_path_factory.mktemp("built") / "out"
-    args = ["--out", out, "--tokenizer", "byte", "--field", "body", "--shard-mb", "0.6", "--workers", "1"]
+    args = ["--out", out, "--tokenizer", "byte", "--field", "body", "--shard-mb", "2.2", "--workers", "1"]
     done = phalanx("build", f"web={texts / '0.jsonl'}", f"books={texts / '1.jsonl'}", *args)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
@@ -84,7 +84,7 @@ def test_verify_finds_nothing_wrong_with_what_is_whole(built):
 def test_verify_names_every_bad_chunk(copy):
     first, second = (copy / "shards" / f"web-000-00000{n}.shard" for n in (0, 1))
     flip(first, 100)
-    flip(first, 256 * 1024 + 5)
+    flip(first, (1 << 20) + 5)
     flip(second, 7)
     done = phalanx("verify", copy)
     assert done.returncode == 1 and "Traceback" not in done.stderr

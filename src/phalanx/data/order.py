@@ -182,7 +182,7 @@ class Order:
     def _draws(self, stage: int, group: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which stream these indices of groups draw from, and the how-manieth draw of the group from it that is."""
         quotas = np.array(self.stages[stage].quotas)
-        groups, which = np.unique(group, return_inverse=True)
+        groups, which = np.unique(group, return_inverse=True) if stage else (np.zeros(1, np.int64), 0)
         before = np.array([self._drawn_before(stage, g) for g in groups.tolist()])
         index = index - self._first_index(stage, group)
         only = np.flatnonzero(quotas)

@@ -91,7 +91,9 @@ class Folder:
 
     def _open(self, name: str) -> _File:
         with self._lock:
-            file = self._files.pop(name, None) or _File(self.path / name)
+            file = self._files.pop(name, None)
+            if file is None or not os.fstat(file.fd).st_nlink:  # deleted, or replaced by another
+                file = _File(self.path / name)
             self._files[name] = file
             while len(self._files) > self._open_files:
                 self._files.popitem(last=False)
