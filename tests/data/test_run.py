@@ -14,7 +14,9 @@ from phalanx.data.build import build, write_records
 from phalanx.data.order import Order
 from phalanx.data.run import RunData, unigram_entropy
 from phalanx.data.samples import digest, unpack
+from phalanx.data.source import prepare
 from phalanx.data.tokenizer import Bytes
+from tests.data.sets import flip
 
 SEQ = 16
 
@@ -159,3 +161,14 @@ def test_the_digest_does_not_depend_on_the_split_but_on_every_bit_and_place():
     changed = rows.copy()
     changed[3, 3] ^= 1
     assert digest(changed, range(6)) != whole
+
+
+def test_a_data_set_that_is_damaged_from_the_start_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 500)
+    build([("a", str(tmp_path / "a.txt"))], tmp_path / "set", Bytes(), workers=1)
+    flip(tmp_path / "set" / "shards" / "a-000-000000.shard", 10)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(
+        UserError, match=r"a-000-000000.shard, chunk 0.*expected xxh3.*got xxh3.*\n.*remedy: `phalanx data"
+    ):
+        prepare(job(tmp_path / "set"), tmp_path / "run", lambda size_bytes: None)

@@ -20,6 +20,7 @@ from phalanx.core.manifest import MANIFEST, Field
 from phalanx.data import documents
 from phalanx.data.build import build, write_records
 from phalanx.data.images import Images
+from phalanx.data.loader import DataLost
 from phalanx.data.run import RunData, unigram_entropy
 from phalanx.data.store import is_remote
 from phalanx.data.tokenizer import Bytes
@@ -54,6 +55,9 @@ def prepare(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, floa
     try:
         count = max(16, ENTROPY_TOKENS // job.train.seq_len) if loader.fetcher.store.is_local else 16
         entropy = unigram_entropy(loader, count)
+    except (DataLost, OSError) as error:
+        remedy = "`phalanx data verify` lists what is damaged; restore it, or check the way to the store"
+        raise UserError(str(error), field="data.source", value=source, remedy=remedy) from None
     finally:
         loader.close()
     m = loader.manifest
