@@ -1,5 +1,6 @@
 """The cache keeps to its limit and never costs more than speed."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -14,7 +15,11 @@ from phalanx.data.shard import fast_hash
 
 
 def used(folder):
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # dropped by another process just now
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def body(n, size=1000):

@@ -83,7 +83,7 @@ def test_a_bucket_serves_what_a_folder_does_and_is_never_listed(proxy, expected,
         method == "GET" and path.startswith("/data-sets/plain/shards/") and "?" not in path and span
         for method, path, span in proxy.requests
     )
-    assert set(proxy.requests.values()) == {1}, "every range once"
+    assert sum(proxy.requests.values()) - len(proxy.requests) <= counters.hedges, "every range once"
     proxy.requests.clear()
     assert np.array_equal(load(store, manifest, cache=cache)[0], expected) and not proxy.requests
 
@@ -98,9 +98,9 @@ def test_faults_of_the_network_change_nothing(proxy, expected, fault, counter):
     rows, events, counters = load(store, manifest)
     assert np.array_equal(rows, expected) and not events
     ranges = len(proxy.requests)
-    if counter:
-        assert getattr(counters, counter) >= ranges
-    assert counters.retries + counters.corrupt >= ranges
+    if counter:  # a hedge on a slow machine may take the blow instead
+        assert getattr(counters, counter) + counters.hedges >= ranges
+    assert counters.retries + counters.corrupt + counters.hedges >= ranges
 
 
 def test_latency_and_a_slow_tail(proxy, expected):
