@@ -45,7 +45,7 @@ def test_rows_are_what_the_order_says(seq_len, groups, cursor, data):
         shard, chunk, item = (int(x[0]) for x in loader.cuts[extent].place(manifest, np.array([sample])))
         first = (shard * 12 + chunk) * manifest.chunk_items + item
         assert row.tolist() == extents[extent][1][first : first + seq_len + 1].tolist()
-    assert sum(loader.served.values()) == 64 and events == []
+    assert events == []
     loader.close()
 
 

@@ -98,6 +98,8 @@ def test_a_peer_that_comes_late_misses_nothing(service, run_dir):
         first.take(step)
         first.release(step)
     time.sleep(0.5)
+    first._drain(block=False)
+    assert first._ready == 4  # no slot is overwritten before the peer has come
     late = Feed(service.address, [0], 0, 2)
     for step in range(12):
         if step >= 4:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,6 @@ class Loader:
     fetcher: Fetcher
     quarantine_limit: int = 8
     on_event: Callable[[Event], None] = lambda event: None
-    served: dict[str, int] = field(default_factory=dict)  # source -> samples
 
     def __post_init__(self) -> None:
         self.cuts = cuts_of(self.manifest, self.seq_len)
@@ -112,9 +111,6 @@ class Loader:
             left = list(range(len(located)))
         for r in sorted(left):
             self._fill(out[r], int(located.places[r]), int(located.extents[r]), int(located.samples[r]))
-        for e, count in enumerate(np.bincount(located.extents, minlength=1).tolist()):
-            source = self.manifest.extents[e].source
-            self.served[source] = self.served.get(source, 0) + count
 
     def _by_chunk(self, located: Located) -> list[Group]:
         """In the order of the chunks' first use."""
