@@ -31,7 +31,7 @@ from tests.pool import Pool
 PP, TIMES = 4, 3
 SLEEP_S, SEQ_LEN = 0.12, 256  # a whole stage's forward, asleep; the sequence that computing stages work on
 LONGER = {
-    "sleep": 4,
+    "sleep": 3,
     "compute": 2,
 }  # so many times that, for the schedules whose bubble is so small that a message's way would be seen in it
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv")

@@ -322,12 +322,14 @@ def reference_inputs(job: Job):
 class Rank:
     """One rank of a job, inside a pool worker: forms the groups, builds the engine."""
 
-    def __init__(self, job: Job, rank: int, store, generation: int):
+    def __init__(self, job: Job, rank: int, store, generation: int, prepare=lambda rank: None):
+        """`prepare(self)` is called before the engine is bound to the state."""
         self.job, self.coord = job, job.layout.coord(rank)
         self.store, self.generation = store, generation
         self.family = load_family(job.model.family)
         self.device = Device.pick(job.run.device, 0, local_ranks=64)  # so that ranks may share one
         self.state = State.create(job, self.family, self.coord, self.device)
+        prepare(self)
         self.build()
 
     def build(self):

@@ -37,7 +37,7 @@ def test_a_replica_holds_every_element_once(replica, shard, tp):
 
 @pytest.mark.parametrize("config", [EVEN, ODD, TIED, ModelConfig(), dataclasses.replace(EVEN, tied=True)])
 def test_the_parameter_count_is_the_modules(config):
-    assert sum(i.shape.numel() for i in describe(load_family("dense"), config)) == config.num_params
+    assert sum(i.numel for i in describe(load_family("dense"), config)) == config.num_params
 
 
 @given(st.integers(1, 400), st.integers(1, 300), st.data())

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.data import data_app
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 spec_app = typer.Typer(no_args_is_help=True, help="The job file: its schema.")
 app.add_typer(spec_app, name="spec")
 app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)
@@ -39,6 +41,13 @@ def train(
         list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field of the job; repeatable.")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print the resolved job and stop.")] = False,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|PATH",
+            help="Go on from a checkpoint: the newest good one of this job, or of a run's folder, or the one named.",
+        ),
+    ] = "",
 ) -> None:
     """Train. With no arguments: a small model on the Python library's own sources, on this machine."""
     from phalanx.spec import load
@@ -54,7 +63,7 @@ def train(
 
     try:
         with Console(resolved.job) as console:
-            run_job(resolved.job, resolved.origins, console)
+            run_job(resolved.job, resolved.origins, console, resume)
     except KeyboardInterrupt as stopped:
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(stopped or "stopped", file=sys.stderr)

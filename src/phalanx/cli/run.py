@@ -8,18 +8,23 @@ import os
 import platform
 import shutil
 import time
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx import __version__
 from phalanx.cli.refuse import refuse
+from phalanx.cli.resume import FOLDER, Start, check_fits, find_start
 from phalanx.cli.stop import Stop
+from phalanx.core.checkpoint import BadCheckpoint
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
+from phalanx.core.ledger import GENESIS, Record, bits
 from phalanx.core.shape import MFU_CONVENTION, MFU_EXPERTS
 from phalanx.data import source
 from phalanx.data.loader import DataLost
+from phalanx.data.run import RunData
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
 from phalanx.runtime import launch as launcher
@@ -27,8 +32,16 @@ from phalanx.runtime import launch as launcher
 WORKER = "phalanx.train.worker:main"
 STORE = "phalanx.parallel.groups:serve_store"
 DATA = "phalanx.data.service:main"
+KEEPER = "phalanx.checkpoint.keeper:main"
 MFU_CUSTOM = "6N FLOPs per token, N all parameters"
 MFU = {"dense": MFU_CONVENTION, "moe": MFU_EXPERTS}  # by family, of those whose FLOPs are counted
+
+
+HEADS = 10_000  # of the ledger that are held, for checkpoints that take long to be written
+
+
+class _Damaged(Exception):
+    """The checkpoint that was to be loaded."""
 
 
 class Listener(Protocol):
@@ -40,15 +53,19 @@ class Listener(Protocol):
     def finished(self, summary: dict[str, Any]) -> None: ...
 
 
-def run_job(job: Job, origins: dict[str, str], listener: Listener) -> dict[str, Any]:
-    """Train to the end; the summary that is also in the record. Raises UserError, RunFailed or
-    KeyboardInterrupt, each after everything has been cleaned up and recorded."""
+def run_job(job: Job, origins: dict[str, str], listener: Listener, resume: str = "") -> dict[str, Any]:
+    """Train to the end, from the checkpoint that `resume` names; the summary that is also in the record. Raises
+    UserError, RunFailed or KeyboardInterrupt, each after everything has been cleaned up and recorded."""
     refuse(job)
     with Stop() as stop:
+        noticed: list[dict[str, Any]] = []
+        start = find_start(resume, job, noticed.append) if resume else None
+        if start:
+            check_fits(start, job)
         record = _create_record(job, origins)
-        run = _Run(job, record, listener, stop)
+        run = _Run(job, record, listener, stop, start, noticed)
         try:
-            summary = run.go()
+            summary = run.go(resume)
             record.finish(summary)
         except BaseException as error:
             told = run.end(error)
@@ -80,8 +97,20 @@ def _create_record(job: Job, origins: dict[str, str]) -> RunRecord:
 
 
 class _Run:
-    def __init__(self, job: Job, record: RunRecord, listener: Listener, stop: Stop):
+    def __init__(
+        self,
+        job: Job,
+        record: RunRecord,
+        listener: Listener,
+        stop: Stop,
+        start: Start | None = None,
+        noticed: Sequence[dict[str, Any]] = (),
+    ):
         self.job, self.record, self.listener, self.stop = job, record, listener, stop
+        self.start, self.noticed = start, noticed
+        self.damage = ""  # what a rank found wrong with the checkpoint that it was to load
+        self.heads: OrderedDict[int, str] = OrderedDict()  # step -> the ledger's head before it, of the latest
+        self.data_version = ""
         self.launched = False
         self.running: set[int] = set()
         self.facts: dict[int, dict[str, Any]] = {}
@@ -92,32 +121,22 @@ class _Run:
         self.rows: deque[dict[str, Any]] = deque(maxlen=1000)  # the latest; all of them are in the record
         self.entropy = 0.0
 
-    def go(self) -> dict[str, Any]:
+    def go(self, resume: str) -> dict[str, Any]:
         started = time.monotonic()
         self.listener.starting(self.record.path)
+        for event in self.noticed:
+            self._on_checkpoint_event(event)
+        if resume and not self.start:
+            self.listener.note("no earlier checkpoint of this job was found: starting from the beginning")
         with self.stop.at_once():
             self._build_source()
         self.launched = True
-        self.listener.status(f"starting {self.job.layout.world_size} ranks: loading torch")
-        try:
-            ended = launcher.launch(
-                self.job,
-                worker_entry=WORKER,
-                store_entry=STORE,
-                data_entry=DATA,
-                preload=[WORKER.partition(":")[0]],
-                run_dir=self.record.path,
-                on_event=self._on_event,
-                stop=lambda: self.stop.asked,
-            )
-        except RunFailed as error:
-            if self.lost:
-                remedy = "`phalanx data verify` lists what is damaged; restore it, or raise data.quarantine_limit"
-                raise RunFailed(f"the data cannot be read any further: {self.lost}", remedy=remedy) from None
-            culprit = launcher.DATA if error.rank is None else error.rank
-            if culprit in self.mistakes:  # found out by a worker, but the user's to mend all the same
-                raise UserError(self.mistakes[culprit]) from None
-            raise
+        while True:
+            try:
+                ended = self._launch()
+                break
+            except _Damaged as damaged:
+                self._fall_back(str(damaged))
         return {
             "status": "done",
             **self.figures(),
@@ -126,6 +145,61 @@ class _Run:
             "digests": [d["digest"] for d in ended["done"]],
             "run_dir": str(self.record.path),
         }
+
+    def _launch(self) -> dict[str, Any]:
+        job, start = self.job, self.start
+        if start:
+            said = f"going on from {start.place['url']}/{start.reader.name}, step {start.manifest.step:,}"
+            if start.manifest.layout != job.layout:
+                said += f", saved on {start.manifest.layout.describe()}"
+            self.listener.note(said)
+            self.record.event({"type": "resume", **start.place, "step": start.manifest.step})
+            if start.manifest.data_version not in ("", self.data_version):
+                was = start.manifest.data_version[:16]
+                self.listener.note(f"the data is of another version than the checkpoint's: not {was}")
+        self.heads.clear()
+        self.heads[start.manifest.step if start else 0] = (start.manifest.ledger if start else "") or GENESIS
+        self.listener.status(f"starting {job.layout.world_size} ranks: loading torch")
+        try:
+            return launcher.launch(
+                job,
+                worker_entry=WORKER,
+                store_entry=STORE,
+                data_entry=DATA,
+                keeper_entry=KEEPER if job.checkpoint.every_steps >= 0 else None,
+                checkpoints=job.checkpoint.dir or str(self.record.path / FOLDER),
+                resume=start.place if start else None,
+                data_version=self.data_version,
+                ledger=self.heads.get,
+                preload=[WORKER.partition(":")[0]],
+                run_dir=self.record.path,
+                on_event=self._on_event,
+                stop=lambda: self.stop.asked,
+            )
+        except RunFailed as error:
+            if self.damage:
+                raise _Damaged(self.damage) from None
+            if self.lost:
+                remedy = "`phalanx data verify` lists what is damaged; restore it, or raise data.quarantine_limit"
+                raise RunFailed(f"the data cannot be read any further: {self.lost}", remedy=remedy) from None
+            culprit = launcher.DATA if error.rank is None else error.rank
+            if culprit in self.mistakes:  # found out by a worker, but the user's to mend all the same
+                raise UserError(self.mistakes[culprit]) from None
+            raise
+
+    def _fall_back(self, reason: str) -> None:
+        """To the next older checkpoint: the one that was to be loaded is damaged."""
+        assert self.start is not None
+        self.start, self.damage = self.start.next(reason, self._on_checkpoint_event), ""
+        self.facts.clear()
+        self.running.clear()
+        if self.start is None:
+            raise UserError(
+                f"no good checkpoint is left; the last was refused: {reason}",
+                field="--resume",
+                value="auto",
+                remedy="restore one from elsewhere, or start without --resume",
+            )
 
     def end(self, error: BaseException) -> BaseException:
         """Record how far the run came; returns what the caller is told. A run that was refused before
@@ -167,9 +241,14 @@ class _Run:
             self.listener.status(f"reading {self.job.data.source}: {size_bytes / 1e6:.1f} MB")
 
         built, self.entropy = source.prepare(self.job, self.record.path, on_progress)
+        self.data_version = RunData.read(self.record.path).version
         self.listener.note(built)
 
     def _on_event(self, event: dict[str, Any]) -> None:
+        if event["type"].startswith("checkpoint"):
+            event.pop("rank" if event["rank"] < 0 else "", None)
+            self._on_checkpoint_event(event)
+            return
         if event["type"] != "message":
             self.record.event(event)
             if event["type"] == "started":
@@ -189,10 +268,26 @@ class _Run:
             self.record.event(body)
             if kind == "data_quarantine":
                 self.listener.note(f"data: shard {body['shard']}, chunk {body['chunk']}: {body['reason']}; replaced")
+        elif kind == "resumed":
+            self.record.event({**body, "rank": rank})
+        elif kind == "error" and body.get("kind") == BadCheckpoint.__name__ and not self.facts:
+            self.damage = self.damage or str(body["text"])
         elif kind == "error" and body.get("kind") == UserError.__name__:
             self.mistakes[rank] = str(body["text"])
         elif kind == "error" and body.get("kind") == DataLost.__name__:
             self.lost = str(body["text"])
+
+    def _on_checkpoint_event(self, event: dict[str, Any]) -> None:
+        self.record.event(event)
+        kind = event["type"]
+        if kind == "checkpoint_failed":
+            self.listener.note(f"checkpoint {event.get('checkpoint', '')} FAILED: {event['reason']}")
+        elif kind == "checkpoint_quarantined":
+            self.listener.note(f"checkpoint {event['checkpoint']} is DAMAGED and was put aside: {event['reason']}")
+        elif kind == "checkpoint":
+            size, stall_ms = event["bytes"] / 1e6, event["stall_s"] * 1e3
+            took = f"{size:,.1f} MB in {event['drain_s']:.2f} s, training waited {stall_ms:.1f} ms"
+            self.listener.note(f"checkpoint of step {event['step']:,}: {took}")
 
     def _starting(self) -> None:
         of = f"of {self.job.layout.world_size}"
@@ -203,6 +298,7 @@ class _Run:
         if row:
             row["cursor"] = (row["step"] + 1) * self.job.train.global_batch
             self.record.metric(row)
+            self._enter(row)
             self.first_loss = self.first_loss if self.num_steps else row["loss"]
             self.num_steps += 1
             self.rows.append(row)
@@ -211,6 +307,25 @@ class _Run:
             self.record.event(noticed)
             self.listener.note(f"step {noticed['step']}: {noticed['type']} on ranks {noticed['ranks']}")
         table.events.clear()
+
+    def _enter(self, row: dict[str, Any]) -> None:
+        """The step, in the ledger."""
+        step = row["step"]
+        record = Record(
+            step=step,
+            previous=self.heads[step],
+            samples=(row["cursor"] - self.job.train.global_batch, row["cursor"]),
+            data_version=self.data_version,
+            loss_bits=bits(row["loss"]),
+            norm_bits=bits(row["grad_norm"]),
+            layout=self.job.to_dict()["layout"],
+            generation=0,
+            rng="",
+        )
+        self.record.ledger(record.to_line())
+        self.heads[step + 1] = record.hash()
+        while len(self.heads) > HEADS:
+            self.heads.popitem(last=False)
 
     def _all_facts(self) -> None:
         """Every rank has said what it runs on: the MFU's denominator is known."""

@@ -77,6 +77,16 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    dir: str = ""  # folder or URL; "": in the run record
+    every_steps: int = 0  # to the durable tier; 0: derived, -1: no checkpoints
+    memory_every_steps: int = 0  # to the memory tier; 0: derived
+    keep_last: int = 3
+    keep_every: int = 0  # steps; 0: none beside the last
+    failures: float = 3.79  # per 1000 node-days, before the run has seen any of its own
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     dir: str = "runs"
     device: str = "auto"
@@ -94,6 +104,7 @@ class Job:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     @property

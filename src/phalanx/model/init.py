@@ -5,6 +5,7 @@ and gets the very numbers a single process would. Drawn on the host, in fp32, on
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ def _key(seed: int, name: str, block: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def draw(seed: int, name: str, shape: torch.Size, init: Init, rows: slice, cols: slice, out: Tensor) -> None:
+def draw(seed: int, name: str, shape: tuple[int, ...], init: Init, rows: slice, cols: slice, out: Tensor) -> None:
     """Fill `out` with rows x cols of parameter `name` of the given full shape. `cols` cuts dim 1."""
     if init.std == 0.0 or out.numel() == 0:
         out.fill_(init.mean)
         return
-    row_numel = max(1, shape.numel() // max(1, shape[0]))
+    row_numel = max(1, math.prod(shape[1:]))
     per_block = max(1, BLOCK_NUMEL // row_numel)
     for block in range(rows.start // per_block, -(-rows.stop // per_block)):
         start, stop = block * per_block, min((block + 1) * per_block, shape[0])

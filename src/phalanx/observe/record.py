@@ -17,19 +17,19 @@ Row = dict[str, Any]
 
 
 class RunRecord:
-    """job.json, meta.json, metrics.jsonl (a line per step), events.jsonl, logs/, summary.json."""
+    """job.json, meta.json, metrics.jsonl and ledger.jsonl (a line per step), events.jsonl, logs/, summary.json."""
 
     def __init__(self, path: Path, writable: bool = False):
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._files = {n: os.open(path / f"{n}.jsonl", flags, 0o644) for n in ("metrics", "events") if writable}
+        names = ("metrics", "events", "ledger") if writable else ()
+        self._files = {name: os.open(path / f"{name}.jsonl", flags, 0o644) for name in names}
 
     @staticmethod
     def create(root: Path, name: str, meta: Row, job: Row | None = None) -> RunRecord:
         """`job`: the resolved job and where each value came from; `meta`: versions, host, promise."""
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
-        path = Path(root) / f"{safe}-{stamp}-{secrets.token_hex(2)}"
+        path = Path(root) / f"{_safe(name)}-{stamp}-{secrets.token_hex(2)}"
         path.mkdir(parents=True)
         (path / "logs").mkdir()
         _write(path / "job.json", job or {})
@@ -51,6 +51,9 @@ class RunRecord:
 
     def event(self, event: Row) -> None:
         self._append("events", {"time": time.time(), **event})
+
+    def ledger(self, line: str) -> None:
+        self._append_line("ledger", line)
 
     def finish(self, summary: Row) -> None:
         _write(self.path / "summary.json", summary)
@@ -83,10 +86,24 @@ class RunRecord:
 
     def _append(self, name: str, row: Row) -> None:
         # One write on a file opened for appending: a reader sees whole lines, a crash can tear the last one only.
-        line = (_json(row) + "\n").encode()
+        self._append_line(name, _json(row))
+
+    def _append_line(self, name: str, text: str) -> None:
+        line = (text + "\n").encode()
         taken = os.write(self._files[name], line)
         if taken < len(line):  # the disk is full, which only the next write is told
             os.write(self._files[name], line[taken:])
+
+
+def run_folders(root: Path, name: str) -> list[Path]:
+    """Of the runs of a job, the newest first."""
+    pattern = re.compile(re.escape(_safe(name)) + r"-\d{8}T\d{6}Z-[0-9a-f]{4}")
+    found = [path for path in root.glob(f"{_safe(name)}-*") if pattern.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (path.name.rsplit("-", 2)[1], path.stat().st_mtime), reverse=True)
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
 
 
 def _json(value: Any, indent: int | None = None) -> str:

@@ -91,6 +91,12 @@ class Device:
             return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
+    def pin(self, host: torch.Tensor) -> torch.Tensor:
+        """Memory that is there already, such as what is shared with another process, as `host_bytes` has it."""
+        if not self.is_cpu:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))  # or HIP's
+        return host
+
     def hold(self, tensor: torch.Tensor, stream: torch.Stream | None = None) -> None:
         """`tensor` is read on this stream (default: the current one), which is not the one it was
         made on: its memory must not be reused before that, even if we let go of it now."""

@@ -96,6 +96,7 @@ class Gang:
         self._failures: dict[int, Failure] = {}  # in the order in which they were seen
         self._lost = ""
         self._queue: deque[Message] = deque()
+        self.spared: set[int] = set()  # who is not ended with the others
 
     def spawn(self, worker: int, name: str, entry: str, args: dict[str, Any], log: Path) -> None:
         self._names[worker], self._logs[worker] = name, log
@@ -155,7 +156,7 @@ class Gang:
             if left <= 0:
                 break
             self._take(min(left, 0.05))
-        for worker in list(self.client.running):
+        for worker in set(self.client.running) - self.spared:
             self.client.kill(worker)
 
     def _verdict(self) -> RunFailed:

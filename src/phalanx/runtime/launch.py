@@ -1,5 +1,5 @@
-"""Launch a job on this machine: a store and a data service, then one worker per rank, watched until all are done
-or one fails.
+"""Launch a job on this machine: a store, a data service and keepers of checkpoints, then one worker per rank, watched
+until all are done or one fails.
 
 Which code the workers run is named by the caller; this module never imports it.
 """
@@ -14,15 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpoint.memory import buddies
 from phalanx.core.errors import RunFailed
 from phalanx.core.job import Job
 from phalanx.runtime.client import NodeClient
 from phalanx.runtime.gang import Gang
+from phalanx.runtime.saving import BODIES as SAVING
+from phalanx.runtime.saving import Saving, num_nodes
 from phalanx.runtime.wire import Message, Schemas, check
 
-STORE, DATA = -1, -2  # worker numbers of what is not a rank
+STORE, DATA, KEEPER = -1, -2, -3  # worker numbers of what is not a rank; node n's keeper is KEEPER - n
 START_LIMIT_S = 300.0
 EXIT_LIMIT_S = 10.0  # from the last "done" to the last exit
+COMMIT_LIMIT_S = 60.0  # from the last "done" to the commit of the last checkpoint
+FLUSH_LIMIT_S = 120.0  # to write what is in memory, after a failure
 POLL_S = 0.1
 
 BODIES: Schemas = {
@@ -62,12 +67,20 @@ def launch(
     worker_entry: str,
     store_entry: str,
     data_entry: str | None = None,
+    keeper_entry: str | None = None,
+    resume: dict[str, str] | None = None,
+    checkpoints: str = "",
+    data_version: str = "",
+    ledger: Callable[[int], str | None] | None = None,
     preload: list[str],
     run_dir: Path,
     on_event: Callable[[dict[str, Any]], None],
     stop: Callable[[], bool],
 ) -> dict[str, Any]:
     """Run the job to its end and return a summary; RunFailed when it fails, KeyboardInterrupt when `stop()`.
+
+    With a keeper, checkpoints go to the folder or URL `checkpoints`; `ledger(step)` is the hash of the last step
+    before; `resume` names where to begin: {"url", "name"}.
 
     `on_event` hears {"type": "started", "rank", "pid"}, {"type": "ready", "start_s"} once all ranks are,
     {"type": "message", "rank", "body"}, {"type": "hang", "rank", "reason", "progress"} and
@@ -77,7 +90,15 @@ def launch(
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with NodeClient(preload, env=_environment(), log=logs / "node.log") as client:
-        return _Launch(job, Gang(client), on_event, stop).run(worker_entry, store_entry, data_entry, run_dir)
+        launched = _Launch(job, Gang(client), on_event, stop)
+        launched.saving.ledger = ledger or launched.saving.ledger
+        launched.resume, launched.data_version = resume, data_version
+        try:
+            return launched.run(worker_entry, store_entry, data_entry, keeper_entry, checkpoints, run_dir)
+        except RunFailed:
+            launched.flush()
+            launched.saving.tell_all()
+            raise
 
 
 def _environment() -> dict[str, str]:
@@ -101,17 +122,38 @@ class _Launch:
         self.results: dict[int, Message] = {}
         self.start = time.monotonic()
         self.start_s = 0.0
+        self.resume: dict[str, str] | None = None
+        self.data_version = ""
+        self.saving = Saving(job, self._to_keeper, self._to_ranks, lambda event: self.on_event({**event, "rank": -1}))
 
-    def run(self, worker_entry: str, store_entry: str, data_entry: str | None, run_dir: Path) -> dict[str, Any]:
+    def _to_keeper(self, node: int, message: Message) -> None:
+        self.gang.client.send(KEEPER - node, message)
+
+    def _to_ranks(self, message: Message) -> None:
+        for rank in self.ranks - self.gang.ended - self.results.keys():
+            self.gang.client.send(rank, message)
+
+    def run(
+        self,
+        worker_entry: str,
+        store_entry: str,
+        data_entry: str | None,
+        keeper_entry: str | None,
+        checkpoints: str,
+        run_dir: Path,
+    ) -> dict[str, Any]:
         logs = run_dir / "logs"
         self.gang.spawn(STORE, "the store", store_entry, {}, logs / "store.log")
         if data_entry:
             self.gang.spawn(DATA, "the data service", data_entry, {"run_dir": str(run_dir)}, logs / "data.log")
         else:
             self.data = {}
-        while self.store is None or self.data is None:
+        if keeper_entry:
+            self._spawn_keepers(keeper_entry, checkpoints, logs)
+        while self.store is None or self.data is None or len(self.saving.keepers) < self.num_keepers:
             self._turn()
-            self._check_start("the store" if self.store is None else "the data service")
+            self._check_start("the store" if self.store is None else "the data service or a keeper")
+        self._pair_keepers()
         self.gang.client.watch(self.limit.limit_s)
         for rank in sorted(self.ranks):
             args = {
@@ -123,6 +165,8 @@ class _Launch:
                 "data": {k: v for k, v in self.data.items() if k != "type"},
                 "generation": 0,
                 "run_dir": str(run_dir),
+                "resume": self.resume,
+                "keeper": self._keeper_of(rank),
             }
             self.gang.spawn(rank, f"rank {rank}", worker_entry, args, logs / f"rank-{rank:05d}.log")
         while not self.ranks <= self.ready:
@@ -137,6 +181,7 @@ class _Launch:
         deadline = time.monotonic() + EXIT_LIMIT_S
         while not self.ranks <= self.gang.ended and time.monotonic() < deadline:
             self._turn()
+        self._wait_for_commit()
         return {
             "world_size": len(self.ranks),
             "start_s": self.start_s,
@@ -144,6 +189,72 @@ class _Launch:
             "hang_timeout_s": self.limit.limit_s,
             "done": [self.results[rank] for rank in sorted(self.ranks)],
         }
+
+    # -- checkpoints
+
+    num_keepers = 0
+
+    def _spawn_keepers(self, entry: str, url: str, logs: Path) -> None:
+        c, layout = self.job.checkpoint, self.job.layout
+        self.num_keepers = num_nodes(layout)
+        per_node = layout.ranks_per_node or layout.world_size
+        for node in range(self.num_keepers):
+            args = {
+                "url": url,
+                "ranks": min(per_node, layout.world_size - node * per_node),
+                "keep_last": c.keep_last,
+                "keep_every": c.keep_every,
+                "token": self.saving.token,
+                "has_buddy": self.num_keepers > 1,
+            }
+            number = KEEPER - node
+            self.gang.spared.add(number)
+            self.gang.spawn(number, f"the keeper of node {node}", entry, args, logs / f"keeper-{node}.log")
+
+    def _pair_keepers(self) -> None:
+        """Each with a buddy on another node."""
+        for node, other in enumerate(buddies([str(node) for node in range(self.num_keepers)])):
+            if other is not None:
+                port = self.saving.keepers[other]["port"]
+                self._to_keeper(node, {"type": "buddy", "host": "127.0.0.1", "port": port})
+
+    def _keeper_of(self, rank: int) -> dict[str, Any] | None:
+        if not self.num_keepers:
+            return None
+        address = self.saving.keepers[self.job.layout.node(rank)]["address"]
+        return {"address": address, "run": self.saving.run, "generation": 0, "data_version": self.data_version}
+
+    def _wait_for_commit(self) -> None:
+        """Of the checkpoint after the last step, whose files are written."""
+        deadline = time.monotonic() + COMMIT_LIMIT_S
+        last = self.job.train.steps
+        while self.num_keepers and last not in self.saving.committed and not self.saving.failed:
+            if time.monotonic() > deadline:
+                return
+            self._turn()
+
+    def flush(self) -> None:
+        """The ranks are gone, their snapshots are not: what is newer than the last checkpoint is written out."""
+        saving, client = self.saving, self.gang.client
+        keepers = {KEEPER - node: node for node in saving.keepers}
+        if not keepers or not keepers.keys() <= client.running.keys():
+            return
+        for node in keepers.values():
+            self._to_keeper(node, {"type": "held"})
+        deadline, step, asked = time.monotonic() + FLUSH_LIMIT_S, 0, False
+        while time.monotonic() < deadline and not saving.failed:
+            event = client.events(POLL_S)
+            if event and event["type"] in ("node_lost", "exit") and event.get("worker", KEEPER) in keepers:
+                return
+            if event and event["type"] == "message" and event["worker"] in keepers:
+                saving.on_keeper(keepers[event["worker"]], event["body"])
+                saving.commit_what_is_written(at_once=True)
+            if len(saving.held) == len(keepers) and not asked:
+                asked, step = True, saving.newest_common()
+                for node in keepers.values() if step else ():
+                    self._to_keeper(node, {"type": "drain", "step": step})
+            if asked and (not step or step in saving.committed):
+                return
 
     def _check_start(self, name: str) -> None:
         limit_s = max(START_LIMIT_S, self.job.run.hang_timeout_s)
@@ -177,14 +288,21 @@ class _Launch:
         if kind == "data" and rank == DATA:
             self.data = body
             return
+        if kind in SAVING and rank <= KEEPER:
+            self.saving.on_keeper(KEEPER - rank, body)
+            return
         if kind == "ready":
             self.ready.add(rank)
             return
-        if kind == "step" and self.limit.add(body["step"], body["time_s"]):
-            self.gang.client.watch(self.limit.limit_s)
+        if kind == "step":
+            self.saving.on_step(body["step"], body["time_s"], body.get("snapshot"))
+            if self.limit.add(body["step"], body["time_s"]):
+                self.gang.client.watch(self.limit.limit_s)
         elif kind == "done":
             self.results[rank] = body
         self._tell({"type": "message", "rank": rank, "body": body})
+        if kind == "step":
+            self.saving.commit_what_is_written()
 
     def _tell(self, event: dict[str, Any]) -> None:
         """Of ranks everything, of the others what they have to say."""

@@ -14,13 +14,22 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from pydantic_core import PydanticCustomError
 
 from phalanx.core.image import SYNTHETIC_IMAGES
-from phalanx.core.job import SCHEMES, CollectivesConfig, DataConfig, Job, OptimizerConfig, RunConfig, TrainConfig
+from phalanx.core.job import (
+    SCHEMES,
+    CheckpointConfig,
+    CollectivesConfig,
+    DataConfig,
+    Job,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 from phalanx.core.layout import Layout
 from phalanx.core.shape import FAMILIES, ModelConfig
 from phalanx.spec.presets import PRESETS
 
 JOB, MODEL, LAYOUT, TRAIN = Job(), ModelConfig(), Layout(), TrainConfig()
-COLLECTIVES = CollectivesConfig()
+COLLECTIVES, CHECKPOINT = CollectivesConfig(), CheckpointConfig()
 OPTIMIZER, DATA, RUN = OptimizerConfig(), DataConfig(), RunConfig()
 
 
@@ -69,6 +78,10 @@ def _source(source: str, info: ValidationInfo) -> str:
         usage = f'write "{DATA.source}", "{SYNTHETIC_IMAGES}", the path of text, or the folder or URL of a data set'
         raise _refuse(f"there is no file or folder {path}", did_you_mean(source, known) + usage)
     return path
+
+
+def _place(place: str, info: ValidationInfo) -> str:
+    return place if urlsplit(place).scheme in SCHEMES else _folder(place, info)
 
 
 def _folder(path: str, info: ValidationInfo) -> str:
@@ -287,6 +300,30 @@ class DataSection(Section):
     )
 
 
+class CheckpointSection(Section):
+    """How often the state is saved, and where. What is not given follows from what a checkpoint costs here."""
+
+    dir: Annotated[str, AfterValidator(_place)] = option(
+        CHECKPOINT.dir, "Folder or URL of a bucket that checkpoints go to; empty means `checkpoints` in the run record."
+    )
+    every_steps: int = option(
+        CHECKPOINT.every_steps,
+        "Steps between checkpoints; 0 derives them from cost and failure rate, -1 makes none. One follows the last "
+        "step.",
+        ge=-1,
+    )
+    memory_every_steps: int = option(
+        CHECKPOINT.memory_every_steps, "Steps between snapshots that stay in the hosts' memory; 0 derives them.", ge=0
+    )
+    keep_last: int = option(CHECKPOINT.keep_last, "Newest checkpoints that are kept.", ge=1)
+    keep_every: int = option(
+        CHECKPOINT.keep_every, "Checkpoints at multiples of so many steps are kept as well; 0 keeps none.", ge=0
+    )
+    failures: float = option(
+        CHECKPOINT.failures, "Failures per 1000 node-days that are expected before the run has seen any.", gt=0
+    )
+
+
 class RunSection(Section):
     """Where and on what the job runs."""
 
@@ -320,6 +357,7 @@ class JobFile(Section):
     optimizer: OptimizerSection = OptimizerSection()
     collectives: CollectivesSection = CollectivesSection()
     data: DataSection = DataSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     run: RunSection = RunSection()
 
 

@@ -80,7 +80,7 @@ class Engine:
         self._summed_over_tp = whole
         uncounted = set(whole) if coord.tp else set()
         self._counted = [i.name for i in state.infos if i.name not in uncounted]
-        self.num_params = sum(i.shape.numel() for i in describe(family, job.model))
+        self.num_params = sum(i.numel for i in describe(family, job.model))
 
     def _bind(self) -> None:
         """Make the wrapped model's parameters the very tensors of the state."""

@@ -33,6 +33,9 @@ class Optimizer(Protocol):
     def moments(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Its step count and moments, not to be written to; none if it has no element, or no step yet."""
 
+    def restore(self, moments: dict[nn.Parameter, dict[str, Tensor]], updates: int) -> None:
+        """Go on from these moments, after so many updates."""
+
     def held_bytes(self) -> dict[str, int]:
         """Bytes of moments by place: device, host, file."""
 
@@ -55,6 +58,13 @@ def build_optimizer(job: Job, params: Iterable[nn.Parameter], device: Device) ->
 class Resident(torch.optim.AdamW):
     def moments(self, param: nn.Parameter) -> dict[str, Tensor]:
         return dict(self.state.get(param, {}))
+
+    def restore(self, moments: dict[nn.Parameter, dict[str, Tensor]], updates: int) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:  # the count where torch wants it
+                where = param.device if group["fused"] else torch.device("cpu")
+                count = torch.tensor(float(updates), dtype=torch.float32, device=where)
+                self.state[param] = {"step": count, **{key: moments[param][key].to(param.device) for key in MOMENTS}}
 
     def held_bytes(self) -> dict[str, int]:
         held = [state[key] for state in self.state.values() for key in MOMENTS]
@@ -164,6 +174,16 @@ class Streamed:
         if not found["step"]:
             return {}
         return {"step": found["step"][0]} | {key: torch.cat(found[key]).view(param.shape) for key in MOMENTS}
+
+    def restore(self, moments: dict[nn.Parameter, dict[str, Tensor]], updates: int) -> None:
+        for i, parcel in enumerate(self._parcels):
+            stored_2N = self._as_moments(self.stream.read(i))
+            for row, key in enumerate(MOMENTS):
+                for piece, room in zip(parcel.pieces, parcel.moments(stored_2N, row), strict=True):
+                    room.copy_(moments[piece.param][key].view(-1)[piece.start : piece.stop])
+            for steps in parcel.steps:
+                steps.fill_(updates)
+            self.stream.store.keep(i, None)
 
     def held_bytes(self) -> dict[str, int]:
         return self.stream.held_bytes()

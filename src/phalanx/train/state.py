@@ -4,35 +4,40 @@ outside the engine, which is thrown away after a failure; engines borrow these t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from phalanx.core.checkpoint import Entry
+from phalanx.core.held import Held
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.model.family import Family
 from phalanx.model.init import draw
 from phalanx.parallel.device import Device
-from phalanx.parallel.schema import ParamInfo, describe, describe_buffers
+from phalanx.parallel.schema import describe, describe_buffers
 from phalanx.parallel.shard import MASTER_DTYPE
-from phalanx.train.optimizer import Optimizer, build_optimizer
+from phalanx.train.optimizer import MOMENTS, Optimizer, build_optimizer
 
 DIGEST_LIMIT_BYTES = 1 << 28
 
 
 @dataclass
 class State:
-    infos: list[ParamInfo]
+    infos: list[Held]
     params: dict[str, nn.Parameter]  # local slices, in the master precision
     optimizer: Optimizer
-    buffers: dict[str, torch.Tensor]  # whole on every rank of the stage
+    buffers: dict[str, Tensor]  # whole on every rank of the stage
+    entries: list[Entry]  # of a checkpoint: what all ranks together hold
     step: int = 0
 
     @staticmethod
     def create(job: Job, family: Family, coord: Coord, device: Device) -> State:
         """First values: the same whole weights on any layout."""
-        infos = [i for i in describe(family, job.model, job.layout) if i.held_by(job.layout, coord)]
+        everywhere = describe(family, job.model, job.layout)
+        infos = [i for i in everywhere if i.held_by(job.layout, coord)]
         params = {}
         for info in infos:
             shape = info.local_shape(job.layout, coord)
@@ -41,15 +46,44 @@ class State:
             draw(job.seed, info.name, info.shape, family.init(info.name, job.model), rows, cols, local)
             params[info.name] = nn.Parameter(local.to(device.torch))
         dtype = MASTER_DTYPE[job.train.precision]
+        described = describe_buffers(family, job.model, job.layout)
         buffers = {
-            name: torch.full(shape, value, dtype=dtype, device=device.torch)
-            for name, shape, value in describe_buffers(family, job.model, job.layout, coord)
+            held.name: torch.full(held.shape, value, dtype=dtype, device=device.torch)
+            for held, value in described
+            if held.held_by(job.layout, coord)
         }
-        return State(infos, params, build_optimizer(job, params.values(), device), buffers)
+        entries = _entries(everywhere, [held for held, _ in described], job)
+        return State(infos, params, build_optimizer(job, params.values(), device), buffers, entries)
 
-    def moments(self, name: str) -> dict[str, torch.Tensor]:
+    def moments(self, name: str) -> dict[str, Tensor]:
         """The optimizer's step count and moments of one parameter, wherever they are kept."""
         return self.optimizer.moments(self.params[name])
+
+    # -- what a checkpoint has of it
+
+    def get(self, name: str) -> Tensor:
+        """This rank's slice of one of the `entries`."""
+        kind, _, what = name.partition("/")
+        if kind == "weights":
+            return self.params[what]
+        return self.buffers[what] if kind == "buffers" else self.moments(what)[kind]
+
+    def restore(self, fill: Callable[[Callable[[str], Tensor]], object], step: int, updates: int) -> None:
+        """Go on from a checkpoint of `step`: `fill` is given this rank's slices by name, to be written to. Without
+        updates it has no moments, and the optimizer starts anew."""
+        moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+        dtypes = {e.held.name: getattr(torch, e.dtype) for e in self.entries}
+        for name, param in self.params.items():
+            moments[param] = {key: torch.empty_like(param, dtype=dtypes[f"{key}/{name}"]) for key in MOMENTS}
+
+        def room(name: str) -> Tensor:
+            kind, _, what = name.partition("/")
+            return moments[self.params[what]][kind].detach() if kind in MOMENTS else self.get(name)
+
+        fill(room)
+        if updates:
+            self.optimizer.restore(moments, updates)
+        self.step = step
 
     def digest(self) -> dict[str, str] | None:
         """SHA-256 of the bytes of the local weights, and of the optimizer's moments. None for more
@@ -66,6 +100,22 @@ class State:
         return {"weights": weights.hexdigest(), "optimizer": moments.hexdigest()}
 
 
-def _bytes(name: str, tensor: torch.Tensor) -> bytes:
+def _entries(params: list[Held], buffers: list[Held], job: Job) -> list[Entry]:
+    master = MASTER_DTYPE[job.train.precision]
+    kept = torch.bfloat16 if job.optimizer.state == "bf16" else master
+    dtypes = {"weights": _name(master), **dict.fromkeys(MOMENTS, _name(kept))}
+    out = [Entry(_named(kind, held), dtype) for held in params for kind, dtype in dtypes.items()]
+    return out + [Entry(_named("buffers", held), _name(master)) for held in buffers]
+
+
+def _named(kind: str, held: Held) -> Held:
+    return Held(f"{kind}/{held.name}", held.shape, held.tp_dim, held.stage, held.experts, held.whole)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(name: str, tensor: Tensor) -> bytes:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return name.encode() + flat.cpu().numpy().tobytes()

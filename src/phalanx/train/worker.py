@@ -21,6 +21,7 @@ from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups, connect_store
 from phalanx.parallel.shard import COMPUTE_DTYPE
 from phalanx.train.engine import Engine, StepResult
+from phalanx.train.saving import Saver, resume
 from phalanx.train.state import State
 
 
@@ -34,11 +35,16 @@ def main(channel: Any, args: dict[str, Any]) -> None:
     family = load_family(job.model.family)
     check_family(family, job.model)
     state = State.create(job, family, coord, device)
+    if start := args.get("resume"):
+        channel.send(resume(job, coord, state, device, start["url"], start["name"]))
     store = connect_store(args["store"]["host"], args["store"]["port"])
     groups = Groups.form(store, args["generation"], job.layout, coord, device, bool(family.experts), job.collectives)
     engine = Engine(job, family, coord, groups, state, device, mark=channel.progress.mark)
     peers = job.layout.world_size // job.layout.data_ranks
     source = Batches(job, Feed(args["data"]["address"], engine.indices, state.step, peers))
+    saver = None
+    if keeper := args.get("keeper"):
+        saver = Saver(job, coord, state, groups, device, channel, keeper)
     channel.send({"type": "facts", **_facts(job, engine, device)})
     channel.send({"type": "ready"})
     previous: tuple[int, float, StepResult, dict[str, Any]] | None = None
@@ -46,13 +52,21 @@ def main(channel: Any, args: dict[str, Any]) -> None:
         began, step = time.perf_counter(), state.step
         channel.progress.mark(Phase.loading, step=step)
         batches, fed = source.take(step)
-        result = engine.step(batches)
+        result = engine.gradients(batches)
+        channel.progress.mark(Phase.optimizer)
+        if saver:
+            fed |= saver.before_update()
+        engine.update(result)
+        if saver:
+            saver.after_update(result.grad_norm)
         if previous:
             _report(channel, coord, *previous)
         previous = (step, time.perf_counter() - began, result, fed)
     if previous:
         _report(channel, coord, *previous)
     channel.progress.mark(Phase.done)
+    if saver:
+        saver.finish()
     channel.send({"type": "done", "digest": state.digest(), "step": state.step})
     engine.close()
     groups.close()

@@ -1,0 +1,146 @@
+"""Copies of snapshots on a buddy node: one TCP connection per snapshot, a token first, then the sealed slot as it is.
+What arrives is verified chunk by chunk before it replaces an older copy."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import struct
+import threading
+from typing import Any
+
+from phalanx.checkpoint.memory import SLOTS, Slot
+from phalanx.core.checkpoint import BadCheckpoint
+
+_LENGTH = struct.Struct(">I")
+HELLO_BYTES = 1 << 16
+TIMEOUT_S = 60.0
+
+
+class BuddyServer:
+    """Keeps the newest two copies of every rank that was pushed here, and hands them out. On loopback unless told
+    otherwise."""
+
+    def __init__(self, token: str, host: str = "127.0.0.1"):
+        self.token, self.copies = token, dict[int, list[Slot]]()
+        self._lock = threading.Lock()
+        self._server = socket.create_server((host, 0))
+        self.port: int = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True, name="phalanx-buddy").start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                conn, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(conn,), daemon=True).start()
+
+    def _serve(self, conn: socket.socket) -> None:
+        with conn, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            conn.settimeout(TIMEOUT_S)
+            hello = _receive(conn)
+            if not hmac.compare_digest(str(hello["token"]), self.token):
+                return
+            rank = int(hello["rank"])
+            if hello["type"] == "push":
+                self._take(conn, rank, int(hello["image_bytes"]), int(hello["own_bytes"]))
+            else:
+                self._give(conn, rank)
+
+    def _take(self, conn: socket.socket, rank: int, image_bytes: int, own_bytes: int) -> None:
+        slot = self._room(rank, image_bytes, own_bytes)
+        slot.break_seal()
+        _fill(conn, memoryview(slot.memory))
+        error = ""
+        try:
+            if slot.header() is None:
+                raise BadCheckpoint("the seal does not hold")
+            slot.verify()
+        except BadCheckpoint as bad:
+            slot.break_seal()
+            error = str(bad)
+        with self._lock:
+            copies = self.copies.setdefault(rank, [])
+            if slot in copies:
+                copies.remove(slot)
+            copies.append(slot)  # the newest last
+        _send(conn, {"error": error})
+
+    def _room(self, rank: int, image_bytes: int, own_bytes: int) -> Slot:
+        """Where the oldest copy is, once there are two."""
+        with self._lock:
+            copies = self.copies.setdefault(rank, [])
+            if copies and copies[0].image_bytes != image_bytes:
+                copies.clear()
+            return Slot(image_bytes, own_bytes) if len(copies) < SLOTS else copies[0]
+
+    def _give(self, conn: socket.socket, rank: int) -> None:
+        with self._lock:
+            whole = [slot for slot in self.copies.get(rank, []) if slot.header()]
+        if not whole:
+            _send(conn, {"error": f"there is no whole copy of rank {rank} here"})
+            return
+        slot = max(whole, key=_step)
+        _send(conn, {"error": "", "image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes})
+        conn.sendall(slot.memory)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def _step(slot: Slot) -> int:
+    header = slot.header()
+    return header["step"] if header else -1
+
+
+def push(address: tuple[str, int], token: str, rank: int, slot: Slot) -> None:
+    with socket.create_connection(address, TIMEOUT_S) as conn:
+        sizes = {"image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes}
+        _send(conn, {"type": "push", "token": token, "rank": rank, **sizes})
+        conn.sendall(slot.memory)
+        error = _receive(conn)["error"]
+    if error:
+        raise BadCheckpoint(f"the copy at the buddy node is damaged: {error}")
+
+
+def fetch(address: tuple[str, int], token: str, rank: int) -> Slot:
+    """A rank's newest copy, verified."""
+    with socket.create_connection(address, TIMEOUT_S) as conn:
+        _send(conn, {"type": "get", "token": token, "rank": rank})
+        reply = _receive(conn)
+        if reply["error"]:
+            raise BadCheckpoint(reply["error"])
+        slot = Slot(int(reply["image_bytes"]), int(reply["own_bytes"]))
+        _fill(conn, memoryview(slot.memory))
+    if slot.header() is None:
+        raise BadCheckpoint(f"the copy of rank {rank} came without a seal that holds")
+    slot.verify()
+    return slot
+
+
+def _fill(conn: socket.socket, room: memoryview) -> None:
+    done = 0
+    while done < len(room):
+        got = conn.recv_into(room[done:])
+        if not got:
+            raise ConnectionError("the connection ended in the middle of a snapshot")
+        done += got
+
+
+def _send(conn: socket.socket, message: dict[str, Any]) -> None:
+    body = json.dumps(message).encode()
+    conn.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def _receive(conn: socket.socket) -> dict[str, Any]:
+    head = bytearray(_LENGTH.size)
+    _fill(conn, memoryview(head))
+    (size,) = _LENGTH.unpack(head)
+    if size > HELLO_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    body = bytearray(size)
+    _fill(conn, memoryview(body))
+    return json.loads(bytes(body))

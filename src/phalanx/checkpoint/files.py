@@ -1,0 +1,337 @@
+"""A checkpoint's files: written, committed, read and verified. A checkpoint exists when its manifest does, and that
+is written last; nothing is ever overwritten. Needs no torch."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import blake3
+import numpy as np
+import xxhash
+
+from phalanx.core.checkpoint import CHUNK_BYTES, MANIFEST, PAGE_BYTES, BadCheckpoint, Manifest, chunks, file_name
+from phalanx.core.store import Folder, ObjectStore, Store, sync_folder
+
+HASH_BYTES = 16
+RUN_CHUNKS = 8  # read at once
+WRITE_BYTES = 8 << 20  # written at once
+
+
+def hash_of(data: Any) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def hash_chunks(image: memoryview, start: int, stop: int) -> bytes:
+    return b"".join(hash_of(image[a:b]) for a, b in chunks(start, stop))
+
+
+# -- writing
+
+
+def make_tail(header: dict[str, Any], rng: bytes, hashes: bytes) -> bytes:
+    """The end of a file: one line that says whose it is, then the hashes of the chunks before it."""
+    line = json.dumps({**header, "rng": base64.b64encode(rng).decode()}, separators=(",", ":"))
+    return line.encode() + b"\n" + hashes
+
+
+def root_of(tail: bytes) -> str:
+    return blake3.blake3(tail).hexdigest()
+
+
+def write_file(store: Store, name: str, own: memoryview, tail: bytes) -> None:
+    """All of it, on the disk when this returns. FileExistsError: somebody has written it before."""
+    if isinstance(store, Folder):
+        _write_local(store.path / name, own, tail)
+    else:
+        assert isinstance(store, ObjectStore)
+        pieces = [own[at : at + WRITE_BYTES] for at in range(0, len(own), WRITE_BYTES)]
+        store.write_pieces(name, [*pieces, tail])
+
+
+def _write_local(path: Path, own: memoryview, tail: bytes) -> None:
+    """Past the page cache where the file system and the memory's address allow it: the trainer's cores are not
+    needed for that."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with contextlib.suppress(OSError):  # one extent, where the file system can
+            os.posix_fallocate(fd, 0, len(own) + len(tail))
+        with contextlib.suppress(OSError):
+            _set_direct(fd, True)
+        done = 0
+        while done < len(own):
+            try:
+                done += os.pwrite(fd, own[done : done + WRITE_BYTES], done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _set_direct(fd, False):
+                    raise
+        _set_direct(fd, False)
+        done = 0
+        while done < len(tail):
+            done += os.pwrite(fd, tail[done:], len(own) + done)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _set_direct(fd: int, on: bool) -> bool:
+    """Whether that changed anything."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    wanted = flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
+    if wanted != flags:
+        fcntl.fcntl(fd, fcntl.F_SETFL, wanted)
+    return wanted != flags
+
+
+def make_folder(store: Store, name: str) -> None:
+    """For a checkpoint's files; on an object store there is nothing to make."""
+    if isinstance(store, Folder):
+        (store.path / name).mkdir(parents=True, exist_ok=True)
+        sync_folder(store.path)
+
+
+def commit(store: Store, manifest: Manifest) -> None:
+    """From here on it exists. Everything that it names must be on the disk."""
+    if isinstance(store, Folder):
+        sync_folder(store.path / manifest.name)  # the names of the files, before the name of the manifest
+    body = manifest.to_json()
+    store.write(f"{manifest.name}/{MANIFEST}", root_of(body).encode() + b"\n" + body, overwrite=False)
+
+
+# -- reading
+
+
+@dataclass(slots=True)
+class File:
+    """The verified tail of a rank's file."""
+
+    name: str
+    own_bytes: int
+    header: dict[str, Any]
+    rng: bytes
+    hashes: bytes
+
+
+class Request(NamedTuple):
+    """Bytes [start, stop) of a rank's own pieces, wanted in `room`."""
+
+    rank: int
+    start: int
+    stop: int
+    room: memoryview
+
+
+class Reader:
+    """Of one committed checkpoint. Whatever it hands out has been verified; BadCheckpoint otherwise."""
+
+    def __init__(self, store: Store, name: str, threads: int = 4):
+        self.store, self.name, self.threads = store, name, threads
+        self.manifest = read_manifest(store, name)
+        self._files: dict[int, File] = {}
+
+    def file(self, rank: int) -> File:
+        if rank not in self._files:
+            self._files[rank] = self._read_tail(rank)
+        return self._files[rank]
+
+    def _read_tail(self, rank: int) -> File:
+        m, name = self.manifest, f"{self.name}/{file_name(rank)}"
+        size, root = m.files[rank]
+        own_bytes = m.plan(rank).own_bytes
+        tail = bytes(self._range(name, own_bytes, size))
+        if len(tail) != size - own_bytes:
+            raise BadCheckpoint(f"{name}: has {own_bytes + len(tail)} bytes or fewer instead of {size}")
+        if root_of(tail) != root:
+            raise BadCheckpoint(f"{name}: its tail has the blake3 {root_of(tail)[:16]}… instead of {root[:16]}…")
+        line, _, hashes = tail.partition(b"\n")
+        header = json.loads(line)
+        return File(name, own_bytes, header, base64.b64decode(header.pop("rng")), hashes)
+
+    def _range(self, name: str, start: int, stop: int) -> Any:
+        try:
+            return self.store.read_range(name, start, stop)
+        except FileNotFoundError:
+            raise BadCheckpoint(f"{name}: is missing") from None
+
+    def fill(self, requests: Iterable[Request]) -> int:
+        """Read what is asked for, and no chunk beside; returns the bytes read."""
+        by_rank: dict[int, list[Request]] = {}
+        for request in requests:
+            by_rank.setdefault(request.rank, []).append(request)
+        tasks = [(rank, *task) for rank, wanted in by_rank.items() for task in _runs(wanted)]
+        with ThreadPoolExecutor(self.threads, "phalanx-load") as pool:
+            list(pool.map(self.file, by_rank))
+            return sum(pool.map(lambda task: self._fill_run(*task), tasks))
+
+    def _fill_run(self, rank: int, first: int, last: int, wanted: list[Request]) -> int:
+        """Chunks [first, last) of a file, from which something is wanted."""
+        file = self.file(rank)
+        start, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, file.own_bytes)
+        only = wanted[0]
+        if len(wanted) == 1 and only.start <= start and stop <= only.stop:  # straight to where it belongs
+            room = only.room[start - only.start : stop - only.start]
+            self._read_verified(file, first, start, stop, room)
+            return stop - start
+        room = memoryview(bytearray(stop - start))
+        self._read_verified(file, first, start, stop, room)
+        for request in wanted:
+            a, b = max(start, request.start), min(stop, request.stop)
+            request.room[a - request.start : b - request.start] = room[a - start : b - start]
+        return stop - start
+
+    def _read_verified(self, file: File, first: int, start: int, stop: int, room: memoryview) -> None:
+        try:
+            got = read_into(self.store, file.name, start, room)
+        except FileNotFoundError:
+            raise BadCheckpoint(f"{file.name}: is missing") from None
+        if got < stop - start:
+            raise BadCheckpoint(f"{file.name}: ends after {start + got} bytes")
+        for i, (a, b) in enumerate(chunks(start, stop), first):
+            want = file.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+            found = hash_of(room[a - start : b - start])
+            if found != want:
+                raise BadCheckpoint(
+                    f"{file.name}: bytes {a} to {b} have the xxh3 {found.hex()} instead of {want.hex()}"
+                )
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole tensor, as rows of bytes: (rows, bytes of a row)."""
+        entry = self.manifest.entries[self.manifest.index[name]]
+        held = entry.held
+        out = np.zeros((held.num_rows, held.num_cols * held.inner * entry.item_bytes), np.uint8)
+        self.fill_blocks([(name, (0, held.num_rows, 0, held.num_cols), out)])
+        return out
+
+    def fill_blocks(self, wanted: Sequence[tuple[str, tuple[int, int, int, int], np.ndarray]]) -> int:
+        """For each (name, (r0, r1, c0, c1), room): those rows and columns of the tensor, as bytes in `room`, which is
+        (rows, bytes of a row). Returns the bytes read."""
+        m = self.manifest
+        requests, after = [], []
+        for name, (r0, r1, c0, c1), room in wanted:
+            if not room.size:
+                continue
+            item = m.entries[m.index[name]]
+            col_bytes = item.held.inner * item.item_bytes
+            for b in m.blocks(name, r0, r1, c0, c1):
+                s = b.segment
+                start, stop = s.offset + (b.r0 - s.r0) * s.row_bytes, s.offset + (b.r1 - s.r0) * s.row_bytes
+                there = room[b.r0 - r0 : b.r1 - r0]
+                if (s.c0, s.c1) == (c0, c1):
+                    requests.append(Request(b.rank, start, stop, _flat(there)))
+                    continue
+                rows = np.empty((b.r1 - b.r0, s.row_bytes), np.uint8)  # whole rows of that file
+                requests.append(Request(b.rank, start, stop, _flat(rows)))
+                source = rows[:, (b.c0 - s.c0) * col_bytes : (b.c1 - s.c0) * col_bytes]
+                after.append((there[:, (b.c0 - c0) * col_bytes : (b.c1 - c0) * col_bytes], source))
+        size = self.fill(requests)
+        for there, source in after:
+            there[...] = source
+        return size
+
+    def verify(self, on_bytes: Callable[[int], None] = lambda n: None) -> list[str]:
+        """Everything that is wrong with it, file by file."""
+        wrong = []
+        room = memoryview(bytearray(RUN_CHUNKS * CHUNK_BYTES))
+        for rank in range(len(self.manifest.files)):
+            try:
+                file = self.file(rank)
+                self._check_header(rank, file)
+            except BadCheckpoint as error:
+                wrong.append(str(error))
+                continue
+            for start in range(0, file.own_bytes, len(room)):
+                stop = min(start + len(room), file.own_bytes)
+                try:
+                    self._read_verified(file, start // CHUNK_BYTES, start, stop, room[: stop - start])
+                except BadCheckpoint as error:
+                    wrong.append(str(error))
+                on_bytes(stop - start)
+        return wrong
+
+    def _check_header(self, rank: int, file: File) -> None:
+        m = self.manifest
+        said = file.header.get("checkpoint"), file.header.get("rank"), file.header.get("step")
+        if said != (m.name, rank, m.step):
+            raise BadCheckpoint(f"{file.name}: belongs to {said}, not to {(m.name, rank, m.step)}")
+
+
+def _flat(rows: np.ndarray) -> memoryview:
+    assert rows.flags.c_contiguous
+    return rows.reshape(-1).data.cast("B")
+
+
+def _runs(wanted: list[Request]) -> list[tuple[int, int, list[Request]]]:
+    """Runs of neighbouring chunks, at most RUN_CHUNKS long, and who wants something of each."""
+    need: dict[int, list[Request]] = {}
+    for request in wanted:
+        for chunk in range(request.start // CHUNK_BYTES, -(-request.stop // CHUNK_BYTES)):
+            need.setdefault(chunk, []).append(request)
+    runs: list[tuple[int, int, list[Request]]] = []
+    for chunk in sorted(need):
+        # A run's readers are the same, so that what one of them wants alone goes straight to it.
+        if runs and runs[-1][1] == chunk and chunk - runs[-1][0] < RUN_CHUNKS and _same(runs[-1][2], need[chunk]):
+            runs[-1] = (runs[-1][0], chunk + 1, runs[-1][2])
+        else:
+            runs.append((chunk, chunk + 1, need[chunk]))
+    return runs
+
+
+def _same(a: list[Request], b: list[Request]) -> bool:
+    return len(a) == len(b) == 1 and a[0] is b[0]
+
+
+def read_into(store: Store, name: str, start: int, room: memoryview) -> int:
+    """How many bytes were there."""
+    if isinstance(store, Folder):
+        done = 0
+        while done < len(room):
+            got = store.read_into(name, start + done, room[done:])
+            if not got:
+                break
+            done += got
+        return done
+    data = memoryview(store.read_range(name, start, start + len(room))).cast("B")
+    room[: len(data)] = data
+    return len(data)
+
+
+def read_manifest(store: Store, name: str) -> Manifest:
+    """FileNotFoundError: it was never committed. BadCheckpoint: it is damaged."""
+    data = store.read(f"{name}/{MANIFEST}")
+    root, _, body = data.partition(b"\n")
+    if root.decode(errors="replace") != root_of(body):
+        raise BadCheckpoint(f"{name}/{MANIFEST}: is torn or damaged: its blake3 is {root_of(body)[:16]}…")
+    manifest = Manifest.from_json(body)
+    if manifest.name != name:
+        raise BadCheckpoint(f"{name}/{MANIFEST}: is that of {manifest.name}")
+    return manifest
+
+
+def write_whole(store: Store, manifest: Manifest, images: Iterable[tuple[memoryview, bytes]]) -> Manifest:
+    """A checkpoint in one go, from (own pieces, random state) of each rank; for converters. Returns what was
+    committed."""
+    make_folder(store, manifest.name)
+    files = []
+    for rank, (own, rng) in enumerate(images):
+        assert len(own) % PAGE_BYTES == 0
+        header = {"checkpoint": manifest.name, "rank": rank, "step": manifest.step}
+        tail = make_tail(header, rng, hash_chunks(own, 0, len(own)))
+        write_file(store, f"{manifest.name}/{file_name(rank)}", own, tail)
+        files.append((len(own) + len(tail), root_of(tail)))
+    done = Manifest(**{**_fields(manifest), "files": files, "made": time.time()})
+    commit(store, done)
+    return done
+
+
+def _fields(manifest: Manifest) -> dict[str, Any]:
+    return {name: getattr(manifest, name) for name in manifest.__dataclass_fields__}

@@ -1,0 +1,334 @@
+"""The keeper: one process per node that owns the snapshots of its ranks and writes them out. It shares no interpreter
+lock with a trainer, and it goes on when a worker dies.
+
+A worker connects by a Unix socket without a name in the file system, says how large its image is, and gets the
+descriptors of its two slots. It fills one beside its next forward and backward pass, seals it and says so; the keeper
+verifies and writes the rank's file, tells whoever spawned it, and commits when that says that all ranks are done.
+A keeper with a buddy sends it a copy of every sealed snapshot first, over TCP, behind a token.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.checkpoint import files
+from phalanx.checkpoint.buddy import BuddyServer, fetch, push
+from phalanx.checkpoint.catalog import Catalog
+from phalanx.checkpoint.memory import SLOTS, Slot, check_room, slot_bytes
+from phalanx.core.checkpoint import BadCheckpoint, Manifest, file_name
+from phalanx.core.errors import UserError
+from phalanx.core.store import open_store
+
+PACKET_BYTES = 1 << 16
+WRITERS = 4
+
+
+@dataclass
+class Rank:
+    slots: list[Slot]
+    conn: socket.socket | None = None
+    draining: set[int] = field(default_factory=set)  # slots that must not be overwritten yet
+
+
+class Keeper:
+    """`url`: where checkpoints go. `run`: random, of this run; with the generation and step it names a checkpoint."""
+
+    def __init__(self, channel: Any, url: str, ranks: int, keep: tuple[int, int], token: str, has_buddy: bool):
+        self.channel, self.keep, self.num_ranks, self.token, self.has_buddy = channel, keep, ranks, token, has_buddy
+        self.store = open_store(url)
+        self.catalog = Catalog(self.store)
+        self.ranks: dict[int, Rank] = {}
+        self.base: dict[str, Any] | None = None  # of the manifest: what is the same for every checkpoint of the run
+        self.buddy: tuple[str, int] | None = None
+        self.lock = threading.Lock()
+        self.writers = ThreadPoolExecutor(WRITERS, "phalanx-drain")
+        self.server = BuddyServer(token)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(f"\0phalanx-keeper-{secrets.token_hex(16)}")
+        self.listener.listen(1024)
+        self.address = self.listener.getsockname()[1:].decode()
+
+    # -- who speaks
+
+    def serve(self) -> None:
+        """Until the channel ends."""
+        os.nice(10)  # the trainers first
+        selector = selectors.DefaultSelector()
+        selector.register(self.listener, selectors.EVENT_READ)
+        selector.register(self.channel, selectors.EVENT_READ)
+        self.channel.send({"type": "keeper", "address": self.address, "port": self.server.port})
+        while True:
+            for key, _ in selector.select():
+                if key.fd == self.channel.fileno():
+                    if not self._obey():
+                        return
+                elif key.fileobj is self.listener:
+                    conn, _ = self.listener.accept()
+                    if self._welcome(conn):
+                        selector.register(conn, selectors.EVENT_READ)
+                elif not self._hear(key.fileobj):  # type: ignore[arg-type]
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()  # type: ignore[union-attr]
+
+    def _obey(self) -> bool:
+        """All orders that have arrived; False when there is nobody left to give any."""
+        with contextlib.suppress(TimeoutError):
+            while (order := self.channel.recv(0)) is not None:
+                self.order(order)
+            return False
+        return True
+
+    def _welcome(self, conn: socket.socket) -> bool:
+        uid = struct.unpack("3i", conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        conn.settimeout(10.0)
+        try:
+            if uid != os.getuid():
+                raise ValueError("another user")
+            data, fds, _, _ = socket.recv_fds(conn, PACKET_BYTES, 1)
+            hello = json.loads(data)
+            rank, image, own = int(hello["rank"]), int(hello["image_bytes"]), int(hello["own_bytes"])
+            with open(fds[0], "rb") as file:  # the manifest's base, too long for a packet
+                base = json.loads(file.read())
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            conn.close()
+            return False
+        try:
+            slots = self._slots(rank, image, own)
+            self._try_folder()
+        except (UserError, OSError) as error:
+            conn.send(json.dumps({"type": "refused", "text": str(error)}).encode())
+            conn.close()
+            return False
+        self.base = base
+        self.ranks[rank].conn = conn
+        reply = {"type": "welcome", "newest": self._newest(rank)}
+        socket.send_fds(conn, [json.dumps(reply).encode()], [slot.fd for slot in slots])
+        return True
+
+    def _slots(self, rank: int, image: int, own: int) -> list[Slot]:
+        held = self.ranks.get(rank)
+        if held and (held.slots[0].image_bytes, held.slots[0].own_bytes) == (image, own):
+            return held.slots
+        if not self.ranks:
+            check_room(self.num_ranks, slot_bytes(image, own), 2 * SLOTS if self.has_buddy else SLOTS)
+        slots = [Slot(image, own) for _ in range(SLOTS)]
+        self.ranks[rank] = Rank(slots)
+        return slots
+
+    def _try_folder(self) -> None:
+        """So that a wrong place is known at the start and not at the first checkpoint."""
+        if self.store.is_local:
+            path = self.store.path  # type: ignore[attr-defined]
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                probe = path / f".probe-{secrets.token_hex(4)}"
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                raise UserError(
+                    f"no checkpoint can be written there: {error.strerror}",
+                    field="checkpoint.dir",
+                    value=str(path),
+                    remedy="name a folder that you may write to, on a disk with room, or the URL of a bucket",
+                ) from None
+
+    def _newest(self, rank: int) -> int:
+        """The slot with the newest whole snapshot; -1: none."""
+        headers = [slot.header() for slot in self.ranks[rank].slots]
+        steps = [header["step"] if header else -1 for header in headers]
+        return steps.index(max(steps)) if max(steps) >= 0 else -1
+
+    def _hear(self, conn: socket.socket) -> bool:
+        """A rank has sealed a slot; False if it is gone."""
+        try:
+            data = conn.recv(PACKET_BYTES)
+        except OSError:
+            data = b""
+        rank = next(number for number, held in self.ranks.items() if held.conn is conn)
+        if not data:
+            self.ranks[rank].conn = None
+            return False
+        said = json.loads(data)
+        slot = int(said["slot"])
+        self.ranks[rank].draining.add(slot)
+        self.writers.submit(self._sealed, rank, slot, bool(said["durable"]))
+        return True
+
+    # -- what is done about it
+
+    def _sealed(self, rank: int, number: int, durable: bool) -> None:
+        held, began = self.ranks[rank], time.perf_counter()
+        slot, copied = held.slots[number], False
+        try:
+            if self.buddy:
+                copied = self._copy(rank, slot)
+            if durable:
+                self._drain(rank, slot)
+        finally:
+            with self.lock:
+                held.draining.discard(number)
+            self._tell(rank, {"slot": number, "drain_ns": int((time.perf_counter() - began) * 1e9), "copied": copied})
+
+    def _copy(self, rank: int, slot: Slot) -> bool:
+        assert self.buddy
+        try:
+            push(self.buddy, self.token, rank, slot)
+        except (OSError, BadCheckpoint) as error:
+            self.channel.send({"type": "checkpoint_failed", "rank": rank, "where": "buddy", "reason": str(error)})
+            return False
+        return True
+
+    def _drain(self, rank: int, slot: Slot) -> None:
+        """The rank's file, from its slot to the disk."""
+        began, header = time.perf_counter(), slot.header()
+        if header is None:
+            return self._failed(rank, "?", "the seal of the snapshot in memory does not hold")
+        name = header["checkpoint"]
+        target = f"{name}/{file_name(rank)}"
+        try:
+            slot.verify(own=True)
+            if rank == 0:
+                self.catalog.begun(name, int(header["world_size"]))
+            files.make_folder(self.store, name)
+            said = {key: header[key] for key in ("checkpoint", "rank", "step")}
+            tail = files.make_tail(said, base64.b64decode(header["rng"]), slot.hashes(own=True))
+            files.write_file(self.store, target, slot.image[: slot.own_bytes], tail)
+        except (OSError, BadCheckpoint) as error:
+            if not isinstance(error, FileExistsError):
+                with contextlib.suppress(OSError):
+                    self.store.remove(target)
+            return self._failed(rank, name, str(error))
+        size = slot.own_bytes + len(tail)
+        drain_s = time.perf_counter() - began
+        about = {key: header[key] for key in ("checkpoint", "step", "generation")}
+        root = files.root_of(tail)
+        self.channel.send({"type": "shard", **about, "rank": rank, "size": size, "root": root, "drain_s": drain_s})
+        return None
+
+    def _failed(self, rank: int, name: str, reason: str) -> None:
+        self.channel.send(
+            {"type": "checkpoint_failed", "rank": rank, "checkpoint": name, "where": self.store.url, "reason": reason}
+        )
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        conn = self.ranks[rank].conn
+        if conn:
+            with contextlib.suppress(OSError):  # it is gone, as reading will tell
+                conn.send(json.dumps(message).encode())
+
+    def order(self, order: dict[str, Any]) -> None:
+        """Of whoever spawned this process."""
+        kind = order.get("type")
+        if kind == "commit":
+            self.writers.submit(self._commit, order)
+        elif kind == "buddy":
+            self.buddy = (str(order["host"]), int(order["port"]))
+        elif kind == "held":
+            held = {str(rank): self.steps(rank) for rank in self.ranks}
+            self.channel.send({"type": "held", "steps": held})
+        elif kind == "drain":
+            for rank in self.ranks:
+                self.writers.submit(self._drain_step, rank, int(order["step"]))
+        elif kind == "fetch":  # the snapshots of a node that is gone, from its buddy
+            for rank in order["ranks"]:
+                self.adopt(int(rank), fetch((order["host"], int(order["port"])), self.token, int(rank)))
+
+    def adopt(self, rank: int, slot: Slot) -> None:
+        self.ranks[rank] = Rank([slot, Slot(slot.image_bytes, slot.own_bytes)])
+
+    def steps(self, rank: int) -> list[int]:
+        """Whose snapshots are whole."""
+        return [header["step"] for slot in self.ranks[rank].slots if (header := slot.header())]
+
+    def _drain_step(self, rank: int, step: int) -> None:
+        for slot in self.ranks[rank].slots:
+            if (header := slot.header()) and header["step"] == step:
+                self._drain(rank, slot)
+
+    def _commit(self, order: dict[str, Any]) -> None:
+        began, name = time.perf_counter(), order["checkpoint"]
+        assert self.base is not None
+        given = {key: order[key] for key in ("step", "generation", "cursor", "ledger")} | {"updates": order["step"]}
+        parts = {"files": order["files"], "made": time.time(), "name": name, **given}
+        try:
+            manifest = Manifest.from_json(json.dumps({**self.base, **parts}).encode())
+            files.commit(self.store, manifest)
+            self.catalog.added(manifest)
+        except (OSError, BadCheckpoint) as error:
+            return self._failed(0, name, f"it could not be committed: {error}")
+        commit_s = time.perf_counter() - began
+        said = {"checkpoint": name, "step": order["step"], "bytes": manifest.size_bytes, "commit_s": commit_s}
+        self.channel.send({"type": "committed", **said})
+        try:
+            removed = self.catalog.retain(*self.keep)
+        except OSError as error:
+            return self._failed(0, name, f"older checkpoints could not be removed: {error}")
+        if removed:
+            self.channel.send({"type": "checkpoints_removed", "names": removed})
+        return None
+
+
+def main(channel: Any, args: dict[str, Any]) -> None:
+    keep = (int(args["keep_last"]), int(args["keep_every"]))
+    Keeper(channel, args["url"], int(args["ranks"]), keep, args["token"], bool(args["has_buddy"])).serve()
+
+
+class Line:
+    """A worker's line to its keeper."""
+
+    def __init__(self, address: str, rank: int, image_bytes: int, own_bytes: int, base: bytes):
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock.connect("\0" + address)
+        fd = os.memfd_create("phalanx-manifest")
+        try:
+            os.write(fd, base)
+            os.lseek(fd, 0, os.SEEK_SET)
+            hello = {"rank": rank, "image_bytes": image_bytes, "own_bytes": own_bytes}
+            socket.send_fds(self._sock, [json.dumps(hello).encode()], [fd])
+        finally:
+            os.close(fd)
+        data, fds, _, _ = socket.recv_fds(self._sock, PACKET_BYTES, SLOTS)
+        reply = json.loads(data) if data else {"type": "refused", "text": "the keeper closed the connection"}
+        if reply["type"] == "refused":
+            raise UserError(reply["text"])
+        self.newest = int(reply["newest"])  # the slot with a snapshot that was there before
+        self.slots = [Slot(image_bytes, own_bytes, fd) for fd in fds]
+        self.busy: set[int] = set()  # slots that the keeper still reads
+        self.freed: deque[dict[str, Any]] = deque(maxlen=16)  # what it said when it was done with one
+
+    def sealed(self, slot: int, durable: bool) -> None:
+        self.busy.add(slot)
+        self._sock.send(json.dumps({"slot": slot, "durable": durable}).encode())
+
+    def wait_free(self, slot: int) -> None:
+        self.listen(block=False)
+        while slot in self.busy:
+            self.listen(block=True)
+
+    def listen(self, block: bool) -> None:
+        self._sock.setblocking(block)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data = self._sock.recv(PACKET_BYTES)
+                if not data:
+                    raise ConnectionError("the checkpoint keeper closed the connection")
+                said = json.loads(data)
+                self.busy.discard(said["slot"])
+                self.freed.append(said)
+                self._sock.setblocking(False)
+
+    def close(self) -> None:
+        self._sock.close()

@@ -1,0 +1,126 @@
+"""The memory tier: snapshots in shared memory that outlives the worker. Each rank has two slots, so that a crash in
+the middle of one snapshot leaves the other whole; a slot is valid only while its seal, written last, holds.
+
+    slot   | image of the rank | hashes of its chunks | seal: length, blake3, who and when, blake3 of the hashes |
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import blake3
+import numpy as np
+
+from phalanx.checkpoint.files import HASH_BYTES, hash_of
+from phalanx.core.checkpoint import PAGE_BYTES, BadCheckpoint, chunks
+from phalanx.core.errors import UserError
+
+SEAL_BYTES = 64 << 10
+SLOTS = 2
+_HEAD = struct.Struct("<Q32s")
+
+
+class Slot:
+    """One snapshot of one rank. `fd` None: new memory."""
+
+    def __init__(self, image_bytes: int, own_bytes: int, fd: int | None = None):
+        self.image_bytes, self.own_bytes = image_bytes, own_bytes
+        self.bounds = chunks(0, own_bytes) + chunks(own_bytes, image_bytes)
+        self.num_own = len(chunks(0, own_bytes))
+        table = -(-len(self.bounds) * HASH_BYTES // PAGE_BYTES) * PAGE_BYTES
+        self._seal_at = image_bytes + table
+        self.size = slot_bytes(image_bytes, own_bytes)
+        self.fd = os.memfd_create("phalanx-snapshot") if fd is None else fd
+        if fd is None:
+            os.posix_fallocate(self.fd, 0, self.size)  # now, and not page by page in the first snapshot
+        self.memory = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        view = memoryview(self.memory)
+        self.image = view[:image_bytes]
+        self._table = view[image_bytes : image_bytes + len(self.bounds) * HASH_BYTES]
+        self._seal = view[self._seal_at :]
+
+    def break_seal(self) -> None:
+        """Before the first byte is written."""
+        _HEAD.pack_into(self._seal, 0, 0, bytes(32))
+
+    def put_hash(self, chunk: int) -> None:
+        a, b = self.bounds[chunk]
+        self._table[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES] = hash_of(self.image[a:b])
+
+    def seal(self, header: dict[str, Any]) -> None:
+        """After the last."""
+        body = json.dumps({**header, "table": blake3.blake3(self._table).hexdigest()}).encode()
+        assert len(body) <= SEAL_BYTES - _HEAD.size, "the seal is too long"
+        self._seal[_HEAD.size : _HEAD.size + len(body)] = body
+        _HEAD.pack_into(self._seal, 0, len(body), blake3.blake3(body).digest())
+
+    def header(self) -> dict[str, Any] | None:
+        """Of a valid seal; None: there is no snapshot here, or only half of one."""
+        size, want = _HEAD.unpack_from(self._seal, 0)
+        if not 0 < size <= SEAL_BYTES - _HEAD.size:
+            return None
+        body = bytes(self._seal[_HEAD.size : _HEAD.size + size])
+        if blake3.blake3(body).digest() != want:
+            return None
+        header = json.loads(body)
+        return header if header.pop("table") == blake3.blake3(self._table).hexdigest() else None
+
+    def hashes(self, own: bool = False) -> bytes:
+        return bytes(self._table[: self.num_own * HASH_BYTES] if own else self._table)
+
+    def verify(self, own: bool = False) -> None:
+        """That the image is what was hashed when it was made."""
+        for i, (a, b) in enumerate(self.bounds[: self.num_own] if own else self.bounds):
+            found, want = hash_of(self.image[a:b]), bytes(self._table[i * HASH_BYTES : (i + 1) * HASH_BYTES])
+            if found != want:
+                raise BadCheckpoint(
+                    f"the snapshot in memory: bytes {a} to {b} have the xxh3 {found.hex()} instead of {want.hex()}"
+                )
+
+    def array(self) -> np.ndarray:
+        return np.frombuffer(self.image, np.uint8)
+
+    def close(self) -> None:
+        os.close(self.fd)  # the mapping goes when nothing points into it any more
+
+
+def slot_bytes(image_bytes: int, own_bytes: int) -> int:
+    count = len(chunks(0, own_bytes)) + len(chunks(own_bytes, image_bytes))
+    return image_bytes + -(-count * HASH_BYTES // PAGE_BYTES) * PAGE_BYTES + SEAL_BYTES
+
+
+def check_room(ranks: int, size: int, copies: int, available: int | None = None) -> None:
+    """That this host can hold `copies` slots of each of its ranks: two of its own, two of its buddy's."""
+    available = available_bytes() if available is None else available
+    need = ranks * size * copies
+    if need > available:
+        raise UserError(
+            f"the snapshots of {ranks} ranks need {need / 1e9:.3g} GB of this host's memory ({copies} copies of "
+            f"{size / 1e9:.3g} GB each), and {available / 1e9:.3g} GB are free",
+            field="checkpoint.every_steps",
+            value=0,
+            remedy="raise layout.shard, put fewer ranks on a node, or set checkpoint.every_steps = -1 for a run "
+            "without checkpoints",
+        )
+
+
+def available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def buddies(domains: list[str]) -> list[int | None]:
+    """For each node the one that keeps a copy of its snapshots: the next in another failure domain (`domains` names
+    each node's), so that every node keeps as many as it gives while the domains are alike. None: there is no other."""
+    out: list[int | None] = []
+    for node, domain in enumerate(domains):
+        others = [(node + i) % len(domains) for i in range(1, len(domains))]
+        out.append(next((other for other in others if domains[other] != domain), None))
+    return out

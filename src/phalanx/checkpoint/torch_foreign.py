@@ -1,0 +1,122 @@
+"""What the converters share: the memory in which a checkpoint of one rank is put together, a tensor out of a checkpoint
+of any layout, and a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.files import Reader, write_whole
+from phalanx.core.checkpoint import Entry, Manifest, checkpoint_name
+from phalanx.core.errors import UserError
+from phalanx.core.held import Held
+from phalanx.core.layout import Layout
+from phalanx.core.shape import ModelConfig
+from phalanx.core.store import Store, sync_folder
+from phalanx.model.family import load_family
+from phalanx.parallel.schema import describe, describe_buffers
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def params_of(config: ModelConfig) -> list[Held]:
+    return describe(load_family(config.family), config, Layout())
+
+
+def buffers_of(config: ModelConfig) -> list[Held]:
+    return [held for held, _ in describe_buffers(load_family(config.family), config, Layout())]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+class Image:
+    """A checkpoint of one rank, to be filled tensor by tensor. Page-aligned, so that it may be written past the page
+    cache."""
+
+    def __init__(self, entries: list[Entry], job: dict[str, Any], *, step: int = 0, updates: int = 0, **more: Any):
+        name = checkpoint_name(step, secrets.token_hex(4))
+        self._draft = Manifest(name, step, Layout(), entries, [], updates, job=job, **more)
+        plan = self._draft.plan(0)
+        self._room = mmap.mmap(-1, plan.own_bytes)
+        self._offsets = {entries[s.entry].held.name: s.offset for s in plan.own}
+        self.size_bytes = sum(e.held.numel * e.item_bytes for e in entries)
+
+    def tensor(self, name: str) -> Tensor:
+        """The room of one of the entries."""
+        entry = self._draft.entries[self._draft.index[name]]
+        dtype = getattr(torch, entry.dtype)
+        flat = torch.frombuffer(self._room, dtype=dtype, count=entry.held.numel, offset=self._offsets[name])
+        return flat.view(entry.held.shape)
+
+    def commit(self, store: Store) -> Manifest:
+        """There is no random state in it: a run that goes on from here has its own."""
+        return write_whole(store, self._draft, [(memoryview(self._room), b"")])
+
+
+def entry_of(kind: str, held: Held, dtype: str) -> Entry:
+    return Entry(dataclasses.replace(held, name=f"{kind}/{held.name}"), dtype)
+
+
+def config_of(reader: Reader) -> ModelConfig:
+    model = reader.manifest.job.get("model")
+    if not model:
+        what = "its manifest does not say of which model it is"
+        raise UserError(what, field="checkpoint", value=reader.name, remedy="convert one that a run has written")
+    return ModelConfig(**model)
+
+
+def read_rows(reader: Reader, name: str, first: int, last: int) -> Tensor:
+    """Rows [first, last) of a tensor, whatever layout it was saved in."""
+    entry = reader.manifest.entries[reader.manifest.index[name]]
+    held = entry.held
+    room = np.empty((last - first, held.num_cols * held.inner * entry.item_bytes), np.uint8)
+    reader.fill_blocks([(name, (first, last, 0, held.num_cols), room)])
+    return torch.from_numpy(room).view(getattr(torch, entry.dtype)).view(last - first, *held.shape[1:])
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Somewhere beside it to put its files; it gets its name when all of them are on the disk."""
+    folder = folder.absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise _taken(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    near = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    near.mkdir()
+    try:
+        yield near
+        for path in near.iterdir():
+            sync_folder(path)
+        sync_folder(near)
+        try:
+            os.rename(near, folder)
+        except OSError:
+            if folder.exists():  # somebody was faster
+                raise _taken(folder) from None
+            raise
+    finally:
+        shutil.rmtree(near, ignore_errors=True)
+    sync_folder(folder.parent)
+
+
+def _taken(folder: Path) -> UserError:
+    what = "there is something already, which is never overwritten"
+    return UserError(what, field="destination", value=str(folder), remedy="name another folder, or remove this one")

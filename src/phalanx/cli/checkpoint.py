@@ -1,0 +1,324 @@
+"""`phalanx checkpoint`: list, look at, verify and convert checkpoints. Heavy imports happen inside a command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.cli.data import _bar
+
+if TYPE_CHECKING:
+    from phalanx.checkpoint.catalog import Catalog, Found
+    from phalanx.core.checkpoint import Manifest
+    from phalanx.observe.record import RunRecord
+
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, look at, verify and convert them.")
+
+Place = Annotated[
+    str, typer.Argument(metavar="PATH", help="The record of a run, a folder or URL with checkpoints, or one of them.")
+]
+
+
+@checkpoint_app.command("ls")
+def ls_command(path: Place) -> None:
+    """List the checkpoints, the newest first."""
+    from phalanx.control.interval import time_text
+    from phalanx.core.checkpoint import BadCheckpoint
+
+    with _edge(path):
+        found = _found(path, everything=True)[1]
+        print(
+            f"{'step':>9}  {'name':<{len(found[0].name)}}  {'size':>8}  {'ranks':>6}  {'age':>8}  {'layout':<32}  state"
+        )
+        for f in found:
+            size, ranks, layout, state = "-", "-", "-", f.status
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    m = f.manifest
+                    size, ranks, layout = _size(m.size_bytes), f"{len(m.files):,}", _layout(m)
+                except BadCheckpoint as bad:
+                    state = f"{state}, BAD: {bad}"
+            state += f": {f.quarantine['reason']}" if f.status == "quarantined" else ""
+            age = time_text(max(0, int((time.time() - f.since) * 1e9)))
+            print(f"{f.step:>9}  {f.name}  {size:>8}  {ranks:>6}  {age:>8}  {layout:<32}  {state}")
+
+
+@checkpoint_app.command("show")
+def show_command(
+    path: Place,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List them all.")] = False,
+) -> None:
+    """What is in a checkpoint; in the newest good one, if there are several."""
+    with _edge(path):
+        catalog, found = _found(path)
+        m = found[0].manifest
+        rows = {
+            "checkpoint": f"{catalog.store.url}/{m.name}",
+            "state": found[0].status + (f": {found[0].quarantine['reason']}" if found[0].quarantine else ""),
+            "step": f"{m.step:,}, with {m.updates:,} updates",
+            "made": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(m.made)),
+            "layout": m.layout.describe(),
+            "generation": str(m.generation),
+            "cursor": f"{m.cursor:,} in the order of the data",
+            "data": m.data_version or "-",
+            "ledger": m.ledger or "-",
+            "files": f"{len(m.files):,}, {m.size_bytes:,} bytes",
+        }
+        for kind, (count, size) in _kinds(m).items():
+            rows[kind] = f"{count:,} tensors, {size:,} bytes"
+        for name, value in rows.items():
+            print(f"{name:<20}  {value}")
+        for entry in m.entries if tensors else []:
+            held = entry.held
+            where = f"  stage {held.stage}" if m.layout.num_stages > 1 else ""
+            print(f"{held.name:<56}  {entry.dtype:<8}  {'x'.join(map(str, held.shape)) or 'scalar':<16}{where}")
+
+
+@checkpoint_app.command("verify")
+def verify_command(path: Place) -> None:
+    """Read every byte and compare its hash. Nothing is changed."""
+    with _edge(path):
+        catalog, found = _found(path)
+        with _bar("verifying") as told:
+            report = dict(catalog.verify(found, lambda done, total: told(done, total, "")))
+        _print_report(report, "remedy: load an older one; `phalanx checkpoint scrub` marks those that are bad")
+
+
+@checkpoint_app.command("scrub")
+def scrub_command(path: Place) -> None:
+    """Verify all checkpoints, and quarantine those that are bad: they are not loaded any more."""
+    with _edge(path):
+        catalog, name = _locate(path)
+        if name:
+            remedy = "name the folder that it is in; to read this one alone, use `phalanx checkpoint verify`"
+            raise _error("a scrub reads all checkpoints of a folder", path, remedy)
+        _found(path)
+        with _bar("scrubbing") as told:
+            report = catalog.scrub(lambda done, total: told(done, total, ""))
+        _print_report(report, "these are quarantined: the next older good one is loaded instead")
+
+
+def _print_report(report: dict[str, list[str]], remedy: str) -> None:
+    bad = {name: wrong for name, wrong in report.items() if wrong}
+    for wrong in bad.values():
+        for each in wrong:
+            print(each)
+    print(f"{len(bad)} BAD: {', '.join(bad)}" if bad else f"good: all bytes of {', '.join(report)}")
+    if bad:
+        print(f"  {remedy}")
+        raise typer.Exit(1)
+
+
+@checkpoint_app.command("why")
+def why_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="The record of a run.")]) -> None:
+    """Why a run makes checkpoints as often as it does."""
+    from phalanx.observe.record import RunRecord
+
+    if not (run / "meta.json").is_file():
+        remedy = "name the folder that `phalanx train` printed as the record"
+        raise _error("it is not the record of a run: it has no meta.json", str(run), remedy, "RUN")
+    with _edge(str(run)):
+        try:
+            lines = _why(RunRecord.open(run))
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            text = f"its record is damaged, or of another version: {error!r}"
+            raise _error(text, str(run), "look at its job.json, metrics.jsonl and events.jsonl", "RUN") from None
+    print("\n".join(lines))
+
+
+def _why(record: RunRecord) -> list[str]:
+    import statistics
+
+    from phalanx.control.interval import Measured, durable_interval, explain, mtbf_ns, time_text
+    from phalanx.core.layout import Layout
+
+    layout = Layout(**record.job["job"]["layout"])
+    nodes = -(-layout.world_size // layout.ranks_per_node) if layout.ranks_per_node else 1
+    events = list(record.events())
+    derived = [e for e in events if e["type"] == "checkpoint_interval"]
+    if derived:
+        last = derived[-1]
+        m = Measured(**last["measured"])
+        lines = explain(m, last.get("nodes", nodes), failures=last.get("failures", 0), node_ns=last.get("node_ns", 0))
+        if last["steps"] != durable_interval(m).steps:
+            lines.append(f"  in use   every {last['steps']:,} steps, as the job asks")
+        return lines
+
+    def median_ns(rows: list[dict[str, Any]], name: str) -> int:
+        return int(statistics.median(float(row.get(name) or 0) for row in rows) * 1e9)
+
+    steps, seen = list(record.metrics()), [e for e in events if e["type"] == "checkpoint"]
+    if not steps:
+        return ["the run has measured no step and no checkpoint: nothing follows yet"]
+    step_ns, mtbf = max(1, median_ns(steps, "time_s")), mtbf_ns(nodes)
+    if seen:
+        stall, slowdown, drain = (median_ns(seen, name) for name in ("stall_s", "slowdown_s", "drain_s"))
+        said = f"from the medians of {len(seen):,} checkpoints and {len(steps):,} steps of the run:"
+        return [said, *explain(Measured(step_ns, stall, slowdown, drain, mtbf), nodes)]
+    lines = [
+        f"the run has measured no checkpoint yet; with steps of {time_text(step_ns)}, and an MTBF of {time_text(mtbf)}"
+        f" ({nodes:,} nodes), one would be made"
+    ]
+    for cost in (10**7, 10**8, 10**9, 10**10):
+        i = durable_interval(Measured(step_ns, cost, 0, 0, mtbf))
+        lines.append(f"  every {i.steps:>9,} steps, {time_text(i.steps * step_ns):>8}, if it costs {time_text(cost)}")
+    return lines
+
+
+@checkpoint_app.command("convert")
+def convert_command(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: ours, or a folder of HF or DCP.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="A folder; for phalanx a folder or URL.")],
+    to: Annotated[str, typer.Option("--to", metavar="hf|dcp|phalanx", help="The format to write.")],
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the weights written; as they are.")] = "",
+) -> None:
+    """Convert to and from Hugging Face's safetensors and torch's distributed checkpoints."""
+    from importlib import import_module
+
+    from phalanx.checkpoint.catalog import Catalog
+    from phalanx.core.errors import UserError
+    from phalanx.core.store import is_remote, open_store
+
+    if to not in ("hf", "dcp", "phalanx"):
+        raise UserError("there is no such format", field="--to", value=to, remedy="name hf, dcp or phalanx")
+    kind = _kind_of(source)
+    if (kind == "phalanx") == (to == "phalanx"):
+        remedy = "name another format as --to" if kind == to else "convert it to phalanx first, and that to this format"
+        raise UserError(f"the source is {kind}", field="--to", value=to, remedy=remedy)
+    if to == "phalanx":
+        if dtype:
+            raise UserError("ours keeps the source's", field="--dtype", value=dtype, remedy="leave it out")
+        with _edge(source):
+            store = open_store(target)
+            made = import_module(f"phalanx.checkpoint.torch_{kind}").read(Path(source), store)
+            Catalog(store).added(made)
+        print(f"{store.url}/{made.name}: {len(made.entries):,} tensors, {made.size_bytes:,} bytes")
+        return
+    if is_remote(target) or (Path(target).exists() and (not Path(target).is_dir() or any(Path(target).iterdir()))):
+        raise UserError(
+            "it is not a new folder", field="DST", value=target, remedy="name a folder that is not there yet"
+        )
+    with _edge(source):
+        catalog, found = _found(source)
+        reader = catalog.open(found[0].name)
+        import_module(f"phalanx.checkpoint.torch_{to}").write(reader, Path(target), dtype)
+    print(f"{target}: {to}, of {reader.name}")
+
+
+def _kind_of(source: str) -> str:
+    from phalanx.core.store import is_remote
+
+    here = Path(source)
+    if is_remote(source) or not here.is_dir():
+        return "phalanx"
+    if (here / ".metadata").is_file():
+        return "dcp"
+    return "hf" if any(here.glob("*.safetensors")) or any(here.glob("pytorch_model*.bin")) else "phalanx"
+
+
+# -- what a path names
+
+
+def _found(path: str, everything: bool = False) -> tuple[Catalog, list[Found]]:
+    """The checkpoint that it names; or the good ones, the newest first; or all that is there."""
+    catalog, name = _locate(path)
+    all_of_it = catalog.all()
+    found = [f for f in all_of_it if (f.name == name if name else everything or f.status == "good")]
+    if name and found and found[0].status == "incomplete" and not everything:
+        remedy = f"name another: `phalanx checkpoint ls {catalog.store.url}` lists them"
+        raise _error("it was never committed: it has no manifest", path, remedy)
+    if not found:
+        others = ", ".join(f"{f.name} is {f.status}" for f in all_of_it[:3])
+        text = f"there is no good checkpoint in it ({others})" if others else "there is no checkpoint in it"
+        if _kind_of(path) != "phalanx":
+            text += f" of ours, but one of {_kind_of(path)}"
+        remedy = "name the record of a run, a folder or URL with checkpoints (step-…), or one of them"
+        raise _error("there is no such checkpoint" if name else text, path, remedy)
+    return catalog, found
+
+
+def _locate(path: str) -> tuple[Catalog, str]:
+    """Where the checkpoints are, and the name of one if that is what was named."""
+    import json
+
+    from phalanx.checkpoint.catalog import NAME, Catalog
+    from phalanx.core.checkpoint import MANIFEST
+    from phalanx.core.errors import UserError
+    from phalanx.core.store import Folder, is_remote, open_store
+
+    try:
+        if is_remote(path):
+            parent, _, last = path.rstrip("/").rpartition("/")
+            is_one = NAME.fullmatch(last)
+            return Catalog(open_store(parent if is_one else path)), last if is_one else ""
+        store = open_store(path)
+    except UserError as error:
+        raise _error(error.message, path, error.remedy) from None
+    assert isinstance(store, Folder)
+    here = Path(os.path.abspath(store.path))
+    if not here.is_dir():
+        raise _error("there is no such folder", path, "name the record of a run, or a folder or URL with checkpoints")
+    if NAME.fullmatch(here.name):
+        return Catalog(Folder(here.parent)), here.name
+    if (here / MANIFEST).is_file():
+        raise _error("a checkpoint has the name that it was written with (step-…)", path, "rename it back")
+    if (here / "job.json").is_file():
+        try:
+            asked = json.loads((here / "job.json").read_bytes())["job"].get("checkpoint", {}).get("dir", "")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise _error("its job.json is damaged", path, "name the folder with the checkpoints itself") from None
+        return Catalog(open_store(asked or str(here / "checkpoints"))), ""
+    inside = here / "checkpoints"
+    return Catalog(Folder(inside if inside.is_dir() else here)), ""
+
+
+def _error(message: str, path: str, remedy: str, field: str = "PATH") -> Exception:
+    from phalanx.core.errors import UserError
+
+    return UserError(message, field=field, value=path, remedy=remedy)
+
+
+@contextlib.contextmanager
+def _edge(path: str) -> Iterator[None]:
+    """What is wrong with the files is told without a traceback."""
+    from phalanx.core.checkpoint import BadCheckpoint
+
+    try:
+        yield
+    except BadCheckpoint as bad:
+        raise _error(str(bad), path, "name another: `phalanx checkpoint ls` lists them") from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _error(f"it cannot be read: {error}", path, "see that it is there, and that you may read it") from None
+
+
+# -- words
+
+
+def _kinds(m: Manifest) -> dict[str, list[int]]:
+    """Weights, moments and so on, by the beginning of their names and their type: how many, and their bytes."""
+    kinds: dict[str, list[int]] = {}
+    for entry in m.entries:
+        kind, slash, _ = entry.held.name.partition("/")
+        counted = kinds.setdefault(f"{kind if slash else 'weights'} {entry.dtype}", [0, 0])
+        counted[0] += 1
+        counted[1] += entry.held.numel * entry.item_bytes
+    return kinds
+
+
+def _layout(m: Manifest) -> str:
+    return m.layout.describe().partition(" = ")[0]
+
+
+def _size(size: int) -> str:
+    for unit, each in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
+        if size >= each:
+            return f"{size / each:.3g} {unit}"
+    return f"{size / 1000:.3g} kB"

@@ -1,0 +1,195 @@
+"""A checkpoint's shape: which bytes of the state lie where. A rank's state is one image in memory: first its own
+pieces, which are its file, then what other ranks write. The offsets follow from the layout, so whoever has the
+manifest finds any byte of any rank without asking anybody.
+
+    image of a rank   | own pieces, 64-byte aligned | the rest of its slices |      cut in chunks, each with its hash
+    file of a rank    | own pieces                  | tail: who, when, random state, hashes of the chunks |
+    manifest          | hash of what follows | step, layout, tensors, and for each file its size and the tail's hash |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from phalanx.core.held import Held
+from phalanx.core.layout import Coord, Layout
+
+FORMAT = 1
+CHUNK_BYTES = 1 << 20  # hashed as one
+ALIGN_BYTES = 64
+PAGE_BYTES = 4096
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+MANIFEST = "manifest.json"
+
+
+class BadCheckpoint(Exception):
+    """It must not be loaded. Says which file, and what is wrong with it."""
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the state."""
+
+    held: Held
+    dtype: str
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+
+class Segment(NamedTuple):
+    """A block of a tensor, row by row, at a place in the image."""
+
+    entry: int
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+    offset: int
+    row_bytes: int
+
+    @property
+    def size(self) -> int:
+        return (self.r1 - self.r0) * self.row_bytes
+
+
+@dataclass(slots=True)
+class Plan:
+    """Where a rank's slices lie in its image."""
+
+    segments: list[Segment]
+    num_own: int  # the first so many are its own
+    own_bytes: int
+    image_bytes: int
+
+    @staticmethod
+    def of(entries: list[Entry], layout: Layout, coord: Coord) -> Plan:
+        own, rest, at = [], [], 0
+        stages = set(layout.stages_of(coord.pp))
+        for i, entry in enumerate(entries):
+            held = entry.held
+            if held.stage not in stages:
+                continue
+            r0, r1, c0, c1 = held.bounds(layout, coord)
+            row_bytes = (c1 - c0) * held.inner * entry.item_bytes
+            if r0 == r1 or not row_bytes:
+                continue
+            first, last = held.own_rows(layout, coord, i)
+            if first < last:
+                own.append(Segment(i, first, last, c0, c1, at, row_bytes))
+                at += _up((last - first) * row_bytes, ALIGN_BYTES)
+            for a, b in ((r0, first), (last, r1)):
+                if a < b:
+                    rest.append((i, a, b, c0, c1, row_bytes))
+        own_bytes = at = _up(at, PAGE_BYTES)
+        segments = own
+        num_own = len(own)
+        for i, a, b, c0, c1, row_bytes in rest:
+            segments.append(Segment(i, a, b, c0, c1, at, row_bytes))
+            at += _up((b - a) * row_bytes, ALIGN_BYTES)
+        return Plan(segments, num_own, own_bytes, _up(at, PAGE_BYTES))
+
+    @property
+    def own(self) -> list[Segment]:
+        return self.segments[: self.num_own]
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """[start, stop) of what is hashed as one: first those of the file."""
+        return chunks(0, self.own_bytes) + chunks(self.own_bytes, self.image_bytes)
+
+
+def chunks(start: int, stop: int) -> list[tuple[int, int]]:
+    return [(at, min(at + CHUNK_BYTES, stop)) for at in range(start, stop, CHUNK_BYTES)]
+
+
+class Block(NamedTuple):
+    """What a reader wants of one file: rows and columns of a tensor, and the segment that they lie in."""
+
+    rank: int
+    segment: Segment
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Of a committed checkpoint."""
+
+    name: str
+    step: int
+    layout: Layout
+    entries: list[Entry]
+    files: list[tuple[int, str]]  # by rank: size, and the blake3 of its tail
+    updates: int  # of the optimizer; 0: it has no moments, and starts anew
+    cursor: int = 0  # in the order of the data
+    data_version: str = ""
+    generation: int = 0
+    ledger: str = ""  # the hash of the last committed step
+    job: dict[str, Any] = field(default_factory=dict)
+    made: float = 0.0  # seconds since 1970
+    format: int = FORMAT
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {entry.held.name: i for i, entry in enumerate(self.entries)}
+
+    @cached_property
+    def _plans(self) -> dict[int, tuple[Plan, dict[int, Segment]]]:
+        return {}
+
+    def plan(self, rank: int) -> Plan:
+        return self._planned(rank)[0]
+
+    def _planned(self, rank: int) -> tuple[Plan, dict[int, Segment]]:
+        if rank not in self._plans:
+            plan = Plan.of(self.entries, self.layout, self.layout.coord(rank))
+            self._plans[rank] = plan, {s.entry: s for s in plan.own}
+        return self._plans[rank]
+
+    def blocks(self, name: str, r0: int, r1: int, c0: int, c1: int) -> Iterator[Block]:
+        """The blocks that together are these rows and columns."""
+        i = self.index[name]
+        for rank in self.entries[i].held.writers(self.layout, i, (r0, r1)):
+            s = self._planned(rank)[1][i]
+            rows, cols = (max(r0, s.r0), min(r1, s.r1)), (max(c0, s.c0), min(c1, s.c1))
+            if rows[0] < rows[1] and cols[0] < cols[1]:
+                yield Block(rank, s, *rows, *cols)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size for size, _ in self.files)
+
+    def to_json(self) -> bytes:
+        body = dataclasses.asdict(self)
+        body["entries"] = [[*dataclasses.astuple(e.held), e.dtype] for e in self.entries]
+        return json.dumps(body, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> Manifest:
+        body = json.loads(data)
+        if body.get("format") != FORMAT:
+            raise BadCheckpoint(f"its format is {body.get('format')}; this version reads {FORMAT}")
+        entries = [Entry(Held(name, tuple(shape), *how), dtype) for name, shape, *how, dtype in body.pop("entries")]
+        files = [(int(size), str(root)) for size, root in body.pop("files")]
+        return Manifest(layout=Layout(**body.pop("layout")), entries=entries, files=files, **body)
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:06d}.bin"
+
+
+def checkpoint_name(step: int, mark: str) -> str:
+    """Never used twice: `mark` is random, and the same on all ranks."""
+    return f"step-{step:09d}-{mark}"

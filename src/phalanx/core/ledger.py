@@ -1,0 +1,73 @@
+"""A record of the ledger: one committed step. Each names the hash of the one before it, so whoever has the last hash
+(it is in every checkpoint's manifest) can tell whether anything before it was changed. Steps that were abandoned stay:
+the chain goes on from an earlier record, and they are a branch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+GENESIS = "0" * 64  # what the first step has before it
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    step: int  # from 0
+    previous: str  # the hash of the record before it
+    samples: tuple[int, int]  # [first, last) in the order of the data
+    data_version: str
+    loss_bits: str  # see `bits`
+    norm_bits: str
+    layout: dict[str, Any]
+    generation: int
+    rng: str  # a digest of the ranks' random state
+    digest: str = ""  # of the state after the step; "": not taken
+
+    def hash(self) -> str:
+        """Of its JSON with sorted keys and no spaces."""
+        return hashlib.sha256(self._json().encode()).hexdigest()
+
+    def _json(self, **more: str) -> str:
+        return json.dumps({**dataclasses.asdict(self), **more}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    def to_line(self) -> str:
+        return self._json(hash=self.hash())
+
+    @staticmethod
+    def from_line(line: str) -> Record:
+        """ValueError: it is damaged."""
+        try:
+            body = json.loads(line)
+            said, first_last = body.pop("hash"), body.pop("samples")
+            record = Record(samples=(first_last[0], first_last[1]), **body)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"it is not a record of the ledger: {error!r}") from None
+        if record.hash() != said:
+            raise ValueError(f"the record of step {record.step} has the sha256 {record.hash()} instead of {said}")
+        return record
+
+
+def bits(value: float) -> str:
+    """All 64 of an IEEE double, as hex: what JSON makes of a number need not be what it was."""
+    return struct.pack(">d", value).hex()
+
+
+def from_bits(text: str) -> float:
+    return struct.unpack(">d", bytes.fromhex(text))[0]
+
+
+def verify(records: Iterable[Record], head: str = "") -> int | None:
+    """The index of the first that does not follow one before it, or None. With `head`, the last one must have that
+    hash; without, a change of the last one cannot be seen."""
+    next_step, last, index = {GENESIS: 0}, GENESIS, -1
+    for index, record in enumerate(records):
+        if next_step.get(record.previous) != record.step:
+            return index
+        last = record.hash()
+        next_step[last] = record.step + 1
+    return max(index, 0) if head and last != head else None

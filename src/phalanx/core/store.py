@@ -1,0 +1,273 @@
+"""Where data sets and checkpoints lie: a folder, or a bucket behind obstore (S3, GCS, Azure, HTTP, memory). Reads
+ranges, writes whole objects atomically, never lists. Errors are OSErrors: FileNotFoundError when there is no such
+object, PermissionError when asking again would not help, any other when it might."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from phalanx.core.errors import UserError
+from phalanx.core.job import SCHEMES
+
+REMEDY = f"name a folder, or a URL that begins with one of {', '.join(s + '://' for s in SCHEMES)}"
+READ_S = 20  # one read of a range; if given up, it holds its thread and its connection no longer than this
+WHOLE_S = 120  # one request for a whole object, or for a part of one that is written
+
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    url: str
+    is_local: bool
+
+    def read(self, name: str) -> bytes: ...
+    def read_range(self, name: str, start: int, end: int) -> Any:
+        """A bytes-like object; shorter than asked where the object ends before."""
+
+    def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
+        """All of it or nothing. A file is moved away from where it was. FileExistsError if something is there that
+        must not be overwritten; of several who write without, one succeeds."""
+
+    def remove(self, name: str) -> None: ...
+    def size(self, name: str) -> int: ...
+    def refresh(self, name: str) -> None:
+        """Forget what is held of it: the next read sees what is there now."""
+
+
+def is_remote(url: str) -> bool:
+    return urlsplit(url).scheme in SCHEMES
+
+
+def open_store(url: str) -> Store:
+    scheme = urlsplit(url).scheme
+    if scheme in SCHEMES:
+        return ObjectStore(url)
+    if scheme not in ("", "file"):
+        raise UserError(f"there is no store {scheme!r}", field="data", value=url, remedy=REMEDY)
+    return Folder(Path(unquote(urlsplit(url).path) if scheme else url))
+
+
+class _File:
+    """A descriptor that is closed when the last reader lets go of it."""
+
+    def __init__(self, path: Path):
+        self.fd = -1
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class Folder:
+    is_local = True
+
+    def __init__(self, path: Path, open_files: int = 64):
+        self.path, self.url = path.absolute(), str(path.absolute())
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._lock, self._open_files = threading.Lock(), open_files
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        file = self._open(name)  # held, or it might be closed before it is read
+        return os.pread(file.fd, end - start, start)
+
+    def read_into(self, name: str, start: int, room: memoryview) -> int:
+        """How many bytes were there."""
+        file = self._open(name)
+        return os.preadv(file.fd, [room], start)
+
+    def _open(self, name: str) -> _File:
+        with self._lock:
+            file = self._files.pop(name, None)
+            if file is None or not os.fstat(file.fd).st_nlink:  # deleted, or replaced by another
+                file = _File(self.path / name)
+            self._files[name] = file
+            while len(self._files) > self._open_files:
+                self._files.popitem(last=False)
+        return file
+
+    def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        near = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        try:
+            if isinstance(data, Path):
+                _move(data, near)
+            else:
+                _write(near, data)
+            sync_folder(near)
+            if overwrite:
+                os.replace(near, target)
+            else:
+                os.link(near, target)
+        finally:
+            near.unlink(missing_ok=True)
+        sync_folder(target.parent)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink()
+
+    def size(self, name: str) -> int:
+        return (self.path / name).stat().st_size
+
+    def refresh(self, name: str) -> None:
+        with self._lock:
+            self._files.pop(name, None)
+
+
+def _write(path: Path, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        done = 0
+        while done < len(data):
+            done += os.write(fd, memoryview(data)[done:])
+    finally:
+        os.close(fd)
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # another disk
+            raise
+        shutil.copyfile(source, target)
+        source.unlink()
+
+
+def sync_folder(path: Path) -> None:
+    """Or a file: what it holds is on the disk, for a folder the names in it."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class ObjectStore:
+    is_local = False
+
+    def __init__(self, url: str):
+        from obstore.exceptions import BaseError
+
+        self.url = url.rstrip("/")
+        try:
+            # Of ranges the retries are the fetcher's, so that they share one deadline.
+            self._once, self._patient = _client(self.url, 0, READ_S), _client(self.url, 6, WHOLE_S)
+        except (BaseError, ValueError) as error:
+            raise UserError(_text(error), field="data", value=url, remedy=REMEDY) from None
+
+    def read(self, name: str) -> bytes:
+        import obstore
+
+        return _translated(name, lambda: bytes(obstore.get(self._patient, name).bytes()))
+
+    def read_range(self, name: str, start: int, end: int) -> Any:
+        import obstore
+
+        try:
+            return _translated(name, lambda: obstore.get_range(self._once, name, start=start, end=end))
+        except _BeyondEnd:
+            return b""
+
+    def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
+        import obstore
+
+        # A conditional write is one request: a multipart upload has no condition everywhere.
+        options: dict[str, Any] = {} if overwrite else {"mode": "create", "use_multipart": False}
+        _translated(name, lambda: obstore.put(self._patient, name, data, **options))
+        if isinstance(data, Path):
+            data.unlink()
+
+    def write_pieces(self, name: str, pieces: list[Any]) -> None:
+        """One object out of several buffers, which are sent while others are still on their way."""
+        import obstore
+
+        _translated(name, lambda: obstore.put(self._patient, name, iter(pieces)))
+
+    def remove(self, name: str) -> None:
+        import obstore
+
+        _translated(name, lambda: obstore.delete(self._patient, name))
+
+    def size(self, name: str) -> int:
+        import obstore
+
+        return _translated(name, lambda: obstore.head(self._patient, name)["size"])
+
+    def refresh(self, name: str) -> None:
+        pass
+
+
+def _client(url: str, retries: int, timeout_s: int) -> Any:
+    from obstore.store import from_url
+
+    if urlsplit(url).scheme == "memory":
+        return _memory(url)
+    # Plain http is for endpoints that are named so (on loopback, or inside a cluster).
+    options: Any = {"allow_http": True, "connect_timeout": "5s", "timeout": f"{timeout_s}s"}
+    retry: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=2 * timeout_s)}
+    return from_url(url, client_options=options, retry_config=retry)
+
+
+@cache
+def _memory(url: str) -> Any:
+    """One per address and process, or what was written would be gone when the address is opened again."""
+    from obstore.store import MemoryStore
+
+    return MemoryStore()
+
+
+class _BeyondEnd(OSError):
+    pass
+
+
+_MAYBE_LATER = {408, 409, 425, 429}  # of the 4xx
+
+
+def _translated(name: str, call: Callable[[], T]) -> T:
+    from obstore import exceptions
+
+    try:
+        return call()
+    except FileNotFoundError as error:
+        text = _text(error)
+        if "NoSuchBucket" in text:
+            raise PermissionError(f"there is no such bucket ({text})") from None
+        raise FileNotFoundError(f"{name}: {text}") from None
+    except exceptions.AlreadyExistsError as error:
+        raise FileExistsError(f"{name}: {_text(error)}") from None
+    except exceptions.BaseError as error:
+        text = _text(error)
+        found = re.search(r"status code: (\d{3})", text)
+        status = int(found[1]) if found else 0
+        if "169.254.169.254" in text:
+            raise PermissionError(f"no credentials were found (AWS_ACCESS_KEY_ID and others): {text}") from None
+        if status == 416:
+            raise _BeyondEnd from None
+        denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+        senseless = isinstance(error, exceptions.NotSupportedError | exceptions.InvalidPathError)
+        if denied or senseless or (400 <= status < 500 and status not in _MAYBE_LATER) or "redirect" in text:
+            raise PermissionError(f"{name}: {text}") from None
+        raise OSError(f"{name}: {text}") from None
+
+
+def _text(error: Exception) -> str:
+    """What a person can read of it: the rest repeats it as a data structure."""
+    text = " ".join(str(error).split("Debug source")[0].split())
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    return f"{text.split('<')[0].strip()} {code[1]}" if code else text[:300]

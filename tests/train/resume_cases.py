@@ -1,0 +1,127 @@
+"""What the resume tests run on each rank (tests/train/test_resume.py)."""
+
+import base64
+import contextlib
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+from phalanx.checkpoint.files import commit, make_folder, make_tail, root_of, write_file
+from phalanx.checkpoint.memory import Slot
+from phalanx.checkpoint.torch_state import Snapshotter, rng_state
+from phalanx.core.checkpoint import Manifest, Plan, file_name
+from phalanx.core.job import Job
+from phalanx.core.layout import Layout
+from phalanx.core.store import open_store
+from phalanx.model.family import load_family
+from phalanx.parallel.groups import connect_store
+from phalanx.train.saving import resume, resume_from_memory
+from phalanx.train.state import State
+from tests.cases import CPU, Rank
+
+BEFORE, AFTER = 2, 2
+
+
+class OwnLine:
+    """A keeper's line without a keeper: the slots are this process's own."""
+
+    newest = -1
+
+    def __init__(self, plan):
+        self.slots = [Slot(plan.image_bytes, plan.own_bytes) for _ in range(2)]
+
+    def wait_free(self, slot): ...
+
+    def sealed(self, slot, durable): ...
+
+
+@contextlib.contextmanager
+def dropout():
+    """The blocks' feed-forward drops out, from torch's own generator: the random state matters."""
+    original = F.silu
+    F.silu = lambda x: F.dropout(original(x), 0.1, training=True)
+    try:
+        yield
+    finally:
+        F.silu = original
+
+
+def steps(rank, first, count):
+    norms = []
+    with dropout():
+        for step in range(first, first + count):
+            norms.append(float(rank.engine.step(rank.batches(step)).grad_norm))
+    return norms
+
+
+def case_resume(args):
+    """BEFORE steps, a snapshot, AFTER steps; then the same from the file, and from the memory, in new engines."""
+    job, number = Job.from_dict(args["job"]), args["rank"]
+    store = connect_store(args["store"]["host"], args["store"]["port"])
+    torch.manual_seed(100 + number)
+    rank = Rank(job, number, store, args["generation"] * 10)
+    steps(rank, 0, BEFORE)
+    state, plan = rank.state, Plan.of(rank.state.entries, job.layout, rank.coord)
+    snapshots = Snapshotter(OwnLine(plan), state.entries, job.layout, rank.coord, state.get, CPU, "run")
+    snapshots.begin(state.step, durable=True)
+    snapshots.wait()
+    slot = snapshots.line.slots[0]
+    norms = steps(rank, BEFORE, AFTER)
+    straight = {"norms": norms, "digest": rank.state.digest(), "rng": rng_state(CPU).hex()}
+    name, target = slot.header()["checkpoint"], open_store(args["dir"])
+    make_folder(target, name)
+    rng = base64.b64decode(slot.header()["rng"])
+    tail = make_tail({"checkpoint": name, "rank": number, "step": BEFORE}, rng, slot.hashes(own=True))
+    write_file(target, f"{name}/{file_name(number)}", slot.image[: slot.own_bytes], tail)
+    store.set(f"{args['generation']}/file{number}", f"{slot.own_bytes + len(tail)} {root_of(tail)}")
+    if number == 0:
+        files = []
+        for other in range(job.layout.world_size):
+            size, root = store.get(f"{args['generation']}/file{other}").decode().split()
+            files.append((int(size), root))
+        commit(target, Manifest(name, BEFORE, job.layout, state.entries, files, BEFORE))
+        store.set(f"{args['generation']}/committed", "1")
+    store.wait([f"{args['generation']}/committed"])
+    rank.close()
+    again = {}
+    for i, how in enumerate(("file", "memory")):
+        torch.manual_seed(999)
+
+        def prepare(rank, how=how):
+            if how == "file":
+                resume(job, rank.coord, rank.state, rank.device, args["dir"], name)
+            else:
+                resume_from_memory(job, rank.coord, rank.state, rank.device, slot)
+
+        rank = Rank(job, number, store, args["generation"] * 10 + 1 + i, prepare)
+        if args.get("forget_rng"):
+            torch.manual_seed(1)
+        norms = steps(rank, BEFORE, AFTER)
+        again[how] = {"norms": norms, "digest": rank.state.digest(), "rng": rng_state(CPU).hex()}
+        rank.close()
+    return {"name": name, "straight": straight, **again}
+
+
+def case_load(args):
+    """Load into this layout; every slice is that of the whole tensors, as one process reads them."""
+    job = Job.from_dict(args["job"])
+    coord = job.layout.coord(args["rank"])
+    state = State.create(job, load_family(job.model.family), coord, CPU)
+    said = resume(job, coord, state, CPU, args["dir"], args["name"])
+    single = dataclasses.replace(job, layout=Layout())
+    whole = State.create(single, load_family(job.model.family), Layout().coord(0), CPU)
+    resume(single, Layout().coord(0), whole, CPU, args["dir"], args["name"])
+    wrong = []
+    for entry in state.entries:
+        held = entry.held
+        if not held.held_by(job.layout, coord):
+            continue
+        r0, r1, c0, c1 = held.bounds(job.layout, coord)
+        if r0 == r1 or c0 == c1:
+            continue
+        want = whole.get(held.name).detach()
+        want = want[r0:r1, c0:c1] if want.dim() > 1 else want[r0:r1]
+        if not torch.equal(state.get(held.name).detach(), want):
+            wrong.append(held.name)
+    return {"wrong": wrong, "step": state.step, "bytes_read": said["bytes_read"]}

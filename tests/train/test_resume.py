@@ -1,0 +1,79 @@
+"""Restoring a state and going on gives the bits of the run that was never interrupted, on every layout of the parity
+table and with dropout; and a checkpoint loads into any other layout."""
+
+import pytest
+
+from tests.cases import CASES, MOE, MOE_DEEP, make_job
+
+# These run by default, the others with `make test-slow`.
+DEFAULT = {
+    "single",
+    "shard 3, uneven rows",
+    "tp 2, odd vocabulary, tied",
+    "replica 3",
+    "shard 2 x tp 2",
+    "exact: replica 2 x shard 2 x pp 2, ZB-V",
+    "moe: tp 2 x pp 2 x cp 2, ep 4, ZeRO-3, ZB-V (5 axes)",
+    "everything offloaded, moe: shard 2, ep 2",
+}
+
+
+def _param(name, layout, options):
+    marks = [] if name in DEFAULT else [pytest.mark.slow]
+    return pytest.param(layout, options, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("layout, options", [_param(*case) for case in CASES])
+def test_going_on_gives_the_same_bits(pool, tmp_path, layout, options):
+    job = make_job(layout, **options)
+    for rank, got in enumerate(pool.run("tests.train.resume_cases:case_resume", job, dir=str(tmp_path))):
+        for how in ("file", "memory"):
+            assert got[how]["norms"] == got["straight"]["norms"], (rank, how)
+            assert got[how]["digest"] == got["straight"]["digest"], (rank, how)
+            assert got[how]["rng"] == got["straight"]["rng"], (rank, how)
+
+
+def test_without_the_random_state_it_does_not(pool, tmp_path):
+    """The dropout matters: else the test above could not fail of it."""
+    job = make_job((1, 2, 1))
+    got = pool.run("tests.train.resume_cases:case_resume", job, dir=str(tmp_path), forget_rng=True)
+    assert all(rank["file"]["digest"] != rank["straight"]["digest"] for rank in got)
+
+
+DENSE, EXPERTS = dict(model=make_job().model), dict(model=MOE_DEEP)
+PAIRS = {
+    "shard 4 -> replica 2 x tp 2": (DENSE, ((1, 4, 1), {}), ((2, 1, 2), {})),
+    "tp 2 x pp 2 -> shard 3": (DENSE, ((1, 1, 2), dict(axes=dict(pp=2))), ((1, 3, 1), dict(global_batch=6))),
+    "replica 2 x shard 2 x tp 2 -> 1": (DENSE, ((2, 2, 2), {}), ((1, 1, 1), {})),
+    "1 -> replica 2 x shard 2 x cp 2": (DENSE, ((1, 1, 1), {}), ((2, 2, 1), dict(axes=dict(cp=2)))),
+    "moe: all axes at once": (
+        EXPERTS,
+        ((1, 2, 2), dict(axes=dict(pp=2, ep=4))),
+        ((2, 2, 1), dict(axes=dict(cp=2, ep=2), zero=1)),
+    ),
+    "moe: ZB-V -> shard 2": (
+        EXPERTS,
+        ((1, 1, 2), dict(axes=dict(pp=2, cp=2, ep=2, schedule="zbv"))),
+        ((1, 2, 1), dict(axes=dict(ep=2))),
+    ),
+}
+
+
+@pytest.mark.parametrize("model, source, target", PAIRS.values(), ids=PAIRS)
+def test_it_loads_into_another_layout(pool, tmp_path, model, source, target):
+    saved = make_job(source[0], **source[1], **model)
+    name = pool.run("tests.train.resume_cases:case_resume", saved, dir=str(tmp_path))[0]["name"]
+    job = make_job(target[0], **target[1], **model)
+    for got in pool.run("tests.train.resume_cases:case_load", job, dir=str(tmp_path), name=name):
+        assert got["wrong"] == []
+        assert got["step"] == 2
+
+
+def test_a_rank_reads_little_more_than_its_slices(pool, tmp_path):
+    name = pool.run("tests.train.resume_cases:case_resume", make_job((1, 4, 1), model=MOE), dir=str(tmp_path))[0][
+        "name"
+    ]
+    job = make_job((1, 8, 1), model=MOE)
+    sizes = [r["bytes_read"] for r in pool.run("tests.train.resume_cases:case_load", job, dir=str(tmp_path), name=name)]
+    whole = sum(f.stat().st_size for f in tmp_path.glob("*/rank-*.bin"))
+    assert max(sizes) < whole / 2, (sizes, whole)
