@@ -26,6 +26,7 @@ class BuddyServer:
     def __init__(self, token: str, host: str = "127.0.0.1"):
         self.token, self.copies = token, dict[int, list[Slot]]()
         self._lock = threading.Lock()
+        self._taking: dict[int, threading.Lock] = {}  # by rank: both of its slots may be on their way at once
         self._server = socket.create_server((host, 0))
         self.port: int = self._server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True, name="phalanx-buddy").start()
@@ -46,7 +47,10 @@ class BuddyServer:
                 return
             rank = int(hello["rank"])
             if hello["type"] == "push":
-                self._take(conn, rank, int(hello["image_bytes"]), int(hello["own_bytes"]))
+                with self._lock:
+                    taking = self._taking.setdefault(rank, threading.Lock())
+                with taking:
+                    self._take(conn, rank, int(hello["image_bytes"]), int(hello["own_bytes"]))
             else:
                 self._give(conn, rank)
 
@@ -88,6 +92,7 @@ class BuddyServer:
         conn.sendall(slot.memory)
 
     def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)  # or whoever waits in accept() takes one more
         self._server.close()
 
 

@@ -231,7 +231,7 @@ class Catalog:
         """Remove all but the newest `keep_last` good ones and those whose step is a multiple of `keep_every` (0:
         none); returns the names. A quarantined one goes with the second retention that meets it. What was never
         committed goes when its step is below the newest good one's and nothing of it was touched for an hour.
-        Nothing goes before the newest one's manifest and the sizes of all its files have been seen to be right."""
+        Nothing goes before the newest `keep_last` are seen to have right manifests and files of the right sizes."""
         assert keep_last > 0 and keep_every >= 0, (keep_last, keep_every)
         everything = self.all()
         good = [found for found in everything if found.status == "good"]
@@ -242,9 +242,10 @@ class Catalog:
         doomed = [found for found in good if found.name not in kept]
         doomed += [found for found in quarantined if found.quarantine.get("met")]
         doomed += [f for f in everything if f.status == "incomplete" and f.step < good[0].step and self._is_old(f)]
-        if doomed and (wrong := self._wrong_at_a_glance(good[0])):
-            on_event({"type": "retention_refused", "checkpoint": good[0].name, "reason": wrong})
-            return []
+        for found in good[:keep_last] if doomed else []:
+            if wrong := self._wrong_at_a_glance(found):
+                on_event({"type": "retention_refused", "checkpoint": found.name, "reason": wrong})
+                return []
         removed = []
         for found in doomed:
             try:

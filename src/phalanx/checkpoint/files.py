@@ -26,6 +26,7 @@ from phalanx.core.store import Folder, ObjectStore, Store, sync_folder
 HASH_BYTES = 16
 RUN_CHUNKS = 8  # read at once
 WRITE_BYTES = 8 << 20  # written at once
+RETRY_S = (0.1, 0.4, 1.6, 6.4)  # pauses, when a bucket does not answer
 
 
 def hash_of(data: Any) -> bytes:
@@ -96,16 +97,41 @@ def _set_direct(fd: int, on: bool) -> bool:
 def make_folder(store: Store, name: str) -> None:
     """For a checkpoint's files; on an object store there is nothing to make."""
     if isinstance(store, Folder):
-        (store.path / name).mkdir(parents=True, exist_ok=True)
+        make_root(store.path)
+        (store.path / name).mkdir(exist_ok=True)
         sync_folder(store.path)
+
+
+def make_root(path: Path) -> None:
+    """The folder of all checkpoints. If it is new its own name must be on the disk as well, and those of the folders
+    that it is in, which may be as new."""
+    if path.is_dir():
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    for parent in path.parents:
+        with contextlib.suppress(PermissionError):  # one that may not be read was there before
+            sync_folder(parent)
 
 
 def commit(store: Store, manifest: Manifest) -> None:
     """From here on it exists. Everything that it names must be on the disk."""
     if isinstance(store, Folder):
         sync_folder(store.path / manifest.name)  # the names of the files, before the name of the manifest
-    body = manifest.to_json()
-    store.write(f"{manifest.name}/{MANIFEST}", root_of(body).encode() + b"\n" + body, overwrite=False)
+    body, target = manifest.to_json(), f"{manifest.name}/{MANIFEST}"
+    data = root_of(body).encode() + b"\n" + body
+    try:
+        store.write(target, data, overwrite=False)
+    except OSError as error:
+        if store.is_local or not _is_there(store, target, data):
+            raise error
+
+
+def _is_there(store: Store, target: str, data: bytes) -> bool:
+    """For a bucket that has done what it was asked, and whose answer was lost."""
+    try:
+        return store.read(target) == data
+    except OSError:
+        return False
 
 
 # -- reading
@@ -159,7 +185,7 @@ class Reader:
 
     def _range(self, name: str, start: int, stop: int) -> Any:
         try:
-            return self.store.read_range(name, start, stop)
+            return _patient(self.store, lambda: self.store.read_range(name, start, stop))
         except FileNotFoundError:
             raise BadCheckpoint(f"{name}: is missing") from None
 
@@ -300,9 +326,21 @@ def read_into(store: Store, name: str, start: int, room: memoryview) -> int:
                 break
             done += got
         return done
-    data = memoryview(store.read_range(name, start, start + len(room))).cast("B")
+    data = memoryview(_patient(store, lambda: store.read_range(name, start, start + len(room)))).cast("B")
     room[: len(data)] = data
     return len(data)
+
+
+def _patient(store: Store, call: Callable[[], Any]) -> Any:
+    """Of ranges the store itself tries none again."""
+    for pause_s in () if store.is_local else RETRY_S:
+        try:
+            return call()
+        except (FileNotFoundError, PermissionError):
+            raise
+        except OSError:
+            time.sleep(pause_s)
+    return call()
 
 
 def read_manifest(store: Store, name: str) -> Manifest:

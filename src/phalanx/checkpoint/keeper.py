@@ -24,11 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from phalanx.checkpoint import files
 from phalanx.checkpoint.buddy import BuddyServer, fetch, push
 from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.memory import SLOTS, Slot, check_room, slot_bytes
-from phalanx.core.checkpoint import BadCheckpoint, Manifest, file_name
+from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan, Segment, file_name, word_of
 from phalanx.core.errors import UserError
 from phalanx.core.store import open_store
 
@@ -41,6 +43,7 @@ class Rank:
     slots: list[Slot]
     conn: socket.socket | None = None
     draining: set[int] = field(default_factory=set)  # slots that must not be overwritten yet
+    written: set[str] = field(default_factory=set)  # checkpoints whose file is there, or on its way
 
 
 class Keeper:
@@ -55,6 +58,7 @@ class Keeper:
         self.buddy: tuple[str, int] | None = None
         self.lock = threading.Lock()
         self.writers = ThreadPoolExecutor(WRITERS, "phalanx-drain")
+        self.hashers = ThreadPoolExecutor(WRITERS, "phalanx-hash")
         self.server = BuddyServer(token)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"\0phalanx-keeper-{secrets.token_hex(16)}")
@@ -133,7 +137,7 @@ class Keeper:
         if self.store.is_local:
             path = self.store.path  # type: ignore[attr-defined]
             try:
-                path.mkdir(parents=True, exist_ok=True)
+                files.make_root(path)
                 probe = path / f".probe-{secrets.token_hex(4)}"
                 probe.touch()
                 probe.unlink()
@@ -157,22 +161,26 @@ class Keeper:
             data = conn.recv(PACKET_BYTES)
         except OSError:
             data = b""
-        rank = next(number for number, held in self.ranks.items() if held.conn is conn)
+        rank = next((number for number, held in self.ranks.items() if held.conn is conn), None)
+        if rank is None:  # the rank has come again since
+            return False
         if not data:
             self.ranks[rank].conn = None
             return False
         said = json.loads(data)
         slot = int(said["slot"])
         self.ranks[rank].draining.add(slot)
-        self.writers.submit(self._sealed, rank, slot, bool(said["durable"]))
+        self.writers.submit(self._take, rank, slot, bool(said["durable"]), said["seal"])
         return True
 
     # -- what is done about it
 
-    def _sealed(self, rank: int, number: int, durable: bool) -> None:
+    def _take(self, rank: int, number: int, durable: bool, to_seal: dict[str, Any] | None) -> None:
         held, began = self.ranks[rank], time.perf_counter()
         slot, copied = held.slots[number], False
         try:
+            if to_seal and not self._seal(rank, slot, to_seal["header"], int(to_seal["sum"])):
+                return
             if self.buddy:
                 copied = self._copy(rank, slot)
             if durable:
@@ -181,6 +189,26 @@ class Keeper:
             with self.lock:
                 held.draining.discard(number)
             self._tell(rank, {"slot": number, "drain_ns": int((time.perf_counter() - began) * 1e9), "copied": copied})
+
+    def _seal(self, rank: int, slot: Slot, header: dict[str, Any], want: int) -> bool:
+        """What an accelerator has copied: hash it, and seal it if its sum is the one that was taken there."""
+        list(self.hashers.map(slot.put_hash, range(len(slot.bounds))))
+        assert self.base is not None
+        base = Manifest.from_json(json.dumps(self.base).encode())
+        plan, image = Plan.of(base.entries, base.layout, base.layout.coord(rank)), slot.array()
+
+        def sum_of(s: Segment) -> int:
+            words = image[s.offset : s.offset + s.size].view(word_of(base.entries[s.entry]))
+            return int(words.sum(dtype=np.int64))
+
+        sums = self.hashers.map(sum_of, plan.segments)
+        found = sum((2 * i + 1) * each for i, each in enumerate(sums))
+        if (found - want) % (1 << 64):
+            reason = f"what the device copied has the sum {found % (1 << 64)} instead of {want % (1 << 64)}"
+            self._failed(rank, header["checkpoint"], reason)
+            return False
+        slot.seal(header)
+        return True
 
     def _copy(self, rank: int, slot: Slot) -> bool:
         assert self.buddy
@@ -196,8 +224,12 @@ class Keeper:
         began, header = time.perf_counter(), slot.header()
         if header is None:
             return self._failed(rank, "?", "the seal of the snapshot in memory does not hold")
-        name = header["checkpoint"]
+        name, written = header["checkpoint"], self.ranks[rank].written
         target = f"{name}/{file_name(rank)}"
+        with self.lock:
+            if name in written:  # asked for again, after a failure of the ranks
+                return None
+            written.add(name)
         try:
             slot.verify(own=True)
             if rank == 0:
@@ -210,6 +242,7 @@ class Keeper:
             if not isinstance(error, FileExistsError):
                 with contextlib.suppress(OSError):
                     self.store.remove(target)
+            written.discard(name)
             return self._failed(rank, name, str(error))
         size = slot.own_bytes + len(tail)
         drain_s = time.perf_counter() - began
@@ -309,9 +342,10 @@ class Line:
         self.busy: set[int] = set()  # slots that the keeper still reads
         self.freed: deque[dict[str, Any]] = deque(maxlen=16)  # what it said when it was done with one
 
-    def sealed(self, slot: int, durable: bool) -> None:
+    def done(self, slot: int, durable: bool, to_seal: dict[str, Any] | None = None) -> None:
+        """With filling a slot. `to_seal`: the keeper is to hash it, compare its "sum", and seal it with "header"."""
         self.busy.add(slot)
-        self._sock.send(json.dumps({"slot": slot, "durable": durable}).encode())
+        self._sock.send(json.dumps({"slot": slot, "durable": durable, "seal": to_seal}).encode())
 
     def wait_free(self, slot: int) -> None:
         self.listen(block=False)

@@ -9,8 +9,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +19,10 @@ from torch import Tensor
 from phalanx.checkpoint.files import Reader
 from phalanx.checkpoint.keeper import Line
 from phalanx.checkpoint.memory import Slot
-from phalanx.core.checkpoint import BadCheckpoint, Entry, Plan, Segment, checkpoint_name
+from phalanx.core.checkpoint import BadCheckpoint, Entry, Plan, Segment, checkpoint_name, word_of
 from phalanx.core.layout import Coord, Layout
 
 Get = Callable[[str], Tensor]  # a rank's slice of a tensor of the state, by its name
-HASHERS = 8  # threads, for what comes from an accelerator
 
 
 class Part(NamedTuple):
@@ -57,11 +55,23 @@ class Source:
 
     def __init__(self, entries: list[Entry], layout: Layout, coord: Coord, get: Get):
         self.entries, self.layout, self.coord, self.get = entries, layout, coord, get
+        self._seen: dict[Segment, tuple[int, Tensor]] = {}  # and where the tensor was
+        self._fleeting: set[int] = set()  # entries that are made anew for each look, such as moments in a file
 
     def bytes_of(self, s: Segment) -> Tensor:
         """Those of a segment."""
         entry = self.entries[s.entry]
-        local = self.get(entry.held.name).detach()
+        local = self.get(entry.held.name)
+        where, seen = self._seen.get(s, (0, local))
+        if where != local.data_ptr():
+            seen = self._cut(s, entry, local.detach())
+            if s.entry not in self._fleeting and local.is_contiguous() and self.get(entry.held.name) is local:
+                self._seen[s] = local.data_ptr(), seen
+            else:
+                self._fleeting.add(s.entry)
+        return seen
+
+    def _cut(self, s: Segment, entry: Entry, local: Tensor) -> Tensor:
         if _dtype(local) != entry.dtype:
             raise ValueError(f"{entry.held.name} is {_dtype(local)}, not {entry.dtype}")
         first = entry.held.bounds(self.layout, self.coord)[0]
@@ -98,11 +108,13 @@ class Snapshotter:
         self.stall_ns = 0  # of the snapshot under way, or the last
         self.copy_ns = 0
         self._slot = 1 - line.newest if line.newest >= 0 else 0
-        self._work: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._copied: torch.Event | None = None
-        self._stream = device.new_stream()
-        self._images: dict[int, Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, "phalanx-snapshot")
+        self._work: Future[None] = self._thread.submit(lambda: None)  # starts it, so that no snapshot waits for that
+        self._enqueued = threading.Event()
+        self._copied: list[torch.Event] = []
+        self._streams = [device.new_stream(), device.new_stream()]
+        self._total = torch.zeros(1, dtype=torch.int64, pin_memory=not device.is_cpu)
+        self._images: dict[int, Tensor] = {}  # of the slots, pinned
 
     def begin(self, step: int, durable: bool, norm: Tensor | None = None) -> None:
         """Right after an update, which made the state that of `step`. If the gradient's `norm` was not finite the
@@ -121,25 +133,21 @@ class Snapshotter:
             "generation": self.generation,
             "rng": base64.b64encode(rng_state(self.device)).decode(),
         }
-        work: Callable[[Slot], None]
-        if self.device.is_cpu:
-            work = self._copy
-        else:
-            sums = self._copy_from_device(number, slot)
-            work = partial(self._hash, sums=sums)
-        self._work = threading.Thread(target=self._run, args=(work, slot, number, header, durable, norm), daemon=True)
-        self._work.start()
+        ready = self.device.mark()
+        self._enqueued.clear()
+        self._work = self._thread.submit(self._run, number, header, durable, norm, ready)
         self._slot = 1 - number
         self.stall_ns = time.perf_counter_ns() - began
 
     def wait(self) -> None:
         """Before the next update."""
         began = time.perf_counter_ns()
-        if self._copied is not None:  # the update waits for the copy, on the device; the host goes on
-            self.device.wait(None, self._copied)
-            self._copied = None
-        elif self.device.is_cpu:
+        if self.device.is_cpu:
             self._join()
+        elif not self._work.done():  # the update waits for the copies, on the device; the host goes on
+            self._enqueued.wait()
+            for event in self._copied:
+                self.device.wait(None, event)
         self.stall_ns += time.perf_counter_ns() - began
 
     def finish(self) -> None:
@@ -149,31 +157,24 @@ class Snapshotter:
             self.line.wait_free(slot)
 
     def _join(self) -> None:
-        if self._work is not None:
-            self._work.join()
-            self._work = None
-        if self._failure is not None:
-            raise self._failure
+        self._work.result()
 
-    def _run(
-        self,
-        work: Callable[[Slot], None],
-        slot: Slot,
-        number: int,
-        header: dict[str, Any],
-        durable: bool,
-        norm: Tensor | None,
-    ) -> None:
+    def _run(self, number: int, header: dict[str, Any], durable: bool, norm: Tensor | None, ready: Any) -> None:
         began = time.perf_counter_ns()
+        slot, total = self.line.slots[number], None
         try:
-            work(slot)
+            if self.device.is_cpu:
+                self._copy(slot)
+            else:
+                total = self._copy_from_device(number, ready)
             if norm is not None and not bool(torch.isfinite(norm)):
                 return
-            slot.seal(header)
+            if total is None:
+                slot.seal(header)
             self.copy_ns = time.perf_counter_ns() - began
-            self.line.sealed(number, durable)
-        except BaseException as error:
-            self._failure = error
+            self.line.done(number, durable, None if total is None else {"header": header, "sum": total})
+        finally:
+            self._enqueued.set()
 
     def _copy(self, slot: Slot) -> None:
         """On the host: each chunk is hashed while it is in the cache."""
@@ -186,44 +187,36 @@ class Snapshotter:
                 image[part.at : part.at + part.stop - part.start] = views[part.segment][part.start : part.stop]
             slot.put_hash(chunk)
 
-    def _copy_from_device(self, number: int, slot: Slot) -> Tensor:
-        """On a stream beside the trainer's, into memory that the device writes by itself. Sums that are taken on the
-        device go along, so that what arrives can be compared with what was there."""
+    def image(self, number: int) -> Tensor:
+        """A slot's, where the device can write to it by itself."""
         if number not in self._images:
-            self._images[number] = self.device.pin(torch.from_numpy(slot.array()))
-        image = self._images[number]
-        self.device.wait(self._stream, self.device.mark())
-        sums = []
-        with self.device.on(self._stream):
-            for s in self.plan.segments:
-                source = self.source.bytes_of(s)
-                self.device.hold(source, self._stream)
+            self._images[number] = self.device.pin(torch.from_numpy(self.line.slots[number].array()))
+        return self._images[number]
+
+    def _copy_from_device(self, number: int, ready: Any) -> int:
+        """On a stream beside the trainer's, into memory that the device writes by itself. A sum that is taken on the
+        device, on yet another stream, lets the keeper compare what has arrived with what was there. The keeper also
+        hashes and seals: here that would take the interpreter from the trainer."""
+        self.device.use()
+        image, sums = self.image(number), []
+        for stream in self._streams:
+            self.device.wait(stream, ready)
+        copies, adds = self._streams
+        for s in self.plan.segments:
+            source = self.source.bytes_of(s)
+            with self.device.on(copies):
                 image[s.offset : s.offset + s.size].copy_(source, non_blocking=True)
-                sums.append(source.view(self._word(s)).sum(dtype=torch.int64))
-            total = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
-            if sums:
-                total.copy_(torch.stack(sums), non_blocking=True)
-            self._copied = self.device.mark()
-        return total
-
-    def _word(self, s: Segment) -> torch.dtype:
-        """An integer that an element can be read as, or that divides it."""
-        return {1: torch.uint8, 2: torch.int16}.get(self.source.entries[s.entry].item_bytes, torch.int32)
-
-    def _hash(self, slot: Slot, sums: Tensor) -> None:
-        copied = self._stream.record_event()
-        copied.synchronize()
-        with ThreadPoolExecutor(HASHERS, "phalanx-hash") as pool:
-            list(pool.map(slot.put_hash, range(len(slot.bounds))))
-            found = list(pool.map(lambda s: self._sum(slot, s), self.plan.segments))
-        for s, want, got in zip(self.plan.segments, sums.tolist(), found, strict=True):
-            if want != got:
-                name = self.source.entries[s.entry].held.name
-                raise BadCheckpoint(f"{name}: the copy from the device has the sum {got} instead of {want}")
-
-    def _sum(self, slot: Slot, s: Segment) -> int:
-        word = str(self._word(s)).removeprefix("torch.")
-        return int(slot.array()[s.offset : s.offset + s.size].view(word).sum(dtype=np.int64))
+            with self.device.on(adds):
+                word = getattr(torch, word_of(self.source.entries[s.entry]))
+                sums.append(source.view(word).sum(dtype=torch.int64))
+        with self.device.on(adds):
+            weights = torch.arange(len(sums), device=self.device.torch) * 2 + 1
+            self._total.copy_((torch.stack(sums) * weights).sum().view(1), non_blocking=True)
+        self._copied = [stream.record_event() for stream in self._streams]
+        self._enqueued.set()
+        for event in self._copied:
+            event.synchronize()
+        return int(self._total)
 
 
 def mark(run: str, generation: int, step: int) -> str:

@@ -133,21 +133,34 @@ def why_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="The rec
 
 
 def _why(record: RunRecord) -> list[str]:
+    import dataclasses
     import statistics
 
-    from phalanx.control.interval import Measured, durable_interval, explain, mtbf_ns, time_text
+    from phalanx.control.interval import (
+        FAILURES_PER_1000_NODE_DAYS,
+        Measured,
+        durable_interval,
+        explain,
+        mtbf_ns,
+        time_text,
+    )
     from phalanx.core.layout import Layout
 
-    layout = Layout(**record.job["job"]["layout"])
+    job = record.job["job"]
+    layout, asked = Layout(**job["layout"]), job.get("checkpoint", {})
     nodes = -(-layout.world_size // layout.ranks_per_node) if layout.ranks_per_node else 1
+    rate = float(asked.get("failures", FAILURES_PER_1000_NODE_DAYS))
     events = list(record.events())
     derived = [e for e in events if e["type"] == "checkpoint_interval"]
+    every = asked.get("every_steps", 0)
+    lines = [f"the job asks for one every {every:,} steps; what follows from the run:"] if every > 0 else []
+    lines += ["the job asks for none; what follows from the run:"] if every < 0 else []
     if derived:
-        last = derived[-1]
-        m = Measured(**last["measured"])
-        lines = explain(m, last.get("nodes", nodes), failures=last.get("failures", 0), node_ns=last.get("node_ns", 0))
-        if last["steps"] != durable_interval(m).steps:
-            lines.append(f"  in use   every {last['steps']:,} steps, as the job asks")
+        figures = dict(derived[-1]["measured"])
+        m = Measured(**{field.name: int(figures.pop(field.name)) for field in dataclasses.fields(Measured)})
+        lines += explain(m, **figures)
+        if "memory_steps" in derived[-1]:
+            lines.append(f"  memory   a snapshot in the hosts' memory every {derived[-1]['memory_steps']:,} steps")
         return lines
 
     def median_ns(rows: list[dict[str, Any]], name: str) -> int:
@@ -156,12 +169,12 @@ def _why(record: RunRecord) -> list[str]:
     steps, seen = list(record.metrics()), [e for e in events if e["type"] == "checkpoint"]
     if not steps:
         return ["the run has measured no step and no checkpoint: nothing follows yet"]
-    step_ns, mtbf = max(1, median_ns(steps, "time_s")), mtbf_ns(nodes)
+    step_ns, mtbf = max(1, median_ns(steps, "time_s")), mtbf_ns(nodes, rate)
     if seen:
         stall, slowdown, drain = (median_ns(seen, name) for name in ("stall_s", "slowdown_s", "drain_s"))
-        said = f"from the medians of {len(seen):,} checkpoints and {len(steps):,} steps of the run:"
-        return [said, *explain(Measured(step_ns, stall, slowdown, drain, mtbf), nodes)]
-    lines = [
+        lines.append(f"from the medians of {len(seen):,} checkpoints and {len(steps):,} steps of the run:")
+        return lines + explain(Measured(step_ns, stall, slowdown, drain, mtbf), nodes, rate)
+    lines += [
         f"the run has measured no checkpoint yet; with steps of {time_text(step_ns)}, and an MTBF of {time_text(mtbf)}"
         f" ({nodes:,} nodes), one would be made"
     ]
@@ -176,7 +189,7 @@ def convert_command(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: ours, or a folder of HF or DCP.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="A folder; for phalanx a folder or URL.")],
     to: Annotated[str, typer.Option("--to", metavar="hf|dcp|phalanx", help="The format to write.")],
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the weights written; as they are.")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the weights, for hf: bf16 or fp32; as they are.")] = "",
 ) -> None:
     """Convert to and from Hugging Face's safetensors and torch's distributed checkpoints."""
     from importlib import import_module
@@ -191,24 +204,29 @@ def convert_command(
     if (kind == "phalanx") == (to == "phalanx"):
         remedy = "name another format as --to" if kind == to else "convert it to phalanx first, and that to this format"
         raise UserError(f"the source is {kind}", field="--to", value=to, remedy=remedy)
-    if to == "phalanx":
-        if dtype:
-            raise UserError("ours keeps the source's", field="--dtype", value=dtype, remedy="leave it out")
-        with _edge(source):
+    if dtype and to != "hf":
+        raise UserError(f"{to} keeps the source's", field="--dtype", value=dtype, remedy="leave it out")
+    if to != "phalanx" and is_remote(target):
+        raise UserError(f"{to} is written to a folder", field="DST", value=target, remedy="name a folder")
+    remedy = "see that SRC is there and may be read, and that DST may be written"
+    with _edge(source, remedy), _bar("converting") as told:
+
+        def on_progress(done: int, total: int) -> None:
+            told(done, total, "")
+
+        if to == "phalanx":
             store = open_store(target)
-            made = import_module(f"phalanx.checkpoint.torch_{kind}").read(Path(source), store)
+            made = import_module(f"phalanx.checkpoint.torch_{kind}").read(Path(source), store, progress=on_progress)
             Catalog(store).added(made)
-        print(f"{store.url}/{made.name}: {len(made.entries):,} tensors, {made.size_bytes:,} bytes")
-        return
-    if is_remote(target) or (Path(target).exists() and (not Path(target).is_dir() or any(Path(target).iterdir()))):
-        raise UserError(
-            "it is not a new folder", field="DST", value=target, remedy="name a folder that is not there yet"
-        )
-    with _edge(source):
-        catalog, found = _found(source)
-        reader = catalog.open(found[0].name)
-        import_module(f"phalanx.checkpoint.torch_{to}").write(reader, Path(target), dtype)
-    print(f"{target}: {to}, of {reader.name}")
+            said = f"{store.url}/{made.name}: {len(made.entries):,} tensors, {made.size_bytes:,} bytes"
+        else:
+            catalog, found = _found(source)
+            reader = catalog.open(found[0].name)
+            options = {"dtype": dtype} if to == "hf" else {}
+            module = import_module(f"phalanx.checkpoint.torch_{to}")
+            module.write(reader, Path(target), progress=on_progress, **options)
+            said = f"{target}: {to}, of {reader.name}"
+    print(said)
 
 
 def _kind_of(source: str) -> str:
@@ -285,7 +303,7 @@ def _error(message: str, path: str, remedy: str, field: str = "PATH") -> Excepti
 
 
 @contextlib.contextmanager
-def _edge(path: str) -> Iterator[None]:
+def _edge(path: str, remedy: str = "see that it is there, and that you may read it") -> Iterator[None]:
     """What is wrong with the files is told without a traceback."""
     from phalanx.core.checkpoint import BadCheckpoint
 
@@ -296,7 +314,7 @@ def _edge(path: str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise _error(f"it cannot be read: {error}", path, "see that it is there, and that you may read it") from None
+        raise _error(str(error), path, remedy) from None
 
 
 # -- words

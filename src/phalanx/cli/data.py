@@ -178,9 +178,9 @@ def _open(url: str, version: str) -> tuple[Any, Any, str]:
     """Store, manifest and version, which may be named by its first digits."""
     from phalanx.core.errors import UserError
     from phalanx.core.manifest import manifest_name
+    from phalanx.core.store import open_store
     from phalanx.data.fetch import read_manifest
     from phalanx.data.shard import version_of
-    from phalanx.data.store import open_store
 
     store = open_store(url)
     if 16 <= len(version) < 64:

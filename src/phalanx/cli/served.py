@@ -14,12 +14,12 @@ import numpy as np
 from phalanx.cli.console import PlainConsole
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
+from phalanx.core.store import open_store
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
 from phalanx.data.loader import DataLost, Loader, make_order
 from phalanx.data.order import Order
 from phalanx.data.run import FILE, RunData
 from phalanx.data.samples import digest, places_of
-from phalanx.data.store import open_store
 from phalanx.data.tokenizer import tokenizer_of
 from phalanx.data.where import Found, where
 from phalanx.observe.record import RunRecord

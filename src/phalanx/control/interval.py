@@ -65,7 +65,7 @@ def _interval(step_ns: int, cost_ns: int, drain_ns: int, mtbf_ns: int, floor: in
     young = math.isqrt(2 * cost_ns * mtbf_ns)
     daly = young - 2 * cost_ns // 3 + young * cost_ns // (18 * mtbf_ns) if cost_ns < 2 * mtbf_ns else mtbf_ns
     wanted = (2 * daly + step_ns) // (2 * step_ns)  # to the nearest
-    steps = max(1, wanted, floor)
+    steps = max(wanted, floor)
     binds = "formula" if steps == wanted else "drain" if floor > 1 else "step"
     period = steps * step_ns + cost_ns
     # A failure comes anywhere in a period, and before the last checkpoint is durable the one before it counts.
@@ -82,7 +82,7 @@ def mtbf_ns(
     """Of the whole gang, after it has seen `failures` in `node_ns` (nodes times time). The prior on the rate is a
     Gamma that weighs as much as one failure in the time that one takes on average; this is one over the mean of the
     posterior: (prior time + node_ns) / (1 + failures)."""
-    prior_ns = 1000 * DAY_NS * 10**6 // round(failures_per_1000_node_days * 10**6)
+    prior_ns = 1000 * DAY_NS * 10**6 // max(1, round(failures_per_1000_node_days * 10**6))
     return max(1, (prior_ns + node_ns) // ((1 + failures) * nodes))
 
 

@@ -47,6 +47,11 @@ class Entry:
         return ITEM_BYTES[self.dtype]
 
 
+def word_of(entry: Entry) -> str:
+    """The integers as which its bytes are summed: as wide as an element, or a part of it."""
+    return {1: "uint8", 2: "int16"}.get(entry.item_bytes, "int32")
+
+
 class Segment(NamedTuple):
     """A block of a tensor, row by row, at a place in the image."""
 

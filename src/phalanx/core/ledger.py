@@ -61,10 +61,10 @@ def from_bits(text: str) -> float:
     return struct.unpack(">d", bytes.fromhex(text))[0]
 
 
-def verify(records: Iterable[Record], head: str = "") -> int | None:
+def verify(records: Iterable[Record], head: str = "", root: str = GENESIS, step: int = 0) -> int | None:
     """The index of the first that does not follow one before it, or None. With `head`, the last one must have that
-    hash; without, a change of the last one cannot be seen."""
-    next_step, last, index = {GENESIS: 0}, GENESIS, -1
+    hash; without, a change of the last one cannot be seen. A run that was resumed begins at `step`, after `root`."""
+    next_step, last, index = {root: step}, root, -1
     for index, record in enumerate(records):
         if next_step.get(record.previous) != record.step:
             return index

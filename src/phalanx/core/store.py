@@ -58,7 +58,7 @@ def open_store(url: str) -> Store:
     return Folder(Path(unquote(urlsplit(url).path) if scheme else url))
 
 
-class _File:
+class File:
     """A descriptor that is closed when the last reader lets go of it."""
 
     def __init__(self, path: Path):
@@ -75,26 +75,26 @@ class Folder:
 
     def __init__(self, path: Path, open_files: int = 64):
         self.path, self.url = path.absolute(), str(path.absolute())
-        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._files: OrderedDict[str, File] = OrderedDict()
         self._lock, self._open_files = threading.Lock(), open_files
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        file = self._open(name)  # held, or it might be closed before it is read
+        file = self.open(name)  # held, or it might be closed before it is read
         return os.pread(file.fd, end - start, start)
 
     def read_into(self, name: str, start: int, room: memoryview) -> int:
         """How many bytes were there."""
-        file = self._open(name)
+        file = self.open(name)
         return os.preadv(file.fd, [room], start)
 
-    def _open(self, name: str) -> _File:
+    def open(self, name: str) -> File:
         with self._lock:
             file = self._files.pop(name, None)
             if file is None or not os.fstat(file.fd).st_nlink:  # deleted, or replaced by another
-                file = _File(self.path / name)
+                file = File(self.path / name)
             self._files[name] = file
             while len(self._files) > self._open_files:
                 self._files.popitem(last=False)

@@ -24,9 +24,9 @@ from blake3 import blake3
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import HASH_BYTES, Field, Manifest
+from phalanx.core.store import Folder, Store
 from phalanx.data import documents, workers
 from phalanx.data.shard import ShardWriter, version_of
-from phalanx.data.store import Folder, Store
 from phalanx.data.target import Target
 from phalanx.data.tokenizer import Tokenizer, Vocabulary
 

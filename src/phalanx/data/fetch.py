@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import random
 import threading
 import time
@@ -22,13 +23,14 @@ import numpy as np
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import HASH_BYTES, MANIFEST, Manifest, manifest_name
+from phalanx.core.store import File, Folder, Store
 from phalanx.data.cache import Cache
 from phalanx.data.shard import fast_hash, root_of, version_of
-from phalanx.data.store import Folder, Store
 
 TRIES = 3  # of a chunk that arrives, but wrong
 DISK = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.ENODATA)
 FOOTERS_BYTES = 1 << 20  # kept in memory, of hashes
+OPEN_FILES = 16  # of a reader
 
 Chunk = tuple[int, int, int]  # extent, shard, chunk in the shard
 
@@ -121,23 +123,35 @@ class Fetcher:
             if self._touch(i) is None and i not in self._pending and not self.store.is_local:
                 self._future(i)
 
-    def read_into(self, i: Chunk, scratch: np.ndarray) -> bool:
-        """The shortest way for a chunk on a local disk that is not there yet: verified, into the caller's memory.
-        False: it did not work out, and `get` will say why."""
-        if not isinstance(self.store, Folder) or i in self._pool:
-            return False
-        (extent, shard, chunk), (start, end) = i, self.manifest.chunk_range(*i)
-        room, at = scratch.view(np.uint8).data[: end - start], chunk * HASH_BYTES // 2
-        try:
-            hashes = self._footers.get((extent, shard)) or self._hashes(extent, shard, time.monotonic() + 1)
-            taken = self.store.read_into(self.manifest.shard_name(extent, shard), start, room)
-        except (Corrupt, OSError):
-            return False
-        if taken < end - start or fast_hash(room) != hashes[at : at + HASH_BYTES // 2]:
-            return False
-        self._check_ids(i, scratch[: taken // scratch.itemsize])
-        self.counters.bytes_read += taken
-        return True
+    def reader(self, room: np.ndarray) -> Callable[[Chunk], bool]:
+        """The shortest way for chunks on a local disk that are not there yet: reads one into `room`, which has the
+        size of a chunk with its overlap, and verifies it there. False: it did not work out, as it cannot for a
+        shorter chunk, and `get` will say why. There is little in it besides calls that leave the interpreter to
+        other threads: after a MB was moved, the interpreter itself is out of the processor's cache, and slow."""
+        data, files = room.view(np.uint8).data, dict[tuple[int, int], tuple[File, bytes]]()
+        into, step = [data], self.manifest.chunk_items * room.itemsize
+
+        def read(i: Chunk) -> bool:
+            if not isinstance(self.store, Folder) or i in self._pool:
+                return False
+            shard, at = i[:2], i[2] * HASH_BYTES // 2
+            try:
+                if shard not in files:
+                    if len(files) == OPEN_FILES:
+                        files.clear()
+                    hashes = self._hashes(*shard, time.monotonic() + 1)
+                    files[shard] = self.store.open(self.manifest.shard_name(*shard)), hashes
+                file, hashes = files[shard]
+                taken = os.preadv(file.fd, into, i[2] * step)
+            except (Corrupt, OSError):
+                return False
+            if taken < len(data) or fast_hash(data) != hashes[at : at + HASH_BYTES // 2]:
+                return False
+            self._check_ids(i, room)
+            self.counters.bytes_read += taken
+            return True
+
+        return read
 
     def get(self, i: Chunk) -> np.ndarray:
         """The items of a chunk, verified, with the item that follows it if tokens. Raises Corrupt; OSError when the
@@ -215,7 +229,7 @@ class Fetcher:
         extent, shard, chunk = i
         # Seen as unsigned, a negative id is a large one.
         ids = items.view(f"u{items.itemsize}") if items.dtype.kind == "i" else items
-        if int(ids.max()) >= self.max_id:
+        if np.maximum.reduce(ids) >= self.max_id:
             at = int(np.argmax(ids >= self.max_id))
             name, item = self.manifest.shard_name(extent, shard), chunk * self.manifest.chunk_items + at
             raise UserError(

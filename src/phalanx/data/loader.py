@@ -24,7 +24,8 @@ WINDOW = 64  # units of an extent that are shuffled into each other
 AT_ONCE = 8192  # places that are located in one go: arithmetic on arrays is cheap for many and dear for few
 
 Event = dict[str, Any]
-Group = tuple[Chunk, np.ndarray, np.ndarray]  # a chunk, the rows that lie in it, and as its how-manieth samples
+# A chunk, the rows that lie in it, as its how-manieth samples, and whether these are all of them, each once.
+Group = tuple[Chunk, np.ndarray, np.ndarray, bool]
 
 
 class DataLost(Exception):
@@ -64,6 +65,8 @@ class Loader:
         self._num_helpers = self.fetcher.num_threads - 1 if self.fetcher.store.is_local else 0
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "phalanx-copy")
         self._thread = threading.local()
+        # Freed at once, it has malloc keep what `locate` frees, which would else be faulted in anew each time.
+        np.empty(4 << 20, np.uint8)
 
     def close(self) -> None:
         """With its fetcher."""
@@ -84,7 +87,7 @@ class Loader:
     def start(self, located: Located) -> None:
         """Begin to fetch what these will need."""
         if self._one_chunk:
-            self.fetcher.start(chunk for chunk, _, _ in self._by_chunk(located) if chunk not in self._bad)
+            self.fetcher.start(chunk for chunk, *_ in self._by_chunk(located) if chunk not in self._bad)
         else:
             for e, s in zip(located.extents.tolist(), located.samples.tolist(), strict=True):
                 self.fetcher.start(chunk for chunk in self._chunks(e, s) if chunk not in self._bad)
@@ -96,7 +99,7 @@ class Loader:
         if self._one_chunk:
             groups = self._by_chunk(located)
             if not self.fetcher.store.is_local:
-                self.fetcher.start(chunk for chunk, _, _ in groups if chunk not in self._bad)
+                self.fetcher.start(chunk for chunk, *_ in groups if chunk not in self._bad)
             todo = iter(groups)
             helpers = self._num_helpers if len(groups) > 8 else 0
             helped = [self._helpers.submit(self._copy_rows, todo, out, left) for _ in range(helpers)]
@@ -116,30 +119,33 @@ class Loader:
         """In the order of the chunks' first use."""
         if not len(located):
             return []
+        per_unit, n = self.cuts[0].per_unit, len(located)
         by = np.argsort((located.extents << 44) | located.samples)
         extents, samples = located.extents[by], located.samples[by]
-        units = samples // self.cuts[0].per_unit
-        inside = samples - units * self.cuts[0].per_unit
+        units = samples // per_unit
+        inside = samples - units * per_unit
         first = np.flatnonzero((np.diff(units, prepend=-1) != 0) | (np.diff(extents, prepend=-1) != 0))
-        end = np.append(first[1:], len(by))
+        end = np.append(first[1:], n)
         use = np.argsort(np.minimum.reduceat(by, first))
         shards = units[first] // self.manifest.shard_chunks
         chunks = units[first] - shards * self.manifest.shard_chunks
-        ids = zip(*(a[use].tolist() for a in (extents[first], shards, chunks, first, end)), strict=True)
-        return [((e, s, c), by[a:b], inside[a:b]) for e, s, c, a, b in ids]
+        once = np.logical_and.reduceat(inside == np.arange(n) - np.repeat(first, end - first), first)
+        whole = once & (end - first == per_unit)
+        ids = zip(*(a[use].tolist() for a in (extents[first], shards, chunks, first, end, whole)), strict=True)
+        return [((e, s, c), by[a:b], inside[a:b], w) for e, s, c, a, b, w in ids]
 
     def _copy_rows(self, todo: Iterator[Group], out: np.ndarray, left: list[int]) -> None:
         """Takes chunks from `todo`, as do others at the same time."""
         cut, width, scratch = self.cuts[0], self.width, self._scratch()
-        every, stride = np.arange(cut.per_unit), (cut.span * out.itemsize, out.itemsize)
-        for chunk, rows, inside in todo:
+        samples = np.ndarray((cut.per_unit, width), out.dtype, scratch, 0, (cut.span * out.itemsize, out.itemsize))
+        read = self.fetcher.reader(scratch)
+        for chunk, rows, inside, whole in todo:
             if chunk in self._bad:
                 left += rows.tolist()
                 continue
             # A chunk all of whose samples are wanted goes through the processor's cache, and is not kept.
-            whole = len(inside) == cut.per_unit and bool((inside == every).all())
-            if whole and self.fetcher.read_into(chunk, scratch):
-                out[rows] = np.ndarray((cut.per_unit, width), out.dtype, scratch, 0, stride)
+            if whole and read(chunk):
+                out[rows] = samples
                 continue
             try:
                 items = self.fetcher.get(chunk)

@@ -56,26 +56,33 @@ def permute(index: Any, size: Any, key: Any) -> np.ndarray:
     index, size, key = np.atleast_1d(np.asarray(index, np.int64)), np.asarray(size, np.int64), np.asarray(key)
     out = np.broadcast_to(index, np.broadcast_shapes(index.shape, size.shape, key.shape)).astype(_U)
     bits = np.maximum(2, _bit_length(size - 1)).astype(_U)
-    narrow = bits >> _U(1)
-    halves = [(narrow, bits - narrow), (bits - narrow, narrow)]
-    keys = [mix(key + _U(r)) for r in range(ROUNDS)]
-    size = size.astype(_U)
+    wide, size = bits - (bits >> _U(1)), size.astype(_U)
+    keys = mix(np.add.outer(np.arange(ROUNDS, dtype=_U), key))
+    # The halves swap places and widths each round, so both are mixed when bits is odd.
+    rounds = [(k, wide, bits - wide) if r % 2 else (k, bits - wide, wide) for r, k in enumerate(keys)]
+    # Of a half there are few values: if all have one key, each is mixed once and then looked up.
+    few = not size.ndim and not key.ndim and 1 << int(wide) <= len(out)
+    known = [_mixed(np.arange(1 << int(low), dtype=_U), k, high) for k, low, high in rounds] if few else []
     todo: Any = slice(None)  # those that have not landed inside
     while True:
         x = out[todo]
-        for r, k in enumerate(keys):
-            # The halves swap places and widths each round, so both are mixed when bits is odd.
-            low_bits, high_bits = (_at(b, todo) for b in halves[r % 2])
+        for r in range(ROUNDS):
+            k, low_bits, high_bits = (_at(part, todo) for part in rounds[r])
             low = x & ((_U(1) << low_bits) - _U(1))
-            mixed = mix(low ^ _at(k, todo))
-            mixed &= (_U(1) << high_bits) - _U(1)
-            mixed ^= x >> low_bits
-            low <<= high_bits
-            x = np.bitwise_or(low, mixed, out=low)
+            x >>= low_bits
+            x ^= known[r].take(low.view(np.int64)) if few else _mixed(low, k, high_bits)
         out[todo] = x
         todo = np.flatnonzero(out >= size)
         if not len(todo):
             return out.astype(np.int64)
+
+
+def _mixed(low: np.ndarray, key: Any, high_bits: Any) -> np.ndarray:
+    """What a round makes of the low half: it becomes the high one, and mixed it is added to the other."""
+    mixed = mix(low ^ key)
+    mixed &= (_U(1) << high_bits) - _U(1)
+    mixed |= low << high_bits
+    return mixed
 
 
 def _at(values: Any, where: Any) -> Any:

@@ -15,12 +15,12 @@ import numpy as np
 
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
+from phalanx.core.store import Store, open_store
 from phalanx.data.cache import Cache
 from phalanx.data.fetch import Fetcher, read_manifest
 from phalanx.data.loader import Event, Loader, make_order
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples, unpack
-from phalanx.data.store import Store, open_store
 
 FILE = "data.json"
 POOL_BYTES = 2 << 30  # of chunks in memory, at most

@@ -17,12 +17,12 @@ from phalanx.core.errors import UserError
 from phalanx.core.image import SYNTHETIC_IMAGES, ImageShape
 from phalanx.core.job import Job
 from phalanx.core.manifest import MANIFEST, Field
+from phalanx.core.store import is_remote
 from phalanx.data import documents
 from phalanx.data.build import build, write_records
 from phalanx.data.images import Images
 from phalanx.data.loader import DataLost
 from phalanx.data.run import RunData, unigram_entropy
-from phalanx.data.store import is_remote
 from phalanx.data.tokenizer import Bytes
 
 BUILT = ".data"  # beside the records of runs

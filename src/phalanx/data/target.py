@@ -12,9 +12,9 @@ import numpy as np
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, check_source, manifest_name
+from phalanx.core.store import Store, open_store
 from phalanx.data.fetch import read_manifest
 from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, version_of
-from phalanx.data.store import Store, open_store
 from phalanx.data.tokenizer import TOKENIZER, Vocabulary
 
 NO_ROOTS = np.empty((0, 32), np.uint8)

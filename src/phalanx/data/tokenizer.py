@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import Manifest
-from phalanx.data.store import Store
+from phalanx.core.store import Store
 
 TOKENIZER = "tokenizer.json"  # beside the manifest
 BYTE = "byte"

@@ -91,6 +91,11 @@ class Device:
             return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
+    def use(self) -> None:
+        """In a thread that has not asked for this device yet."""
+        if not self.is_cpu:
+            torch.accelerator.set_device_index(self.torch.index)
+
     def pin(self, host: torch.Tensor) -> torch.Tensor:
         """Memory that is there already, such as what is shared with another process, as `host_bytes` has it."""
         if not self.is_cpu:

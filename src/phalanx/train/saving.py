@@ -118,8 +118,8 @@ def resume(job: Job, coord: Coord, state: State, device: Device, url: str, name:
 
     state.restore(fill, m.step, m.updates)
     rank = job.layout.rank(coord)
-    if m.layout == job.layout and m.updates:
-        set_rng_state(device, reader.file(rank).rng)
+    if m.layout == job.layout and (rng := reader.file(rank).rng):
+        set_rng_state(device, rng)
     else:  # other ranks than those that had drawn numbers
         key = hashlib.blake2b(f"{job.seed}/{m.step}/{rank}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(key, "little"))

@@ -1,0 +1,67 @@
+"""What a snapshot costs on an accelerator: one rank with about 30 GB of state (weights, two moments, fp32), copied to
+the host's memory beside the next forward and backward pass. The device's own copy speed is measured first, into the
+same pinned memory: what of the copy could not be overlapped is what it allows as the blocking part.
+
+Two step lengths: one whose forward and backward pass outlasts the copy (nothing need be waited for), one that is much
+shorter (the rest of the copy must be).
+
+Bar: with the short step, blocking <= 1.2 x (copy alone - forward and backward pass); with the long one, blocking
+<= 5 % of the copy. `checkpoint_device.py --small` is a rehearsal without an accelerator, and has no bar."""
+
+from common import finish, machine  # isort: skip  (first: it makes tests/ importable)
+
+import statistics
+import sys
+import tempfile
+
+from phalanx.core.job import Job, RunConfig, TrainConfig
+from phalanx.core.shape import ModelConfig
+from tests.pool import Pool
+
+LARGE = ModelConfig(vocab_size=32_000, dim=3072, num_layers=24, num_heads=24, num_kv_heads=8, ffn_dim=8192)
+SMALL = ModelConfig(vocab_size=512, dim=256, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=704)
+
+KEEPER = -3
+
+
+def main():
+    small = "--small" in sys.argv
+    print(f"a snapshot on an accelerator; {machine()}")
+    lengths = {"short": 1, "long": 2} if small else {"short": 1, "long": 16}
+    seq_len = 128 if small else 2048
+    train = TrainConfig(
+        steps=1000,
+        seq_len=seq_len,
+        global_batch=1,
+        micro_batch=1,
+        precision="fp32" if small else "bf16",
+        document_mask=False,
+    )
+    job = Job(model=SMALL if small else LARGE, train=train, run=RunConfig(device="auto"))
+    with Pool(1) as pool, tempfile.TemporaryDirectory(dir=".") as folder:
+        keeping = dict(url=folder, ranks=1, keep_last=1, keep_every=0, token="x", has_buddy=False)
+        pool._spawn(KEEPER, "phalanx.checkpoint.keeper:main", keeping)
+        keeper = pool._wait({KEEPER}, 60)[KEEPER]["address"]
+        function = "benchmarks.checkpoint_device_cases:snapshots"
+        got = pool.run(function, job, timeout=500, keeper=keeper, lengths=list(lengths.values()), times=5)[0]
+    names = {"state GB": 10, "copy s": 8, "GB/s": 8, "fwd+bwd s": 11, "allowed s": 11, "blocking s": 12, "host ms": 9}
+    head = f"{'step':8}" + "".join(f"{name:>{width}}" for name, width in names.items())
+    print("\n" + head + "\n" + "-" * len(head))
+    figures, size, ok = {}, got["bytes"], True
+    for name, micro in lengths.items():
+        r = got["rows"][str(micro)]
+        copy, passes = min(r["copy_s"]), statistics.median(r["passes_s"])
+        blocking = statistics.median(r["with_s"]) - statistics.median(r["plain_s"])
+        allowed = max(0.0, copy - passes)
+        bar = 1.2 * allowed if allowed else 0.05 * copy
+        ok = ok and blocking <= bar
+        cells = f"{size / 1e9:10.2f}{copy:8.3f}{size / copy / 1e9:8.1f}{passes:11.3f}{allowed:11.3f}{blocking:12.3f}"
+        print(f"{name:8}{cells}{statistics.median(r['host_s']) * 1e3:9.1f}")
+        figures[name] = {"copy_s": copy, "passes_s": passes, "allowed_s": allowed, "blocking_s": blocking}
+        figures[name]["hash_s"] = statistics.median(r["hash_s"])
+    print(f"hashed and sealed by the keeper {figures['short']['hash_s']:.2f} s after a short step")
+    finish("checkpoint_device", ok or small, device=got["device"], bytes=size, **figures)
+
+
+if __name__ == "__main__":
+    main()

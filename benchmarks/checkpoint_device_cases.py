@@ -1,0 +1,90 @@
+"""What checkpoint_device.py runs in the rank."""
+
+import dataclasses
+import time
+
+from phalanx.checkpoint.keeper import Line
+from phalanx.checkpoint.torch_state import Snapshotter
+from phalanx.core.checkpoint import Manifest, Plan
+from phalanx.core.job import Job
+from phalanx.model.family import load_family
+from phalanx.parallel.device import Device
+from phalanx.parallel.groups import Groups, connect_store
+from phalanx.train.engine import Engine
+from phalanx.train.state import State
+from tests.cases import make_batch
+
+
+def snapshots(args):
+    """For each number of micro-batches: the times of steps, with a snapshot under way and without."""
+    job = Job.from_dict(args["job"])
+    coord, family = job.layout.coord(0), load_family(job.model.family)
+    device = Device.pick("auto", 0, 1)
+    state = State.create(job, family, coord, device)
+    store = connect_store(args["store"]["host"], args["store"]["port"])
+    groups = Groups.form(store, args["generation"], job.layout, coord, device)
+    plan = Plan.of(state.entries, job.layout, coord)
+    base = Manifest("", 0, job.layout, state.entries, [], 0).to_json()
+    line = Line(args["keeper"], args["rank"], plan.image_bytes, plan.own_bytes, base)
+    snap = Snapshotter(line, state.entries, job.layout, coord, state.get, device, "run")
+    rows = {}
+    for micro in args["lengths"]:
+        train = dataclasses.replace(job.train, global_batch=micro)
+        longer = dataclasses.replace(job, train=train)
+        engine = Engine(longer, family, coord, groups, state, device)
+        rows[str(micro)] = measure(engine, [make_batch(longer, 0, i) for i in range(micro)], snap, args["times"])
+        engine.close()
+    for slot in line.slots:
+        assert slot.header(), "it was not sealed"
+        slot.verify()
+    groups.close()
+    return {"rows": rows, "bytes": sum(s.size for s in plan.segments), "device": device.describe()}
+
+
+def measure(engine, batches, snap, times):
+    device, state = engine.device, engine.state
+
+    def timed(call):
+        device.synchronize()
+        began = time.perf_counter()
+        out = call()
+        device.synchronize()
+        return time.perf_counter() - began, out
+
+    for _ in range(3):
+        engine.step(batches)
+    for _ in range(2):  # the first ones pin the slots
+        snap.begin(state.step, durable=False)
+        snap.wait()
+        snap.finish()
+    out = {"plain_s": [], "passes_s": [], "with_s": [], "host_s": [], "hash_s": []}
+    out["copy_s"] = [timed(lambda: alone(snap))[0] for _ in range(3)]
+    for _ in range(times):
+        took, result = timed(lambda: engine.gradients(batches))
+        engine.update(result)
+        out["passes_s"].append(took)
+        out["plain_s"].append(timed(lambda: engine.step(batches))[0])
+
+        def with_snapshot():
+            began = time.perf_counter()
+            snap.begin(state.step, durable=False)
+            host = time.perf_counter() - began
+            result = engine.gradients(batches)
+            snap.wait()
+            engine.update(result)
+            return host
+
+        took, host = timed(with_snapshot)
+        out["with_s"].append(took)
+        out["host_s"].append(host)
+        began = time.perf_counter()
+        snap.finish()
+        out["hash_s"].append(time.perf_counter() - began)
+    return out
+
+
+def alone(snap):
+    """The same bytes to the same memory, and nothing else."""
+    for s in snap.plan.segments:
+        room = snap.image(0)[s.offset : s.offset + s.size]
+        room.copy_(snap.source.bytes_of(s), non_blocking=True)
