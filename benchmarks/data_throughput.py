@@ -21,8 +21,8 @@ import numpy as np
 from data_throughput_cases import CASES, DTYPE, EOS, SAMPLES, SEQ, VOCAB
 
 from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest
+from phalanx.core.store import Folder
 from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, ShardWriter
-from phalanx.data.store import Folder
 
 PEERS = os.environ.get("PHALANX_PEERS_PYTHON", sys.executable)
 OURS, FLOOR = "phalanx", "bare memmap copy"

@@ -35,9 +35,9 @@ def memmap(folder):
 
 
 def phalanx(folder, groups=1, documents=False):
+    from phalanx.core.store import open_store
     from phalanx.data.fetch import Fetcher, read_manifest
     from phalanx.data.loader import AT_ONCE, Loader, make_order
-    from phalanx.data.store import open_store
 
     store = open_store(str(folder / "phalanx"))
     manifest, _ = read_manifest(store)

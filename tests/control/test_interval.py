@@ -29,7 +29,8 @@ def test_no_other_interval_is_much_better(step_ns, cost_ns, mtbf):
     found = durable_interval(m).steps
     others = {max(1, round(found * factor)) for factor in (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.4, 2, 4, 10, 100)}
     others = {steps for steps in others if steps * step_ns + cost_ns < 600 * mtbf}
-    assert total(found, m) <= 1.01 * min(total(steps, m) for steps in others | {found})
+    best = min(total(steps, m) for steps in others | {found})
+    assert total(found, m) - 1 <= 1.05 * (best - 1) + 1e-9  # whole steps alone may cost 4 %
 
 
 @given(times, times, times, times, times)

@@ -82,6 +82,13 @@ def test_abandoned_steps_stay_as_a_branch():
     assert verify(records + wrong_step) == 10
 
 
+def test_a_resumed_run_goes_on_from_its_checkpoint():
+    records = chain(10)
+    rest, root = records[6:], records[5].hash()
+    assert verify(rest) == 0 and verify(rest, records[-1].hash(), root, 6) is None
+    assert verify(rest, root=root, step=7) == 0 and verify(rest, root=records[4].hash(), step=6) == 0
+
+
 @given(st.floats(allow_nan=False))
 def test_a_number_keeps_its_bits(value):
     assert struct.pack("d", from_bits(bits(value))) == struct.pack("d", value)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, manifest_name
+from phalanx.core.store import Folder
 from phalanx.data.fetch import Fetcher
 from phalanx.data.loader import Loader, make_order
 from phalanx.data.shard import ShardWriter, version_of
-from phalanx.data.store import Folder
 
 TOKENS = (Field("tokens", "<u2"),)
 

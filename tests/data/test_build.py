@@ -13,10 +13,10 @@ import pytest
 
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.manifest import MANIFEST, Field, manifest_name
+from phalanx.core.store import Folder, open_store
 from phalanx.data import documents, workers
 from phalanx.data.build import build, write_records
 from phalanx.data.fetch import Fetcher, read_manifest
-from phalanx.data.store import Folder, open_store
 from phalanx.data.tokenizer import Bytes, make_tokenizer, tokenizer_of
 from phalanx.data.verify import verify
 from tests.data.sets import make_loader

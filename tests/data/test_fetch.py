@@ -13,9 +13,9 @@ import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import MANIFEST, Field, manifest_name
+from phalanx.core.store import Folder, open_store
 from phalanx.data.cache import Cache
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
-from phalanx.data.store import Folder, open_store
 from tests.data.sets import Remote, flip, ramp, threads_named, write_set
 
 
@@ -315,6 +315,25 @@ def test_ids_out_of_range_are_named_before_use(fetch):
     with pytest.raises(UserError, match=r"token 100 at item 36 of shards/a-000-000001.shard, but the model knows") as e:
         fetcher.get((0, 1, 2))
     assert "model.vocab_size = 100" in str(e.value) and "at least 200" in str(e.value)
+
+
+def test_the_shortest_way_verifies_as_well(fetch, made, monkeypatch):
+    store, manifest, _ = made
+    room = np.empty(17, manifest.dtype)
+    flip(store.path / manifest.shard_name(0, 1), 2 * 16 * 2 + 5)
+    fetcher = fetch(max_id=150)
+    read = fetcher.reader(room)
+    assert read((0, 0, 1)) and room.tolist() == ramp(17, 16).tolist()
+    assert fetcher.counters.bytes_read == room.nbytes + manifest.footer_bytes(0, 0)
+    assert not read((0, 1, 2)), "a flipped byte"
+    assert not read((0, 2, 3)), "the short last chunk"
+    with pytest.raises(UserError, match=r"token 150 at item 22 of shards/a-000-000002.shard"):
+        read((0, 2, 1))
+    monkeypatch.setattr("phalanx.data.fetch.OPEN_FILES", 2)
+    assert all(read((0, s, 0)) and room[0] == s * 64 for s in (0, 1, 2, 0)), "however many shards it goes through"
+    os.truncate(store.path / manifest.shard_name(0, 0), 100)
+    assert not read((0, 0, 3)), "cut off while it is open"
+    assert not fetch(Remote(store)).reader(room)((0, 0, 0)), "there is none to a remote store"
 
 
 def test_negative_ids_are_out_of_range(tmp_path):

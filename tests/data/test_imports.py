@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
+from phalanx.core.store import Folder
 from phalanx.data import imports
 from phalanx.data.build import write_arrays
 from phalanx.data.imports import record_blocks, token_blocks
-from phalanx.data.store import Folder
 from phalanx.data.tokenizer import Vocabulary
 from tests.data.sets import make_loader
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import Cut
+from phalanx.core.store import Folder
 from phalanx.data.fetch import Corrupt
 from phalanx.data.loader import DataLost, make_order
-from phalanx.data.store import Folder
 from tests.data.sets import Memory, Remote, flip, make_loader, ramp, threads_named, write_set
 
 

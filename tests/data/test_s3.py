@@ -11,10 +11,10 @@ import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import MANIFEST
+from phalanx.core.store import open_store
 from phalanx.data.cache import Cache
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
 from phalanx.data.loader import DataLost
-from phalanx.data.store import open_store
 from tests.data import s3
 from tests.data.sets import Memory, make_loader, ramp, write_set
 from tests.system.command import TINY, phalanx, sets, train

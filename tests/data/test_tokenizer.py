@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import Field, Manifest
-from phalanx.data.store import Folder
+from phalanx.core.store import Folder
 from phalanx.data.tokenizer import TOKENIZER, Bytes, Vocabulary, make_tokenizer, tokenizer_of
 from tests.data.texts import train_bpe
 

@@ -216,19 +216,30 @@ class Reader:
         return stop - start
 
     def _read_verified(self, file: File, first: int, start: int, stop: int, room: memoryview) -> None:
+        wrong = self._read_chunks(file, first, start, stop, room)
+        if wrong:
+            raise BadCheckpoint(wrong[0])
+
+    def _read_chunks(self, file: File, first: int, start: int, stop: int, room: memoryview) -> list[str]:
+        """What is wrong with them."""
         try:
             got = read_into(self.store, file.name, start, room)
         except FileNotFoundError:
-            raise BadCheckpoint(f"{file.name}: is missing") from None
+            return [f"{file.name}: is missing"]
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return [f"{file.name}: bytes {start} to {stop} cannot be read: {error.strerror}"]
         if got < stop - start:
-            raise BadCheckpoint(f"{file.name}: ends after {start + got} bytes")
+            return [f"{file.name}: ends after {start + got} bytes"]
+        wrong = []
         for i, (a, b) in enumerate(chunks(start, stop), first):
             want = file.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
             found = hash_of(room[a - start : b - start])
             if found != want:
-                raise BadCheckpoint(
-                    f"{file.name}: bytes {a} to {b} have the xxh3 {found.hex()} instead of {want.hex()}"
-                )
+                where = f"chunk {i}, bytes {a} to {b}"
+                wrong.append(f"{file.name}: {where} have the xxh3 {found.hex()} instead of {want.hex()}")
+        return wrong
 
     def read(self, name: str) -> np.ndarray:
         """A whole tensor, as rows of bytes: (rows, bytes of a row)."""
@@ -272,17 +283,20 @@ class Reader:
             try:
                 file = self.file(rank)
                 self._check_header(rank, file)
+                self._check_size(rank, file)
             except BadCheckpoint as error:
                 wrong.append(str(error))
                 continue
             for start in range(0, file.own_bytes, len(room)):
                 stop = min(start + len(room), file.own_bytes)
-                try:
-                    self._read_verified(file, start // CHUNK_BYTES, start, stop, room[: stop - start])
-                except BadCheckpoint as error:
-                    wrong.append(str(error))
+                wrong += self._read_chunks(file, start // CHUNK_BYTES, start, stop, room[: stop - start])
                 on_bytes(stop - start)
         return wrong
+
+    def _check_size(self, rank: int, file: File) -> None:
+        size, want = self.store.size(file.name), self.manifest.files[rank][0]
+        if size != want:
+            raise BadCheckpoint(f"{file.name}: has {size} bytes instead of {want}")
 
     def _check_header(self, rank: int, file: File) -> None:
         m = self.manifest

@@ -306,7 +306,7 @@ class Keeper:
         said = {"checkpoint": name, "step": order["step"], "bytes": manifest.size_bytes, "commit_s": commit_s}
         self.channel.send({"type": "committed", **said})
         try:
-            removed = self.catalog.retain(*self.keep)
+            removed = self.catalog.retain(*self.keep, on_event=self.channel.send)
         except OSError as error:
             return self._failed(0, name, f"older checkpoints could not be removed: {error}")
         if removed:

@@ -245,7 +245,7 @@ class _Run:
         self.listener.note(built)
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        if event["type"].startswith("checkpoint"):
+        if event["type"].startswith(("checkpoint", "retention")):
             event.pop("rank" if event["rank"] < 0 else "", None)
             self._on_checkpoint_event(event)
             return
@@ -282,6 +282,8 @@ class _Run:
         kind = event["type"]
         if kind == "checkpoint_failed":
             self.listener.note(f"checkpoint {event.get('checkpoint', '')} FAILED: {event['reason']}")
+        elif kind in ("retention_refused", "checkpoint_not_removed"):
+            self.listener.note(f"older checkpoints were kept: {event['checkpoint']}: {event['reason']}")
         elif kind == "checkpoint_quarantined":
             self.listener.note(f"checkpoint {event['checkpoint']} is DAMAGED and was put aside: {event['reason']}")
         elif kind == "checkpoint":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from phalanx.core.errors import UserError
 from phalanx.core.held import Held
 from phalanx.core.layout import Coord, Layout
 
@@ -167,7 +168,9 @@ class Manifest:
         """The blocks that together are these rows and columns."""
         i = self.index[name]
         for rank in self.entries[i].held.writers(self.layout, i, (r0, r1)):
-            s = self._planned(rank)[1][i]
+            s = self._planned(rank)[1].get(i)
+            if s is None:  # it has those rows, but no column of them
+                continue
             rows, cols = (max(r0, s.r0), min(r1, s.r1)), (max(c0, s.c0), min(c1, s.c1))
             if rows[0] < rows[1] and cols[0] < cols[1]:
                 yield Block(rank, s, *rows, *cols)
@@ -185,7 +188,8 @@ class Manifest:
     def from_json(data: bytes) -> Manifest:
         body = json.loads(data)
         if body.get("format") != FORMAT:
-            raise BadCheckpoint(f"its format is {body.get('format')}; this version reads {FORMAT}")
+            remedy = "use the version of Phalanx that wrote it, or a newer one"
+            raise UserError(f"this version reads {FORMAT}", field="format", value=body.get("format"), remedy=remedy)
         entries = [Entry(Held(name, tuple(shape), *how), dtype) for name, shape, *how, dtype in body.pop("entries")]
         files = [(int(size), str(root)) for size, root in body.pop("files")]
         return Manifest(layout=Layout(**body.pop("layout")), entries=entries, files=files, **body)

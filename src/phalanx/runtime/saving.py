@@ -31,6 +31,8 @@ BODIES: Schemas = {
     "committed": {"checkpoint": str, "step": int, "bytes": int, "commit_s": (int, float)},
     "checkpoint_failed": {"rank": int, "reason": str},
     "checkpoints_removed": {"names": list},
+    "retention_refused": {"checkpoint": str, "reason": str},
+    "checkpoint_not_removed": {"checkpoint": str, "reason": str},
     "held": {"steps": dict},
 }
 OPEN_LIMIT = 8  # checkpoints under way, before the oldest is given up
@@ -137,6 +139,8 @@ class Saving:
 
     def _on_checkpoints_removed(self, node: int, body: Message) -> None:
         self.tell(body)
+
+    _on_retention_refused = _on_checkpoint_not_removed = _on_checkpoints_removed
 
     def on_step(self, step: int, time_s: float, snapshot: Any) -> None:
         """One rank's report of a step."""

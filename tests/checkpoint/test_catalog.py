@@ -1,0 +1,393 @@
+"""The catalog: the newest good checkpoint is found, a damaged one is not loaded twice, and the last good one stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.checkpoint.catalog import CATALOG, Catalog
+from phalanx.checkpoint.files import Reader, write_whole
+from phalanx.core.checkpoint import MANIFEST, BadCheckpoint, Entry, Manifest, Plan, checkpoint_name, file_name
+from phalanx.core.held import Held
+from phalanx.core.layout import Layout
+from phalanx.core.store import Folder, ObjectStore, open_store
+from tests.data import s3
+
+LAYOUT = Layout(shard=2)
+SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
+WEEK_AGO = time.time() - 7 * 86400
+
+
+def make(store, step, mark="aa", layout=LAYOUT, rows=6, **more):
+    """A committed checkpoint; returns its name."""
+    shapes = {"weights/w": (rows, 5), "exp_avg/w": (rows, 5), "exp_avg_sq/w": (rows, 5)}
+    entries = [Entry(Held(name, shape), "float32") for name, shape in shapes.items()]
+    random = np.random.default_rng(step)
+    plans = [Plan.of(entries, layout, layout.coord(rank)) for rank in range(layout.world_size)]
+    images = ((memoryview(random.bytes(plan.own_bytes)), b"rng") for plan in plans)
+    manifest = Manifest(checkpoint_name(step, mark), step, layout, entries, [], updates=step, **more)
+    done = write_whole(store, manifest, images)
+    Catalog(store).added(done)
+    return done.name
+
+
+def flip(path, at=0):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def age(folder):
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (WEEK_AGO, WEEK_AGO))
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path / "checkpoints")
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request, tmp_path):
+    return Folder(tmp_path / "c") if request.param == "folder" else ObjectStore(f"memory://{tmp_path}")
+
+
+def names(catalog, status="good"):
+    return [f.name for f in catalog.all() if f.status == status]
+
+
+# -- what there is
+
+
+def test_the_newest_comes_first(store):
+    made = [make(store, step) for step in (3, 100, 20)]
+    found = Catalog(store).newest_first()
+    assert [(f.name, f.step, f.status) for f in found] == [(made[i], s, "good") for i, s in ((1, 100), (2, 20), (0, 3))]
+    assert found[0].manifest.size_bytes == Reader(store, made[1]).manifest.size_bytes > 0
+
+
+def test_a_second_attempt_at_a_step_is_newer(store):
+    first = make(store, 5, "zz")
+    time.sleep(0.02)
+    second = make(store, 5, "aa")
+    assert names(Catalog(store)) == [second, first]
+
+
+def test_there_may_be_none_yet(store):
+    assert Catalog(store).newest_first() == [] and Catalog(store).newest_good() is None
+    assert Catalog(store).retain(1) == [] and Catalog(store).scrub() == {}
+
+
+def test_only_a_manifest_makes_a_checkpoint(folder):
+    good = make(folder, 5)
+    torn = make(folder, 6)
+    (folder.path / torn / MANIFEST).unlink()
+    (folder.path / "step-note.txt").touch()
+    (folder.path / "step-000000009-file").touch()
+    (folder.path / "other").mkdir()
+    catalog = Catalog(folder)
+    assert [f.name for f in catalog.newest_first()] == [good] and names(catalog, "incomplete") == [torn]
+    assert catalog.newest_good().name == good
+
+
+def test_a_bucket_knows_what_was_begun_before_it_was_committed(tmp_path):
+    store = ObjectStore(f"memory://{tmp_path.name}-begun")
+    Catalog(store).begun(checkpoint_name(8, "aa"), 2)
+    assert Catalog(store).newest_first() == [] and names(Catalog(store), "incomplete") == [checkpoint_name(8, "aa")]
+    written = store.read(CATALOG)
+    make(store, 8, "aa")
+    assert names(Catalog(store)) == [checkpoint_name(8, "aa")] and store.read(CATALOG) == written
+
+
+def test_a_damaged_catalog_is_not_an_empty_one(tmp_path):
+    """Or a run would begin from its start, and say nothing."""
+    store = ObjectStore(f"memory://{tmp_path.name}-damaged")
+    make(store, 8)
+    store.write(CATALOG, b"{")
+    with pytest.raises(BadCheckpoint, match=CATALOG):
+        Catalog(store).newest_good()
+
+
+# -- what is damaged
+
+
+def test_a_quarantined_one_is_not_loaded_and_not_deleted(store, events):
+    old, new = make(store, 1), make(store, 2)
+    catalog = Catalog(store)
+    assert catalog.quarantine(new, "looks odd") and catalog.quarantine(new, "later")
+    for each in (catalog, Catalog(store)):
+        assert each.newest_good(events.append).name == old
+        found = each.newest_first()[0]
+        assert (found.name, found.status, found.quarantine["reason"]) == (new, "quarantined", "looks odd")
+        with pytest.raises(BadCheckpoint, match="looks odd"):
+            each.open(new)
+    assert Reader(store, new).verify() == [] and events == []
+    assert catalog.open(old).name == old
+
+
+def test_a_bad_manifest_is_told_once_and_the_next_older_is_taken(folder, events):
+    made = [make(folder, step) for step in (1, 2, 3)]
+    flip(folder.path / made[2] / MANIFEST, 70)
+    (folder.path / made[1] / MANIFEST).write_bytes(b"")
+    assert Catalog(folder).newest_good(events.append).name == made[0]
+    assert [(e["type"], e["checkpoint"]) for e in events] == [("checkpoint_quarantined", n) for n in (made[2], made[1])]
+    assert "torn or damaged" in events[0]["reason"]
+    assert Catalog(folder).newest_good(events.append).name == made[0] and len(events) == 2
+
+
+def test_what_was_removed_is_not_quarantined(folder, events):
+    """Or an empty folder would come back."""
+    made = [make(folder, step) for step in (1, 2)]
+    shutil.rmtree(folder.path / made[1])
+    assert Catalog(folder).fall_back(made[1], "is missing", events.append).name == made[0]
+    assert not (folder.path / made[1]).exists() and events == []
+
+
+def test_damage_that_a_loader_finds_makes_it_fall_back(store, events):
+    made = [make(store, step) for step in (1, 2)]
+    catalog = Catalog(store)
+    assert catalog.fall_back(made[1], "rank-000000.bin: ...", events.append).name == made[0]
+    assert catalog.fall_back(made[0], "too", events.append) is None
+    assert [e["checkpoint"] for e in events] == made[::-1] and Catalog(store).newest_good() is None
+
+
+def test_what_cannot_be_written_down_is_still_not_loaded_again(folder, events, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError("read-only")
+
+    made = [make(folder, step) for step in (1, 2)]
+    monkeypatch.setattr(Folder, "write", refuse)
+    catalog = Catalog(folder)
+    assert catalog.fall_back(made[1], "damage", events.append).name == made[0]
+    assert catalog.newest_good().name == made[0] and "could not be written down" in events[0]["reason"]
+
+
+def test_a_scrub_quarantines_what_is_damaged_and_nothing_else(folder, events):
+    made = [make(folder, step) for step in (1, 2, 3, 4)]
+    flip(folder.path / made[0] / file_name(1), 10)
+    (folder.path / made[1] / file_name(0)).unlink()
+    flip(folder.path / made[2] / MANIFEST, 100)
+    progress = []
+    report = Catalog(folder).scrub(lambda *p: progress.append(p), events.append)
+    assert {name: bool(wrong) for name, wrong in report.items()} == {n: n != made[3] for n in made}
+    assert f"{made[0]}/{file_name(1)}" in report[made[0]][0] and "xxh3" in report[made[0]][0]
+    assert names(Catalog(folder)) == [made[3]] and len(events) == 3
+    assert progress[0][0] == 0 < progress[-1][0] <= progress[-1][1]
+    assert Catalog(folder).scrub() == {made[3]: []}
+
+
+def test_a_checkpoint_that_is_removed_during_a_scrub_does_not_come_back(folder, events):
+    made = [make(folder, step) for step in (1, 2)]
+
+    def on_progress(done, total):
+        shutil.rmtree(folder.path / made[0], ignore_errors=True)
+
+    assert Catalog(folder).scrub(on_progress, events.append) == {made[1]: []}
+    assert not (folder.path / made[0]).exists() and events == []
+
+
+# -- what may go
+
+
+def test_retention_keeps_the_newest_and_the_multiples(store):
+    made = {step: make(store, step) for step in (10, 15, 20, 25, 30, 35)}
+    assert Catalog(store).retain(2, 20) == [made[25], made[15], made[10]]
+    assert names(Catalog(store)) == [made[35], made[30], made[20]]
+    assert all(Reader(store, name).verify() == [] for name in names(Catalog(store)))
+    assert Catalog(store).retain(2, 20) == []
+    assert Catalog(store).retain(1) == [made[30], made[20]]
+    for gone in (10, 30):
+        for file in (MANIFEST, file_name(0), file_name(1)):
+            with pytest.raises(FileNotFoundError):
+                store.size(f"{made[gone]}/{file}")
+    if isinstance(store, Folder):
+        assert [p.name for p in store.path.iterdir()] == [made[35]]
+
+
+def test_a_quarantined_one_can_be_looked_at_for_one_round(store):
+    made = [make(store, step) for step in (1, 2, 3)]
+    Catalog(store).quarantine(made[2], "odd")
+    assert Catalog(store).retain(2) == [] and Reader(store, made[2])
+    assert Catalog(store).newest_first()[0].quarantine["reason"] == "odd"
+    assert Catalog(store).retain(2) == [made[2]]
+    assert names(Catalog(store)) == [made[1], made[0]] and not names(Catalog(store), "quarantined")
+
+
+def test_leftovers_of_a_crash_go_and_what_may_be_under_way_stays(folder):
+    left, fresh = make(folder, 1), make(folder, 2)
+    good = make(folder, 3)
+    under_way = make(folder, 4)
+    for name in (left, fresh, under_way):
+        (folder.path / name / MANIFEST).unlink()
+    age(folder.path / left)
+    age(folder.path / under_way)
+    age(folder.path / fresh)
+    os.utime(folder.path / fresh / file_name(1))  # somebody writes to it
+    assert Catalog(folder).retain(1) == [left]
+    assert {p.name for p in folder.path.iterdir()} == {fresh, good, under_way}
+
+
+def test_leftovers_in_a_bucket_are_known_by_the_catalog(tmp_path):
+    store = ObjectStore(f"memory://{tmp_path.name}-left")
+    left, _ = make(store, 1), make(store, 2)
+    store.remove(f"{left}/{MANIFEST}")
+    assert Catalog(store).retain(1) == []
+    known = json.loads(store.read(CATALOG))
+    known["checkpoints"][left]["since"] = WEEK_AGO
+    store.write(CATALOG, json.dumps(known).encode())
+    assert Catalog(store).retain(1) == [left] and left not in store.read(CATALOG).decode()
+    with pytest.raises(FileNotFoundError):
+        store.size(f"{left}/{file_name(0)}")
+
+
+@pytest.mark.parametrize("stop", ["sync_folder", "shutil.rmtree"])
+def test_a_crash_in_a_removal_leaves_no_half_checkpoint(folder, monkeypatch, stop):
+    """It is gone or it is whole, and the next retention removes what is left."""
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*_):
+        raise Crash
+
+    old, new = make(folder, 1), make(folder, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"phalanx.checkpoint.catalog.{stop}", crash)
+        with pytest.raises(Crash):
+            Catalog(folder).retain(1)
+    assert names(Catalog(folder)) == [new] and (folder.path / old).exists()
+    age(folder.path / old)
+    assert Catalog(folder).retain(1) == [old] and not (folder.path / old).exists()
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda path: flip(path / MANIFEST, 70), "damaged"),
+        (lambda path: (path / file_name(1)).unlink(), "No such file"),
+        (lambda path: (path / file_name(1)).write_bytes((path / file_name(1)).read_bytes()[:-1]), "bytes instead of"),
+    ],
+)
+@pytest.mark.parametrize("which", [1, 2])
+def test_nothing_is_removed_before_the_newest_are_seen_to_be_whole(folder, events, damage, said, which):
+    made = [make(folder, step) for step in (1, 2, 3)]
+    damage(folder.path / made[which])
+    assert Catalog(folder).retain(2, on_event=events.append) == []
+    assert [(e["type"], e["checkpoint"]) for e in events] == [("retention_refused", made[which])]
+    assert said in events[0]["reason"] and Reader(folder, made[0]).verify() == []
+
+
+def test_a_link_to_a_checkpoint_elsewhere_is_left_alone(folder, tmp_path, events):
+    elsewhere = Folder(tmp_path / "elsewhere")
+    linked = make(elsewhere, 1)
+    make(folder, 2)
+    (folder.path / linked).symlink_to(elsewhere.path / linked)
+    assert Catalog(folder).retain(1, on_event=events.append) == []
+    assert Reader(elsewhere, linked).verify() == [] and events[0]["type"] == "checkpoint_not_removed"
+
+
+def is_whole(store, name):
+    try:
+        return not Reader(store, name).verify()
+    except (BadCheckpoint, FileNotFoundError):
+        return False
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("commit"), st.integers(0, 4)),
+    st.tuples(st.just("crash"), st.integers(0, 4)),
+    st.tuples(st.sampled_from(["quarantine", "manifest", "cut", "missing"]), st.integers(0, 9)),
+    st.tuples(st.just("retain"), st.integers(1, 3), st.sampled_from([0, 2, 3, 5])),
+    st.tuples(st.sampled_from(["scrub", "load"]), st.just(0)),
+)
+
+
+@settings(max_examples=150)
+@given(st.lists(OPERATIONS, min_size=3, max_size=25))
+def test_retention_never_removes_the_last_good_one(operations):
+    with tempfile.TemporaryDirectory(dir=SHM) as temporary:
+        store, step = Folder(Path(temporary) / "c"), 0
+        store.path.mkdir()
+        for number, (kind, value, *more) in enumerate(operations):
+            catalog = Catalog(store)
+            everything = catalog.all()
+            if kind in ("commit", "crash"):
+                step += value
+                name = make(store, step, f"m{number}", rows=3)
+                if kind == "crash":
+                    (store.path / name / MANIFEST).unlink()
+                    age(store.path / name)
+            elif kind == "scrub":
+                catalog.scrub()
+            elif kind == "load":
+                catalog.newest_good()
+            elif kind == "retain":
+                retain(store, catalog, value, more[0])
+            elif everything:
+                damage(store, catalog, everything[value % len(everything)].name, kind)
+
+
+def retain(store, catalog, keep_last, keep_every):
+    good = {f.name: f.step for f in catalog.good() if is_whole(store, f.name)}
+    before = {f.name: f.status for f in catalog.all()}
+    removed = set(catalog.retain(keep_last, keep_every))
+    left = {name for name in good if is_whole(store, name)}
+    assert left == set(good) - removed
+    assert bool(left) == bool(good)
+    newest = sorted(good, key=lambda name: good[name])[-keep_last:]
+    assert len(left) >= min(len(good), keep_last) and {good[n] for n in newest} <= {good[n] for n in left}
+    assert not keep_every or {name for name, step in good.items() if step % keep_every == 0} <= left
+    assert {f.name for f in catalog.all()} == set(before) - removed
+
+
+def damage(store, catalog, name, kind):
+    if kind == "quarantine":
+        catalog.quarantine(name, "odd")
+        return
+    path = store.path / name / (MANIFEST if kind == "manifest" else file_name(1))
+    if path.exists():
+        if kind == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_in_a_real_bucket(monkeypatch, events):
+    for name in [n for n in os.environ if n.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with s3.server() as url:
+        s3.make_bucket(url, "checkpoints")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
+        store = open_store("s3://checkpoints/run")
+        made = [make(store, step) for step in (1, 2, 3, 4)]
+        proxy = s3.Proxy(url)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        try:
+            watched = open_store("s3://checkpoints/run")
+            catalog = Catalog(watched)
+            assert catalog.newest_good().name == made[3]
+            data = watched.read(f"{made[3]}/{file_name(1)}")
+            watched.write(f"{made[3]}/{file_name(1)}", bytes([data[0] ^ 1]) + data[1:])
+            assert [bool(wrong) for wrong in catalog.scrub(on_event=events.append).values()] == [True, *[False] * 3]
+            assert catalog.newest_good().name == made[2] and len(events) == 1
+            assert catalog.retain(2) == [made[0]] and catalog.retain(2) == [made[3]]
+            assert names(Catalog(watched)) == [made[2], made[1]]
+            assert not [path for _, path, _ in proxy.requests if "list-type" in path]
+        finally:
+            proxy.close()

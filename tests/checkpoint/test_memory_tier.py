@@ -1,0 +1,472 @@
+"""Snapshots in memory: a slot is whole or it is none; what was changed in it after it was sealed is never written to
+a disk; a copy on another node is the same bit for bit, or it is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.checkpoint import buddy
+from phalanx.checkpoint.buddy import BuddyServer, fetch, push
+from phalanx.checkpoint.catalog import Catalog
+from phalanx.checkpoint.memory import SEAL_BYTES, Slot, buddies, check_room
+from phalanx.core.checkpoint import BadCheckpoint
+from phalanx.core.errors import UserError
+from phalanx.core.store import Folder
+from tests.checkpoint import faults
+from tests.checkpoint.faults import wait_for
+
+ENTRIES = faults.entries_of()
+PLANS = faults.plans_of(ENTRIES)
+OLD, NEW = 7, 8
+
+
+def a_slot(step=NEW, rank=0, entries=ENTRIES):
+    plan = faults.plans_of(entries)[rank]
+    slot = Slot(plan.image_bytes, plan.own_bytes)
+    faults.fill(slot, entries, plan, rank, step)
+    return slot
+
+
+# -- the seal
+
+
+def test_a_sealed_slot_is_whole():
+    slot = a_slot()
+    assert slot.header() == faults.header_of(0, NEW)
+    slot.verify()
+    assert bytes(slot.image) == faults.image_of(ENTRIES, PLANS[0], NEW).tobytes()
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7))
+@settings(max_examples=200)
+def test_no_bit_of_a_seal_or_of_the_hashes_can_change_unseen(at, bit):
+    slot = a_slot()
+    table = slice(slot.image_bytes, slot.image_bytes + 16 * len(slot.bounds))
+    size = int.from_bytes(slot._seal[:8], "little")
+    places = [*range(table.start, table.stop), *range(slot._seal_at, slot._seal_at + 40 + size)]
+    slot.memory[places[at % len(places)]] ^= 1 << bit
+    assert slot.header() is None
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_a_torn_seal_is_none(data):
+    """A crash while it is written: of the seal of the slot's next snapshot only some bytes are there, over those of
+    the one before, whose head was taken away first."""
+    slot, after = a_slot(OLD), a_slot(NEW)
+    size = 40 + int.from_bytes(after._seal[:8], "little")
+    new = bytes(after._seal[:size])
+    slot.break_seal()
+    slot.array()[:] = after.array()
+    slot._table[:] = after._table
+    there = data.draw(st.sets(st.integers(0, size - 1)))
+    for at in there:
+        slot._seal[at] = new[at]
+    assert (slot.header() is not None) == (bytes(slot._seal[:size]) == new)
+    if slot.header():
+        assert slot.header() == after.header()
+
+
+def test_a_seal_that_says_it_is_longer_than_there_is_room_is_none():
+    slot = a_slot()
+    slot._seal[:8] = (SEAL_BYTES * 2).to_bytes(8, "little")
+    assert slot.header() is None
+
+
+@given(st.integers(0, 2**31), st.integers(0, 7))
+@settings(max_examples=50)
+def test_no_bit_of_the_image_can_change_unseen(at, bit):
+    slot = a_slot()
+    slot.memory[at % slot.image_bytes] ^= 1 << bit
+    assert slot.header() is not None, "the seal does not cover it"
+    with pytest.raises(BadCheckpoint, match=r"bytes .* have the xxh3 .* instead of"):
+        slot.verify()
+
+
+# -- a rank and its keeper
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    with faults.a_keeper(tmp_path / "checkpoints", serve=True) as keeper:
+        yield keeper
+
+
+@pytest.fixture
+def lines(keeper):
+    lines = faults.lines_to(keeper, ENTRIES)
+    yield lines
+    for line in lines:
+        line.close()
+
+
+def snapshot(line, rank, number, step, durable=True, spoil=lambda slot: None):
+    line.wait_free(number)
+    faults.fill(line.slots[number], ENTRIES, PLANS[rank], rank, step)
+    spoil(line.slots[number])
+    line.done(number, durable)
+
+
+def commit(keeper, step):
+    shards = [m for m in keeper.channel.of("shard") if m["step"] == step]
+    keeper.order(faults.order_of(shards, step))
+    wait_for(lambda: [m for m in keeper.channel.of("committed") if m["step"] == step])
+
+
+def test_sealed_snapshots_become_a_checkpoint(keeper, lines):
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, NEW)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+    commit(keeper, NEW)
+    assert faults.load_newest(Catalog(keeper.store)) == (f"step-{NEW:09d}-aa", faults.state_of(ENTRIES, NEW))
+    assert Catalog(keeper.store).newest_good().file(1).rng == faults.RNG
+
+
+@pytest.mark.parametrize("where", ["first", "last", "seal", "hashes"])
+def test_a_byte_that_changed_after_the_seal_is_never_written(keeper, lines, where):
+    """Between the seal and the drain."""
+
+    def spoil(slot):
+        places = {"first": 0, "last": slot.own_bytes - 1, "seal": slot._seal_at + 60, "hashes": slot.image_bytes + 3}
+        slot.memory[places[where]] ^= 16
+
+    snapshot(lines[0], 0, 0, NEW)
+    snapshot(lines[1], 1, 0, NEW, spoil=spoil)
+    (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
+    lines[1].wait_free(0)  # the rank is told, and goes on
+    assert failed["rank"] == 1
+    if where in ("first", "last"):
+        assert failed["checkpoint"] == f"step-{NEW:09d}-aa" and "the snapshot in memory: bytes 0 to" in failed["reason"]
+    else:
+        assert "seal" in failed["reason"]
+    wait_for(lambda: keeper.channel.of("shard"))
+    assert [m["rank"] for m in keeper.channel.of("shard")] == [0], "so the launcher has nothing to commit"
+    assert Catalog(keeper.store).newest_good() is None
+    snapshot(lines[1], 1, 1, NEW)  # the next one is well
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+
+
+def test_a_byte_that_changes_while_it_is_written_is_found_when_it_is_loaded(keeper, lines, monkeypatch):
+    """After the keeper has looked, before the disk has it: the hashes are those of what was looked at."""
+    real = os.pwrite
+
+    def late(fd, data, at):
+        lines[1].slots[0].memory[10] ^= 1
+        return real(fd, data, at)
+
+    snapshot(lines[0], 0, 0, NEW)
+    wait_for(lambda: keeper.channel.of("shard"))
+    monkeypatch.setattr(os, "pwrite", late)
+    snapshot(lines[1], 1, 0, NEW)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+    monkeypatch.undo()
+    commit(keeper, NEW)
+    events = []
+    assert faults.load_newest(Catalog(keeper.store), events.append) is None
+    assert "rank-000001.bin: bytes 0 to" in events[0]["reason"]
+
+
+def held(keeper):
+    keeper.channel.sent.clear()
+    keeper.order({"type": "held"})
+    return keeper.channel.of("held")[0]["steps"]
+
+
+def test_a_rank_that_dies_in_a_snapshot_leaves_the_one_before(keeper, lines):
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, OLD, durable=False)
+        snapshot(line, rank, 1, OLD + 1, durable=False)
+    for line in lines:
+        line.wait_free(0)
+    assert held(keeper) == {"0": [OLD, OLD + 1], "1": [OLD, OLD + 1]}
+    slot = lines[1].slots[0]  # the older one is written over, and only half of it
+    slot.break_seal()
+    slot.array()[: slot.image_bytes // 2] = 255
+    lines[1].close()
+    assert held(keeper) == {"0": [OLD, OLD + 1], "1": [OLD + 1]}
+    keeper.order({"type": "drain", "step": OLD + 1})
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+    commit(keeper, OLD + 1)
+    assert faults.load_newest(Catalog(keeper.store))[1] == faults.state_of(ENTRIES, OLD + 1)
+
+
+def test_a_rank_that_comes_again_finds_its_snapshot(keeper, lines):
+    snapshot(lines[0], 0, 1, OLD, durable=False)
+    lines[0].wait_free(1)
+    lines[0].close()
+    (again, _) = faults.lines_to(keeper, ENTRIES)
+    assert again.newest == 1 and again.slots[1].header()["step"] == OLD
+    again.slots[1].verify()
+    assert bytes(again.slots[1].image) == faults.image_of(ENTRIES, PLANS[0], OLD).tobytes()
+
+
+def test_a_line_that_ends_after_its_rank_has_come_again_does_no_harm(keeper, lines):
+    """A death may be heard of later than the birth that follows it."""
+    again = faults.lines_to(keeper, ENTRIES)
+    for line in lines:
+        line.close()
+    time.sleep(0.2)
+    for rank, line in enumerate(again):
+        snapshot(line, rank, 0, NEW)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2, 5)
+
+
+def test_what_is_being_written_may_be_asked_for_again(keeper, lines, monkeypatch):
+    """As it is when ranks die while their last checkpoint is on its way to a slow disk: it is not a failure."""
+    real = os.pwrite
+
+    def slow(*args):
+        time.sleep(0.2)
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, NEW)
+    wait_for(lambda: held(keeper) == {"0": [NEW], "1": [NEW]})
+    keeper.order({"type": "drain", "step": NEW})
+    wait_for(lambda: len({m["rank"] for m in keeper.channel.of("shard")}) == 2)
+    keeper.order({"type": "drain", "step": NEW})  # and when it is there
+    keeper.writers.shutdown()
+    assert not keeper.channel.of("checkpoint_failed")
+
+
+def test_a_stranger_is_sent_away_and_the_keeper_goes_on(keeper):
+    for hello in (b"", b"{}", b"not json", b'{"rank": 0, "image_bytes": 4096, "own_bytes": 4096}'):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect("\0" + keeper.address)
+        if hello:
+            sock.send(hello)
+        else:
+            sock.close()
+            continue
+        assert sock.recv(1000) == b""
+        sock.close()
+    assert len(faults.lines_to(keeper, ENTRIES)) == 2
+
+
+def test_snapshots_that_do_not_fit_are_refused():
+    check_room(4, 1000, 2, available=8000)
+    with pytest.raises(UserError, match="the snapshots of 4 ranks need"):
+        check_room(4, 1000, 2, available=7999)
+
+
+# -- the buddy
+
+ADDRESS = "127.0.0.1"
+
+
+@pytest.fixture
+def server():
+    server = BuddyServer("token")
+    yield server
+    server.close()
+
+
+def address(server):
+    return ADDRESS, server.port
+
+
+def test_a_copy_is_the_same_bit_for_bit(server):
+    for rank in (0, 1):
+        push(address(server), "token", rank, a_slot(OLD, rank))
+        push(address(server), "token", rank, a_slot(NEW, rank))
+    for rank in (0, 1):
+        back = fetch(address(server), "token", rank)
+        assert back.header() == faults.header_of(rank, NEW)
+        assert bytes(back.image) == faults.image_of(ENTRIES, PLANS[rank], NEW).tobytes()
+
+
+def test_the_newest_two_are_kept_whatever_comes_in_which_order(server):
+    for step in (5, 9, 6):
+        push(address(server), "token", 0, a_slot(step))
+    assert len(server.copies[0]) == 2
+    assert fetch(address(server), "token", 0).header()["step"] == 9
+
+
+def test_who_has_no_token_gets_and_leaves_nothing(server):
+    push(address(server), "token", 0, a_slot(OLD))
+    for token in ("", "tokem", "token ", "tökén"):
+        with pytest.raises(OSError):
+            push(address(server), token, 0, a_slot(NEW))
+        with pytest.raises(OSError):
+            fetch(address(server), token, 0)
+    assert fetch(address(server), "token", 0).header()["step"] == OLD
+    assert len(server.copies[0]) == 1
+
+
+def test_what_is_not_there_is_said(server):
+    with pytest.raises(BadCheckpoint, match="no whole copy of rank 3"):
+        fetch(address(server), "token", 3)
+
+
+def cut_push(server, slot, size):
+    """A push whose connection ends after so many bytes of the slot."""
+    with socket.create_connection(address(server)) as conn:
+        sizes = {"image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes}
+        buddy._send(conn, {"type": "push", "token": "token", "rank": 0, **sizes})
+        conn.sendall(slot.memory[:size])
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.8])
+def test_a_push_that_is_cut_leaves_the_copy_before(server, part):
+    entries = faults.entries_of(rows=20_000)
+    plan = faults.plans_of(entries)[0]
+    push(address(server), "token", 0, a_slot(OLD, 0, entries))
+    for step in (NEW, NEW + 1, NEW + 2):  # also once both places are taken
+        slot = a_slot(step, 0, entries)
+        assert 0.8 * slot.size < slot.image_bytes
+        cut_push(server, slot, int(part * slot.size))
+        wait_for(lambda: not [t for t in threading.enumerate() if "_serve" in t.name])
+        back = fetch(address(server), "token", 0)
+        assert back.header()["step"] == step - 1
+        assert bytes(back.image) == faults.image_of(entries, plan, step - 1).tobytes()
+        push(address(server), "token", 0, slot)
+    assert fetch(address(server), "token", 0).header()["step"] == NEW + 2
+
+
+@pytest.mark.parametrize("at", ["image", "hashes", "seal"])
+def test_a_copy_that_is_damaged_on_the_way_is_refused_and_the_one_before_stays(server, monkeypatch, at):
+    slot = a_slot(NEW)
+    place = {"image": 77, "hashes": slot.image_bytes + 1, "seal": slot._seal_at + 50}[at]
+    push(address(server), "token", 0, a_slot(OLD))
+    real = buddy._fill
+
+    def fill(conn, room):
+        real(conn, room)
+        if len(room) == slot.size:
+            room[place] ^= 8
+
+    monkeypatch.setattr(buddy, "_fill", fill)
+    with pytest.raises(BadCheckpoint, match=r"the copy at the buddy node is damaged: (the seal|.*xxh3)"):
+        push(address(server), "token", 0, slot)
+    with pytest.raises(BadCheckpoint, match=r"seal|xxh3"):
+        fetch(address(server), "token", 0)  # on the way back as well
+    monkeypatch.undo()
+    assert fetch(address(server), "token", 0).header()["step"] == OLD
+
+
+def test_two_pushes_of_a_rank_at_once_are_both_whole(server):
+    """Both slots of a rank may be on their way, over a slow network."""
+    entries = faults.entries_of(rows=40_000)  # 1.3 MB each
+    slots = [a_slot(step, 0, entries) for step in range(6)]
+    for slot in slots[:2]:
+        push(address(server), "token", 0, slot)
+    failed = []
+
+    def run(slot):
+        try:
+            push(address(server), "token", 0, slot)
+        except (BadCheckpoint, OSError) as error:
+            failed.append(error)
+
+    for pair in (slots[2:4], slots[4:6]) * 3:
+        threads = [threading.Thread(target=run, args=(slot,)) for slot in pair]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    back = fetch(address(server), "token", 0)
+    assert back.header()["step"] in (4, 5) and bytes(back.image) == bytes(slots[back.header()["step"]].image)
+
+
+KEEPER = """
+import os, sys, threading
+from tests.checkpoint import faults
+from phalanx.checkpoint.keeper import Keeper
+class Channel(faults.Channel):
+    def send(self, message):
+        super().send(message)
+        print(message["type"], message.get("port", message.get("reason", "")), flush=True)
+keeper = Keeper(Channel(), sys.argv[1], 2, (3, 0), "token", True)
+keeper.channel.send({"type": "keeper", "port": keeper.server.port})
+if len(sys.argv) > 2:
+    keeper.order({"type": "buddy", "host": "127.0.0.1", "port": sys.argv[2]})
+    faults.adopt(keeper, faults.entries_of(), int(sys.argv[3]))
+    for rank in (0, 1):
+        assert keeper._copy(rank, keeper.ranks[rank].slots[0])
+    print("copied", flush=True)
+sys.stdin.read()
+"""
+
+
+def spawn(*args):
+    process = subprocess.Popen(
+        [sys.executable, "-c", KEEPER, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    return process, process.stdout.readline().split()
+
+
+def test_the_snapshots_of_a_node_that_is_gone_come_from_its_buddy(tmp_path):
+    """Three real keepers: one has copied its ranks to another and is killed; a third takes its place."""
+    second, (_, port) = spawn(tmp_path / "c")
+    first, _ = spawn(tmp_path / "c", port, NEW)
+    try:
+        assert first.stdout.readline() == "copied\n"
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        with faults.a_keeper(tmp_path / "c") as third:
+            faults.adopt(third, ENTRIES, 1)  # it knows the run, but not this state
+            third.ranks.clear()
+            third.order({"type": "fetch", "ranks": [0, 1], "host": ADDRESS, "port": port})
+            for rank, plan in enumerate(PLANS):
+                slot = third.ranks[rank].slots[0]
+                slot.verify()
+                assert slot.header() == faults.header_of(rank, NEW)
+                assert bytes(slot.image) == faults.image_of(ENTRIES, plan, NEW).tobytes()
+            third.order({"type": "drain", "step": NEW})
+            wait_for(lambda: len(third.channel.of("shard")) == 2)
+            third._commit(faults.order_of(third.channel.of("shard"), NEW))
+        got = faults.load_newest(Catalog(Folder(tmp_path / "c")))
+        assert got == (f"step-{NEW:09d}-aa", faults.state_of(ENTRIES, NEW))
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+
+def test_a_buddy_that_is_gone_costs_the_copy_only(keeper, lines):
+    gone = BuddyServer("token")
+    gone.close()
+    keeper.order({"type": "buddy", "host": ADDRESS, "port": gone.port})
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, NEW)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+    failed = keeper.channel.of("checkpoint_failed")
+    assert len(failed) == 2 and {f["where"] for f in failed} == {"buddy"}
+    commit(keeper, NEW)
+
+
+# -- who is whose buddy
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
+def test_a_buddy_is_never_in_the_same_failure_domain(domains):
+    for node, other in enumerate(buddies(domains)):
+        if other is None:
+            assert len(set(domains)) == 1
+        else:
+            assert other != node and domains[other] != domains[node]
+
+
+@given(st.integers(2, 5), st.integers(1, 4))
+def test_every_node_keeps_as_many_copies_as_it_gives(num_domains, each):
+    """While the domains are alike and their nodes take turns."""
+    chosen = buddies([str(n % num_domains) for n in range(num_domains * each)])
+    assert sorted(chosen) == list(range(num_domains * each))
+
+
+def test_one_node_has_no_buddy():
+    assert buddies(["a"]) == [None] and buddies(["a", "a"]) == [None, None]

@@ -1,0 +1,134 @@
+"""A run whose processes are killed without warning goes on from its last checkpoint and ends with the very weights of
+a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.faults import SLOW_DISK, Again, committed, resumed_from
+from tests.system.command import TINY, Command, sets
+
+STEPS = 60
+JOB = TINY | {
+    "layout.shard": 2,
+    "layout.tp": 1,
+    "train.micro_batch": 1,
+    "train.steps": STEPS,
+    "optimizer.lr": 0.01,  # so that a step more or less is seen in the weights
+    "checkpoint.every_steps": 6,
+    "checkpoint.memory_every_steps": 2,
+}
+VICTIMS = ("rank 0", "rank 1", "keeper-0", "launcher")
+
+
+def killed(directory: Path, whom: str, reached, values=(), env=None, delay_s=0.0) -> dict:
+    """An attempt that ends when it has `reached` a point, and what came of it."""
+    before = newest(directory)
+    command = Again(directory, "--resume", "auto", *sets(JOB | dict(values)), env=env)
+    command.wait_until(lambda: reached(command))
+    time.sleep(delay_s)
+    at_death = newest(directory)
+    command.signal(signal.SIGKILL, pid=command.pid_of(whom))
+    ended = command.end()
+    point = {"who": whom, "steps": len(ended.rows), "resumed": resumed_from(command), "before": before}
+    assert ended.left == {} and ended.shared == [], point
+    assert newest(directory) >= at_death, "what was committed stays"
+    if whom == "launcher":
+        assert ended.code == -9
+    else:
+        ended.check_clean()
+        name = "the keeper of node 0" if whom.startswith("keeper") else whom
+        assert ended.code == 1 and f"{name} was killed by SIGKILL" in ended.err, (point, ended.err)
+    return point | {"left": newest(directory), "out": ended.out}
+
+
+def newest(directory: Path) -> int:
+    return max(committed(directory), default=0)
+
+
+def at_random(directory: Path, rng: random.Random) -> dict:
+    """Somebody, at some moment: while it starts, or some steps later."""
+    whom, after = rng.choice(VICTIMS), rng.randrange(0, 12)
+    after = min(after, max(0, STEPS - newest(directory) - 15))  # it goes on for some steps before it is met
+    return killed(
+        directory,
+        whom,
+        lambda c: len(c.rows()) >= after and c.pid_of(whom) and (after or c.events("started")),
+        delay_s=rng.random() * 0.05,
+    )
+
+
+def chain(directory: Path, seed: int, kills: int, first=None) -> dict:
+    """Run, kill somebody, go on, and so forth; then to the end."""
+    rng = random.Random(seed)
+    story = [first(directory)] if first else []
+    story += [at_random(directory, rng) for _ in range(kills)]
+    before = newest(directory)
+    command = Again(directory, "--resume", "auto", *sets(JOB))
+    ended = command.end()
+    assert ended.code == 0, (story, ended.err)
+    ended.check_clean()
+    story.append({"who": "nobody", "resumed": resumed_from(command), "before": before})
+    return {"story": story, "digests": ended.summary["digests"]}
+
+
+def of_memory(directory: Path) -> dict:
+    """A rank dies when all there is are snapshots in memory, one of each step."""
+    values = {"checkpoint.every_steps": 100_000, "checkpoint.memory_every_steps": 1}
+    return killed(directory, "rank 1", lambda c: len(c.rows()) >= 10, values)
+
+
+def in_a_drain(directory: Path) -> dict:
+    """A rank dies while the checkpoint of step 10 is on its way to a slow disk."""
+    (directory / "slow").mkdir()
+    (directory / "slow" / "sitecustomize.py").write_text(SLOW_DISK)
+    values = {"checkpoint.every_steps": 10, "checkpoint.memory_every_steps": 10}
+    there = "runs/*/checkpoints/step-000000010-*/*.bin"
+    env = {"PYTHONPATH": str(directory / "slow")}
+    return killed(directory, "rank 0", lambda c: any(directory.glob(there)), values, env, delay_s=0.3)
+
+
+SCENARIOS = {
+    "of memory": partial(chain, seed=7, kills=1, first=of_memory),
+    "in a drain": partial(chain, seed=9, kills=1, first=in_a_drain),
+    **{f"seed {seed}": partial(chain, seed=seed, kills=3) for seed in (3, 4, 5, 12, 18, 22)},
+}
+FAST, SLOW = ["of memory", "in a drain"], [name for name in SCENARIOS if name.startswith("seed")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Nobody is killed, and nothing is saved."""
+    ended = Command(tmp_path_factory.mktemp("whole") / "run", *sets(JOB | {"checkpoint.every_steps": -1})).end()
+    assert ended.code == 0, ended.err
+    assert not (ended.runs[0] / "checkpoints").exists()
+    return ended.summary["digests"]
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_killed_runs_end_as_if_nobody_had_been_killed(outcomes, whole, name):
+    out = outcomes(name)
+    print(json.dumps([{k: v for k, v in point.items() if k != "out"} for point in out["story"]]))
+    assert out["digests"] == whole
+    for point in out["story"]:
+        assert point["resumed"] == point["before"], "each attempt goes on from the newest checkpoint"
+
+
+@pytest.mark.parametrize("name", ["of memory"])
+def test_what_is_in_memory_is_written_when_a_rank_dies(outcomes, name):
+    point = outcomes(name)["story"][0]
+    assert point["steps"] >= 10
+    assert point["left"] >= point["steps"] - 2, "the steps of two snapshots at most are lost"
+
+
+@pytest.mark.parametrize("name", ["in a drain"])
+def test_a_checkpoint_that_is_being_written_is_finished_when_a_rank_dies(outcomes, name):
+    point = outcomes(name)["story"][0]
+    assert point["left"] >= max(10, point["steps"] - 10) and "FAILED" not in point["out"], point
