@@ -60,13 +60,13 @@ ROOT = r"its tail has the blake3 [0-9a-f]{16}… instead of [0-9a-f]{16}…"
 SIZE = r"has \d+ bytes or fewer instead of \d+"
 # What is done to the newer checkpoint; the file that is named, and what is said of it.
 DAMAGE = {
-    "a flipped byte": (lambda new, old: faults.flip(new / SHARD, 5), SHARD, f"bytes 0 to 4096 {HASH}"),
+    "a flipped byte": (lambda new, old: faults.flip(new / SHARD, 5), SHARD, f"chunk 0, bytes 0 to 4096 {HASH}"),
     "a flipped byte of the tail": (lambda new, old: faults.flip(new / SHARD, -1 % 4200), SHARD, ROOT),
     "truncated": (lambda new, old: truncate(new / SHARD, 9), SHARD, SIZE),
     "truncated to half": (lambda new, old: truncate(new / SHARD, 3000), SHARD, SIZE),
     "empty": (lambda new, old: (new / SHARD).write_bytes(b""), SHARD, SIZE),
     "of another step": (lambda new, old: shutil.copy(old / SHARD, new / SHARD), SHARD, ROOT),
-    "data of another step": (swap_data, SHARD, f"bytes 0 to 4096 {HASH}"),
+    "data of another step": (swap_data, SHARD, f"chunk 0, bytes 0 to 4096 {HASH}"),
     "of another rank": (swap_ranks, "rank-00000[01].bin", ROOT),
     "twice the same rank": (lambda new, old: shutil.copy(new / file_name(0), new / SHARD), SHARD, ROOT),
     "missing": (lambda new, old: (new / SHARD).unlink(), SHARD, "is missing"),

@@ -173,7 +173,7 @@ def test_a_byte_that_changes_while_it_is_written_is_found_when_it_is_loaded(keep
     commit(keeper, NEW)
     events = []
     assert faults.load_newest(Catalog(keeper.store), events.append) is None
-    assert "rank-000001.bin: bytes 0 to" in events[0]["reason"]
+    assert "rank-000001.bin: chunk 0, bytes 0 to" in events[0]["reason"]
 
 
 def held(keeper):

@@ -54,7 +54,11 @@ def swap_ranks(newest: Path, other: Path) -> None:
 
 # What is done to the newest checkpoint; the file that is named and what is said of it.
 DAMAGE = {
-    "flipped": (lambda new, old: flip(new / "rank-000001.bin", 99), "rank-000001.bin: bytes 0 to", "instead of"),
+    "flipped": (
+        lambda new, old: flip(new / "rank-000001.bin", 99),
+        "rank-000001.bin: chunk 0, bytes 0 to",
+        "instead of",
+    ),
     "of another rank": (swap_ranks, "rank-00000", "instead of"),
     "of another step": (
         lambda new, old: shutil.copy(old / "rank-000000.bin", new / "rank-000000.bin"),
@@ -127,13 +131,32 @@ def disk_full(directory: Path) -> dict | None:
         return {"ended": ended, "made": made, "failed": command.events("checkpoint_failed"), "disk": str(disk)}
 
 
+def full_then_killed(directory: Path) -> dict | None:
+    """The first checkpoint fails; later a rank dies, and what is newer is only in memory."""
+    directory.mkdir(exist_ok=True)
+    with small_disk(directory / "disk", size_kb=4096) as disk:
+        if disk is None:
+            return None
+        filler = fill_disk(disk)
+        every = {"checkpoint.every_steps": 10, "checkpoint.memory_every_steps": 1, "checkpoint.dir": disk}
+        command = Again(directory / "run", *sets(JOB | every | {"train.steps": 100_000}))
+        command.wait_until(lambda: command.events("checkpoint_failed"))
+        filler.unlink()
+        before = len(command.rows())
+        command.wait_until(lambda: len(command.rows()) > before + 30)
+        command.signal(signal.SIGKILL, pid=command.pid_of("rank 1"))
+        ended = command.end()
+        made = max((int(p.parent.name.split("-")[1]) for p in disk.glob("*/manifest.json")), default=0)
+        return {"ended": ended, "made": made}
+
+
 def disk_slow(directory: Path) -> dict:
     (directory / "slow").mkdir()
     (directory / "slow" / "sitecustomize.py").write_text(SLOW_DISK)
-    values = JOB | {"train.steps": 60, "checkpoint.every_steps": 40}
+    values = JOB | {"train.steps": 60, "checkpoint.every_steps": 40, "checkpoint.keep_last": 1}
     command = Command(directory / "run", *sets(values), env={"PYTHONPATH": str(directory / "slow")})
     ended = command.end()
-    return {"ended": ended, "made": command.events("checkpoint")}
+    return {"ended": ended, "made": command.events("checkpoint"), "kept": committed(directory / "run")}
 
 
 def read_only(directory: Path) -> dict | None:
@@ -180,6 +203,7 @@ def memory_flipped(directory: Path) -> dict:
 
 SCENARIOS = {
     "disk full": disk_full,
+    "full, then killed": full_then_killed,
     "disk slow": disk_slow,
     "read only": read_only,
     "memory flipped": memory_flipped,
@@ -202,6 +226,20 @@ def test_a_full_disk_does_not_stop_the_run(outcomes, name):
     assert 40 in lost
     assert out["made"] == sorted({40, 80, 120, 160} - lost), "once there is room again, also the last"
     assert 160 in out["made"]
+
+
+@pytest.mark.parametrize("name", ["full, then killed"])
+def test_a_checkpoint_that_failed_does_not_cost_those_after_it(outcomes, name):
+    out = outcomes(name)
+    if out is None:
+        pytest.skip("no file system can be mounted here")
+    out["ended"].check_clean()
+    assert out["made"] >= len(out["ended"].rows) - 2, "what is in memory is written when a rank dies, as ever"
+
+
+@pytest.mark.parametrize("name", ["disk slow"])
+def test_the_last_retention_is_not_left_out(outcomes, name):
+    assert outcomes(name)["kept"] == [60]
 
 
 @pytest.mark.parametrize("name", ["disk slow"])

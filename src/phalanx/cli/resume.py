@@ -73,6 +73,22 @@ def _first(catalogs: list[Catalog], on_event: OnEvent) -> Start | None:
     return None
 
 
+def check_room(start: Start | None, job: Job) -> None:
+    """That no checkpoint is in the way: the one with the highest step counts as the newest, so those of a run that
+    begins before it would be the first to go."""
+    if not job.checkpoint.dir or job.checkpoint.every_steps < 0:
+        return
+    found = Catalog(open_store(job.checkpoint.dir)).good()
+    begins = start.manifest.step if start else 0
+    if found and found[0].step > begins:
+        raise UserError(
+            f"it has a checkpoint of step {found[0].step:,}, and this run begins at {begins:,}",
+            field="checkpoint.dir",
+            value=job.checkpoint.dir,
+            remedy="go on from it with --resume auto, or name another folder",
+        )
+
+
 def check_fits(start: Start, job: Job) -> None:
     """That the checkpoint is of this model; the layout may be any."""
     saved = start.manifest.job.get("model", {})

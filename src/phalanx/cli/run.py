@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from phalanx import __version__
 from phalanx.cli.refuse import refuse
-from phalanx.cli.resume import FOLDER, Start, check_fits, find_start
+from phalanx.cli.resume import FOLDER, Start, check_fits, check_room, find_start
 from phalanx.cli.stop import Stop
 from phalanx.core.checkpoint import BadCheckpoint
 from phalanx.core.errors import RunFailed, UserError
@@ -62,6 +62,7 @@ def run_job(job: Job, origins: dict[str, str], listener: Listener, resume: str =
         start = find_start(resume, job, noticed.append) if resume else None
         if start:
             check_fits(start, job)
+        check_room(start, job)
         record = _create_record(job, origins)
         run = _Run(job, record, listener, stop, start, noticed)
         try:

@@ -24,6 +24,7 @@ import numpy as np
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import HASH_BYTES, MANIFEST, Manifest, manifest_name
 from phalanx.core.store import File, Folder, Store
+from phalanx.data.address import reach, restore, versions
 from phalanx.data.cache import Cache
 from phalanx.data.shard import fast_hash, root_of, version_of
 
@@ -45,28 +46,64 @@ class Corrupt(Exception):
         self.facts = {"shard": shard, "chunk": chunk, "reason": reason, "expected": expected, "got": got}
 
 
-def read_manifest(store: Store, version: str = "") -> tuple[Manifest, str]:
-    """The newest manifest of a data set, or that of a version, and its version. UserError says what is wrong."""
+def read_manifest(
+    store: Store, version: str = "", field: str = "data.source", version_field: str = "data.version"
+) -> tuple[Manifest, str]:
+    """The newest manifest of a data set, or that of a version, and its version. UserError says what is wrong, in the
+    words of what the user named the data set and the version in."""
     name = manifest_name(version) if version else MANIFEST
     for attempt in range(TRIES):
         try:
             data = store.read(name)
             if not version_of(data).startswith(version):
                 raise ValueError(f"its hash is {version_of(data)}, not {version}")
-            return Manifest.decode(data), version_of(data)
+            manifest = Manifest.decode(data)
+            if not version:
+                _check_copy(store, data)
+            return manifest, version_of(data)
         except FileNotFoundError:
-            what = f"there is no version {version} of a data set" if version else "there is no data set"
-            remedy = "name the folder or URL that `phalanx data build --out` was given"
-            raise UserError(f"{what} there ({name} is missing)", field="data", value=store.url, remedy=remedy) from None
+            raise _missing(store, version, field, version_field) from None
+        except NotADirectoryError:
+            remedy = "name the folder of a data set, in which manifest.jsonl lies"
+            raise UserError("it is a file", field=field, value=store.url, remedy=remedy) from None
         except ValueError as error:
             if attempt < TRIES - 1:
                 continue  # it may have been damaged on its way
-            remedy = "build it again, or restore this file"
-            raise UserError(f"{name}: {error}", field="data", value=store.url, remedy=remedy) from None
+            remedy = "restore this file, or name another version" if version else restore(store)
+            if version and next(versions(store), "").startswith(version):
+                remedy = f"copy {MANIFEST} over it, which holds the same version"
+            raise UserError(f"{name} is damaged: {error}", field=field, value=store.url, remedy=remedy) from None
         except OSError as error:
-            remedy = "check the address, the credentials and the network"
-            raise UserError(f"{name} cannot be read: {error}", field="data", value=store.url, remedy=remedy) from None
+            message = f"{name} cannot be read: {_plainly(store, error)}"
+            raise UserError(message, field=field, value=store.url, remedy=reach(store.url)) from None
     raise AssertionError
+
+
+def _check_copy(store: Store, data: bytes) -> None:
+    """Whatever was written as manifest.jsonl was written before under the name of its hash."""
+    name = manifest_name(version_of(data))
+    try:
+        store.read(name)
+    except FileNotFoundError:
+        raise ValueError(f"it is not as it was written, for its copy {name} is not there") from None
+
+
+def _missing(store: Store, version: str, field: str, version_field: str) -> UserError:
+    known = list(versions(store)) if version else []
+    if known:
+        return UserError(
+            "there is no such version of the data set",
+            field=version_field,
+            value=version,
+            remedy=f"name one of {', '.join(v[:16] for v in known)}, of which the first is the newest",
+        )
+    remedy = "name the folder or URL that `phalanx data build --out` was given"
+    return UserError(f"there is no data set there ({MANIFEST} is missing)", field=field, value=store.url, remedy=remedy)
+
+
+def _plainly(store: Store, error: OSError) -> str:
+    """What a store in the cloud says of credentials names those of another."""
+    return str(error) if store.url.startswith("s3:") else str(error).replace(" (AWS_ACCESS_KEY_ID and others)", "")
 
 
 @dataclass
@@ -328,10 +365,8 @@ class Fetcher:
             except FileNotFoundError:
                 raise
             except PermissionError as error:
-                remedy = "check the address, the credentials and their rights"
-                raise UserError(
-                    f"it may not be read: {error}", field="data", value=self.store.url, remedy=remedy
-                ) from None
+                message = f"it may not be read: {_plainly(self.store, error)}"
+                raise UserError(message, field="data.source", value=self.store.url, remedy=reach(self.store.url)) from None
             except OSError as error:
                 if self._readers is None:
                     if error.errno in DISK:

@@ -18,7 +18,7 @@ import numpy as np
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import Cut, Manifest
 from phalanx.data.fetch import Chunk, Corrupt, Fetcher
-from phalanx.data.order import Order, Stage, Stream, quotas
+from phalanx.data.order import MAX_BLOCK, Order, Stage, Stream, quotas
 
 WINDOW = 64  # units of an extent that are shuffled into each other
 AT_ONCE = 8192  # places that are located in one go: arithmetic on arrays is cheap for many and dear for few
@@ -231,14 +231,14 @@ def cuts_of(manifest: Manifest, seq_len: int) -> list[Cut]:
     except ValueError as error:
         remedy = f"lower it to {manifest.shard_items} or less, or build the data with larger shards"
         raise UserError(str(error), field="train.seq_len", value=seq_len, remedy=remedy) from None
-    for cut, extent in zip(cuts, manifest.extents, strict=True):
-        if not cut.num_samples:
-            raise UserError(
-                f"source {extent.source} has {extent.items} tokens; one sample takes {seq_len + manifest.overlap}",
-                field="train.seq_len",
-                value=seq_len,
-                remedy="name more text, or lower train.seq_len",
-            )
+    if not any(cut.num_samples for cut in cuts):
+        most = max(manifest.extents, key=lambda extent: extent.items)
+        raise UserError(
+            f"source {most.source} has {most.items} tokens; one sample takes {seq_len + manifest.overlap}",
+            field="train.seq_len",
+            value=seq_len,
+            remedy="name more text, or lower it",
+        )
     return cuts
 
 
@@ -252,7 +252,8 @@ def make_order(
     extents: Sequence[int] = (),
 ) -> Order:
     """The order of a run. A stage is a position and a weight per source; without weights, sources weigh as much as
-    they hold. `extents`: how many extents of the manifest each stage knows, where it has grown since."""
+    they hold. An extent without a sample, or worth less than half a draw of the largest block, is not served.
+    `extents`: how many extents of the manifest each stage knows, where it has grown since."""
     cuts = cuts_of(manifest, seq_len)
     streams = tuple(
         Stream(extent.source, cut.num_samples, cut.per_unit, WINDOW)
@@ -274,8 +275,38 @@ def _quotas(streams: Sequence[Stream], weights: Mapping[str, float]) -> tuple[in
         known = ", ".join(totals)
         raise UserError("there is no such source", field="data.stages", value=unknown[0], remedy=f"it has {known}")
     shares = weights or {source: float(size) for source, size in totals.items()}
+    empty = [source for source, share in shares.items() if share and not totals[source]]
+    if weights and empty:
+        message = "it holds less than one sample"
+        remedy = f"give {empty[0]} the weight 0, add to it, or lower train.seq_len"
+        raise UserError(message, field="data.stages", value=empty[0], remedy=remedy)
     try:
-        return quotas([shares.get(s.source, 0.0) * s.num_samples / totals[s.source] for s in streams])
+        made = list(quotas([shares.get(s.source, 0.0) * s.num_samples / (totals[s.source] or 1) for s in streams]))
     except ValueError as error:
-        remedy = "give it a larger weight, or 0"
+        remedy = "give at least one source more than 0"
         raise UserError(str(error), field="data.stages", value=dict(weights), remedy=remedy) from None
+    total, block = sum(shares.values()), sum(made)
+    for source, share in shares.items():
+        mine = [i for i, s in enumerate(streams) if s.source == source]
+        if not share or any(made[i] for i in mine):
+            continue
+        if 2 * block * share >= total:  # of many small extents the largest stands for all
+            made[made.index(max(made))] -= 1
+            made[max(mine, key=lambda i: streams[i].num_samples)] = 1
+        elif weights:
+            message = f"a weight of {share / total:.1e} of all is too small: a block has {MAX_BLOCK} draws"
+            raise UserError(message, field="data.stages", value=source, remedy="give it a larger weight, or 0")
+    return tuple(made)
+
+
+def unserved(manifest: Manifest, order: Order, stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Says of the extents too small to be served that they are not; `stages` are those of the job."""
+    for number, (extent, stream) in enumerate(zip(manifest.extents, order.streams, strict=True)):
+        asked = [
+            made.quotas[number]
+            for stage, made in zip(stages or [{}], order.stages, strict=True)
+            if not stage.get("version") and (stage.get("weights") or {extent.source: 1.0}).get(extent.source)
+        ]
+        if asked and not any(asked):
+            few = "less than one sample" if not stream.num_samples else "too small a share to be drawn"
+            yield f"not served: extent {number} ({extent.source}), which holds {extent.items:,} items, {few}"

@@ -173,11 +173,15 @@ class Order:
             at = np.where(at >= first, at + (end - first), at)
         return at
 
+    def stage(self, position: np.ndarray) -> np.ndarray:
+        """In which stage each of these places in the order lies."""
+        return np.searchsorted([s.start for s in self.stages], position, side="right") - 1
+
     def locate(self, served: Any) -> tuple[np.ndarray, np.ndarray]:
         """Stream and sample that the run serves at each of these places."""
         at = np.atleast_1d(self.position(served))
         index, group = _divmod(at, self.groups)
-        stage = np.searchsorted([s.start for s in self.stages], at, side="right") - 1
+        stage = self.stage(at)
         stream, draw = np.empty(at.shape, np.int64), np.empty(at.shape, np.int64)
         for s, here in _each(stage):
             stream[here], draw[here] = self._draws(s, group[here], index[here])
@@ -280,7 +284,7 @@ def _same(values: np.ndarray) -> Any:
 
 def quotas(weights: Sequence[float]) -> tuple[int, ...]:
     """Integers as near to the weights as can be (largest remainder), that add up to a block: the smallest one in which
-    every weight gets a place. ValueError names the weight that is too small for any."""
+    every weight gets a place. A weight that is worth less than half a place of the largest block may get none."""
     total, block = sum(weights), BLOCK
     if not total:
         raise ValueError("all weights are 0")
@@ -292,8 +296,6 @@ def quotas(weights: Sequence[float]) -> tuple[int, ...]:
     for i in by_rest[: block - sum(floors)]:
         floors[i] += 1
     for i, w in enumerate(weights):
-        if w > 0 and not floors[i]:
-            if 2 * block * w < total:
-                raise ValueError(f"a weight of {w / total:.1e} of all is too small: a block has {MAX_BLOCK} draws")
+        if w > 0 and not floors[i] and 2 * block * w >= total:
             floors[i], floors[floors.index(max(floors))] = 1, max(floors) - 1
     return tuple(floors)

@@ -16,6 +16,7 @@ import numpy as np
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.store import Store, open_store
+from phalanx.data.address import open_set
 from phalanx.data.cache import Cache
 from phalanx.data.fetch import Fetcher, read_manifest
 from phalanx.data.loader import Event, Loader, make_order
@@ -43,7 +44,7 @@ class RunData:
     @staticmethod
     def plan(job: Job, url: str) -> RunData:
         """Of a job that reads the data set at `url`. UserError if they do not fit together."""
-        d, store = job.data, open_store(url)
+        d, store = job.data, open_set(url, "data.source")
         manifest, version = read_manifest(store, d.version)
         reads = {"dense": "tokens", "moe": "tokens", "image": "records"}.get(job.model.family)
         if reads and (reads == "tokens") != manifest.is_tokens:
@@ -59,13 +60,13 @@ class RunData:
             )
         default: dict[str, Any] = {"at": 0, "weights": {}}
         stages, known = [], []
-        for stage in d.stages or [default]:
+        for number, stage in enumerate(d.stages or [default]):
             stages.append((stage["at"], stage["weights"]))
-            seen = manifest if not stage.get("version") else read_manifest(store, stage["version"])[0]
+            given, field = stage.get("version"), f"data.stages.{number}.version"
+            seen = read_manifest(store, given, version_field=field)[0] if given else manifest
             if not manifest.extends(seen):
                 remedy = "name a version that this one was made from by `phalanx data build --append`"
-                what = f"version {version[:16]} does not extend it"
-                raise UserError(what, field="data.stages", value=stage["version"], remedy=remedy)
+                raise UserError(f"version {version[:16]} does not extend it", field=field, value=given, remedy=remedy)
             known.append(len(seen.extents))
         nodes = -(-job.layout.world_size // (job.layout.ranks_per_node or job.layout.world_size))
         groups = d.groups or max(8, 1 << (nodes - 1).bit_length())

@@ -228,7 +228,7 @@ class _Launch:
         """Of the checkpoint after the last step, whose files are written."""
         deadline = time.monotonic() + COMMIT_LIMIT_S
         last = self.job.train.steps
-        while self.num_keepers and last not in self.saving.committed and not self.saving.failed:
+        while self.num_keepers and last not in self.saving.committed | self.saving.failed:
             if time.monotonic() > deadline:
                 return
             self._turn()
@@ -242,7 +242,7 @@ class _Launch:
         for node in keepers.values():
             self._to_keeper(node, {"type": "held"})
         deadline, step, asked = time.monotonic() + FLUSH_LIMIT_S, 0, False
-        while time.monotonic() < deadline and not saving.failed:
+        while time.monotonic() < deadline and step not in saving.failed:
             event = client.events(POLL_S)
             if event and event["type"] in ("node_lost", "exit") and event.get("worker", KEEPER) in keepers:
                 return

@@ -68,7 +68,7 @@ class Saving:
         self.held: dict[int, Message] = {}
         self.ledger: Callable[[int], str | None] = lambda step: ""  # of the last step before; None: not there yet
         self.committed: set[int] = set()  # steps
-        self.failed: set[str] = set()
+        self.failed: set[int] = set()  # steps
         self._open: dict[str, Draining] = {}
         self._times: dict[int, float] = {}  # step -> its slowest rank's
         self._usual: deque[float] = deque(maxlen=SLOTS_TO_MEASURE)
@@ -115,8 +115,9 @@ class Saving:
     def _on_committed(self, node: int, body: Message) -> None:
         step, name = body["step"], body["checkpoint"]
         self.committed.add(step)
-        open_ = self._open.pop(name)
-        self._untold[step] = {"checkpoint": name, "drain_s": open_.drain_s + body["commit_s"], "bytes": body["bytes"]}
+        open_ = self._open.pop(name, None)
+        drain_s = body["commit_s"] + (open_.drain_s if open_ else 0.0)
+        self._untold[step] = {"checkpoint": name, "drain_s": drain_s, "bytes": body["bytes"]}
         if step >= self.job.train.steps:
             self.tell_all()
 
@@ -134,7 +135,8 @@ class Saving:
             self._derive(stall_s, slowdown_s, about["drain_s"])
 
     def _on_checkpoint_failed(self, node: int, body: Message) -> None:
-        self.failed.add(str(body.get("checkpoint")))
+        step = str(body.get("checkpoint")).split("-")[1:2]
+        self.failed |= {int(text) for text in step if text.isdigit()}
         self.tell({**body, "node": node})
 
     def _on_checkpoints_removed(self, node: int, body: Message) -> None:
@@ -160,7 +162,8 @@ class Saving:
             del self._stalls[old]
 
     def _slowdown(self, step: int, stall_s: float, drain_s: float) -> float:
-        """By how much the steps since the snapshot were longer than usual, the stall left out."""
+        """By how much the steps since the snapshot were longer than usual, the stall left out; no longer than the
+        drain took, as other steps are longer than usual too."""
         if not self._usual:
             return 0.0
         usual, total, left = statistics.median(self._usual), 0.0, drain_s + stall_s
@@ -169,7 +172,7 @@ class Saving:
             left -= self._times[later]
             if left <= 0:
                 break
-        return max(0.0, total - stall_s)
+        return min(max(0.0, total - stall_s), drain_s)
 
     # -- what follows
 

@@ -20,6 +20,7 @@ from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.core.store import open_store
+from phalanx.observe.progress import Phase
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups
 from phalanx.train.state import State
@@ -68,6 +69,7 @@ class Saver:
         durable = last or step >= self.next_durable
         if not durable and step < self.next_memory:
             return
+        self.channel.progress.mark(Phase.idle)  # if the disk is slow, it may have to wait for a slot
         self.snapshots.begin(step, durable, norm)
         self._under_way = step
         if durable and not last:
