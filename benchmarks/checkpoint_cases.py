@@ -322,6 +322,7 @@ class Dcp:
         self.state, self.folder, self.threads = sliced.dtensors(mesh_of(sliced.layout)), Path(folder), threads
         self.mode = AsyncCheckpointerType(mode)
         shared = mode == "process"
+        self.group = None if shared else dist.new_group()  # its thread's collectives must not meet the trainer's
         self.stager = DefaultStager(StagingOptions(False, shared, async_staging, False))
         self.at, self.future, self.staged = 0.0, None, None
 
@@ -331,6 +332,7 @@ class Dcp:
             self.state,
             storage_writer=FileSystemWriter(self.folder / f"dcp-{step}", thread_count=self.threads, overwrite=False),
             planner=DefaultSavePlanner(enable_plan_caching=True),
+            process_group=self.group,
             async_checkpointer_type=self.mode,
             async_stager=self.stager,
         )
@@ -556,7 +558,7 @@ def restore(args, chat: Chat) -> None:
         if order["how"] == "dcp":
             dcp.load(state, storage_reader=FileSystemReader(order["path"]))
         else:
-            reader = files.Reader(open_store(order["path"]), order["name"], threads=order["threads"])
+            reader = files.Reader(open_store(order["path"]), order["name"], layout.world_size)
             load(reader, entries, layout, layout.coord(args["rank"]), sliced.local.__getitem__)
         mine = time.monotonic()
         cpu = time.process_time() - cpu

@@ -50,8 +50,8 @@ def warm_up(folder: Path) -> None:
                     pass
 
 
-def load(ranks: Ranks, folder: Path, how: str, layout: dict, cold: bool, check: bool, threads: int) -> dict:
-    order = dict(do="load", how=how, layout=layout, name=NAME, path=str(folder / how), threads=threads)
+def load(ranks: Ranks, folder: Path, how: str, layout: dict, cold: bool, check: bool) -> dict:
+    order = dict(do="load", how=how, layout=layout, name=NAME, path=str(folder / how))
     answers = ranks.ask(**order, cold=cold, check=check)
     took = max(a["ended"] for a in answers) - min(a["began"] for a in answers)
     return {"seconds": took, "cpu": sum(a["cpu"] for a in answers), "wrong": sum(a["wrong"] for a in answers)}
@@ -60,7 +60,6 @@ def load(ranks: Ranks, folder: Path, how: str, layout: dict, cold: bool, check: 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--threads", type=int, default=4, help="of our reader, on each rank")
     parser.add_argument("--dir", help="where checkpoints are written (a temporary folder)")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="phalanx-restore-", dir=args.dir))
@@ -105,7 +104,7 @@ def rounds_of(ranks: Ranks, folder: Path, layout: dict, cold: bool, args) -> dic
     wrong = 0
     for round_ in range(args.rounds + 1):
         for how in ("ours", "dcp") if round_ % 2 else ("dcp", "ours"):
-            row = load(ranks, folder, how, layout, cold, round_ == 0, args.threads)
+            row = load(ranks, folder, how, layout, cold, round_ == 0)
             wrong += row["wrong"]
             if round_:
                 rows[how].append(row)

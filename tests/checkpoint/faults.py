@@ -233,6 +233,8 @@ def small_disk(path, size_kb=0, read_only=False):
 
 # -- real runs
 
+PATIENCE_S = 300.0  # on a machine that others keep busy
+
 
 class Again(Command):
     """One more attempt in the same directory; what it has to say is of its own run."""
@@ -269,10 +271,21 @@ def committed(directory: Path) -> list[int]:
     return sorted(int(p.parent.name.split("-")[1]) for p in directory.glob("runs/*/checkpoints/*/manifest.json"))
 
 
-SLOW_DISK = """
-import os, time
-def slow(*args, real=os.pwrite):
-    time.sleep(1.5)
-    return real(*args)
-os.pwrite = slow
-"""  # as sitecustomize.py on the path: every write of a checkpoint takes so long
+_SLOW_DISK = """
+import os, shutil, time
+def slowly(real):
+    def slow(*args, **more):
+        time.sleep(1.5)
+        return real(*args, **more)
+    return slow
+os.pwrite, shutil.rmtree = slowly(os.pwrite), slowly(shutil.rmtree)
+"""
+
+
+def slow_disk(directory: Path) -> dict[str, str]:
+    """The environment of a run in which each write of a checkpoint takes 1.5 s, two for a rank's file, and as long to
+    remove one."""
+    folder = directory / "slow"
+    folder.mkdir(parents=True)
+    (folder / "sitecustomize.py").write_text(_SLOW_DISK)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}

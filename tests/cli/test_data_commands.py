@@ -12,6 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from phalanx.cli.data import _bar, data_app
+from phalanx.cli.served import print_mix, print_where
+from phalanx.core.errors import UserError
+from phalanx.core.job import DataConfig, Job, TrainConfig
+from phalanx.data.run import RunData
+from phalanx.data.samples import digest
 from tests.data.sets import flip
 from tests.data.texts import lines, train_bpe, words
 
@@ -148,7 +154,7 @@ def test_import(tmp_path):
     [
         (["build", "missing", "--out", "OUT", "--tokenizer", "byte"], "remedy: name a readable text file"),
         (["build", "README.md", "--out", "OUT", "--tokenizer", "none.json"], "name a tokenizer.json, or 'byte'"),
-        (["build", "README.md", "--out", "/proc/x", "--tokenizer", "byte"], "name a folder that you may write to"),
+        (["build", "README.md", "--out", "/proc/x", "--tokenizer", "byte"], "--out = '/proc/x': cannot be"),
         (["build", "README.md", "--out", "ftp://x/y", "--tokenizer", "byte"], "there is no store 'ftp'"),
         (["build", "README.md", "--out", "OUT", "--tokenizer", "byte", "--append"], "there is no data set"),
         (["import", "missing.npy", "--out", "OUT", "--vocab-size", "9"], "No such file"),
@@ -157,7 +163,14 @@ def test_import(tmp_path):
         (["import", "a.npy", "--out", "OUT", "--vocab-size", "9", "--eos", "x"], "--eos-id"),
         (["build", "README.md", "--out", "OUT", "--tokenizer", "byte", "--max-mb", "nan"], "more than 0"),
         (["info", "OUT"], "there is no data set"),
-        (["verify", "OUT", "--version", "0" * 64], "there is no version"),
+        (["verify", "OUT", "--version", "0" * 64], "there is no data set"),
+        (["info", ""], "URL = '': it is empty"),
+        (["info", "README.md"], "it is a file"),
+        (["build", "README.md", "--out", "", "--tokenizer", "byte"], "--out = '': it is empty"),
+        (["build", "", "--out", "OUT", "--tokenizer", "byte"], "SRC = '': it is empty"),
+        (["build", "README.md", "--out", "memory://x", "--tokenizer", "byte"], "gone when this command ends"),
+        (["import", "a.npy", "--out", "memory://x", "--vocab-size", "9"], "gone when this command ends"),
+        (["bench", ""], "URL = '': it is empty"),
         (["verify", "OUT", "--version", "abc"], "too short"),
     ],
 )
@@ -165,3 +178,146 @@ def test_a_mistake_is_told_with_its_remedy(tmp_path, args, said):
     done = phalanx(*(str(tmp_path / "out") if a == "OUT" else a for a in args))
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not list(tmp_path.rglob("manifest*"))
+
+
+# -- where and mix, on a record made by hand
+
+
+SEQ, BATCH, STEPS = 16, 8, 10
+
+
+@pytest.fixture
+def record(tmp_path):
+    """Of a run whose third step straddles a change from web alone to code alone, on imported ids; its folder."""
+    for label, n in (("web", 0), ("code", 1)):
+        np.save(tmp_path / f"{label}.npy", np.full(5000, n, "u2"))
+    inputs = [f"{label}={tmp_path / label}.npy" for label in ("web", "code")]
+    done = phalanx("import", *inputs, "--out", tmp_path / "set", "--vocab-size", "9")
+    assert done.returncode == 0, done.stderr
+    stages = [{"at": 0, "weights": {"web": 1.0}}, {"at": 19, "weights": {"code": 1.0}}]
+    train = TrainConfig(seq_len=SEQ, global_batch=BATCH, micro_batch=2, steps=STEPS)
+    job = Job(train=train, data=DataConfig(source=str(tmp_path / "set"), stages=stages))
+    run = tmp_path / "run"
+    run.mkdir()
+    data = RunData.plan(job, str(tmp_path / "set"))
+    data.write(run)
+    (run / "meta.json").write_text("{}")
+    (run / "job.json").write_text(json.dumps({"job": job.to_dict()}))
+    loader = data.open()
+    with open(run / "metrics.jsonl", "w") as f:
+        for step in range(STEPS - 1):
+            rows = loader.rows(data.places(step))
+            code = int(rows[:, 0].sum())
+            served = {"web": BATCH - code, "code": code}
+            row = {"step": step, "served": served, "data_digest": f"{digest(rows, data.places(step)):016x}"}
+            f.write(json.dumps(row) + "\n")
+    loader.close()
+    return run
+
+
+def test_mix_splits_a_step_at_a_change_of_stage(record):
+    done = phalanx("mix", record, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {(r["stage"], r["source"]): r for r in json.loads(done.stdout)}
+    assert {key: row["sequences"] for key, row in rows.items()} == {
+        (0, "web"): 19,
+        (0, "code"): 0,
+        (1, "web"): 0,
+        (1, "code"): 9 * BATCH - 19,
+    }
+    assert all(row["served"] == row["planned"] for row in rows.values())
+
+
+def test_where_without_a_tokenizer_prints_the_ids(record):
+    done = phalanx("where", record, "--step", "2")
+    assert done.returncode == 0, done.stderr
+    assert "shards/web-000-000000.shard" in done.stdout and "\n" + "1 " * (SEQ - 1) + "1\n" in done.stdout
+    assert done.stdout.endswith("these are the bytes that the ranks trained on\n")
+    rows = [json.loads(line) for line in phalanx("where", record, "--step", "9", "--json").stdout.splitlines()]
+    assert [(r["text"], r["tokens"]) for r in rows] == [(None, [1] * (SEQ + 1))] * BATCH
+
+
+def test_where_finds_a_data_set_that_was_moved(record):
+    moved = (record.parent / "set").rename(record.parent / "moved")
+    lost = phalanx("where", record, "--step", "2")
+    assert lost.returncode == 2 and "there is no data set there" in lost.stderr and "--data URL" in lost.stderr
+    done = phalanx("where", record, "--step", "2", "--data", moved)
+    assert done.returncode == 0 and "these are the bytes" in done.stdout, done.stderr
+    assert "--data = '': it is empty" in phalanx("where", record, "--step", "2", "--data", "").stderr
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("job.json", "", "its job.json is damaged"),
+        ("job.json", None, "its job.json is damaged"),
+        ("job.json", "{}", "its job.json is damaged"),
+        ("data.json", "{", "its data.json is damaged"),
+        ("data.json", "{}", "its data.json is damaged"),
+        ("data.json", None, "it has no data.json"),
+        ("meta.json", None, "it has no meta.json"),
+        ("metrics.jsonl", "garbage\n", "its metrics.jsonl is damaged"),
+        ("metrics.jsonl", "5\n", "its metrics.jsonl is damaged"),
+        ("events.jsonl", "garbage\n", "its events.jsonl is damaged"),
+    ],
+)
+def test_a_damaged_record_is_named(record, capsys, name, content, said):
+    (record / name).unlink(missing_ok=True)
+    if content is not None:
+        (record / name).write_text(content)
+    calls = [lambda: print_where(record, 2, None, None, False), lambda: print_mix(record, False)]
+    unread = {"job.json": 1, "events.jsonl": 1}  # by mix
+    for call in calls[: unread.get(name, 2)]:
+        with pytest.raises(UserError, match=said) as refused:
+            call()
+        assert refused.value.field == "RUN" and refused.value.remedy
+
+
+def test_bench_says_what_it_cannot_measure(built):
+    for args, said in [(["--seq-len", "2000000"], "--seq-len = 2000000"), (["--batch", "100000000"], "--batch = 1000")]:
+        done = phalanx("bench", built[0], *args, "--seconds", "0.1")
+        assert done.returncode == 2 and said in done.stderr and "train.seq_len" not in done.stderr, done.stderr
+    done = phalanx("bench", built[0], "--seq-len", "64", "--seconds", "0.1")
+    assert done.returncode == 0 and "fits into this machine's memory" in done.stdout, done.stderr
+
+
+def test_a_damaged_manifest_is_told_by_info_and_verify(copy):
+    manifest = copy / "manifest.jsonl"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"items": ', b'"items": 1', 1))
+    for command in ("info", "verify"):
+        done = phalanx(command, copy)
+        assert done.returncode == 2 and "URL = " in done.stderr and "manifest.jsonl is damaged" in done.stderr
+        assert f"remedy: a whole copy lies beside it: cp {copy}/manifest-" in done.stderr
+
+
+def test_what_was_left_out_is_printed(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(["a", "", "b"]))
+    args = ["--out", tmp_path / "out", "--tokenizer", "byte", "--workers", "1", "--max-mb", "0.000002"]
+    done = phalanx("build", tmp_path / "a.jsonl", *args)
+    assert done.stdout.splitlines()[-2:] == [
+        "cut by --max-mb: the first 2e-06 MB of text of text are used; its files hold 0.0 MB",
+        "left out: 1 empty document",
+    ], done.stderr
+
+
+@pytest.mark.parametrize(
+    "command, said", [("import", "nothing was added"), ("verify", "not all"), ("bench", "nothing")]
+)
+def test_a_command_that_is_stopped_says_a_word(tmp_path, capsys, monkeypatch, built, command, said):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phalanx.cli.served.print_bench", interrupted)
+    monkeypatch.setattr("phalanx.data.verify.verify", interrupted)
+    monkeypatch.setattr("phalanx.data.build.write_arrays", interrupted)
+    more = ["--out", str(tmp_path / "out"), "--vocab-size", "9"] if command == "import" else []
+    with pytest.raises(SystemExit) as left:
+        data_app([command, str(built[0]), *more])
+    assert left.value.code == 130 and f"stopped; {said}" in capsys.readouterr().err
+
+
+def test_the_progress_of_packed_input_is_that_of_its_text(capsys, monkeypatch):
+    monkeypatch.setattr("phalanx.cli.console.PLAIN_EVERY_S", -1.0)
+    with _bar("building") as told:
+        told(0, 2_000_000, "7.5 MB of text")
+    assert capsys.readouterr().err == "building: 0.0 of 2.0 MB, 7.5 MB of text\n"

@@ -306,6 +306,135 @@ def test_a_data_set_is_never_overwritten_but_may_be_built_again(tmp_path, texts)
         assert {k: v for k, v in files(out).items() if ".staging" not in k} == before
 
 
+def test_a_set_that_grew_under_one_label_is_mended_by_its_commands(tmp_path, texts):
+    """Each of them given again, without --append."""
+    out = tmp_path / "out"
+    (tmp_path / "more").write_text(words(5, 3000))
+    inputs = [[("a", str(texts))], [("a", str(tmp_path / "more"))], [("a", str(tmp_path / "more")), ("b", str(texts))]]
+    for n, each in enumerate(inputs):
+        _, version = build(each, out, Bytes(), workers=1, append=n > 0, **SMALL)
+    before = files(out)
+    for shard in (out / "shards").iterdir():
+        shard.write_bytes(b"damaged")
+    for each in inputs:
+        assert build(each, out, Bytes(), workers=1)[1] == version
+    assert files(out) == before
+    (tmp_path / "more").write_text(words(6, 3000))
+    with pytest.raises(UserError, match="would differ"):
+        build(inputs[1], out, Bytes(), workers=1)
+    assert files(out) == before
+
+
+def test_a_rebuild_mends_what_lies_beside_the_shards(tmp_path, texts):
+    tokenizer, inputs, out = make_tokenizer(str(train_bpe(tmp_path / "t.json"))), [("a", str(texts))], tmp_path / "out"
+    _, version = build(inputs, out, tokenizer, workers=1, **SMALL)
+    before = files(out)
+    (out / "tokenizer.json").write_bytes(b"damaged")
+    (out / manifest_name(version)).write_bytes(b"damaged")
+    assert build(inputs, out, tokenizer, workers=1)[1] == version and files(out) == before
+
+
+def test_a_damaged_manifest_is_not_appended_to(tmp_path, texts):
+    out = tmp_path / "out"
+    build([("a", str(texts))], out, Bytes(), workers=1, **SMALL)
+    root = bytearray((out / MANIFEST).read_bytes())
+    root[-5] = ord("0") if root[-5] != ord("0") else ord("1")
+    (out / MANIFEST).write_bytes(root)
+    before = files(out)
+    for append in (True, False):
+        with pytest.raises(UserError, match=r"(?s)--out.*manifest\.jsonl is damaged.*remedy: a whole copy lies"):
+            build([("b", str(texts))], out, Bytes(), workers=1, append=append)
+    assert files(out) == before
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("existed", [False, True])
+def test_what_is_refused_leaves_nothing(tmp_path, texts, count, existed):
+    (texts / "5.jsonl").write_bytes(lines([words(1, 10)] * 20) + b"{\n")
+    out = tmp_path / "deep" / "out"
+    if existed:
+        out.mkdir(parents=True)
+    with pytest.raises(UserError, match="line 21"):
+        build([("a", str(texts))], out, Bytes(), workers=count, **SMALL)
+    assert list(out.iterdir()) == [] if existed else not (tmp_path / "deep").exists()
+    build([("a", str(texts / "1.jsonl"))], out, Bytes(), workers=1, **SMALL)
+    before = files(out)
+    with pytest.raises(UserError, match="line 21"):
+        build([("a", str(texts))], out, Bytes(), workers=count, append=True)
+    with pytest.raises(UserError, match="would differ"):
+        build([("a", str(texts / "2.jsonl"))], out, Bytes(), workers=count)
+    assert files(out) == before
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+def test_an_import_that_stops_leaves_nothing(tmp_path, error):
+    def batches():
+        yield {"x": np.arange(1000)}
+        raise error
+
+    with pytest.raises(error):
+        write_records(tmp_path / "out", "r", (Field("x", "<i8"),), batches(), chunk_items=8, shard_chunks=4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_left_out_is_told_also_by_a_build_that_goes_on(tmp_path, texts):
+    for i in range(6):
+        (texts / f"{i}.jsonl").write_bytes(lines(["", words(i, 300), "", words(i, 300)]))
+    (texts / "none.txt").write_bytes(b"")
+    (texts / "link").symlink_to(tmp_path)
+    want = [f"left out: 12 empty documents, 1 empty file, the linked folder {texts.resolve() / 'link'}"]
+    told, calls = [], 0
+
+    def stop(progress):
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise Stop
+
+    for _ in range(30):
+        calls = 0
+        try:
+            build(
+                [("a", str(texts))], tmp_path / "o", Bytes(), workers=1, on_progress=stop, on_note=told.append, **SMALL
+            )
+            break
+        except Stop:
+            assert told == []
+    assert told == want
+    told.clear()
+    build([("a", str(texts))], tmp_path / "two", Bytes(), workers=2, on_note=told.append, **SMALL)
+    assert told == want
+    told.clear()
+    options = {"workers": 1, "max_bytes": 2000, "on_note": told.append, **SMALL}
+    build([("a", str(texts / "0.jsonl")), ("b", str(texts / "1.jsonl"))], tmp_path / "cut", Bytes(), **options)
+    size = (texts / "0.jsonl").stat().st_size
+    assert told[0] == f"cut by --max-mb: the first 0.002 MB of text of a are used; its files hold {size / 1e6:.1f} MB"
+    assert "text of b" in told[1] and told[2].startswith("left out: ") and len(told) == 3
+    told.clear()
+    (tmp_path / "a.txt").write_text("all of it")
+    build([("a", str(tmp_path / "a.txt"))], tmp_path / "whole", Bytes(), workers=1, max_bytes=10, on_note=told.append)
+    assert told == []
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_full_disk_is_named_and_the_build_goes_on(tmp_path, texts, count):
+    """A limit on the size of files stands for a full disk."""
+    import resource
+
+    def limited():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+
+    out = tmp_path / "out"
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, texts, out, str(count)], preexec_fn=limited, capture_output=True, text=True
+    )
+    said = process.stderr.splitlines()
+    assert f"UserError: --out = '{out}': cannot be written: File too large ({out}/.staging" in process.stderr, said
+    assert "on a disk with space left; the build then goes on" in said[-1]
+    assert start(texts, out, count).wait() == 0
+
+
 def test_two_builds_do_not_meet(tmp_path, texts):
     def on_progress(progress):
         with pytest.raises(UserError, match="another build"):
@@ -334,7 +463,7 @@ def test_a_worker_that_dies_is_told(tmp_path, texts):
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
 def test_no_text_is_refused(tmp_path, content):
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=r"data\.source.*there is no text"):
+    with pytest.raises(UserError, match=r"SRC = '.*a\.jsonl': there is no text"):
         build([("a", str(tmp_path / "a.jsonl"))], tmp_path / "out", Bytes(), workers=1)
     assert not (tmp_path / "out" / MANIFEST).exists()
 

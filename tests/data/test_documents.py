@@ -1,7 +1,12 @@
 """The documents of any set of files: each once, in one order, however they are cut into parts."""
 
+import bz2
 import gzip
+import io
+import lzma
 import os
+import zipfile
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -70,8 +75,9 @@ def test_a_limit_cuts_at_a_whole_character(tmp_path, limit, kept):
         (b'{"text": "a"', r"line 3: Expecting"),
         (b"[1]", "line 3: it is not an object"),
         (b'{"text": 7}', "line 3: 'text' is not a text"),
-        (b'{"texts": "a"}', r"(?s)line 3: there is no such field.*it has texts"),
+        (b'{"texts": "a"}', r"(?s)line 3: there is no field 'text'.*it has texts"),
         (b'"\xff"', "line 3"),
+        (b"[" * 100_000, "line 3: it is nested too deeply"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -82,7 +88,7 @@ def test_a_malformed_line_is_named(tmp_path, monkeypatch, line, said, packed):
     path.write_bytes(gzip.compress(data) if packed else data)
     with pytest.raises(UserError, match=said) as caught:
         all_texts(path)
-    assert str(path) in str(caught.value)
+    assert str(path) in str(caught.value) and "line 1" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["b.jsonl.gz", "c.jsonl.zst", "d.parquet"])
@@ -109,11 +115,115 @@ def test_a_parquet_column_must_be_text_and_whole(tmp_path):
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"data\.source.*No such file"):
+    with pytest.raises(UserError, match=r"SRC = .*No such file"):
         all_texts(tmp_path / "missing")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="neither a file nor a folder"):
         all_texts(tmp_path / "pipe")
+
+
+def test_what_cannot_be_read_in_a_folder_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "lost.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"cannot read .*lost\.txt: No such file"):
+        all_texts(tmp_path)
+    (tmp_path / "lost.txt").unlink()
+    (tmp_path / "sub").mkdir()
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)  # root may read everything
+    with pytest.raises(UserError, match=r"cannot read the folder .*sub: Permission denied"):
+        all_texts(tmp_path)
+
+
+def test_what_is_left_out_is_counted(tmp_path):
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines(["a", "", "b", ""]) + b"\n\n")
+    (tmp_path / "in" / "empty.txt").write_bytes(b"")
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "in" / "sub")
+    (tmp_path / "in" / "linked.txt").symlink_to(tmp_path / "in" / "a.jsonl")
+    counts = Counter()
+    parts = plan([("s", str(tmp_path / "in"))], "text", True, counts=counts)
+    list(read(parts[0], "text", True, counts=counts))
+    linked = f"the linked folder {tmp_path.resolve() / 'in' / 'link'}"
+    assert counts == {"empty document": 2, "empty file": 1, linked: 1}
+    assert documents.told(counts) == f"2 empty documents, 1 empty file, {linked}"
+    assert documents.told(Counter(f"the linked folder {i}" for i in range(9))).endswith("folder 7 and 1 more")
+
+
+def zipped(data):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("a.txt", data)
+    return out.getvalue()
+
+
+def zstd(data):
+    import zstandard
+
+    return zstandard.ZstdCompressor().compress(data)
+
+
+PACKERS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zip": zipped, "zst": zstd}
+
+
+@pytest.mark.parametrize("how", PACKERS)
+@pytest.mark.parametrize("name", ["plain", "a.txt", "a.jsonl", "A.md.PACKED", "x.html.packed"])
+@pytest.mark.parametrize("raw", [False, True])
+def test_what_is_packed_is_not_read_as_text(tmp_path, how, name, raw):
+    path = tmp_path / name.replace("PACKED", how.upper()).replace("packed", how)
+    path.write_bytes(PACKERS[how](b"some text that nobody should see as bytes"))
+    with pytest.raises(UserError, match=r"(?s)is packed.*remedy: unpack it"):
+        all_texts(path, raw=raw)
+
+
+def test_other_endings_and_parquet_by_another_name(tmp_path):
+    (tmp_path / "a.jsonl.bz2").write_bytes(b"")
+    with pytest.raises(UserError, match=r"is packed \(\.bz2\)"):
+        all_texts(tmp_path)
+    write_all_kinds(tmp_path / "in")
+    (tmp_path / "in" / "d.parquet").rename(tmp_path / "in" / "d.pq")
+    with pytest.raises(UserError, match=r"let its name end in \.parquet"):
+        all_texts(tmp_path / "in" / "d.pq")
+    (tmp_path / "b.txt").write_bytes(b"BZhe is no bzip2, PK no zip")
+    assert len(all_texts(tmp_path / "b.txt")) == 1
+
+
+@pytest.mark.parametrize("name", ["UP.JSONL", "a.ndjson", "A.NdJson.GZ", "a.JSONL.zst"])
+def test_endings_are_read_in_any_case(tmp_path, name):
+    data, how = lines(["a", "b"]), name.lower().rpartition(".")[2]
+    (tmp_path / name).write_bytes(PACKERS[how](data) if how in PACKERS else data)
+    assert all_texts(tmp_path / name, raw=True) == [Text(b"a", True), Text(b"b", True)]
+
+
+@pytest.mark.parametrize("how", ["gz", "zst"])
+@pytest.mark.parametrize("size", [0, 5, 3000])
+def test_packed_text_is_one_document(tmp_path, monkeypatch, how, size):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 1000)
+    (tmp_path / f"a.txt.{how}").write_bytes(PACKERS[how](b"x" * size))
+    whole, cut = all_texts(tmp_path), all_texts(tmp_path, raw=True)
+    assert whole == [Text(b"x" * size, True)] * (size > 0)
+    assert b"".join(t.data for t in cut) == b"x" * size and [t.ends for t in cut][-1:] == [True] * (size > 0)
+    assert not any(t.ends for t in cut[:-1])
+    (tmp_path / f"a.txt.{how}").write_bytes(PACKERS[how](b"\xff"))
+    with pytest.raises(UserError, match="is not UTF-8"):
+        all_texts(tmp_path)
+
+
+def test_a_dictionary_of_strings_is_text(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    column = pa.array(["a", "b", "a"]).dictionary_encode()
+    pq.write_table(pa.table({"text": column, "n": pa.array([1, 2, 1]).dictionary_encode()}), tmp_path / "a.parquet")
+    assert [t.data for t in all_texts(tmp_path)] == [b"a", b"b", b"a"]
+    with pytest.raises(UserError, match="of type int64"):
+        all_texts(tmp_path, field="n")
 
 
 def test_a_file_that_changes_is_noticed(tmp_path):

@@ -4,9 +4,11 @@ import errno
 import os
 import random
 import re
+import subprocess
 import threading
 import time
 from concurrent.futures import ALL_COMPLETED, wait
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ import pytest
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import MANIFEST, Field, manifest_name
 from phalanx.core.store import Folder, open_store
+from phalanx.data.address import open_set
 from phalanx.data.cache import Cache
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
+from phalanx.data.shard import version_of
 from tests.data.sets import Remote, flip, ramp, threads_named, write_set
 
 
@@ -357,10 +361,84 @@ def test_manifests_by_name_and_by_version(made):
     with pytest.raises(UserError, match="not a manifest"):
         read_manifest(store)
     (store.path / MANIFEST).unlink()
-    with pytest.raises(UserError, match=r"there is no data set there \(manifest.jsonl is missing\)"):
+    for given in ("", "1234"):
+        with pytest.raises(UserError, match=r"there is no data set there \(manifest.jsonl is missing\)"):
+            read_manifest(store, given)
+
+
+def test_a_version_that_is_not_there_is_answered_with_those_that_are(made):
+    store, manifest, version = made
+    newer = replace(manifest, parent=version)
+    named = version_of(newer.encode())
+    for name in (MANIFEST, manifest_name(named)):
+        store.write(name, newer.encode())
+    with pytest.raises(UserError) as refused:
+        read_manifest(store, "1234", version_field="data.stages.1.version")
+    assert "data.stages.1.version = '1234'" in str(refused.value)
+    assert f"name one of {named[:16]}, {version[:16]}, of which" in refused.value.remedy
+
+
+def test_a_damaged_copy_of_the_newest_version_is_mended_from_the_manifest(made):
+    store, _, version = made
+    store.write(manifest_name(version), b"")
+    with pytest.raises(UserError, match=r"(?s)is damaged.*copy manifest.jsonl over it"):
+        read_manifest(store, version)
+    assert read_manifest(store)[1] == version  # its name says that it is whole
+
+
+@pytest.mark.parametrize("damage", [b"", b"junk\n", b"{}", None])
+def test_a_damaged_manifest_is_refused_and_its_copy_named(made, damage):
+    """Whatever lies in manifest.jsonl was written under the name of its hash as well."""
+    store, manifest, version = made
+    store.write(MANIFEST, manifest.encode().replace(b'_size": 200', b'_size": 201') if damage is None else damage)
+    with pytest.raises(UserError, match=r"manifest\.jsonl is damaged") as refused:
         read_manifest(store)
-    with pytest.raises(UserError, match="there is no version 1234 of a data set"):
-        read_manifest(store, "1234")
+    command = refused.value.remedy.partition("beside it: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert read_manifest(store)[1] == version
+    (store.path / manifest_name(version)).unlink()
+    store.write(MANIFEST, b"")
+    with pytest.raises(UserError, match="no whole copy lies beside it"):
+        read_manifest(store)
+    with pytest.raises(UserError, match="copy manifest-<the first 16 d"):
+        read_manifest(Remote(store))
+
+
+def test_the_newest_of_several_copies_is_named(made):
+    store, manifest, version = made
+    newer = replace(manifest, parent=version)
+    store.write(manifest_name(version_of(newer.encode())), newer.encode())
+    store.write(manifest_name(version), manifest.encode())  # later, but it is the other's parent
+    store.write(manifest_name("0" * 16), b"junk")
+    store.write(MANIFEST, b"")
+    with pytest.raises(UserError, match=f"cp .*{manifest_name(version_of(newer.encode()))}"):
+        read_manifest(store)
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [("gs://b/x", "GOOGLE_SERVICE_ACCOUNT"), ("az://b/x", "AZURE_STORAGE_ACCOUNT_KEY"), ("s3://b/x", "AWS_")],
+)
+def test_a_store_that_lets_nobody_in_is_told_with_its_own_credentials(url, said):
+    class Denying:
+        def read(self, name):
+            raise PermissionError("no credentials were found (AWS_ACCESS_KEY_ID and others): 403")
+
+    Denying.url = url
+    with pytest.raises(UserError, match=f"(?s)403.*{said}") as refused:
+        read_manifest(Denying())
+    assert url.startswith("s3") or "AWS" not in str(refused.value)
+
+
+def test_addresses_that_are_none_are_refused_in_the_words_of_the_user(monkeypatch):
+    for url, said in [("", "it is empty"), ("ftp://x", "no store 'ftp'")]:
+        with pytest.raises(UserError, match=f"--out = '{url}': .*{said}") as refused:
+            open_set(url, "--out")
+        assert "memory" not in str(refused.value)
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="AZURE_STORAGE_ACCOUNT_NAME"):
+        open_set("az://b/x", "URL")
 
 
 def test_a_manifest_that_is_damaged_on_its_way_is_read_again(made):

@@ -141,6 +141,17 @@ def test_arrays_are_records(tmp_path, save, monkeypatch):
     assert write_arrays(tmp_path / "two", fields, [("s", blocks)], chunk_items=8, shard_chunks=2)[1] == version
 
 
+@pytest.mark.parametrize("at", [-400, 300, 100])
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_damaged_archive_is_refused(tmp_path, save, at):
+    save(tmp_path / "a.npz", x=np.random.default_rng(0).integers(0, 9, 5000))
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    data[at : at + 40] = b"\xff" * 40
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(UserError, match="cannot be read"):
+        list(record_blocks([("", tmp_path / "a.npz")])[1])
+
+
 def test_arrays_that_are_no_records_are_refused(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)), y=np.zeros(4))
     np.savez(tmp_path / "b.npz", x=np.zeros((3, 2)))

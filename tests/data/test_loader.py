@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.core.manifest import Cut
+from phalanx.core.manifest import Cut, Extent, Manifest
 from phalanx.core.store import Folder
 from phalanx.data.fetch import Corrupt
-from phalanx.data.loader import DataLost, make_order
-from tests.data.sets import Memory, Remote, flip, make_loader, ramp, threads_named, write_set
+from phalanx.data.loader import DataLost, make_order, unserved
+from phalanx.data.order import Order
+from tests.data.sets import TOKENS, Memory, Remote, flip, make_loader, ramp, threads_named, write_set
 
 
 @pytest.fixture
@@ -71,9 +72,47 @@ def test_too_long_sequences_are_refused():
     manifest, _ = write_set(Memory(), [("a", ramp(100))])
     with pytest.raises(UserError, match="longer than a shard of 64"):
         make_order(manifest, 65, 1, 1)
-    small, _ = write_set(Memory(), [("a", ramp(20))])
+    small, _ = write_set(Memory(), [("b", ramp(9)), ("a", ramp(20))])
     with pytest.raises(UserError, match="source a has 20 tokens; one sample takes 31"):
         make_order(small, 30, 1, 1)
+
+
+def test_an_extent_without_a_sample_is_not_served():
+    extents = [("a", ramp(400)), ("b", ramp(7)), ("a", ramp(5))]
+    manifest, _ = write_set(Memory(), extents)
+    order = make_order(manifest, 8, 1, 2)
+    assert order.stages[0].quotas == (4096, 0, 0) and set(order.locate(np.arange(5000))[0]) == {0}
+    assert Order.from_dict(order.to_dict()) == order
+    alone = make_order(write_set(Memory(), extents[:1])[0], 8, 1, 2)
+    assert np.array_equal(order.locate(np.arange(500)), alone.locate(np.arange(500)))
+    assert list(unserved(manifest, order, [])) == [
+        "not served: extent 1 (b), which holds 7 items, less than one sample",
+        "not served: extent 2 (a), which holds 5 items, less than one sample",
+    ]
+    weights = {"a": 1.0, "b": 0.5}
+    with pytest.raises(UserError, match=r"(?s)data\.stages = 'b': it holds less than one sample.*weight 0"):
+        make_order(manifest, 8, 1, 2, stages=[(0, weights)])
+    order = make_order(manifest, 8, 1, 2, stages=[(0, {"a": 1.0})])
+    assert len(list(unserved(manifest, order, [{"weights": {"a": 1.0}}]))) == 1  # of b nothing was asked
+
+
+def large(*extents):
+    """A manifest of so many items, without data."""
+    shards = sum(-(-n // (1 << 24)) for _, n in extents)
+    known = tuple(Extent(source, n) for source, n in extents)
+    return Manifest(TOKENS, known, np.zeros((shards, 32), np.uint8), 1 << 14, 1 << 10)
+
+
+def test_an_extent_that_is_worth_less_than_half_a_draw_is_not_served():
+    """One draw of each largest block would serve its samples more than twice as often as all others."""
+    manifest = large(("a", 3_000_000_000), ("b", 9), ("a", 9))
+    order = make_order(manifest, 8, 1, 2)
+    assert order.stages[0].quotas == (65536, 0, 0)
+    assert [line.rpartition(", ")[2] for line in unserved(manifest, order, [])] == ["too small a share to be drawn"] * 2
+    order = make_order(manifest, 8, 1, 2, stages=[(0, {"a": 3.0, "b": 1.0})])
+    assert order.stages[0].quotas == (49152, 16384, 0)  # what a's weight gives its small extent is nobody's mistake
+    many = large(("a", 2_000_000_000), *[("b", 10_001)] * 4)  # each worth a third of a draw, all of them one
+    assert make_order(many, 8, 1, 2).stages[0].quotas == (65535, 1, 0, 0, 0)
 
 
 # Bad chunks. The set has 10 units of 2 samples and a short one of 1 (chunks of 16 items, 4 to a shard).

@@ -425,15 +425,30 @@ def test_a_block_mixes_its_streams():
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=12).filter(lambda w: max(w) > 0))
 def test_quotas_fill_a_block_and_forget_nobody(weights):
-    try:
-        got = quotas(weights)
-    except ValueError:
-        assert min(w for w in weights if w > 0) / sum(weights) < 1 / (2 * MAX_BLOCK)
-        return
+    got = quotas(weights)
     block, total = sum(got), sum(weights)
     assert BLOCK <= block <= MAX_BLOCK and block & (block - 1) == 0
-    assert [q > 0 for q in got] == [w > 0 for w in weights]
+    assert all(q > 0 or 2 * MAX_BLOCK * w < total for q, w in zip(got, weights, strict=True) if w > 0)
+    assert all(not q for q, w in zip(got, weights, strict=True) if w == 0)
     assert all(abs(q - block * w / total) <= len(weights) for q, w in zip(got, weights, strict=True))
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=8).filter(any))
+def test_what_had_quotas_keeps_them(sizes):
+    """Those of version 1, from before a weight could be too small for a place: it was refused."""
+    total, block = sum(sizes), BLOCK
+    while min(w for w in sizes if w > 0) * block < total / 2 and block < MAX_BLOCK:
+        block *= 2
+    exact = [block * w / total for w in sizes]
+    want = [int(x) for x in exact]
+    for i in sorted(range(len(exact)), key=lambda i: (want[i] - exact[i], i))[: block - sum(want)]:
+        want[i] += 1
+    for i, w in enumerate(sizes):
+        if w > 0 and not want[i]:
+            if 2 * block * w < total:
+                return
+            want[i], want[want.index(max(want))] = 1, max(want) - 1
+    assert quotas(sizes) == tuple(want)
 
 
 def test_a_small_source_gets_a_larger_block_and_its_exact_share():

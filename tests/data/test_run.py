@@ -1,12 +1,14 @@
 """A job and a data set: what of it the run reads, in which order, and what does not fit."""
 
 import math
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.core.job import DataConfig, Job, TrainConfig
+from phalanx.core.job import DataConfig, Job, RunConfig, TrainConfig
 from phalanx.core.layout import Layout
 from phalanx.core.manifest import Field
 from phalanx.core.shape import ModelConfig
@@ -95,9 +97,14 @@ def test_groups_are_a_power_of_two_of_nodes(grown):
     [
         (ModelConfig(vocab_size=200), {}, ["model.vocab_size = 200", "byte tokens need", "at least 257"]),
         (ModelConfig(family="image"), {}, ["data.source", "a stream of tokens", "model.family"]),
-        (ModelConfig(), {"version": "ab" * 32}, ["data", "no version abab"]),
+        (ModelConfig(), {"version": "ab" * 32}, ["data.version = 'abab", "no such version", "name one of "]),
         (ModelConfig(), {"stages": [{"at": 0, "weights": {"wbe": 1.0}}]}, ["data.stages = 'wbe'", "it has web, code"]),
-        (ModelConfig(), {"stages": [{"at": 0, "weights": {"web": 0.0}}]}, ["data.stages", "remedy"]),
+        (ModelConfig(), {"stages": [{"at": 0, "weights": {"web": 0.0}}]}, ["data.stages", "at least one source more"]),
+        (
+            ModelConfig(),
+            {"stages": [{"at": 0, "weights": {}, "version": "ab" * 32}]},
+            ["data.stages.0.version = 'abab", "name one of "],
+        ),
         (
             ModelConfig(),
             {"stages": [{"at": 0, "weights": {"web": 1.0, "code": 1e-6}}]},
@@ -161,6 +168,43 @@ def test_the_digest_does_not_depend_on_the_split_but_on_every_bit_and_place():
     changed = rows.copy()
     changed[3, 3] ^= 1
     assert digest(changed, range(6)) != whole
+
+
+def lines_of(config, tmp_path):
+    (tmp_path / "run").mkdir(exist_ok=True)
+    return prepare(config, tmp_path / "run", lambda size_bytes: None)[0].splitlines()
+
+
+def test_text_that_is_cut_or_left_out_is_told_by_every_run(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_bytes(b"x" * 500_000)
+    (tmp_path / "in" / "b.txt").write_bytes(b"")
+    config = job(tmp_path / "in", max_mb=0.2)
+    config = replace(config, run=RunConfig(dir=str(tmp_path / "runs")))
+    for _ in range(2):  # the second finds what the first has made
+        told = lines_of(config, tmp_path)
+        assert told[1:] == [
+            "data: cut by data.max_mb: the first 0.2 MB of text of in are used; its files hold 0.5 MB",
+            "data: left out: 1 empty file",
+        ]
+    whole = replace(config, data=DataConfig(source=str(tmp_path / "in" / "a.txt"), max_mb=0.6))
+    assert len(lines_of(whole, tmp_path)) == 1
+
+
+def test_what_a_build_refuses_is_said_in_the_words_of_the_job(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").symlink_to("nowhere")
+    config = replace(job(tmp_path / "in"), run=RunConfig(dir=str(tmp_path / "runs")))
+    with pytest.raises(UserError, match=r"data\.source = '.*in': cannot read .*a\.txt: No such file"):
+        lines_of(config, tmp_path)
+
+
+def test_a_small_extent_is_not_served_and_told(grown, tmp_path):
+    shutil.copytree(grown[0], tmp_path / "set")
+    (tmp_path / "few").write_text("few")
+    build([("few", str(tmp_path / "few"))], tmp_path / "set", Bytes(), workers=1, append=True)
+    told = lines_of(job(tmp_path / "set"), tmp_path)
+    assert told[1:] == ["data: not served: extent 2 (few), which holds 4 items, less than one sample"]
 
 
 def test_a_data_set_that_is_damaged_from_the_start_is_named(tmp_path):

@@ -1,5 +1,7 @@
 """Ids that mean the same text to whoever has the data set alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,7 +52,7 @@ def test_truncation_and_a_template_in_the_file_do_nothing(tmp_path):
 
 def test_the_end_of_a_document_is_found_or_named(tmp_path):
     path = str(train_bpe(tmp_path / "t.json", special=["<stop>"]))
-    with pytest.raises(UserError, match="--eos TOKEN"):
+    with pytest.raises(UserError, match=r"(?s)\(<\|endoftext\|> .*</s> .*\).*--eos TOKEN"):
         make_tokenizer(path)
     assert make_tokenizer(path, "<stop>").vocabulary.eos == 0
     with pytest.raises(UserError, match="no such token"):
@@ -81,6 +83,7 @@ def test_the_tokenizer_of_a_data_set_is_checked(tmp_path):
     v = made.vocabulary
     m = Manifest((Field("tokens", v.dtype),), (), np.empty((0, 32)), 1, 1, v.name, v.hash, v.size, v.eos)
     store = Folder(tmp_path / "set")
+    assert tokenizer_of(store, replace(m, tokenizer_hash="")) is None
     with pytest.raises(UserError, match="cannot be read"):
         tokenizer_of(store, m)
     store.write(TOKENIZER, made.file)

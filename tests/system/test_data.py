@@ -174,7 +174,7 @@ def test_a_mixture_is_served_as_planned(tmp_path):
         (tmp_path / label / "a.txt").write_bytes(rng.integers(32, 127, 40_000, np.uint8).tobytes())
     inputs = [(label, str(tmp_path / label)) for label in ("web", "code")]
     build(inputs, tmp_path / "set", Bytes(), workers=1, chunk_items=256, shard_chunks=64)
-    stages = "[{at=0,weights={web=0.75,code=0.25}},{at=400,weights={web=0.0,code=1.0}}]"
+    stages = "[{at=0,weights={web=0.75,code=0.25}},{at=401,weights={web=0.0,code=1.0}}]"
     values = TINY | {"data.source": tmp_path / "set", "train.steps": 300, "layout.tp": 1, "data.stages": stages}
     ended = train(tmp_path / "run", *sets(values))
     assert ended.code == 0, ended.err
@@ -182,5 +182,5 @@ def test_a_mixture_is_served_as_planned(tmp_path):
     assert told.returncode == 0, told.stderr
     rows = {(row["stage"], row["source"]): row for row in json.loads(told.stdout)}
     assert rows[0, "web"]["planned"] == 0.75 and abs(rows[0, "web"]["served"] - 0.75) < 0.1
-    assert rows[0, "web"]["sequences"] + rows[0, "code"]["sequences"] == 400
-    assert rows[1, "web"]["sequences"] == 0 and rows[1, "code"]["sequences"] == 200
+    assert rows[0, "web"]["sequences"] + rows[0, "code"]["sequences"] == 401  # half a step
+    assert rows[1, "web"]["sequences"] == 0 and rows[1, "code"]["sequences"] == 199

@@ -25,6 +25,7 @@ from phalanx.core.store import Folder, ObjectStore, Store, sync_folder
 
 HASH_BYTES = 16
 RUN_CHUNKS = 8  # read at once
+BUCKET_THREADS = 16
 WRITE_BYTES = 8 << 20  # written at once
 RETRY_S = (0.1, 0.4, 1.6, 6.4)  # pauses, when a bucket does not answer
 
@@ -149,19 +150,51 @@ class File:
 
 
 class Request(NamedTuple):
-    """Bytes [start, stop) of a rank's own pieces, wanted in `room`."""
+    """Bytes [start, stop) of a rank's own pieces, wanted in `room`; or of rows of `row_bytes` there only columns, as
+    wide as `room` and from byte `first` on."""
 
     rank: int
     start: int
     stop: int
-    room: memoryview
+    room: np.ndarray  # (rows, bytes of a row)
+    row_bytes: int
+    first: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.row_bytes == self.room.shape[1] and self.room.flags.c_contiguous
+
+    def put(self, at: int, data: np.ndarray) -> None:
+        """Bytes of the file from `at` on."""
+        at -= self.start
+        if self.is_whole:
+            self.room.reshape(-1)[at : at + len(data)] = data
+            return
+        row, inside = divmod(at, self.row_bytes)
+        if inside:  # the end of a row whose beginning is in another chunk
+            size = min(self.row_bytes - inside, len(data))
+            self._put_part(row, inside, data[:size])
+            row, data = row + 1, data[size:]
+        count = len(data) // self.row_bytes
+        rows = data[: count * self.row_bytes].reshape(count, self.row_bytes)
+        self.room[row : row + count] = rows[:, self.first : self.first + self.room.shape[1]]
+        self._put_part(row + count, 0, data[count * self.row_bytes :])
+
+    def _put_part(self, row: int, inside: int, data: np.ndarray) -> None:
+        a, b = max(inside, self.first), min(inside + len(data), self.first + self.room.shape[1])
+        if a < b:
+            self.room[row, a - self.first : b - self.first] = data[a - inside : b - inside]
 
 
 class Reader:
     """Of one committed checkpoint. Whatever it hands out has been verified; BadCheckpoint otherwise."""
 
-    def __init__(self, store: Store, name: str, threads: int = 4):
-        self.store, self.name, self.threads = store, name, threads
+    def __init__(self, store: Store, name: str, local_ranks: int = 1):
+        """`local_ranks` of this host read at the same time. A disk is read by as many threads as there are cores, a
+        bucket by more: they wait most of the time."""
+        self.store, self.name = store, name
+        cores = len(os.sched_getaffinity(0)) if store.is_local else BUCKET_THREADS
+        self.threads = max(1, min(cores, BUCKET_THREADS) // (local_ranks if store.is_local else 1))
         self.manifest = read_manifest(store, name)
         self._files: dict[int, File] = {}
 
@@ -204,15 +237,15 @@ class Reader:
         file = self.file(rank)
         start, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, file.own_bytes)
         only = wanted[0]
-        if len(wanted) == 1 and only.start <= start and stop <= only.stop:  # straight to where it belongs
-            room = only.room[start - only.start : stop - only.start]
-            self._read_verified(file, first, start, stop, room)
+        if len(wanted) == 1 and only.is_whole and only.start <= start and stop <= only.stop:
+            room = only.room.reshape(-1)[start - only.start : stop - only.start]  # straight to where it belongs
+            self._read_verified(file, first, start, stop, room.data)
             return stop - start
-        room = memoryview(bytearray(stop - start))
-        self._read_verified(file, first, start, stop, room)
+        room = np.empty(stop - start, np.uint8)
+        self._read_verified(file, first, start, stop, room.data)
         for request in wanted:
             a, b = max(start, request.start), min(stop, request.stop)
-            request.room[a - request.start : b - request.start] = room[a - start : b - start]
+            request.put(a, room[a - start : b - start])
         return stop - start
 
     def _read_verified(self, file: File, first: int, start: int, stop: int, room: memoryview) -> None:
@@ -253,7 +286,7 @@ class Reader:
         """For each (name, (r0, r1, c0, c1), room): those rows and columns of the tensor, as bytes in `room`, which is
         (rows, bytes of a row). Returns the bytes read."""
         m = self.manifest
-        requests, after = [], []
+        requests = []
         for name, (r0, r1, c0, c1), room in wanted:
             if not room.size:
                 continue
@@ -262,18 +295,9 @@ class Reader:
             for b in m.blocks(name, r0, r1, c0, c1):
                 s = b.segment
                 start, stop = s.offset + (b.r0 - s.r0) * s.row_bytes, s.offset + (b.r1 - s.r0) * s.row_bytes
-                there = room[b.r0 - r0 : b.r1 - r0]
-                if (s.c0, s.c1) == (c0, c1):
-                    requests.append(Request(b.rank, start, stop, _flat(there)))
-                    continue
-                rows = np.empty((b.r1 - b.r0, s.row_bytes), np.uint8)  # whole rows of that file
-                requests.append(Request(b.rank, start, stop, _flat(rows)))
-                source = rows[:, (b.c0 - s.c0) * col_bytes : (b.c1 - s.c0) * col_bytes]
-                after.append((there[:, (b.c0 - c0) * col_bytes : (b.c1 - c0) * col_bytes], source))
-        size = self.fill(requests)
-        for there, source in after:
-            there[...] = source
-        return size
+                there = room[b.r0 - r0 : b.r1 - r0, (b.c0 - c0) * col_bytes : (b.c1 - c0) * col_bytes]
+                requests.append(Request(b.rank, start, stop, there, s.row_bytes, (b.c0 - s.c0) * col_bytes))
+        return self.fill(requests)
 
     def verify(self, on_bytes: Callable[[int], None] = lambda n: None) -> list[str]:
         """Everything that is wrong with it, file by file."""
@@ -303,11 +327,6 @@ class Reader:
         said = file.header.get("checkpoint"), file.header.get("rank"), file.header.get("step")
         if said != (m.name, rank, m.step):
             raise BadCheckpoint(f"{file.name}: belongs to {said}, not to {(m.name, rank, m.step)}")
-
-
-def _flat(rows: np.ndarray) -> memoryview:
-    assert rows.flags.c_contiguous
-    return rows.reshape(-1).data.cast("B")
 
 
 def _runs(wanted: list[Request]) -> list[tuple[int, int, list[Request]]]:

@@ -37,36 +37,36 @@ def build_command(
     max_mb: Annotated[float | None, typer.Option("--max-mb", help="Of text from each source; then stop.")] = None,
     staging: Staging = None,
 ) -> None:
-    """Build a data set from txt, .jsonl(.gz, .zst) and .parquet. Started again after a kill, it goes on."""
+    """Build a data set from text and JSON lines (.gz, .zst) and Parquet. Started again after a kill, it goes on."""
     from phalanx.data.build import Progress, build
     from phalanx.data.tokenizer import make_tokenizer
 
+    _refuse_memory(out)
     labelled = [_labelled(text, source) for text in inputs]
+    notes: list[str] = []
     made, shard_chunks = make_tokenizer(tokenizer, eos), _shard_chunks(shard_mb)
     max_bytes = None if max_mb is None else int(_positive("--max-mb", max_mb) * 1e6)
-    try:
-        with _bar("building") as told:
+    with _stopped("the same command goes on from here"), _bar("building") as told:
 
-            def on_progress(p: Progress) -> None:
-                told(p.done_bytes, p.total_bytes, "")
+        def on_progress(p: Progress) -> None:
+            told(p.done_bytes, p.total_bytes, f"{p.text_bytes / 1e6:,.1f} MB of text")
 
-            built = build(
-                labelled,
-                out,
-                made,
-                field=field,
-                workers=workers,
-                staging=staging,
-                append=append,
-                max_bytes=max_bytes,
-                shard_chunks=shard_chunks,
-                on_progress=on_progress,
-            )
-    except KeyboardInterrupt:
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            print("stopped; the same command goes on from here", file=sys.stderr)
-        raise typer.Exit(130) from None
+        built = build(
+            labelled,
+            out,
+            made,
+            field=field,
+            workers=workers,
+            staging=staging,
+            append=append,
+            max_bytes=max_bytes,
+            shard_chunks=shard_chunks,
+            on_progress=on_progress,
+            on_note=notes.append,
+        )
     _print_info(out, *built)
+    for note in notes:
+        print(note)
 
 
 @data_app.command("import")
@@ -98,8 +98,9 @@ def import_command(
     from phalanx.data.imports import record_blocks, token_blocks
     from phalanx.data.tokenizer import Vocabulary, make_tokenizer
 
+    _refuse_memory(out)
     options: dict[str, Any] = {"append": append, "staging": staging, "shard_chunks": _shard_chunks(shard_mb)}
-    with _bar("importing") as told:
+    with _stopped("nothing was added; the same command starts again"), _bar("importing") as told:
         options["on_progress"] = lambda items: told(0, None, f"{items:,} items")
         if records:
             fields, blocks = record_blocks([(label, Path(path)) for label, path in (_labelled(i, "") for i in inputs)])
@@ -159,7 +160,7 @@ def verify_command(
 
     store, manifest, found = _open(url, version)
     total = bytes_to_check(manifest, fast)
-    with _bar("verifying") as told:
+    with _stopped("not all of it was checked"), _bar("verifying") as told:
         told(0, total, "")
         damage = verify(
             store, manifest, found, fast=fast, threads=threads, on_progress=lambda done: told(done, total, "")
@@ -170,26 +171,29 @@ def verify_command(
     verdict = f"{len(damage)} BAD" if damage else "good"
     print(f"{verdict}: {what} of {len(manifest.roots)} shards, version {found[:16]}")
     if damage:
-        print("  remedy: build it again from the same inputs, which writes the same shards, or restore these files")
+        remedy = "give the commands that built it again, without --append: they write the same shards anew"
+        print(f"  remedy: {remedy}; or restore these files")
         raise typer.Exit(1)
 
 
 def _open(url: str, version: str) -> tuple[Any, Any, str]:
     """Store, manifest and version, which may be named by its first digits."""
     from phalanx.core.errors import UserError
-    from phalanx.core.manifest import manifest_name
-    from phalanx.core.store import open_store
+    from phalanx.data.address import open_set
     from phalanx.data.fetch import read_manifest
-    from phalanx.data.shard import version_of
 
-    store = open_store(url)
-    if 16 <= len(version) < 64:
-        with contextlib.suppress(OSError):
-            whole = version_of(store.read(manifest_name(version)))
-            version = whole if whole.startswith(version) else version
-    elif version and len(version) < 16:
+    store = open_set(url, "URL")
+    if version and len(version) < 16:
         raise UserError("it is too short", field="--version", value=version, remedy="give 16 digits of it, or all 64")
-    return store, *read_manifest(store, version)
+    return store, *read_manifest(store, version, "URL", "--version")
+
+
+def _refuse_memory(out: str) -> None:
+    from phalanx.core.errors import UserError
+    from phalanx.data.address import NAME_IT
+
+    if out.startswith("memory:"):
+        raise UserError("it would be gone when this command ends", field="--out", value=out, remedy=NAME_IT)
 
 
 def _labelled(text: str, label: str) -> tuple[str, str]:
@@ -257,6 +261,17 @@ def _print_info(url: str, manifest: Any, version: str) -> None:
 
 
 @contextlib.contextmanager
+def _stopped(text: str) -> Iterator[None]:
+    """Says a word when Ctrl-C ends it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"stopped; {text}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@contextlib.contextmanager
 def _bar(name: str) -> Iterator[Callable[[int, int | None, str], None]]:
     """A progress bar in a terminal, a line now and then elsewhere: call it with what is done, of how much, and a
     word."""
@@ -272,8 +287,8 @@ def _bar(name: str) -> Iterator[Callable[[int, int | None, str], None]]:
             nonlocal last
             if time.monotonic() - last >= PLAIN_EVERY_S:
                 last = time.monotonic()
-                of = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB" if total else text
-                out.print(f"{name}: {of}", soft_wrap=True)
+                of = [f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB"] if total else []
+                out.print(f"{name}: {', '.join([*of, *filter(None, [text])])}", soft_wrap=True)
 
         yield line
         return
@@ -298,12 +313,13 @@ def where_command(
     step: Annotated[int, typer.Option("--step", help="Of the run, from 0.")],
     run: Run = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Only what this rank trained on.")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="URL", help="Where the data set lies now.")] = None,
     json: Json = False,
 ) -> None:
     """Print what a run trained on in a step: the text, and the shard and offset where it lies."""
     from phalanx.cli.served import print_where
 
-    print_where(run, step, rank, json)
+    print_where(run, step, rank, data, json)
 
 
 @data_app.command("mix")
@@ -325,4 +341,5 @@ def bench_command(
     """Measure how fast this machine reads a data set: verified, in the order of a run."""
     from phalanx.cli.served import print_bench
 
-    print_bench(url, seq_len, batch, seconds, json)
+    with _stopped("nothing was measured"):
+        print_bench(url, seq_len, batch, seconds, json)

@@ -6,23 +6,32 @@ import contextlib
 import json
 import statistics
 import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from phalanx.cli.console import PlainConsole
+from phalanx.cli.refuse import host_memory_bytes
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
-from phalanx.core.store import open_store
+from phalanx.data.address import open_set
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
 from phalanx.data.loader import DataLost, Loader, make_order
 from phalanx.data.order import Order
 from phalanx.data.run import FILE, RunData
-from phalanx.data.samples import digest, places_of
+from phalanx.data.samples import digest as digest_of
+from phalanx.data.samples import places_of
 from phalanx.data.tokenizer import tokenizer_of
 from phalanx.data.where import Found, where
 from phalanx.observe.record import RunRecord
+
+PLACE_BYTES = 200  # of arithmetic for each row that is located
+
+T = TypeVar("T")
 
 
 def find_run(path: Path | None) -> RunRecord:
@@ -33,15 +42,39 @@ def find_run(path: Path | None) -> RunRecord:
             remedy = "name the record of a run, as `phalanx train` prints it"
             raise UserError("there is no run in it", field="RUN", value="runs", remedy=remedy)
         path = max(runs, key=lambda run: (run / "meta.json").stat().st_mtime_ns)
-    if not (path / FILE).is_file():
-        remedy = "name the folder that `phalanx train` printed as the record"
-        raise UserError(f"it is not the record of a run: it has no {FILE}", field="RUN", value=str(path), remedy=remedy)
+    for name in (FILE, "meta.json"):
+        if not (path / name).is_file():
+            remedy = "name the folder that `phalanx train` printed as the record"
+            message = f"it is not the record of a run: it has no {name}"
+            raise UserError(message, field="RUN", value=str(path), remedy=remedy)
     return RunRecord.open(path)
 
 
-def print_where(run: Path | None, step: int, rank: int | None, as_json: bool) -> None:
+def _read(record: RunRecord, name: str, read: Callable[[], T]) -> T:
+    """A file of the record, which may be damaged."""
+    try:
+        return read()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        remedy = "restore the file from a copy of the record"
+        message = f"its {name} is damaged: {type(error).__name__}: {error}"
+        raise UserError(message, field="RUN", value=str(record.path), remedy=remedy) from None
+
+
+def _served(record: RunRecord) -> list[tuple[int, str, dict[str, int]]]:
+    """Of every step that was trained: its number, the digest of its bytes, and how much was of each source."""
+
+    def read() -> list[tuple[int, str, dict[str, int]]]:
+        return [(int(row["step"]), str(row["data_digest"]), dict(row["served"])) for row in record.metrics()]
+
+    return _read(record, "metrics.jsonl", read)
+
+
+def print_where(run: Path | None, step: int, rank: int | None, url: str | None, as_json: bool) -> None:
+    """`url`: where the data set lies now, if it was moved."""
     record = find_run(run)
-    data, job = RunData.read(record.path), Job.from_dict(record.job["job"])
+    data = _read(record, FILE, lambda: RunData.read(record.path))
+    job = _read(record, "job.json", lambda: Job.from_dict(record.job["job"]))
+    _read(record, FILE, lambda: Order.from_dict(data.order))
     _check_step(record, job, step)
     places = list(data.places(step))
     if rank is not None:
@@ -50,26 +83,37 @@ def print_where(run: Path | None, step: int, rank: int | None, as_json: bool) ->
             raise UserError(f"the run had {job.layout.describe()}", field="--rank", value=rank, remedy=remedy)
         mine = places_of(job.micro_indices(job.layout.coord(rank)), job.train.micro_batch)
         places = (mine + step * data.global_batch).tolist()
-    loader, out = data.open(), PlainConsole()
-    events = [e for e in record.events() if e.get("type") == "data_substitute"]
+    if url is not None:
+        data = replace(data, url=open_set(url, "--data").url)
+    events = _read(record, "events.jsonl", lambda: [e for e in record.events() if e.get("type") == "data_substitute"])
+    try:
+        loader, out = data.open(), PlainConsole()
+    except UserError as error:
+        remedy = f"{error.remedy}; if it was moved, say where to: --data URL"
+        field = "the data of the run" if url is None else "--data"
+        raise UserError(error.message, field=field, value=data.url, remedy=remedy) from None
     try:
         found = list(where(loader, places, events))
-    except Corrupt as corrupt:
-        raise UserError(str(corrupt), field="data", value=data.url, remedy="restore this shard") from None
+    except (Corrupt, OSError) as error:
+        remedy = "`phalanx data verify` lists what is damaged, and how to mend it"
+        raise UserError(str(error), field="the data of the run", value=data.url, remedy=remedy) from None
     finally:
         loader.close()
-    tokenizer = tokenizer_of(loader.fetcher.store, loader.manifest) if loader.manifest.is_tokens else None
+    is_tokens = loader.manifest.is_tokens
+    tokenizer = tokenizer_of(loader.fetcher.store, loader.manifest) if is_tokens else None
     for f in found:
-        text = tokenizer.decode(f.row[:-1]) if tokenizer else _shapes(f.row)
+        told = " ".join(map(str, f.row[:-1].tolist())) if is_tokens else _shapes(f.row)
+        text: str | None = tokenizer.decode(f.row[:-1]) if tokenizer else told
         if as_json:
             row = {k: getattr(f, k) for k in ("place", "position", "source", "shard", "chunk", "offset", "replaces")}
-            tokens = f.row.tolist() if tokenizer else None
+            tokens = f.row.tolist() if is_tokens else None
+            text = None if is_tokens and not tokenizer else text
             print(json.dumps({**row, "step": step, "text": text, "tokens": tokens}))
         else:
             instead = f", in place of sample {f.replaces}, whose chunk was corrupt" if f.replaces is not None else ""
             head = f"place {f.place}: {f.source}, {f.shard}, chunk {f.chunk}, item {f.offset}{instead}"
             out.print(head, style="bold", soft_wrap=True, markup=False)
-            out.print(text + "\n", soft_wrap=True, markup=False, highlight=False)
+            out.print(f"{text}\n", soft_wrap=True, markup=False, highlight=False)
     if not as_json and rank is None:
         out.print(_compared(record, step, found), soft_wrap=True)
 
@@ -86,33 +130,34 @@ def _shapes(row: np.ndarray) -> str:
 
 def _compared(record: RunRecord, step: int, found: list[Found]) -> str:
     """With the digest that the ranks reported of what they trained on."""
-    trained = next((row["data_digest"] for row in record.metrics() if row["step"] == step), None)
+    trained = next((digest for number, digest, _ in _served(record) if number == step), None)
     if trained is None:
         return f"step {step} was not reached: this is what it would have been"
-    same = int(trained, 16) == digest([f.row for f in found], [f.place for f in found])
+    same = int(trained, 16) == digest_of([f.row for f in found], [f.place for f in found])
     return "these are the bytes that the ranks trained on" if same else "NOT the bytes that the ranks trained on"
 
 
 def print_mix(run: Path | None, as_json: bool) -> None:
     """Planned and served, source by source, stage by stage."""
     record = find_run(run)
-    data = RunData.read(record.path)
-    order = Order.from_dict(data.order)
-    starts = [stage.start for stage in order.stages]
+    data = _read(record, FILE, lambda: RunData.read(record.path))
+    order = _read(record, FILE, lambda: Order.from_dict(data.order))
     sources = list(dict.fromkeys(s.source for s in order.streams))
-    served: dict[int, dict[str, int]] = {}
-    for row in record.metrics():
-        first = row["step"] * data.global_batch
-        stage = int(np.searchsorted(starts, order.position(first), side="right")) - 1
-        for source, count in row["served"].items():
-            counts = served.setdefault(stage, {})
-            counts[source] = counts.get(source, 0) + count
+    served: dict[int, Counter[str]] = {stage: Counter() for stage in range(len(order.stages))}
+    for step, _, counts in _served(record):
+        places = np.array(data.places(step))
+        stages = order.stage(order.position(places))
+        if stages[0] == stages[-1]:
+            served[int(stages[0])].update(counts)
+        else:  # the ranks report a step as a whole; which part of it was in which stage, the order knows
+            for stage, stream in zip(stages.tolist(), order.locate(places)[0].tolist(), strict=True):
+                served[stage][order.streams[stream].source] += 1
     rows: list[dict[str, Any]] = []
     for at, stage_ in enumerate(order.stages):
-        total = sum(served.get(at, {}).values())
+        total = served[at].total()
         for source in sources:
             quota = sum(q for q, s in zip(stage_.quotas, order.streams, strict=True) if s.source == source)
-            count = served.get(at, {}).get(source, 0)
+            count = served[at][source]
             share = count / total if total else None
             rows.append({"stage": at, "from": stage_.start, "source": source, "planned": quota / stage_.block})
             rows[-1] |= {"served": share, "sequences": count}
@@ -128,9 +173,20 @@ def print_mix(run: Path | None, as_json: bool) -> None:
 
 def print_bench(url: str, seq_len: int, batch: int, seconds: float, as_json: bool) -> None:
     """How fast this machine reads a data set: verified, in the run's order, in one process."""
-    store = open_store(url)
-    manifest, _ = read_manifest(store)
-    loader = Loader(manifest, make_order(manifest, seq_len, 0, 8), seq_len, Fetcher(store, manifest))
+    store = open_set(url, "URL")
+    manifest, _ = read_manifest(store, field="URL")
+    try:
+        order = make_order(manifest, seq_len, 0, 8)
+    except UserError as error:
+        raise UserError(error.message, field="--seq-len", value=seq_len, remedy=error.remedy) from None
+    shards = [(e, s) for e in range(len(manifest.extents)) for s in range(manifest.num_shards(e))]
+    set_bytes, memory = sum(manifest.shard_bytes(*shard) for shard in shards), host_memory_bytes()
+    width = (seq_len if manifest.is_tokens else 1) + manifest.overlap
+    most = memory // 4 // (width * manifest.dtype.itemsize + PLACE_BYTES)
+    if batch > most:
+        message = f"rows of {width * manifest.dtype.itemsize:,} bytes would fill this machine's memory"
+        raise UserError(message, field="--batch", value=batch, remedy=f"give {max(1, most)} at most")
+    loader = Loader(manifest, order, seq_len, Fetcher(store, manifest))
     began, times, rows = time.perf_counter(), [], 0
     with contextlib.closing(loader):
         try:
@@ -140,7 +196,7 @@ def print_bench(url: str, seq_len: int, batch: int, seconds: float, as_json: boo
                 times.append(time.perf_counter() - start)
                 rows += batch
         except DataLost as lost:
-            raise UserError(str(lost), field="data", value=url, remedy="see `phalanx data verify`") from None
+            raise UserError(str(lost), field="URL", value=url, remedy="see `phalanx data verify`") from None
     wall = time.perf_counter() - began
     size = rows * loader.width * manifest.dtype.itemsize
     figures: dict[str, Any] = {
@@ -150,9 +206,12 @@ def print_bench(url: str, seq_len: int, batch: int, seconds: float, as_json: boo
         "first_batch_ms": times[0] * 1e3,
         "median_batch_ms": statistics.median(times) * 1e3,
         "read_mb": loader.fetcher.counters.bytes_read / 1e6,
+        "set_mb": set_bytes / 1e6,
     }
     if as_json:
         print(json.dumps(figures))
     else:
         for name, value in figures.items():
             print(f"{name:<16} {value:,.1f}")
+        if set_bytes < memory:
+            print("the data set fits into this machine's memory: once read, it does not come from the store again")

@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,6 +54,8 @@ class _State:
     part: int = 0  # the first that is still needed
     skip: int = 0  # items of it that are in shards
     taken: int = 0  # bytes of text of the extent before it
+    empty: int = 0  # documents before it that were
+    notes: list[str] = field(default_factory=list)  # for the user
     version: str = ""  # of the manifest that is about to be written
 
 
@@ -71,10 +73,15 @@ def build(
     shard_chunks: int | None = None,
     left_out: Iterable[Path] = (),
     on_progress: Callable[[Progress], None] | None = None,
+    on_note: Callable[[str], None] = lambda note: None,
 ) -> Built:
     """Tokens of documents. `inputs`: the label of a source, and a file, a folder or `python-stdlib`; each label is
     an extent. `max_bytes`: of text, from each source. `workers`: 0 is one per core; 1 is this process.
-    `left_out`: folders that are not read. `on_progress` may raise to stop; the next call goes on from there."""
+    `left_out`: folders that are not read. `on_progress` may raise to stop; the next call goes on from there.
+    `on_note` hears what else was left out, at the end."""
+    for _, path in inputs:
+        if not path:
+            raise documents.refusal(path, "it is empty")
     sources = list(dict.fromkeys(label for label, _ in inputs))
     target = Target(
         out,
@@ -93,14 +100,25 @@ def build(
             if Path(path).is_dir() and Path(path).resolve() == target.store.path.resolve():
                 remedy = "name a folder that is not an input"
                 raise UserError("a data set cannot lie in its own input", field="--out", value=path, remedy=remedy)
-    parts = documents.plan(inputs, field, tokenizer.raw, [*left_out, *own])
+    counts: Counter[str] = Counter()
+    parts = documents.plan(inputs, field, tokenizer.raw, [*left_out, *own], counts)
     with _staged(target.store, staging) as folder:
-        made = _Build(target, tokenizer, field, parts, folder, max_bytes, on_progress)
+        made = _Build(target, tokenizer, field, inputs, parts, folder, max_bytes, on_progress)
         done = made.already()
-        if not done:
-            with made.pool(workers):
-                done = made.run()
+        try:
+            if not done:
+                with made.pool(workers):
+                    done = made.run()
+        except UserError as refused:
+            if not isinstance(refused.__cause__, OSError):  # a full disk can be mended, and the build then goes on
+                _remove(folder)
+                target.undo()
+            raise
         _remove(folder)
+    counts["empty document"] += made.state.empty
+    for note in (*made.state.notes, f"left out: {documents.told(counts)}" * bool(counts.total())):
+        if note:
+            on_note(note)
     return done
 
 
@@ -110,14 +128,17 @@ class _Build:
         target: Target,
         tokenizer: Tokenizer,
         field: str,
+        inputs: Sequence[tuple[str, str]],
         parts: list[documents.Part],
         folder: Path,
         max_bytes: int | None,
         on_progress: Callable[[Progress], None] | None,
     ):
-        self.target, self.tokenizer, self.parts, self.folder = target, tokenizer, parts, folder
+        self.target, self.tokenizer, self.inputs, self.parts = target, tokenizer, inputs, parts
+        self.folder = folder
         self.max_bytes, self.on_progress = max_bytes, on_progress or (lambda progress: None)
-        facts = [target.empty.encode().decode(), target.sources, max_bytes, field, target.append, *map(asdict, parts)]
+        facts: list[object] = [target.empty.encode().decode(), target.sources, max_bytes, field, target.append]
+        facts += [workers.TRAILER, *map(asdict, parts)]
         plan = blake3(json.dumps(facts).encode()).hexdigest()
         ids = folder / f"parts-{plan[:16]}"
         self.job = workers.Job(ids, field, tokenizer.file, tokenizer.vocabulary.eos)
@@ -156,7 +177,8 @@ class _Build:
         state, empty, source = self.state, self.target.empty, self.target.sources[extent]
         last = max((i + 1 for i, part in enumerate(self.parts) if part.source == source), default=state.part)
         put, finishing = self.target.put(extent), False
-        starts: deque[tuple[int, int, int]] = deque()  # of parts: index, first item, bytes of text before
+        # Of parts: index, first item, bytes of text before, empty documents before.
+        starts: deque[tuple[int, int, int, int]] = deque()
 
         def on_shard(number: int, path: Path, root: bytes) -> None:
             put(number, path, root)
@@ -167,7 +189,7 @@ class _Build:
             while len(starts) > 1 and starts[1][1] <= end:
                 starts.popleft()
             done = state.part
-            state.part, begin, state.taken = starts[0]
+            state.part, begin, state.taken, state.empty = starts[0]
             state.skip, state.shards = end - begin, number + 1
             self._save(state)
             self._drop(done, state.part)
@@ -176,12 +198,13 @@ class _Build:
         writer = _writer(self.target, self.folder, on_shard, [bytes.fromhex(root) for root in here])
         try:
             self.sent, taken, skip, at = state.part, state.taken, state.skip, writer.items - state.skip
+            blank = state.empty
             for i in range(state.part, last):
                 if self.max_bytes is not None and taken >= self.max_bytes:
                     break
-                ids, size = self._ids(i, last, None if self.max_bytes is None else self.max_bytes - taken)
-                starts.append((i, at, taken))
-                at, taken = at + len(ids), taken + size
+                ids, size, few = self._ids(i, last, None if self.max_bytes is None else self.max_bytes - taken)
+                starts.append((i, at, taken, blank))
+                at, taken, blank = at + len(ids), taken + size, blank + few
                 writer.add(ids[skip:])
                 skip = 0
                 self.done_bytes += self.parts[i].weight
@@ -191,16 +214,21 @@ class _Build:
         finally:
             writer.abort()
         if not writer.items:
-            first = "" if self.max_bytes is None else f" in its first {self.max_bytes:,} bytes (data.max_mb)"
-            raise documents.refusal(source, f"there is no text{first}")
+            first = "" if self.max_bytes is None else f" in its first {self.max_bytes:,} bytes (--max-mb)"
+            paths = ", ".join(path for label, path in self.inputs if label == source)
+            raise documents.refusal(paths, f"there is no text{first}")
+        if self.max_bytes is not None and taken >= self.max_bytes:
+            size = sum(part.weight for part in self.parts if part.source == source)
+            used = f"the first {self.max_bytes / 1e6:,g} MB of text of {source} are used"
+            state.notes.append(f"cut by --max-mb: {used}; its files hold {size / 1e6:,.1f} MB")
         done, state.part = state.part, last
         state.items.append(writer.items)
-        state.shards = state.skip = state.taken = 0
+        state.shards, state.skip, state.taken, state.empty = 0, 0, 0, blank
         self._save(state)
         self._drop(done, last)
 
-    def _ids(self, index: int, last: int, limit: int | None) -> tuple[np.ndarray, int]:
-        """The ids of a part, and the bytes of text they are: `limit` at most."""
+    def _ids(self, index: int, last: int, limit: int | None) -> tuple[np.ndarray, int, int]:
+        """The ids of a part, the bytes of text they are, `limit` at most, and how many documents were empty."""
         pool = self._pool
         while True:
             pool.listen(block=False)
@@ -306,9 +334,13 @@ def write_arrays(
                     remedy = "name files that hold something"
                     raise UserError("there is nothing in it", field="--source", value=label, remedy=remedy)
                 items.append(writer.items)
-            return target.commit(target.manifest(items, np.concatenate(roots)))
-        finally:
+            done = target.commit(target.manifest(items, np.concatenate(roots)))
+        except BaseException:
             _remove(folder)
+            target.undo()  # the next call starts from the beginning
+            raise
+        _remove(folder)
+    return done
 
 
 def write_records(
@@ -358,14 +390,16 @@ def write_records(
 @contextlib.contextmanager
 def _staged(store: Store, staging: Path | None) -> Iterator[Path]:
     """A folder that belongs to this data set, and to one build at a time."""
-    if staging is None and isinstance(store, Folder):
-        staging = store.path / ".staging"
+    field, inside = "--staging", staging is None and isinstance(store, Folder)
+    if isinstance(store, Folder) and inside:
+        staging, field = store.path / ".staging", "--out"
     elif staging is None:
         staging = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "staging"
+    value = store.url if inside else str(staging)
     folder = staging / f"build-{blake3(store.url.encode()).hexdigest()[:16]}"
-    with _writing(folder):
+    with _writing(folder, field, value):
         folder.mkdir(parents=True, exist_ok=True)
-    with _writing(folder), open(folder / "lock", "wb") as lock:
+    with _writing(folder, field, value), open(folder / "lock", "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -378,7 +412,7 @@ def _staged(store: Store, staging: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Path, field: str, value: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -386,8 +420,8 @@ def _writing(folder: Path) -> Iterator[None]:
             raise
         raise UserError(
             f"cannot be written: {error.strerror or error} ({error.filename or folder})",
-            field="--staging",
-            value=str(folder.parent),
+            field=field,
+            value=value,
             remedy="name a folder that you may write to, on a disk with space left; the build then goes on",
         ) from error
 

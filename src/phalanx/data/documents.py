@@ -1,13 +1,15 @@
-"""Documents out of files: txt (a file is a document), .jsonl, .jsonl.gz, .jsonl.zst, .parquet. `plan` cuts the
-inputs into parts that depend on the files alone; `read` gives the documents of a part. Whoever works on how many
-parts at once, their results in order are the same."""
+"""Documents out of files: text (a file is a document), JSON lines, both also as .gz and .zst, and Parquet. `plan` cuts
+the inputs into parts that depend on the files alone; `read` gives the documents of a part. Whoever works on how many
+parts at once, their results in order are the same. What is left out is counted, what cannot be read is refused."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +21,14 @@ from phalanx.data.tokenizer import INSTALL
 STDLIB = "python-stdlib"
 PART_BYTES = 16 << 20
 BLOCK_BYTES = 1 << 20
-_SUFFIXES = {
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "gz",
-    ".json.gz": "gz",
-    ".jsonl.zst": "zst",
-    ".json.zst": "zst",
-    ".parquet": "parquet",
-}
+_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_KINDS |= {f".{name}.{how}": f"jsonl.{how}" for name in ("jsonl", "ndjson", "json") for how in ("gz", "zst")}
+_KINDS |= {f".txt.{how}": f"txt.{how}" for how in ("gz", "zst")}
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz")
+_MAGIC = re.compile(
+    rb"(?P<gzip>\x1f\x8b\x08)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\x00)|(?P<zip>PK\x03\x04)|"
+    rb"(?P<zstd>\x28\xb5\x2f\xfd)|(?P<Parquet>PAR1)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,39 +61,60 @@ class Text:
     ends: bool
 
 
-def files(source: str, left_out: Iterable[Path] = ()) -> list[Path]:
+def files(source: str, left_out: Iterable[Path] = (), counts: Counter[str] | None = None) -> list[Path]:
     """Those of a source, in an order that does not depend on the file system. `left_out`: folders inside it that
-    are not part of it (the records of runs may lie there)."""
+    are not part of it (the records of runs may lie there). `counts` gets what else is left out."""
+    counts = Counter() if counts is None else counts
     if source == STDLIB:
-        found = _walk(Path(sysconfig.get_paths()["stdlib"]), {"site-packages", "test"}, set())
-        return [p for p in found if p.suffix == ".py"]
-    if Path(source).is_dir():
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return [p for p in _walk(source, root, {"site-packages", "test"}, set(), counts) if p.suffix == ".py"]
+    if source and Path(source).is_dir():
         root = Path(source).resolve()
-        return _walk(root, set(), {f.resolve() for f in left_out if root in f.resolve().parents})
+        return _walk(source, root, set(), {f.resolve() for f in left_out if root in f.resolve().parents}, counts)
     return [Path(source)]
 
 
-def _walk(root: Path, names: set[str], folders: set[Path]) -> list[Path]:
-    """All files but those below folders of these names, or below these folders."""
+def _walk(source: str, root: Path, names: set[str], folders: set[Path], counts: Counter[str]) -> list[Path]:
+    """All files but those below folders of these names, or below these folders. Links to folders are not followed:
+    they might lead round in a circle."""
+
+    def refuse(error: OSError) -> None:
+        raise refusal(source, f"cannot read the folder {error.filename}: {error.strerror}") from error
+
     found = []
-    for folder, inside, files in os.walk(root):
+    for folder, inside, files in os.walk(root, onerror=refuse):
         inside[:] = [name for name in inside if name not in names and Path(folder, name) not in folders]
-        found += [path for name in files if (path := Path(folder, name)).is_file()]
+        counts.update(f"the linked folder {path}" for name in inside if (path := Path(folder, name)).is_symlink())
+        found += [Path(folder, name) for name in files]
     return sorted(found)
 
 
-def plan(inputs: Iterable[tuple[str, str]], field: str, raw: bool, left_out: Iterable[Path] = ()) -> list[Part]:
+def told(counts: Counter[str]) -> str:
+    """What was left out, in words."""
+    words = [key if key.startswith("the ") else f"{n:,} {key}{'s' * (n > 1)}" for key, n in sorted(counts.items()) if n]
+    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+
+
+def plan(
+    inputs: Iterable[tuple[str, str]],
+    field: str,
+    raw: bool,
+    left_out: Iterable[Path] = (),
+    counts: Counter[str] | None = None,
+) -> list[Part]:
     """The parts of all inputs (label, path), those of a label together, in the order of the inputs. `raw`: a text
-    may be cut anywhere."""
+    may be cut anywhere. `counts` gets what is left out."""
     by_label: dict[str, list[str]] = {}
     for label, path in inputs:
         by_label.setdefault(label, []).append(path)
     skip, parts = list(left_out), []
+    counts = Counter() if counts is None else counts
     for label, paths in by_label.items():
         gathered: list[Piece] = []
         weight = 0
         for path in paths:
-            for piece in (piece for file in files(path, skip) for piece in _pieces(path, file, field, raw)):
+            found = files(path, skip, counts)
+            for piece in (piece for file in found for piece in _pieces(path, file, field, raw, counts)):
                 gathered.append(piece)
                 weight += piece.weight
                 if weight >= PART_BYTES:
@@ -106,33 +129,52 @@ def _stamp(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _pieces(source: str, path: Path, field: str, raw: bool) -> Iterator[Piece]:
+def _pieces(source: str, path: Path, field: str, raw: bool, counts: Counter[str]) -> Iterator[Piece]:
     if path.exists() and not path.is_file():
         raise refusal(source, f"{path} is neither a file nor a folder")  # reading a pipe may never end
     try:
         with open(path, "rb") as f:  # may it be read at all?
-            stamp = _stamp(os.fstat(f.fileno()))
+            stamp, head = _stamp(os.fstat(f.fileno())), f.read(16)
     except OSError as error:
         raise refusal(source, f"cannot read {path}: {error.strerror}") from error
     size = stamp[0]
-    kind = next((kind for suffix, kind in _SUFFIXES.items() if path.name.endswith(suffix)), "txt")
-    if kind == "parquet":
+    kind = next((kind for ending, kind in _KINDS.items() if path.name.lower().endswith(ending)), "txt")
+    if kind.endswith(".zst"):
+        _zstandard(str(path))
+    if kind in ("txt", "jsonl"):
+        _check_plain(path, head)
+    if not size:
+        counts["empty file"] += 1
+    elif kind == "parquet":
         yield from _row_groups(str(path), stamp, field)
     elif kind == "jsonl" or (kind == "txt" and raw):
         for start in range(0, size, PART_BYTES):
             end = min(size, start + PART_BYTES)
             yield Piece(str(path), kind, start, end, stamp, end - start)
-    elif size:
+    else:
         yield Piece(str(path), kind, 0, size, stamp, size)
+
+
+def _check_plain(path: Path, head: bytes) -> None:
+    """That a file to be read as it is was not packed by something."""
+    found = _MAGIC.match(head)
+    how = found.lastgroup if found else ""
+    if how == "Parquet":
+        raise UserError(f"{path} is Parquet", field="SRC", value=str(path), remedy="let its name end in .parquet")
+    if how or path.suffix.lower() in _PACKED:
+        remedy = "unpack it, or leave it out; read as they are: .txt.gz, .txt.zst, .jsonl.gz, .jsonl.zst"
+        message = f"{path} is packed ({how or path.suffix}) and would be read as text"
+        raise UserError(message, field="SRC", value=str(path), remedy=remedy)
 
 
 def _row_groups(path: str, stamp: tuple[int, int], field: str) -> Iterator[Piece]:
     file = _parquet(path)
     if field not in file.schema_arrow.names:
         known = ", ".join(file.schema_arrow.names)
-        raise UserError(f"{path} has no such column", field="--field", value=field, remedy=f"it has {known}")
-    kind = str(file.schema_arrow.field(field).type)
-    if kind not in ("string", "large_string", "string_view"):
+        raise UserError(f"{path} has no column {field!r}", field="--field", value=field, remedy=f"it has {known}")
+    kind = file.schema_arrow.field(field).type
+    kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary<") else kind
+    if str(kind) not in ("string", "large_string", "string_view"):
         message = f"{path}: the column is of type {kind}, not text"
         raise UserError(message, field="--field", value=field, remedy="name a column of strings")
     start = weight = 0
@@ -143,13 +185,17 @@ def _row_groups(path: str, stamp: tuple[int, int], field: str) -> Iterator[Piece
             start, weight = g + 1, 0
 
 
-def read(part: Part, field: str, raw: bool, limit: int | None = None) -> Iterator[tuple[Text, int]]:
+def read(
+    part: Part, field: str, raw: bool, limit: int | None = None, counts: Counter[str] | None = None
+) -> Iterator[tuple[Text, int]]:
     """The texts of a part that are not empty, up to `limit` bytes of them, each with how many bytes of text there
-    were up to its end. The last may be cut; unless `raw`, at a whole character, and the count is then the limit's."""
-    taken = 0
+    were up to its end. The last may be cut; unless `raw`, at a whole character, and the count is then the limit's.
+    `counts` gets how many were empty."""
+    taken, counts = 0, Counter() if counts is None else counts
     for piece in part.pieces:
         for data, ends in _texts(piece, field, raw):
             if not data:
+                counts["empty document"] += 1
                 continue
             if limit is not None and taken + len(data) >= limit:
                 data = data[: limit - taken]
@@ -166,11 +212,13 @@ def _texts(piece: Piece, field: str, raw: bool) -> Iterator[tuple[bytes, bool]]:
         if _stamp(os.stat(path)) != piece.stamp:
             raise UserError(f"{path} has changed while it was read", remedy="start again when nobody writes to it")
         if piece.kind == "txt":
-            yield from _blocks(piece) if raw else _whole_text(piece)
+            yield from _blocks(piece) if raw else _whole_text(path, Path(path).read_bytes())
         elif piece.kind == "parquet":
             yield from _rows(piece, field)
+        elif piece.kind.startswith("txt"):
+            yield from _last_ends(_unpacked(piece)) if raw else _whole_text(path, b"".join(_unpacked(piece)))
         else:
-            for line, number in _jsonl(piece) if piece.kind == "jsonl" else _compressed(piece):
+            for line, number in _jsonl(piece) if piece.kind == "jsonl" else _lines(piece):
                 if line.strip():
                     yield _text_of(line, field, path, number), True
     except (EOFError, zlib.error) as error:
@@ -189,12 +237,20 @@ def _blocks(piece: Piece) -> Iterator[tuple[bytes, bool]]:
             yield f.read(end - start), end == piece.stamp[0]
 
 
-def _whole_text(piece: Piece) -> Iterator[tuple[bytes, bool]]:
-    data = Path(piece.path).read_bytes()
+def _last_ends(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
+    last = b""
+    for block in filter(None, blocks):
+        if last:
+            yield last, False
+        last = block
+    yield last, True
+
+
+def _whole_text(path: str, data: bytes) -> Iterator[tuple[bytes, bool]]:
     try:
         data.decode()
     except UnicodeDecodeError as error:
-        message = f"{piece.path} is not UTF-8: byte {data[error.start]:#04x} at {error.start}"
+        message = f"{path} is not UTF-8: byte {data[error.start]:#04x} at {error.start}"
         raise UserError(message, remedy="convert it, leave it out, or build with --tokenizer byte") from None
     yield data, True
 
@@ -237,9 +293,13 @@ def _jsonl(piece: Piece) -> Iterator[tuple[bytes, _Line]]:
             at += len(line)
 
 
-def _compressed(piece: Piece) -> Iterator[tuple[bytes, _Line]]:
+def _unpacked(piece: Piece) -> Iterator[bytes]:
+    return _gunzip(piece.path) if piece.kind.endswith(".gz") else _unzstd(piece.path)
+
+
+def _lines(piece: Piece) -> Iterator[tuple[bytes, _Line]]:
     number, rest = 1, b""
-    for block in _gunzip(piece.path) if piece.kind == "gz" else _unzstd(piece.path):
+    for block in _unpacked(piece):
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
             yield line, _Line(piece, number=number)
@@ -258,10 +318,7 @@ def _gunzip(path: str) -> Iterator[bytes]:
 
 def _unzstd(path: str) -> Iterator[bytes]:
     """Frame by frame, because the library's own reader takes a file that was cut off for one that ends."""
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(f"{path}: the package zstandard is not installed", remedy=INSTALL) from None
+    zstandard = _zstandard(path)
     maker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, inside = maker.decompressobj(), False
     with open(path, "rb") as f:
@@ -279,16 +336,28 @@ def _unzstd(path: str) -> Iterator[bytes]:
         raise _damaged(path, "it ends in the middle of a frame")
 
 
+def _zstandard(path: str) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"{path}: the package zstandard is not installed", remedy=INSTALL) from None
+    return zstandard
+
+
 def _text_of(line: bytes, field: str, path: str, number: _Line) -> bytes:
     try:
         found = json.loads(line)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} (character {error.pos})"
     except ValueError as error:
         reason = str(error)
+    except RecursionError:
+        reason = "it is nested too deeply"
     else:
         if isinstance(found, dict) and isinstance(found.get(field), str):
             return found[field].encode("utf-8", "replace")  # of half a surrogate pair
         if isinstance(found, dict) and field not in found:
-            message = f"{path}, line {number}: there is no such field"
+            message = f"{path}, line {number}: there is no field {field!r}"
             remedy = f"it has {', '.join(map(str, found))[:200]}" if found else "mend the line"
             raise UserError(message, field="--field", value=field, remedy=remedy)
         reason = f"{field!r} is not a text" if isinstance(found, dict) else "it is not an object"
@@ -330,6 +399,4 @@ def _damaged(path: str, error: object) -> UserError:
 
 
 def refusal(source: str, message: str) -> UserError:
-    return UserError(
-        message, field="data.source", value=source, remedy="name a readable text file, or a folder of them"
-    )
+    return UserError(message, field="SRC", value=source, remedy="name a readable text file, or a folder of them")

@@ -366,7 +366,9 @@ class Fetcher:
                 raise
             except PermissionError as error:
                 message = f"it may not be read: {_plainly(self.store, error)}"
-                raise UserError(message, field="data.source", value=self.store.url, remedy=reach(self.store.url)) from None
+                raise UserError(
+                    message, field="data.source", value=self.store.url, remedy=reach(self.store.url)
+                ) from None
             except OSError as error:
                 if self._readers is None:
                     if error.errno in DISK:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -125,7 +126,7 @@ class _Rows:
             version = np.lib.format.read_magic(self._file)
             header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             self.shape, by_column, dtype = header(self._file)
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        except Exception as error:  # numpy reads the header as Python, and what that raises is of many kinds
             raise _unreadable(path, error) from None
         self._stored, self.dtype = dtype, dtype.newbyteorder("<")
         if (by_column and len(self.shape) > 1) or dtype.hasobject or dtype.fields or not self.shape:
@@ -136,7 +137,10 @@ class _Rows:
     def read(self, count: int) -> np.ndarray:
         shape = (count, *self.shape[1:])
         size = self._stored.itemsize * math.prod(shape)
-        data = self._file.read(size)
+        try:
+            data = self._file.read(size)
+        except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            raise _unreadable(self.path, error) from None
         if len(data) != size:
             raise _unreadable(self.path, "it ends too early")
         return np.frombuffer(data, self._stored).reshape(shape)

@@ -21,11 +21,12 @@ from phalanx.core.store import is_remote
 from phalanx.data import documents
 from phalanx.data.build import build, write_records
 from phalanx.data.images import Images
-from phalanx.data.loader import DataLost
+from phalanx.data.loader import DataLost, unserved
 from phalanx.data.run import RunData, unigram_entropy
 from phalanx.data.tokenizer import Bytes
 
 BUILT = ".data"  # beside the records of runs
+NOTES = "notes.txt"  # in it: what the user was told when it was made
 NUM_IMAGES = 4096
 ENTROPY_TOKENS = 1 << 20  # that it is measured on
 
@@ -33,8 +34,8 @@ OnProgress = Callable[[int], None]
 
 
 def prepare(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, float]:
-    """Make sure that the data set is there and put into the run's record how it is read. A line that says what it
-    is, and its unigram entropy."""
+    """Make sure that the data set is there and put into the run's record how it is read. Lines that say what it is and
+    what of it is not used, and its unigram entropy."""
     source = job.data.source
     is_there = is_remote(source) or (Path(source) / MANIFEST).is_file()
     url, make = (source, None) if is_there else _recipe(job, run_dir, on_progress)
@@ -62,7 +63,10 @@ def prepare(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, floa
         loader.close()
     m = loader.manifest
     what = f"{m.total_items:,} {m.tokenizer} tokens" if m.is_tokens else f"{m.total_items:,} records"
-    return f"data: {what} from {source}, version {data.version[:16]}", entropy
+    lines = [f"{what} from {source}, version {data.version[:16]}", *unserved(m, loader.order, job.data.stages)]
+    if not is_there and (Path(url) / NOTES).is_file():
+        lines += (Path(url) / NOTES).read_text().splitlines()
+    return "\n".join(f"data: {line}" for line in lines), entropy
 
 
 def _recipe(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, Callable[[], object]]:
@@ -77,14 +81,16 @@ def _recipe(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, Call
         out = _place(job, ["images", *sizes])
         return str(out), lambda: write_records(out, "images", fields, _drawn(images, fields))
     left_out = (Path(job.run.dir), run_dir)
-    files = [file for file in documents.files(source, left_out) if file.exists()]
+    with _in_words_of(job):
+        files = [file for file in documents.files(source, left_out) if file.exists()]
     out = _place(
         job, ["text", source, job.data.max_mb, [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]]
     )
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).name).lstrip("._-")[:64] or "text"
 
     def make() -> None:
-        try:
+        notes: list[str] = []
+        with _in_words_of(job):
             build(
                 [(label, source)],
                 out,
@@ -93,14 +99,23 @@ def _recipe(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, Call
                 max_bytes=int(job.data.max_mb * 1e6),
                 left_out=left_out,
                 on_progress=lambda progress: on_progress(progress.text_bytes),
+                on_note=lambda note: notes.append(note.replace("--max-mb", "data.max_mb")),
             )
-        except UserError as error:  # in the words of the job file
-            field, value = (
-                ("run.dir", job.run.dir) if error.field in ("--out", "--staging") else ("data.source", source)
-            )
-            raise UserError(error.message, field=field, value=value, remedy=error.remedy) from None
+        (out / NOTES).write_text("".join(f"{note}\n" for note in notes))
 
     return str(out), make
+
+
+@contextlib.contextmanager
+def _in_words_of(job: Job) -> Iterator[None]:
+    """What a build refuses, said as its job file names it."""
+    try:
+        yield
+    except UserError as error:
+        mine = error.field in ("--out", "--staging")
+        field, value = ("run.dir", job.run.dir) if mine else ("data.source", job.data.source)
+        message = error.message.replace("--max-mb", "data.max_mb")
+        raise UserError(message, field=field, value=value, remedy=error.remedy) from None
 
 
 def _place(job: Job, key: list[object]) -> Path:

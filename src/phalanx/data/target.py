@@ -12,7 +12,8 @@ import numpy as np
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, check_source, manifest_name
-from phalanx.core.store import Store, open_store
+from phalanx.core.store import Folder, Store
+from phalanx.data.address import open_set
 from phalanx.data.fetch import read_manifest
 from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, version_of
 from phalanx.data.tokenizer import TOKENIZER, Vocabulary
@@ -33,9 +34,10 @@ class Target:
         chunk_items: int | None = None,
         shard_chunks: int | None = None,
     ):
-        """Refuses at once what can be known now. A data set that is there already and is not to grow is built
-        again beside itself: what comes out identical may stay, anything else is refused."""
-        self.store = open_store(str(out)) if isinstance(out, str | Path) else out
+        """Refuses at once what can be known now. A data set that is there already and is not to grow may be built
+        again, all of it or what one command has added: what comes out identical is written anew, anything else is
+        refused."""
+        self.store = open_set(str(out), "--out") if isinstance(out, str | Path) else out
         self.append, self.sources, self._file = append, sources, tokenizer_file
         for source in sources:
             try:
@@ -44,7 +46,13 @@ class Target:
                 raise UserError(str(error), field="--source", value=source, remedy="rename it") from None
         self.base, self.version = self._newest()
         if append and not self.base:
-            read_manifest(self.store)  # says that there is none
+            read_manifest(self.store, field="--out")  # says that there is none
+        self._put: list[str] = []  # shards that no manifest names yet
+        self._made: list[Path] = []  # folders that were not there
+        if isinstance(self.store, Folder):
+            path = self.store.path
+            self._made = [folder for folder in (path / "shards", path, *path.parents) if not folder.exists()]
+        self._fits: list[int] = []  # extents of the base from which on this may be it, built again
         if self.base:
             chunk_items = chunk_items or self.base.chunk_items
             shard_chunks = shard_chunks or self.base.shard_chunks
@@ -73,14 +81,35 @@ class Target:
         named = replace(self.empty, extents=(Extent(source, 1),) * (number + 1))
 
         def put(shard: int, path: Path, root: bytes) -> None:
-            if self.base and not self.append:
-                of_extent = self.base.num_shards(number)
-                if shard >= of_extent or self.base.root(number, shard) != root:
-                    raise self._differs(self.base, f"its {self.base.shard_name(number, min(shard, of_extent - 1))}")
+            name = named.shard_name(number, shard)
             with self._writing():
-                self.store.write(named.shard_name(number, shard), path)
+                if self.base and not self.append:
+                    name, *copies = self._same(self.base, extent, shard, root)
+                    for copy in copies:
+                        self.store.write(copy, path.read_bytes())
+                else:
+                    self._put.append(name)
+                self.store.write(name, path)
 
         return put
+
+    def _same(self, base: Manifest, extent: int, shard: int, root: bytes) -> list[str]:
+        """The shards of the base that this one is, built again."""
+        fits = [k + extent for k in self._fits]
+        same = [e for e in fits if shard < base.num_shards(e) and base.root(e, shard) == root]
+        if not same:
+            raise self._differs(base, f"its {base.shard_name(fits[0], min(shard, base.num_shards(fits[0]) - 1))}")
+        self._fits = [e - extent for e in same]
+        return [base.shard_name(e, shard) for e in same]
+
+    def undo(self) -> None:
+        """Remove what this call has written, if it comes to nothing."""
+        for name in self._put:
+            with contextlib.suppress(OSError):
+                self.store.remove(name)
+        for folder in self._made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
     def manifest(self, items: Sequence[int], roots: np.ndarray) -> Manifest:
         """With so many items in each new extent."""
@@ -88,28 +117,30 @@ class Target:
         if self.base and self.append:
             roots = np.concatenate([self.base.roots, roots])
             return replace(self.empty, extents=self.base.extents + extents, roots=roots, parent=self.version)
-        made = replace(self.empty, extents=extents, roots=roots)
         if self.base:
-            made = replace(made, parent=self.base.parent)
-            if made.encode() != self.base.encode():
-                raise self._differs(self.base, "its manifest")
-        return made
+            for k in self._fits:
+                first = self.base.first_root[k]
+                if self.base.extents[k : k + len(extents)] == extents and np.array_equal(
+                    self.base.roots[first : first + len(roots)], roots
+                ):
+                    return self.base
+            raise self._differs(self.base, "its manifest")
+        return replace(self.empty, extents=extents, roots=roots)
 
     def commit(self, manifest: Manifest) -> tuple[Manifest, str]:
         manifest.check()
         data = manifest.encode()
         version = version_of(data)
-        newest = self._newest()[1]
-        if newest == version:
-            return manifest, version
+        newest, self._put = self._newest()[1], []
         with self._writing():
             try:
-                if newest != self.version:
+                if newest not in (version, self.version):
                     raise FileExistsError
                 if self._file:
                     self.store.write(TOKENIZER, self._file)
                 self.store.write(manifest_name(version), data)
-                self.store.write(MANIFEST, data, overwrite=bool(self.base))
+                if newest != version:
+                    self.store.write(MANIFEST, data, overwrite=bool(self.base))
             except FileExistsError:
                 raise UserError(
                     "somebody else has written to it meanwhile",
@@ -126,7 +157,7 @@ class Target:
             return None, ""
         except OSError:
             pass  # read_manifest tells it better
-        return read_manifest(self.store)
+        return read_manifest(self.store, field="--out")
 
     def _compare(self, base: Manifest) -> None:
         mine = self.empty
@@ -140,8 +171,10 @@ class Target:
                     raise self._differs(base, what)
                 remedy = "add with what it was built with, or name another --out"
                 raise UserError(what, field="--out", value=self.store.url, remedy=remedy)
-        if not self.append and [e.source for e in base.extents] != list(self.sources):
-            raise self._differs(base, f"its sources are {', '.join(e.source for e in base.extents)}")
+        labels, count = [e.source for e in base.extents], len(self.sources)
+        self._fits = [k for k in range(len(labels)) if labels[k : k + count] == list(self.sources)]
+        if not self.append and not self._fits:
+            raise self._differs(base, f"its sources are {', '.join(labels)}")
 
     def _differs(self, base: Manifest, what: str) -> UserError:
         return UserError(

@@ -100,26 +100,21 @@ def make_tokenizer(name: str, eos: str = "") -> Tokenizer:
     return FromFile(file, name, eos)
 
 
-def tokenizer_of(store: Store, manifest: Manifest) -> Tokenizer:
-    """The one that a data set was built with, out of the data set itself."""
+def tokenizer_of(store: Store, manifest: Manifest) -> Tokenizer | None:
+    """The one that a data set was built with, out of the data set itself; None if it came without."""
     if manifest.tokenizer_hash == Bytes.vocabulary.hash:
         return Bytes()
     if not manifest.tokenizer_hash:
-        raise UserError(
-            "it was imported without its tokenizer, so that its ids cannot be read as text",
-            field="data",
-            value=store.url,
-            remedy="import it again with --tokenizer FILE",
-        )
+        return None
     remedy = f"restore {TOKENIZER} from where the data set was built"
     try:
         file = store.read(TOKENIZER)
     except OSError as error:
         message = f"{TOKENIZER} cannot be read: {error}"
-        raise UserError(message, field="data", value=store.url, remedy=remedy) from None
+        raise UserError(message, field="data.source", value=store.url, remedy=remedy) from None
     if (got := blake3(file).hexdigest()) != manifest.tokenizer_hash:
         message = f"{TOKENIZER} is not the one it was built with: blake3 {got}, not {manifest.tokenizer_hash}"
-        raise UserError(message, field="data", value=store.url, remedy=remedy)
+        raise UserError(message, field="data.source", value=store.url, remedy=remedy)
     return FromFile(file, TOKENIZER, eos_id=manifest.eos)
 
 
@@ -146,5 +141,5 @@ def _end(vocab: dict[str, int], eos: str, told: str) -> int:
     for token in USUAL_ENDS:
         if token in vocab:
             return vocab[token]
-    remedy = "name the token that ends a document: --eos TOKEN"
-    raise UserError("it has none of the usual tokens", field="--tokenizer", value=told, remedy=remedy)
+    message = f"it has none of the usual tokens that end a document ({' '.join(USUAL_ENDS)})"
+    raise UserError(message, field="--tokenizer", value=told, remedy="name the one it has: --eos TOKEN")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -22,7 +23,7 @@ from phalanx.data.shard import fast_hash
 from phalanx.data.tokenizer import Bytes, FromFile, Tokenizer
 
 BATCH_BYTES = 1 << 20
-_TRAILER = 24  # bytes of text that went into it, and the hash of all before
+TRAILER = 32  # bytes of text that went into it, documents that were empty, and the hash of all before
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def tokenize(
     partial = job.path(index).with_suffix(f".{os.getpid()}.tmp")
     taken, texts, held = 0, [], 0
     pieces: list[bytes] = []
-    for text, upto in documents.read(part, job.field, tokenizer.raw, limit):
+    counts: Counter[str] = Counter()
+    for text, upto in documents.read(part, job.field, tokenizer.raw, limit, counts):
         texts.append(text)
         held += len(text.data)
         taken = upto
@@ -59,7 +61,7 @@ def tokenize(
     if texts:
         pieces.append(tokenizer.encode([t.data for t in texts], [t.ends for t in texts]).tobytes())
         on_bytes(held)
-    body = b"".join(pieces) + taken.to_bytes(8, "little")
+    body = b"".join(pieces) + taken.to_bytes(8, "little") + counts.total().to_bytes(8, "little")
     try:
         partial.write_bytes(body + fast_hash(body))
         os.replace(partial, job.path(index))
@@ -67,15 +69,17 @@ def tokenize(
         partial.unlink(missing_ok=True)
 
 
-def load(job: Job, index: int, dtype: str) -> tuple[np.ndarray, int] | None:
-    """The ids of a part and how many bytes of text they were; None if there is no such file, or half of it."""
+def load(job: Job, index: int, dtype: str) -> tuple[np.ndarray, int, int] | None:
+    """The ids of a part, how many bytes of text they were, and how many documents were empty; None if there is no such
+    file, or half of it."""
     try:
         data = job.path(index).read_bytes()
     except FileNotFoundError:
         return None
-    if len(data) < _TRAILER or fast_hash(data[:-16]) != data[-16:]:
+    if len(data) < TRAILER or fast_hash(data[:-16]) != data[-16:]:
         return None
-    return np.frombuffer(data[:-_TRAILER], dtype), int.from_bytes(data[-_TRAILER:-16], "little")
+    taken, empty = (int.from_bytes(data[at : at + 8], "little") for at in (len(data) - TRAILER, len(data) - 24))
+    return np.frombuffer(data[:-TRAILER], dtype), taken, empty
 
 
 class Here:
@@ -173,6 +177,8 @@ class Workers:
             if "mistake" in told:
                 message, field, value, remedy = told["mistake"]
                 raise UserError(message, field=field, value=value, remedy=remedy)
+            if "os" in told:  # what it wrote to, as if it had been this process
+                raise OSError(*told["os"])
             if "failed" in told:
                 raise RunFailed(f"a worker of the build failed: {told['failed']}")
 
@@ -204,5 +210,7 @@ def _answer(job: Job, tokenizer: Tokenizer, index: int, part: Part, limit: int |
         return {"mistake": (e.message, e.field, e.value, e.remedy)}
     except ConnectionError:
         raise
+    except OSError as error:
+        return {"os": (error.errno, error.strerror or str(error), error.filename or str(job.path(index)))}
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}

@@ -73,9 +73,11 @@ def _source(source: str, info: ValidationInfo) -> str:
     known = (DATA.source, SYNTHETIC_IMAGES)
     if source in known or urlsplit(source).scheme in SCHEMES:
         return source
+    usage = f'write "{DATA.source}", "{SYNTHETIC_IMAGES}", the path of text, or the folder or URL of a data set'
+    if not source:
+        raise _refuse("it is empty", usage)
     path = _absolute(source, info)
     if not os.path.exists(path):
-        usage = f'write "{DATA.source}", "{SYNTHETIC_IMAGES}", the path of text, or the folder or URL of a data set'
         raise _refuse(f"there is no file or folder {path}", did_you_mean(source, known) + usage)
     return path
 

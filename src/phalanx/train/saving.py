@@ -109,9 +109,11 @@ class Saver:
         self.snapshots.finish()
 
 
-def resume(job: Job, coord: Coord, state: State, device: Device, url: str, name: str) -> dict[str, Any]:
+def resume(
+    job: Job, coord: Coord, state: State, device: Device, url: str, name: str, local_ranks: int = 1
+) -> dict[str, Any]:
     """Go on from a checkpoint, of whatever layout. Returns what is said about it."""
-    reader = Reader(open_store(url), name)
+    reader = Reader(open_store(url), name, local_ranks=local_ranks)
     m, size = reader.manifest, 0
 
     def fill(get: Any) -> None:

@@ -36,7 +36,7 @@ def main(channel: Any, args: dict[str, Any]) -> None:
     check_family(family, job.model)
     state = State.create(job, family, coord, device)
     if start := args.get("resume"):
-        channel.send(resume(job, coord, state, device, start["url"], start["name"]))
+        channel.send(resume(job, coord, state, device, start["url"], start["name"], local_ranks))
     store = connect_store(args["store"]["host"], args["store"]["port"])
     groups = Groups.form(store, args["generation"], job.layout, coord, device, bool(family.experts), job.collectives)
     engine = Engine(job, family, coord, groups, state, device, mark=channel.progress.mark)
