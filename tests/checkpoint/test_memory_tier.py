@@ -286,10 +286,10 @@ def test_a_copy_is_the_same_bit_for_bit(server):
         assert bytes(back.image) == faults.image_of(ENTRIES, PLANS[rank], NEW).tobytes()
 
 
-def test_the_newest_two_are_kept_whatever_comes_in_which_order(server):
-    for step in (5, 9, 6):
+def test_the_newest_three_are_kept_whatever_comes_in_which_order(server):
+    for step in (4, 5, 9, 6):
         push(address(server), "token", 0, a_slot(step))
-    assert len(server.copies[0]) == 2
+    assert len(server.copies[0]) == 3
     assert fetch(address(server), "token", 0).header()["step"] == 9
 
 

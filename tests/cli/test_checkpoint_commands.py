@@ -94,7 +94,8 @@ def test_verify_names_what_is_bad(folder):
     missing, first, second, verdict, _ = done.stdout.splitlines()
     assert missing == f"{names[1]}/{file_name(1)}: is missing"
     for line, rank, start in ((first, 0, CHUNK_BYTES), (second, 1, 0)):
-        assert line.startswith(f"{names[0]}/{file_name(rank)}: chunk {start // CHUNK_BYTES}, bytes {start} to {start + CHUNK_BYTES} ")
+        where = f"chunk {start // CHUNK_BYTES}, bytes {start} to {start + CHUNK_BYTES} "
+        assert line.startswith(f"{names[0]}/{file_name(rank)}: {where}")
         found, want = line.split("xxh3 ")[1].split(" instead of ")
         assert len(found) == len(want) == 32 and found != want
     assert verdict == f"2 BAD: {names[1]}, {names[0]}"

@@ -290,6 +290,12 @@ def test_a_damaged_manifest_is_told_by_info_and_verify(copy):
         assert f"remedy: a whole copy lies beside it: cp {copy}/manifest-" in done.stderr
 
 
+def test_an_empty_source_is_not_the_current_folder(tmp_path):
+    args = [PHALANX, "train", "--set", "data.source="]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2 and "data.source = '': it is empty" in done.stderr and not list(tmp_path.iterdir())
+
+
 def test_what_was_left_out_is_printed(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(["a", "", "b"]))
     args = ["--out", tmp_path / "out", "--tokenizer", "byte", "--workers", "1", "--max-mb", "0.000002"]

@@ -86,9 +86,9 @@ def of_memory(directory: Path) -> dict:
 
 
 def in_a_drain(directory: Path) -> dict:
-    """A rank dies while the checkpoint of step 30 is on its way to a slow disk."""
-    values = {"checkpoint.every_steps": 30, "checkpoint.memory_every_steps": 30}
-    there = "runs/*/checkpoints/step-000000030-*/*.bin"
+    """A rank dies while the checkpoint of step 6 is on its way to a slow disk."""
+    values = {"checkpoint.every_steps": 6, "checkpoint.memory_every_steps": 6}
+    there = "runs/*/checkpoints/step-000000006-*/*.bin"
     return killed(directory, "rank 0", lambda c: any(directory.glob(there)), values, slow_disk(directory))
 
 
@@ -151,4 +151,4 @@ def test_what_is_in_memory_is_written_when_a_rank_dies(outcomes, name):
 @pytest.mark.parametrize("name", ["in a drain"])
 def test_a_checkpoint_that_is_being_written_is_finished_when_a_rank_dies(outcomes, name):
     point = outcomes(name)["story"][0]
-    assert point["left"] == 30 and "FAILED" not in point["out"], point
+    assert point["left"] >= 6 and "FAILED" not in point["out"], point

@@ -26,12 +26,12 @@ BEFORE, AFTER = 2, 2
 class OwnLine:
     """A keeper's line without a keeper: the slots are this process's own."""
 
-    newest = -1
+    newest, busy = -1, frozenset()
 
     def __init__(self, plan):
         self.slots = [Slot(plan.image_bytes, plan.own_bytes) for _ in range(2)]
 
-    def wait_free(self, slot): ...
+    def listen(self, block): ...
 
     def done(self, slot, durable, to_seal=None): ...
 

@@ -254,7 +254,11 @@ class Reader:
             raise BadCheckpoint(wrong[0])
 
     def _read_chunks(self, file: File, first: int, start: int, stop: int, room: memoryview) -> list[str]:
-        """What is wrong with them."""
+        """What is wrong with them. A bucket is asked twice: its answer may have been damaged on its way."""
+        wrong = self._try_chunks(file, first, start, stop, room)
+        return wrong if self.store.is_local or not wrong else self._try_chunks(file, first, start, stop, room)
+
+    def _try_chunks(self, file: File, first: int, start: int, stop: int, room: memoryview) -> list[str]:
         try:
             got = read_into(self.store, file.name, start, room)
         except FileNotFoundError:

@@ -2,7 +2,7 @@
 lock with a trainer, and it goes on when a worker dies.
 
 A worker connects by a Unix socket without a name in the file system, says how large its image is, and gets the
-descriptors of its two slots. It fills one beside its next forward and backward pass, seals it and says so; the keeper
+descriptors of its slots. It fills one beside its next forward and backward pass, seals it and says so; the keeper
 verifies and writes the rank's file, tells whoever spawned it, and commits when that says that all ranks are done.
 A keeper with a buddy sends it a copy of every sealed snapshot first, over TCP, behind a token.
 """
@@ -30,7 +30,7 @@ from phalanx.checkpoint import files
 from phalanx.checkpoint.buddy import BuddyServer, fetch, push
 from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.memory import SLOTS, Slot, check_room, slot_bytes
-from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan, Segment, file_name, word_of
+from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan, Segment, checkpoint_name, file_name, word_of
 from phalanx.core.errors import UserError
 from phalanx.core.store import open_store
 
@@ -280,7 +280,8 @@ class Keeper:
                 self.adopt(int(rank), fetch((order["host"], int(order["port"])), self.token, int(rank)))
 
     def adopt(self, rank: int, slot: Slot) -> None:
-        self.ranks[rank] = Rank([slot, Slot(slot.image_bytes, slot.own_bytes)])
+        others = [Slot(slot.image_bytes, slot.own_bytes) for _ in range(SLOTS - 1)]
+        self.ranks[rank] = Rank([slot, *others])
 
     def steps(self, rank: int) -> list[int]:
         """Whose snapshots are whole."""
@@ -289,7 +290,8 @@ class Keeper:
     def _drain_step(self, rank: int, step: int) -> None:
         for slot in self.ranks[rank].slots:
             if (header := slot.header()) and header["step"] == step:
-                self._drain(rank, slot)
+                return self._drain(rank, slot)
+        return self._failed(rank, checkpoint_name(step, "?"), "the snapshot in memory is not whole any more")
 
     def _commit(self, order: dict[str, Any]) -> None:
         began, name = time.perf_counter(), order["checkpoint"]
@@ -309,8 +311,7 @@ class Keeper:
             removed = self.catalog.retain(*self.keep, on_event=self.channel.send)
         except OSError as error:
             return self._failed(0, name, f"older checkpoints could not be removed: {error}")
-        if removed:
-            self.channel.send({"type": "checkpoints_removed", "names": removed})
+        self.channel.send({"type": "retained", "step": order["step"], "names": removed})
         return None
 
 

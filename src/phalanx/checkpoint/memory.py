@@ -1,5 +1,6 @@
-"""The memory tier: snapshots in shared memory that outlives the worker. Each rank has two slots, so that a crash in
-the middle of one snapshot leaves the other whole; a slot is valid only while its seal, written last, holds.
+"""The memory tier: snapshots in shared memory that outlives the worker. Each rank has three slots: one that is being
+filled, and two that are whole, as a rank may be one snapshot ahead of another and there must always be a step that all
+have. A slot is valid only while its seal, written last, holds.
 
     slot   | image of the rank | hashes of its chunks | seal: length, blake3, who and when, blake3 of the hashes |
 """
@@ -21,7 +22,7 @@ from phalanx.core.checkpoint import PAGE_BYTES, BadCheckpoint, chunks
 from phalanx.core.errors import UserError
 
 SEAL_BYTES = 64 << 10
-SLOTS = 2
+SLOTS = 3
 _HEAD = struct.Struct("<Q32s")
 
 
@@ -95,7 +96,7 @@ def slot_bytes(image_bytes: int, own_bytes: int) -> int:
 
 
 def check_room(ranks: int, size: int, copies: int, available: int | None = None) -> None:
-    """That this host can hold `copies` slots of each of its ranks: two of its own, two of its buddy's."""
+    """That this host can hold `copies` slots of each of its ranks: its own, and as many of its buddy's."""
     available = available_bytes() if available is None else available
     need = ranks * size * copies
     if need > available:

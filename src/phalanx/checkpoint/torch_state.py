@@ -107,7 +107,6 @@ class Snapshotter:
         self.parts = parts_of(self.plan, line.slots[0].bounds)
         self.stall_ns = 0  # of the snapshot under way, or the last
         self.copy_ns = 0
-        self._slot = 1 - line.newest if line.newest >= 0 else 0
         self._thread = ThreadPoolExecutor(1, "phalanx-snapshot")
         self._work: Future[None] = self._thread.submit(lambda: None)  # starts it, so that no snapshot waits for that
         self._enqueued = threading.Event()
@@ -121,10 +120,8 @@ class Snapshotter:
         update was not made, and the snapshot is never sealed."""
         began = time.perf_counter_ns()
         self._join()
-        number = self._slot
-        self.line.wait_free(number)
-        slot = self.line.slots[number]
-        slot.break_seal()
+        number = self._pick()
+        self.line.slots[number].break_seal()
         header = {
             "checkpoint": checkpoint_name(step, mark(self.run, self.generation, step)),
             "rank": self.rank,
@@ -136,8 +133,18 @@ class Snapshotter:
         ready = self.device.mark()
         self._enqueued.clear()
         self._work = self._thread.submit(self._run, number, header, durable, norm, ready)
-        self._slot = 1 - number
         self.stall_ns = time.perf_counter_ns() - began
+
+    def _pick(self) -> int:
+        """The slot with the oldest snapshot that the keeper is done with, but never the newest that is whole."""
+        while True:
+            self.line.listen(block=False)
+            steps = {i: (slot.header() or {"step": -1})["step"] for i, slot in enumerate(self.line.slots)}
+            newest = max(steps, key=steps.__getitem__)
+            free = [i for i in steps if i not in self.line.busy and (i != newest or steps[i] < 0)]
+            if free:
+                return min(free, key=steps.__getitem__)
+            self.line.listen(block=True)
 
     def wait(self) -> None:
         """Before the next update."""

@@ -60,6 +60,9 @@ def run_job(job: Job, origins: dict[str, str], listener: Listener, resume: str =
     with Stop() as stop:
         noticed: list[dict[str, Any]] = []
         start = find_start(resume, job, noticed.append) if resume else None
+        if start and resume == "auto" and start.manifest.step == job.train.steps:
+            listener.note(f"{start.place['url']}/{start.reader.name} is of the last step: nothing is left to do")
+            return {"status": "done", "steps": 0}
         if start:
             check_fits(start, job)
         check_room(start, job)

@@ -67,7 +67,9 @@ def files(source: str, left_out: Iterable[Path] = (), counts: Counter[str] | Non
     counts = Counter() if counts is None else counts
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        return [p for p in _walk(source, root, {"site-packages", "test"}, set(), counts) if p.suffix == ".py"]
+        found = [p for p in _walk(source, root, {"site-packages", "test"}, set(), counts) if p.suffix == ".py"]
+        counts["broken link"] += sum(not p.is_file() for p in found)  # of the user's system, who cannot mend it
+        return [p for p in found if p.is_file()]
     if source and Path(source).is_dir():
         root = Path(source).resolve()
         return _walk(source, root, set(), {f.resolve() for f in left_out if root in f.resolve().parents}, counts)

@@ -30,7 +30,7 @@ from phalanx.data.samples import places_of
 _WORD = struct.Struct("=Q")  # what goes over the socket after the hello: a number of steps
 
 
-@dataclass
+@dataclass(eq=False)
 class Lane:
     """The steps of the ranks that share these micro-batches, in a ring."""
 

@@ -124,7 +124,7 @@ class _Launch:
         self.start_s = 0.0
         self.resume: dict[str, str] | None = None
         self.data_version = ""
-        self.saving = Saving(job, self._to_keeper, self._to_ranks, lambda event: self.on_event({**event, "rank": -1}))
+        self.saving = Saving(job, self._to_keeper, self._to_ranks, lambda event: self.on_event({"rank": -1, **event}))
 
     def _to_keeper(self, node: int, message: Message) -> None:
         self.gang.client.send(KEEPER - node, message)
@@ -228,7 +228,7 @@ class _Launch:
         """Of the checkpoint after the last step, whose files are written."""
         deadline = time.monotonic() + COMMIT_LIMIT_S
         last = self.job.train.steps
-        while self.num_keepers and last not in self.saving.committed | self.saving.failed:
+        while self.num_keepers and last not in self.saving.finished | self.saving.failed:
             if time.monotonic() > deadline:
                 return
             self._turn()

@@ -30,7 +30,7 @@ BODIES: Schemas = {
     },
     "committed": {"checkpoint": str, "step": int, "bytes": int, "commit_s": (int, float)},
     "checkpoint_failed": {"rank": int, "reason": str},
-    "checkpoints_removed": {"names": list},
+    "retained": {"step": int, "names": list},
     "retention_refused": {"checkpoint": str, "reason": str},
     "checkpoint_not_removed": {"checkpoint": str, "reason": str},
     "held": {"steps": dict},
@@ -68,6 +68,7 @@ class Saving:
         self.held: dict[int, Message] = {}
         self.ledger: Callable[[int], str | None] = lambda step: ""  # of the last step before; None: not there yet
         self.committed: set[int] = set()  # steps
+        self.finished: set[int] = set()  # steps whose checkpoint is committed and older ones removed
         self.failed: set[int] = set()  # steps
         self._open: dict[str, Draining] = {}
         self._times: dict[int, float] = {}  # step -> its slowest rank's
@@ -139,10 +140,15 @@ class Saving:
         self.failed |= {int(text) for text in step if text.isdigit()}
         self.tell({**body, "node": node})
 
-    def _on_checkpoints_removed(self, node: int, body: Message) -> None:
+    def _on_retained(self, node: int, body: Message) -> None:
+        self.finished.add(body["step"])
+        if body["names"]:
+            self.tell({"type": "checkpoints_removed", "names": body["names"]})
+
+    def _on_retention_refused(self, node: int, body: Message) -> None:
         self.tell(body)
 
-    _on_retention_refused = _on_checkpoint_not_removed = _on_checkpoints_removed
+    _on_checkpoint_not_removed = _on_retention_refused
 
     def on_step(self, step: int, time_s: float, snapshot: Any) -> None:
         """One rank's report of a step."""
