@@ -128,7 +128,15 @@ class Keeper:
             return held.slots
         if not self.ranks:
             check_room(self.num_ranks, slot_bytes(image, own), 2 * SLOTS if self.has_buddy else SLOTS)
-        slots = [Slot(image, own) for _ in range(SLOTS)]
+        try:
+            slots = [Slot(image, own) for _ in range(SLOTS)]
+        except OSError as error:
+            raise UserError(
+                f"{SLOTS} snapshots of {image / 1e6:,.1f} MB cannot be held in memory: {error.strerror}",
+                field="checkpoint.every_steps",
+                value=0,
+                remedy="raise the limits of this user or container, or set checkpoint.every_steps = -1",
+            ) from None
         self.ranks[rank] = Rank(slots)
         return slots
 
