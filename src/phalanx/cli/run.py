@@ -304,10 +304,10 @@ class _Run:
         if row:
             row["cursor"] = (row["step"] + 1) * self.job.train.global_batch
             self.record.metric(row)
-            self._enter(row)
             self.first_loss = self.first_loss if self.num_steps else row["loss"]
             self.num_steps += 1
             self.rows.append(row)
+            self._enter(row)
             self.listener.step(row)
         for noticed in table.events:
             self.record.event(noticed)
