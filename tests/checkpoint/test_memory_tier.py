@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from phalanx.checkpoint import buddy
 from phalanx.checkpoint.buddy import BuddyServer, fetch, push
 from phalanx.checkpoint.catalog import Catalog
-from phalanx.checkpoint.memory import SEAL_BYTES, Slot, buddies, check_room
-from phalanx.core.checkpoint import BadCheckpoint
+from phalanx.checkpoint.memory import SEAL_BYTES, Slot, check_room
+from phalanx.core.checkpoint import BadCheckpoint, buddies
 from phalanx.core.errors import UserError
 from phalanx.core.store import Folder
 from tests.checkpoint import faults

@@ -29,7 +29,8 @@ def test_a_record_is_read_back(tmp_path):
     assert [e["type"] for e in after.events()] == ["ready"] and next(after.events())["time"] > 1e9
     assert after.summary == {"ok": True}
     assert {p.name for p in record.path.iterdir()} == {
-        "job.json", "meta.json", "metrics.jsonl", "events.jsonl", "logs", "summary.json",
+        "job.json", "meta.json", "metrics.jsonl", "events.jsonl",
+        "ledger.jsonl", "logs", "summary.json",
     }  # fmt: skip
 
 

@@ -6,8 +6,27 @@ import pytest
 from tests.cases import CASES, make_job
 from tests.parity import TOLERANCE, run_case
 
-# Of the compositions on 8 ranks and the compiled ones these run by default, the others with `make test-slow`.
+# Of the compositions on more than 2 ranks and the compiled ones these run by default, the others with `make test-slow`
+# and in benchmarks/parity.py.
 DEFAULT = {
+    "shard 3, uneven rows",
+    "shard 4, ZeRO-1",
+    "tp 4, 9 FFN features",
+    "replica 3",
+    "replica 4, two nodes",
+    "shard 4, two nodes, hierarchical",
+    "shard 2 x tp 2, tied",
+    "replica 2 x shard 2",
+    "exact: shard 3, 6 leaves",
+    "pp 4, ZB-V",
+    "shard 2 x pp 2, ZB-V, ZeRO-3",
+    "tp 2 x pp 2",
+    "cp 3, Ulysses, 2 key/value heads",
+    "pp 2 x cp 2, ZB-V, Ulysses",
+    "moe: shard 4, ep 4, 6 experts",
+    "moe: shard 2 x pp 2, ep 2",
+    "image: shard 2 x tp 2",
+    "activations offloaded: pp 2, ZB-V x tp 2",
     "replica 2 x shard 2 x tp 2",
     "shard 4 x tp 2, ZeRO-1, two nodes, by size",
     "exact: replica 2 x shard 2 x pp 2, ZB-V",
@@ -19,7 +38,7 @@ DEFAULT = {
 
 def _param(name, layout, options):
     ranks = make_job(layout, **options).layout.world_size
-    slow = name not in DEFAULT and (ranks > 4 or name.startswith("compile"))
+    slow = name not in DEFAULT and (ranks > 2 or name.startswith("compile"))
     return pytest.param(name, layout, options, id=name, marks=[pytest.mark.slow] if slow else [])
 
 

@@ -115,13 +115,3 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def buddies(domains: list[str]) -> list[int | None]:
-    """For each node the one that keeps a copy of its snapshots: the next in another failure domain (`domains` names
-    each node's), so that every node keeps as many as it gives while the domains are alike. None: there is no other."""
-    out: list[int | None] = []
-    for node, domain in enumerate(domains):
-        others = [(node + i) % len(domains) for i in range(1, len(domains))]
-        out.append(next((other for other in others if domains[other] != domain), None))
-    return out

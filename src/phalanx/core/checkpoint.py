@@ -202,3 +202,13 @@ def file_name(rank: int) -> str:
 def checkpoint_name(step: int, mark: str) -> str:
     """Never used twice: `mark` is random, and the same on all ranks."""
     return f"step-{step:09d}-{mark}"
+
+
+def buddies(domains: list[str]) -> list[int | None]:
+    """For each node the one that keeps a copy of its snapshots: the next in another failure domain (`domains` names
+    each node's), so that every node keeps as many as it gives while the domains are alike. None: there is no other."""
+    out: list[int | None] = []
+    for node, domain in enumerate(domains):
+        others = [(node + i) % len(domains) for i in range(1, len(domains))]
+        out.append(next((other for other in others if domains[other] != domain), None))
+    return out

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.memory import buddies
+from phalanx.core.checkpoint import buddies
 from phalanx.core.errors import RunFailed
 from phalanx.core.job import Job
 from phalanx.runtime.client import NodeClient
