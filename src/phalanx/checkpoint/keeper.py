@@ -19,7 +19,6 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +41,6 @@ WRITERS = 4
 class Rank:
     slots: list[Slot]
     conn: socket.socket | None = None
-    draining: set[int] = field(default_factory=set)  # slots that must not be overwritten yet
     written: set[str] = field(default_factory=set)  # checkpoints whose file is there, or on its way
 
 
@@ -177,26 +175,22 @@ class Keeper:
             return False
         said = json.loads(data)
         slot = int(said["slot"])
-        self.ranks[rank].draining.add(slot)
         self.writers.submit(self._take, rank, slot, bool(said["durable"]), said["seal"])
         return True
 
     # -- what is done about it
 
     def _take(self, rank: int, number: int, durable: bool, to_seal: dict[str, Any] | None) -> None:
-        held, began = self.ranks[rank], time.perf_counter()
-        slot, copied = held.slots[number], False
+        slot = self.ranks[rank].slots[number]
         try:
             if to_seal and not self._seal(rank, slot, to_seal["header"], int(to_seal["sum"])):
                 return
             if self.buddy:
-                copied = self._copy(rank, slot)
+                self._copy(rank, slot)
             if durable:
                 self._drain(rank, slot)
         finally:
-            with self.lock:
-                held.draining.discard(number)
-            self._tell(rank, {"slot": number, "drain_ns": int((time.perf_counter() - began) * 1e9), "copied": copied})
+            self._tell(rank, {"slot": number})  # it may be overwritten
 
     def _seal(self, rank: int, slot: Slot, header: dict[str, Any], want: int) -> bool:
         """What an accelerator has copied: hash it, and seal it if its sum is the one that was taken there."""
@@ -218,14 +212,12 @@ class Keeper:
         slot.seal(header)
         return True
 
-    def _copy(self, rank: int, slot: Slot) -> bool:
+    def _copy(self, rank: int, slot: Slot) -> None:
         assert self.buddy
         try:
             push(self.buddy, self.token, rank, slot)
         except (OSError, BadCheckpoint) as error:
             self.channel.send({"type": "checkpoint_failed", "rank": rank, "where": "buddy", "reason": str(error)})
-            return False
-        return True
 
     def _drain(self, rank: int, slot: Slot) -> None:
         """The rank's file, from its slot to the disk."""
@@ -349,7 +341,6 @@ class Line:
         self.newest = int(reply["newest"])  # the slot with a snapshot that was there before
         self.slots = [Slot(image_bytes, own_bytes, fd) for fd in fds]
         self.busy: set[int] = set()  # slots that the keeper still reads
-        self.freed: deque[dict[str, Any]] = deque(maxlen=16)  # what it said when it was done with one
 
     def done(self, slot: int, durable: bool, to_seal: dict[str, Any] | None = None) -> None:
         """With filling a slot. `to_seal`: the keeper is to hash it, compare its "sum", and seal it with "header"."""
@@ -368,9 +359,7 @@ class Line:
                 data = self._sock.recv(PACKET_BYTES)
                 if not data:
                     raise ConnectionError("the checkpoint keeper closed the connection")
-                said = json.loads(data)
-                self.busy.discard(said["slot"])
-                self.freed.append(said)
+                self.busy.discard(json.loads(data)["slot"])
                 self._sock.setblocking(False)
 
     def close(self) -> None:

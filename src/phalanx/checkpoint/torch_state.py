@@ -20,6 +20,7 @@ from phalanx.checkpoint.files import Reader
 from phalanx.checkpoint.keeper import Line
 from phalanx.checkpoint.memory import Slot
 from phalanx.core.checkpoint import BadCheckpoint, Entry, Plan, Segment, checkpoint_name, word_of
+from phalanx.core.errors import UserError
 from phalanx.core.layout import Coord, Layout
 
 Get = Callable[[str], Tensor]  # a rank's slice of a tensor of the state, by its name
@@ -268,7 +269,9 @@ def load(reader: Reader, entries: list[Entry], layout: Layout, coord: Coord, get
             continue
         saved = reader.manifest.entries[reader.manifest.index[held.name]]
         if saved.held.shape != held.shape:
-            raise ShapeDiffers(held.name, saved.held.shape, held.shape)
+            was, here = ("x".join(map(str, shape)) for shape in (saved.held.shape, held.shape))
+            remedy = "set the sizes of the model that was saved, or name a checkpoint of this one"
+            raise UserError(f"{held.name} is {was} in the checkpoint and {here} here", remedy=remedy)
         r0, r1, c0, c1 = held.bounds(layout, coord)
         local = get(held.name).detach()
         if not local.numel():
@@ -283,13 +286,6 @@ def load(reader: Reader, entries: list[Entry], layout: Layout, coord: Coord, get
     for local, room in after:
         local.copy_(room)
     return size
-
-
-class ShapeDiffers(Exception):
-    def __init__(self, name: str, saved: tuple[int, ...], wanted: tuple[int, ...]):
-        super().__init__(
-            f"{name} is {'x'.join(map(str, saved))} in the checkpoint and {'x'.join(map(str, wanted))} here"
-        )
 
 
 def load_slot(slot: Slot, entries: list[Entry], layout: Layout, coord: Coord, get: Get) -> None:
