@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -174,6 +175,78 @@ def test_a_byte_that_changes_while_it_is_written_is_found_when_it_is_loaded(keep
     events = []
     assert faults.load_newest(Catalog(keeper.store), events.append) is None
     assert "rank-000001.bin: chunk 0, bytes 0 to" in events[0]["reason"]
+
+
+# -- what an accelerator has copied, which the keeper seals
+
+
+def sum_on_device(entries, plan, image):
+    """As the trainer takes it there: words as wide as an element, every segment with another weight."""
+    sums = [image[s.offset : s.offset + s.size].view(np.int32).astype(object).sum() for s in plan.segments]
+    assert all(entry.dtype == "float32" for entry in entries)
+    total = sum((2 * i + 1) * each for i, each in enumerate(sums)) % (1 << 64)
+    return total - (1 << 64) if total >> 63 else total
+
+
+def copied(line, rank, number, step, spoil=lambda image: None):
+    """A slot filled by a device, without hashes or seal."""
+    line.wait_free(number)
+    slot, image = line.slots[number], faults.image_of(ENTRIES, PLANS[rank], step)
+    slot.break_seal()
+    slot.array()[:] = image
+    spoil(slot.array())
+    line.done(number, True, {"header": faults.header_of(rank, step), "sum": sum_on_device(ENTRIES, PLANS[rank], image)})
+
+
+def test_what_a_device_has_copied_is_sealed_by_the_keeper(keeper, lines):
+    for rank, line in enumerate(lines):
+        copied(line, rank, 0, NEW)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+    for rank, line in enumerate(lines):
+        assert line.slots[0].header() == faults.header_of(rank, NEW)
+        line.slots[0].verify()
+    commit(keeper, NEW)
+    assert faults.load_newest(Catalog(keeper.store)) == (f"step-{NEW:09d}-aa", faults.state_of(ENTRIES, NEW))
+
+
+def swapped(image):
+    """Two segments of one size, whole but in each other's place: a plain sum would not see it."""
+    a, b = next(
+        (a, b)
+        for i, a in enumerate(PLANS[1].segments)
+        for b in PLANS[1].segments[i + 1 :]
+        if a.size == b.size and a.entry != b.entry
+    )
+    first = image[a.offset : a.offset + a.size].copy()
+    image[a.offset : a.offset + a.size] = image[b.offset : b.offset + b.size]
+    image[b.offset : b.offset + b.size] = first
+
+
+def flipped(image):
+    image[PLANS[1].segments[-1].offset] ^= 1
+
+
+def missing(image):
+    """A copy that never came: what the slot held before."""
+    segment = PLANS[1].segments[0]
+    image[segment.offset : segment.offset + segment.size] = faults.image_of(ENTRIES, PLANS[1], OLD)[
+        segment.offset : segment.offset + segment.size
+    ]
+
+
+@pytest.mark.parametrize("spoil", [flipped, swapped, missing])
+def test_what_did_not_arrive_as_it_was_on_the_device_is_never_sealed(keeper, lines, spoil):
+    copied(lines[1], 1, 0, OLD)
+    lines[1].wait_free(0)
+    copied(lines[0], 0, 1, NEW)
+    copied(lines[1], 1, 1, NEW, spoil)
+    (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
+    assert failed["rank"] == 1 and failed["checkpoint"] == f"step-{NEW:09d}-aa"
+    assert "what the device copied has the sum" in failed["reason"]
+    lines[1].wait_free(1)  # the rank is told, and goes on
+    assert lines[1].slots[1].header() is None
+    assert lines[1].slots[0].header()["step"] == OLD, "the one before stays"
+    assert [m["step"] for m in keeper.channel.of("shard") if m["rank"] == 1] == [OLD]
 
 
 def held(keeper):

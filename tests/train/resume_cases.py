@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.checkpoint.files import commit, make_folder, make_tail, root_of, write_file
-from phalanx.checkpoint.memory import Slot
+from phalanx.checkpoint.keeper import Line
 from phalanx.checkpoint.torch_state import Snapshotter, rng_state
 from phalanx.core.checkpoint import Manifest, Plan, file_name
 from phalanx.core.job import Job
@@ -19,21 +19,9 @@ from phalanx.parallel.groups import connect_store
 from phalanx.train.saving import resume, resume_from_memory
 from phalanx.train.state import State
 from tests.cases import CPU, Rank
+from tests.checkpoint.faults import a_keeper
 
 BEFORE, AFTER = 2, 2
-
-
-class OwnLine:
-    """A keeper's line without a keeper: the slots are this process's own."""
-
-    newest, busy = -1, frozenset()
-
-    def __init__(self, plan):
-        self.slots = [Slot(plan.image_bytes, plan.own_bytes) for _ in range(2)]
-
-    def listen(self, block): ...
-
-    def done(self, slot, durable, to_seal=None): ...
 
 
 @contextlib.contextmanager
@@ -63,12 +51,17 @@ def case_resume(args):
     rank = Rank(job, number, store, args["generation"] * 10)
     steps(rank, 0, BEFORE)
     state, plan = rank.state, Plan.of(rank.state.entries, job.layout, rank.coord)
-    snapshots = Snapshotter(OwnLine(plan), state.entries, job.layout, rank.coord, state.get, CPU, "run")
-    snapshots.begin(state.step, durable=True)
-    snapshots.wait()
-    slot = snapshots.line.slots[0]
-    norms = steps(rank, BEFORE, AFTER)
-    straight = {"norms": norms, "digest": rank.state.digest(), "rng": rng_state(CPU).hex()}
+    base = Manifest("base", 0, job.layout, state.entries, [], 0).to_json()
+    with a_keeper(args["dir"], serve=True, ranks=job.layout.world_size) as keeper:
+        line = Line(keeper.address, number, plan.image_bytes, plan.own_bytes, base)
+        snapshots = Snapshotter(line, state.entries, job.layout, rank.coord, state.get, rank.device, "run")
+        snapshots.begin(state.step, durable=False)
+        snapshots.wait()
+        norms = steps(rank, BEFORE, AFTER)
+        snapshots.finish()
+        line.close()
+    slot = line.slots[0]
+    straight = {"norms": norms, "digest": rank.state.digest(), "rng": rng_state(rank.device).hex()}
     name, target = slot.header()["checkpoint"], open_store(args["dir"])
     make_folder(target, name)
     rng = base64.b64decode(slot.header()["rng"])
@@ -98,7 +91,7 @@ def case_resume(args):
         if args.get("forget_rng"):
             torch.manual_seed(1)
         norms = steps(rank, BEFORE, AFTER)
-        again[how] = {"norms": norms, "digest": rank.state.digest(), "rng": rng_state(CPU).hex()}
+        again[how] = {"norms": norms, "digest": rank.state.digest(), "rng": rng_state(rank.device).hex()}
         rank.close()
     return {"name": name, "straight": straight, **again}
 
