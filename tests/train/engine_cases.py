@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -30,6 +29,11 @@ def _meet(rank: Rank, args, point: str) -> None:
     rank.store.wait([f"{key}{r}" for r in range(rank.job.layout.world_size)])
 
 
+def _held() -> list[int]:
+    """Threads, also those that Python does not know, and descriptors."""
+    return [len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))]
+
+
 class Boom(RuntimeError):
     pass
 
@@ -37,6 +41,10 @@ class Boom(RuntimeError):
 def rebuild(args):
     """Raise in the middle of the second micro-batch's backward, rebuild, redo; several times."""
     rank = connect(args)
+    rank.close()
+    without = _held()
+    rank.generation = args["generation"] * 1000
+    rank.build()
     clean = _grads(rank)
     before = {k: v.detach().clone() for k, v in rank.state.params.items()}
     seconds, resources = [], []
@@ -60,11 +68,11 @@ def rebuild(args):
         seconds.append(time.perf_counter() - start)
         if not _same(_grads(rank), clean):
             return f"attempt {attempt}: the redone gradients differ from the clean ones"
-        resources.append([threading.active_count(), len(os.listdir("/proc/self/fd"))])
+        resources.append(_held())
     if not _same(before, {k: v.detach() for k, v in rank.state.params.items()}):
         return "the failed steps changed the weights"
     rank.close()
-    return {"seconds": seconds, "resources": resources}
+    return {"seconds": seconds, "resources": [*resources, without, _held()]}
 
 
 def retry_without_rebuild(args):

@@ -81,6 +81,10 @@ class Groups:
             self.cross.close()
         for peers in self.tiers.values():
             peers.close()
+        for mesh in (self.mesh, self.experts):
+            # DTensor's caches keep the first mesh of a kind for ever. Without its groups it holds no threads and
+            # sockets, and finds those of a later generation, which have the same names.
+            getattr(mesh, "_pg_registry", {}).clear()
         if dist.is_initialized():
             dist.destroy_process_group()
 
