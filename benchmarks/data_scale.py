@@ -24,11 +24,11 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.core.manifest import HASH_BYTES, MANIFEST, Extent, Field, Manifest
+from phalanx.core.manifest import HASH_BYTES, MANIFEST, Extent, Field, Manifest, manifest_name
 from phalanx.core.store import open_store
 from phalanx.data.fetch import Fetcher, read_manifest
 from phalanx.data.loader import Loader, make_order
-from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, fast_hash, root_of, strong_hash
+from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, fast_hash, root_of, strong_hash, version_of
 
 TOKENS, SEQ, GLOBAL_BATCH, ROWS, GROUPS = 15 * 10**12, 4096, 2048, 64, 1024
 VOCAB = 128_256
@@ -76,7 +76,9 @@ def write_data(folder: Path) -> None:
             f.write(footer.tobytes())
         roots[m.first_root[extent] + shard] = np.frombuffer(root_of(footer.tobytes()), np.uint8)
     whole = Manifest(m.fields, m.extents, roots, m.chunk_items, m.shard_chunks, vocab_size=VOCAB, eos=0)
-    (folder / MANIFEST).write_bytes(whole.encode())
+    data = whole.encode()
+    for name in (manifest_name(version_of(data)), MANIFEST):
+        (folder / name).write_bytes(data)
 
 
 def resident_bytes() -> int:

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from data_throughput_cases import CASES, DTYPE, EOS, SAMPLES, SEQ, VOCAB
 
-from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest
+from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, manifest_name
 from phalanx.core.store import Folder
-from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, ShardWriter
+from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, ShardWriter, version_of
 
 PEERS = os.environ.get("PHALANX_PEERS_PYTHON", sys.executable)
 OURS, FLOOR = "phalanx", "bare memmap copy"
@@ -45,7 +45,9 @@ def write_data(folder: Path) -> int:
     writer.add(tokens)
     fields, extents = (Field("tokens", DTYPE.str),), (Extent("synthetic", len(tokens)),)
     manifest = Manifest(fields, extents, writer.finish(), chunk_items, shard_chunks, vocab_size=VOCAB, eos=EOS)
-    store.write(MANIFEST, manifest.encode())
+    data = manifest.encode()
+    for name in (manifest_name(version_of(data)), MANIFEST):
+        store.write(name, data)
     return int(tokens[:-1].sum(dtype=np.uint64))
 
 
