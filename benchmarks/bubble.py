@@ -30,10 +30,7 @@ from tests.pool import Pool
 
 PP, TIMES = 4, 3
 SLEEP_S, SEQ_LEN = 0.12, 256  # a whole stage's forward, asleep; the sequence that computing stages work on
-LONGER = {
-    "sleep": 3,
-    "compute": 2,
-}  # so many times that, for the schedules whose bubble is so small that a message's way would be seen in it
+LONGER = 2  # times that, for the schedules whose bubble is so small that a message's way would be seen in it
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv")
 MODEL = ModelConfig(vocab_size=32, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1408)
 SLOT, SLOT_CROWDED = 2.0, 3.0  # of the CPU time; the second with fewer cores than ranks
@@ -83,7 +80,7 @@ def play(layout, num_micro, seconds):
 
 def measure(pool, kind, schedule, num_micro):
     axes = dict(pp=PP, schedule=schedule)
-    longer = LONGER[kind] if Layout(**axes).splits_backward else 1
+    longer = LONGER if Layout(**axes).splits_backward else 1
     fixed = dict(precision="fp32", document_mask=False, seq_len=SEQ_LEN * longer)
     job = make_job(model=MODEL, axes=axes, global_batch=num_micro, **fixed)
     if kind == "sleep":

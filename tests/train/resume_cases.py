@@ -58,8 +58,7 @@ def case_resume(args):
         snapshots.begin(state.step, durable=False)
         snapshots.wait()
         norms = steps(rank, BEFORE, AFTER)
-        snapshots.finish()
-        line.close()
+        snapshots.close()
     slot = line.slots[0]
     straight = {"norms": norms, "digest": rank.state.digest(), "rng": rng_state(rank.device).hex()}
     name, target = slot.header()["checkpoint"], open_store(args["dir"])

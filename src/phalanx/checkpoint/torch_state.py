@@ -113,7 +113,7 @@ class Snapshotter:
         self._enqueued = threading.Event()
         self._copied: list[torch.Event] = []
         self._streams = [device.new_stream(), device.new_stream()]
-        self._total = torch.zeros(1, dtype=torch.int64, pin_memory=not device.is_cpu)
+        self._sums = torch.zeros(len(self.plan.segments), dtype=torch.int64, pin_memory=not device.is_cpu)
         self._images: dict[int, Tensor] = {}  # of the slots, pinned
 
     def begin(self, step: int, durable: bool, norm: Tensor | None = None) -> None:
@@ -164,6 +164,14 @@ class Snapshotter:
         for slot in range(len(self.line.slots)):
             self.line.wait_free(slot)
 
+    def close(self) -> None:
+        """After that, with the line."""
+        self.finish()
+        self._thread.shutdown()
+        while self._images:
+            self.device.unpin(self._images.popitem()[1])
+        self.line.close()
+
     def _join(self) -> None:
         self._work.result()
 
@@ -206,25 +214,32 @@ class Snapshotter:
         device, on yet another stream, lets the keeper compare what has arrived with what was there. The keeper also
         hashes and seals: here that would take the interpreter from the trainer."""
         self.device.use()
-        image, sums = self.image(number), []
+        image, on_host = self.image(number), 0
+        rooms, sources, words, weights = list[Tensor](), list[Tensor](), list[torch.dtype](), list[int]()
+        for i, s in enumerate(self.plan.segments):
+            room, source = image[s.offset : s.offset + s.size], self.source.bytes_of(s)
+            word = getattr(torch, word_of(self.source.entries[s.entry]))
+            if source.is_cpu:  # offloaded
+                room.copy_(source)
+                on_host += (2 * i + 1) * int(source.view(word).sum(dtype=torch.int64))
+            else:
+                rooms.append(room)
+                sources.append(source)
+                words.append(word)
+                weights.append(2 * i + 1)
         for stream in self._streams:
             self.device.wait(stream, ready)
         copies, adds = self._streams
-        for s in self.plan.segments:
-            source = self.source.bytes_of(s)
-            with self.device.on(copies):
-                image[s.offset : s.offset + s.size].copy_(source, non_blocking=True)
-            with self.device.on(adds):
-                word = getattr(torch, word_of(self.source.entries[s.entry]))
-                sums.append(source.view(word).sum(dtype=torch.int64))
+        with self.device.on(copies):  # in one call, which leaves the interpreter to the trainer
+            torch._foreach_copy_(rooms, sources, non_blocking=True)
         with self.device.on(adds):
-            weights = torch.arange(len(sums), device=self.device.torch) * 2 + 1
-            self._total.copy_((torch.stack(sums) * weights).sum().view(1), non_blocking=True)
+            sums = [x.view(word).sum(dtype=torch.int64) for x, word in zip(sources, words, strict=True)]
+            self._sums[: len(sums)].copy_(torch.stack(sums), non_blocking=True)
         self._copied = [stream.record_event() for stream in self._streams]
         self._enqueued.set()
         for event in self._copied:
             event.synchronize()
-        return int(self._total)
+        return on_host + sum(weight * each for weight, each in zip(weights, self._sums.tolist(), strict=False))
 
 
 def mark(run: str, generation: int, step: int) -> str:

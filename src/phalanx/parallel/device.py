@@ -102,6 +102,11 @@ class Device:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))  # or HIP's
         return host
 
+    def unpin(self, host: torch.Tensor) -> None:
+        """Before what `pin` was given is unmapped: the device would take what comes to lie there later for pinned."""
+        if not self.is_cpu:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))
+
     def hold(self, tensor: torch.Tensor, stream: torch.Stream | None = None) -> None:
         """`tensor` is read on this stream (default: the current one), which is not the one it was
         made on: its memory must not be reused before that, even if we let go of it now."""

@@ -104,9 +104,9 @@ class Saver:
         except TimeoutError:
             return None
 
-    def finish(self) -> None:
-        """Until what is under way is written."""
-        self.snapshots.finish()
+    def close(self) -> None:
+        """When what is under way is written."""
+        self.snapshots.close()
 
 
 def resume(

@@ -66,7 +66,7 @@ def main(channel: Any, args: dict[str, Any]) -> None:
         _report(channel, coord, *previous)
     channel.progress.mark(Phase.done)
     if saver:
-        saver.finish()
+        saver.close()
     channel.send({"type": "done", "digest": state.digest(), "step": state.step})
     engine.close()
     groups.close()
