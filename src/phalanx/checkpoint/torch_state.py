@@ -121,19 +121,9 @@ class Snapshotter:
         update was not made, and the snapshot is never sealed."""
         began = time.perf_counter_ns()
         self._join()
-        number = self._pick()
-        self.line.slots[number].break_seal()
-        header = {
-            "checkpoint": checkpoint_name(step, mark(self.run, self.generation, step)),
-            "rank": self.rank,
-            "world_size": self.source.layout.world_size,
-            "step": step,
-            "generation": self.generation,
-            "rng": base64.b64encode(rng_state(self.device)).decode(),
-        }
-        ready = self.device.mark()
         self._enqueued.clear()
-        self._work = self._thread.submit(self._run, number, header, durable, norm, ready)
+        rng, ready = rng_state(self.device), self.device.mark()
+        self._work = self._thread.submit(self._run, step, rng, durable, norm, ready)
         self.stall_ns = time.perf_counter_ns() - began
 
     def _pick(self) -> int:
@@ -175,16 +165,27 @@ class Snapshotter:
     def _join(self) -> None:
         self._work.result()
 
-    def _run(self, number: int, header: dict[str, Any], durable: bool, norm: Tensor | None, ready: Any) -> None:
-        began = time.perf_counter_ns()
-        slot, total = self.line.slots[number], None
+    def _run(self, step: int, rng: bytes, durable: bool, norm: Tensor | None, ready: Any) -> None:
         try:
+            if self.device.is_cpu:
+                time.sleep(0.002)  # until the trainer is at its next pass: before, both would want the interpreter
+            number = self._pick()
+            began, slot, total = time.perf_counter_ns(), self.line.slots[number], None
+            slot.break_seal()
             if self.device.is_cpu:
                 self._copy(slot)
             else:
                 total = self._copy_from_device(number, ready)
             if norm is not None and not bool(torch.isfinite(norm)):
                 return
+            header = {
+                "checkpoint": checkpoint_name(step, mark(self.run, self.generation, step)),
+                "rank": self.rank,
+                "world_size": self.source.layout.world_size,
+                "step": step,
+                "generation": self.generation,
+                "rng": base64.b64encode(rng).decode(),
+            }
             if total is None:
                 slot.seal(header)
             self.copy_ns = time.perf_counter_ns() - began

@@ -59,7 +59,9 @@ class Saver:
         """What the last snapshot has cost, for the step's report."""
         if not self._under_way:
             return {}
+        self.channel.progress.mark(Phase.idle)  # if the disk is slow, the snapshot may have had to wait for a slot
         self.snapshots.wait()
+        self.channel.progress.mark(Phase.optimizer)
         said = {"snapshot": {"step": self._under_way, "stall_s": self.snapshots.stall_ns / 1e9}}
         self._under_way = 0
         return said
@@ -69,7 +71,7 @@ class Saver:
         durable = last or step >= self.next_durable
         if not durable and step < self.next_memory:
             return
-        self.channel.progress.mark(Phase.idle)  # if the disk is slow, it may have to wait for a slot
+        self.channel.progress.mark(Phase.idle)
         self.snapshots.begin(step, durable, norm)
         self._under_way = step
         if durable and not last:
