@@ -28,7 +28,7 @@ try:
     t0=time.monotonic()
     while True:
         time.sleep(1); a=ask(c); print(round(time.monotonic()-t0,1),a['phase'],a['generation'],a['reports'],a['commands'],round(a['cpu_s'],2),flush=True)
-        if a['phase']=='run' or time.monotonic()-t0>90: break
+        if a['phase']=='running' or time.monotonic()-t0>90: break
     # measure idle
     def window(sec,plan,label):
         buss=socket.socket(socket.AF_UNIX,socket.SOCK_DGRAM)
@@ -37,7 +37,7 @@ try:
         a=ask(c); ca,cg=cpu([x.pid for x in aggs]),cpu([x.pid for x in gens])
         time.sleep(sec)
         b=ask(c); w=b['now_s']-a['now_s']
-        lat=sorted(x[1]/1e6 for x in b['latencies'])
+        lat=sorted(x[2] for x in b['latencies']); print([(k,round(x),round(y)) for k,x,y in b['latencies']][:60])
         q=lambda f: round(lat[min(len(lat)-1,int(f*len(lat)))],1) if lat else None
         print(label,'ctl',round((b['cpu_s']-a['cpu_s'])/w,3),'aggs',round((cpu([x.pid for x in aggs])-ca)/w,3),'gens',round((cpu([x.pid for x in gens])-cg)/w,3),'gen',b['generation']-a['generation'],b['phase'],'reports',b['reports']-a['reports'],'dec',len(lat),'p50',q(.5),'p99',q(.99),'max',q(1),'entries',b['entries']-a['entries'],flush=True)
     window(10,[],'steady')

@@ -4,27 +4,39 @@ Nodes obey the protocol of control.messages without doing any work: workers are 
 of the gang breaks, its generator tells the others, and all members park, as they would when their groups break."""
 
 import gc
+import hashlib
 import heapq
 import json
 import os
-import random
 import socket
 import sys
 import time
+from collections import deque
+from functools import partial
 from pathlib import Path
 
-from phalanx.runtime.aggregator import COMMANDS, DEAD, ITEMS, PASSED, SEEN, SUSPECT, Aggregator, Roster
+from phalanx.control import codec, messages
+from phalanx.control.gang import Gang
+from phalanx.control.messages import Event
+from phalanx.control.policy import Policy
+from phalanx.core.layout import Layout
+from phalanx.runtime.aggregator import CLEAR, COMMANDS, DEAD, ITEMS, PASSED, SUSPECT, Aggregator, Roster
 from phalanx.runtime.journal import Journal
 from phalanx.runtime.secret import READ, Identity, load_secret
 from phalanx.runtime.transport import Link, Loop, Server
 from phalanx.runtime.wire import check
 
+LAYOUT = Layout(replica=50, pp=10, shard=25, tp=8, ranks_per_node=8)  # 100,000 ranks on 12,500 nodes
 BEAT_S = 5.0
-DIGEST = "0123456789abcdef" * 2
+DIGESTS = [hashlib.blake2b(b"%d" % i, digest_size=16).hexdigest() for i in range(LAYOUT.replica_size)]
 
 
 def node_name(number: int) -> str:
     return f"node-{number:05d}"
+
+
+def rack(number: int) -> str:
+    return f"rack-{number // 16}"
 
 
 # -- aggregators
@@ -70,7 +82,7 @@ class Node:
     def opened(self, session):
         self.beat()
         if not self.welcome:
-            self.post("NodeJoined", domain=f"rack-{self.number // 16}")
+            self.post("NodeJoined", domain=rack(self.number))
 
     def beat(self):
         if self.link:
@@ -124,16 +136,13 @@ class Node:
         if command["generation"] <= self.generation or not crew:
             return
         self.generation, self.step, self.running = command["generation"], command["step"], True
-        digests = {str(worker): DIGEST for worker in crew.values()}
+        # No step is ever done, so replicas have the same states.
+        digests = {str(worker): DIGESTS[int(rank) % len(DIGESTS)] for rank, worker in crew.items()}
         self.post("Ready", generation=self.generation, step=self.step, digests=digests)
 
-    def do_Start(self, command):
-        self.step += 1
-
     def do_Halt(self, command):
-        self.generation = max(self.generation, command["generation"])
-        self.running = False
-        if self.workers:
+        if command["generation"] == self.generation and self.workers:
+            self.running = False
             self.post("Parked", generation=self.generation, workers=self.alive(), **self.held())
 
     do_Pause = do_Halt
@@ -154,6 +163,7 @@ class Fleet:
     def __init__(self, folder, index, count, secret, mine, addresses):
         self.loop, self.secret = Loop(), load_secret(Path(secret), create=False)
         self.beats = self.events = 0
+        self.beat_s = BEAT_S
         self.others = [f"{folder}/generator-{i}" for i in range(count)]
         self.bus = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.bus.bind(self.others[index])
@@ -172,10 +182,10 @@ class Fleet:
                 when, what, number, more = heapq.heappop(self.queue)
                 if what == "begin":
                     self.nodes[number] = Node(self, number, more)
-                    heapq.heappush(self.queue, (when + BEAT_S, "beat", number, None))
+                    heapq.heappush(self.queue, (when + self.beat_s, "beat", number, None))
                 elif what == "beat":
                     self.nodes[number].beat()
-                    heapq.heappush(self.queue, (when + BEAT_S, "beat", number, None))
+                    heapq.heappush(self.queue, (when + self.beat_s, "beat", number, None))
                 else:
                     self.act(what, number)
             self.loop.turn(min(0.5, max(0.0, self.queue[0][0] - time.monotonic())) if self.queue else 0.5)
@@ -203,12 +213,11 @@ class Fleet:
             for at, what, number in message["plan"]:
                 if number in self.nodes:
                     heapq.heappush(self.queue, (at, what, number, None))
+        elif "beat_s" in message:
+            self.beat_s = message["beat_s"]
         elif "count" in message:
-            answer = {
-                "beats": self.beats,
-                "events": self.events,
-                "alive": sum(n.link is not None for n in self.nodes.values()),
-            }
+            connected = sum(node.link is not None and node.link.session is not None for node in self.nodes.values())
+            answer = {"beats": self.beats, "events": self.events, "connected": connected}
             self.bus.sendto(json.dumps(answer).encode(), message["count"])
         else:
             for node in self.nodes.values():
@@ -219,16 +228,17 @@ class Fleet:
 
 
 class Controller:
-    """Journals what aggregators report, lets the machine decide, and sends commands when they are durable."""
+    """Journals what aggregators report, lets the gang decide, and sends commands when they are durable."""
 
-    def __init__(self, folder, secret, machine):
-        self.loop, self.roster, self.machine = Loop(), Roster(), machine
-        self.journal = Journal(Path(folder) / "journal.db", snapshot_every=1 << 60)
+    def __init__(self, folder, secret):
+        self.loop, self.roster = Loop(), Roster()
+        self.gang: Gang | None = None  # until all nodes are there
+        self.early: list = []
+        self.journal = Journal(Path(folder) / "journal.db")
         self.loop.watch(self.journal, READ, lambda mask: self.settle())
-        self.waiting: list = []  # (entry, commands, when the reports came, who is told that they were heard)
-        self.latencies: list[tuple[int, int]] = []  # when a decision was out, and how long that took
+        self.waiting: deque = deque()  # (entry, commands, when their causes came, who is told that they were heard)
+        self.latencies: list = []  # (what was heard, ms since it came to the aggregator, ms since it came here)
         self.reports = self.commands = 0
-        self.timers: dict[str, int] = {}
         me = Identity("controller", "controller", self.journal.term)
         self.server = Server(self.loop, load_secret(Path(secret)), me, PASSED, self.heard, on_open=self.opened)
 
@@ -236,98 +246,152 @@ class Controller:
         session.post({"type": "expect", "nodes": self.roster.expected(session.peer.name)})
 
     def heard(self, session, number, body):
-        if body["type"] == "summary":
-            step = body["steps"][1]
-            if step > self.machine.done:
-                self.machine.done = step
-                self.decide([{"kind": "StepsDone", "generation": step[0], "step": step[1]}], [0])
+        events = []
+        if body["type"] == "summary" and not self.gang:
             return
-        events, times = [], []
-        for item in body["items"]:
-            if self.roster.take(session.peer.name, check(item, ITEMS)):
-                self.reports += 1
-                event = item["event"] if item["type"] == "event" else self.event_of(item)
-                if event:
-                    events.append(event)
-                    times.append(item["at_ns"])
-        self.decide(events, times, (session, number))
+        if body["type"] == "summary":
+            generation, step = body["steps"][1]
+            if self.gang.phase == "running" and generation == self.gang.generation and not self.gang.stepped:
+                events.append(({"kind": "StepsDone", "generation": generation, "step": step}, 0))
+        else:
+            for item in body["items"]:
+                if self.roster.take(session.peer.name, check(item, ITEMS)) and (event := event_of(item)):
+                    events.append((event, item["at_ns"]))
+        self.decide(events, (session, number))
 
-    def event_of(self, edge):
-        kind = {SEEN: "", SUSPECT: "NodeSuspect", DEAD: "NodeDead"}.get(edge["edge"], "NodeClear")
-        about = {"kind": kind, "node": edge["node"], "incarnation": edge["incarnation"]}
-        return kind and {**about, **({"proof": ""} if edge["edge"] == DEAD else {})}
+    def begin(self):
+        """Nodes are seated one by one by hand, as if they had come over some hours."""
+        gang = Gang.of(LAYOUT, 10**9, Policy())
+        for place in range(len(gang.members.places)):
+            gang.members.join(node_name(place), 1, rack(place))
+            gang.members.sit(place, node_name(place))
+        self.gang, early, self.early = gang, self.early, []
+        self.decide(early)
 
-    def decide(self, events, times, heard=None):
-        now = time.monotonic_ns()
+    def decide(self, events, heard=None):
+        if self.gang is None:
+            self.early += [(event, 0) for event, _ in events]
+            heard[0].ack(heard[1])
+            return
+        now, out, causes = time.monotonic_ns(), [], []
+        self.reports += len(events)
         if events:
-            self.journal.append("events", {"events": events}, now)
-        out, came = [], []
-        for event, at in zip(events, times, strict=True):
-            commands = self.machine.apply(event, now)
-            self.reports += 1
+            self.journal.append("events", {"events": [event for event, _ in events]}, now)
+        for body, came in events:
+            commands = self.gang.apply(now, Event.from_dict(body))
             for command in commands:
-                self.journal.append("decision", self.machine.brief(command), now)
-            if commands:
-                out += commands
-                came.append(at)
-        self.waiting.append((self.journal.number, out, came, heard))
+                if isinstance(command, messages.SetTimer):
+                    fired = {"kind": "TimerFired", "timer": command.timer}
+                    self.loop.after(max(0, command.at_ns - now) / 1e9, partial(self.decide, [(fired, 0)]))
+                else:
+                    self.journal.append("decision", brief(command), now)
+                    out.append(command)
+            if came and any(command.to for command in commands):
+                causes.append((body["kind"], came, now))
+        if heard or out:
+            self.waiting.append((self.journal.number, out, causes, heard))
+            self.settle()
 
     def settle(self):
         durable = self.journal.settled()
         while self.waiting and self.waiting[0][0] <= durable:
-            _, commands, came, heard = self.waiting.pop(0)
-            if commands:
-                self.send(commands)
-                now = time.monotonic_ns()
-                self.latencies += [(now, now - at) for at in came if at]
-            if heard:
+            _, commands, causes, heard = self.waiting.popleft()
+            self.send(commands)
+            now = time.monotonic_ns()
+            self.latencies += [(kind, (now - came) / 1e6, (now - here) / 1e6) for kind, came, here in causes]
+            if heard and heard[1]:
                 heard[0].ack(heard[1])
 
     def send(self, commands):
         """One message to each aggregator."""
         orders: dict[str, list] = {}
         for command in commands:
-            for home, order in self.machine.orders(command, self.roster):
-                orders.setdefault(home, []).append(order)
-                self.commands += len(order["nodes"])
+            each = parts(command) if isinstance(command, messages.Form) else {}
+            homes: dict[str, list] = {}
+            for node in command.to:
+                homes.setdefault(self.roster.home(node), []).append(node)
+            self.commands += len(command.to)
+            common = body_of(command)
+            for home, nodes in homes.items():
+                own = {node: each[node] for node in nodes} if each else {}
+                orders.setdefault(home, []).append({"type": "command", "nodes": nodes, "command": common, "each": own})
         for home, items in orders.items():
-            session = self.server.sessions.get(home)
-            if session:
-                session.post({"type": "commands", "items": items})
+            if home in self.server.sessions:
+                self.server.sessions[home].post({"type": "commands", "items": items})
 
 
-def control(folder, secret, core, machine):
+def event_of(item):
+    """An edge as an event; None: it says no more than where a node is."""
+    if item["type"] == "event":
+        return item["event"]
+    kind = {SUSPECT: "NodeSuspect", CLEAR: "NodeClear", DEAD: "NodeDead"}.get(item["edge"])
+    event = {"kind": kind, "node": item["node"], "incarnation": item["incarnation"]}
+    return (event | {"proof": ""} if kind == "NodeDead" else event) if kind else None
+
+
+BULK = ("nodes", "crew", "places", "sources")
+
+
+def body_of(command):
+    """What all nodes are told."""
+    kept = [name for name in codec.hints(type(command)) if name not in BULK]
+    return {"kind": type(command).__name__, **{name: codec.encode(getattr(command, name)) for name in kept}}
+
+
+def brief(command):
+    """For the journal: the state is the fold of the events, so of a decision it has what people ask for."""
+    return body_of(command) | {"nodes": len(command.to)}
+
+
+def parts(form):
+    """What only one node needs."""
+    each = {node: {"crew": {}, "sources": {}} for node in form.nodes}  # if it is said again, not all of them
+    places, size = form.places, form.ranks_per_place
+    for rank, worker in form.crew.items():
+        if (node := places[rank // size]) in each:
+            each[node]["crew"][rank] = worker
+    for rank, source in form.sources.items():
+        for node in each.keys() & {places[rank // size], source.node}:
+            each[node]["sources"][rank] = codec.encode(source)
+    return each
+
+
+def control(folder, secret, core):
     os.sched_setaffinity(0, {core})
-    gc.disable()
-    controller = Controller(folder, secret, machine)
+    gc.set_threshold(50_000, 20, 100)  # a gang is a million objects: looking through them takes a while
+    controller = Controller(folder, secret)
     print(json.dumps(controller.server.address), flush=True)
-    asked = os.dup(0)
-    os.set_blocking(asked, False)
 
     def answer(mask):
-        """A line is a question, and its answer what was counted until now."""
-        data = os.read(asked, 4096)
-        if not data:
+        """To a word: what was counted since the last, after what it asks for."""
+        word = os.read(0, 4096).decode().strip()
+        if not word:
             os._exit(0)
-        for _ in range(data.count(b"\n")):
-            latencies, controller.latencies = controller.latencies, []
-            print(
-                json.dumps(
-                    {
-                        "cpu_s": time.process_time(),
-                        "now_s": time.monotonic(),
-                        "entries": controller.journal.number,
-                        "reports": controller.reports,
-                        "commands": controller.commands,
-                        "phase": machine.phase,
-                        "generation": machine.generation,
-                        "latencies": latencies,
-                    }
-                ),
-                flush=True,
-            )
+        if word == "begin":
+            controller.begin()
+        if word == "freeze":
+            gc.collect()
+            gc.freeze()  # what is there stays
+        gang, began = controller.gang, time.perf_counter()
+        state = len(gang.to_bytes()) if word == "snapshot" else 0
+        latencies, controller.latencies = controller.latencies, []
+        counted = {
+            "snapshot_mb": state / 1e6,
+            "snapshot_s": time.perf_counter() - began,
+            "cpu_s": time.process_time(),
+            "now_s": time.monotonic(),
+            "entries": controller.journal.number,
+            "reports": controller.reports,
+            "commands": controller.commands,
+            "early": len(controller.early),
+            "phase": gang.phase if gang else "",
+            "stepped": bool(gang and gang.stepped),
+            "generation": gang.generation if gang else 0,
+            "latencies": latencies,
+        }
+        print(json.dumps(counted), flush=True)
 
-    controller.loop.watch(asked, READ, answer)
+    controller.loop.watch(0, READ, answer)
     while True:
         controller.loop.turn()
 
@@ -343,10 +407,7 @@ def main():
         Fleet(folder, int(index), int(count), secret, said["nodes"], said["addresses"]).run()
     else:
         folder, secret, core = args
-        sys.path.insert(0, "/tmp/p2")
-        from standin import Machine
-
-        control(folder, secret, int(core), Machine(12500, 8))
+        control(folder, secret, int(core))
 
 
 if __name__ == "__main__":
