@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow test-pairs test-s3 lint docs clean
+.PHONY: setup demo test test-slow test-pairs test-s3 soak lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,10 @@ test-pairs: setup
 # Against Ceph's gateway, on loopback: apt install radosgw ceph-mon ceph-osd ceph-common
 test-s3: setup
 	PHALANX_TEST_S3=radosgw $(BIN)/python -m pytest tests/data/test_s3.py
+
+# The control plane in a hundred thousand simulated worlds, each with faults of its own.
+soak: setup
+	$(BIN)/python -m tests.control.sim --seeds 0:100000 --jobs 2
 
 lint: setup
 	$(BIN)/ruff check .

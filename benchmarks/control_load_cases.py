@@ -404,7 +404,9 @@ def main():
     elif what == "generate":
         folder, index, count, secret = args
         said = json.loads(sys.stdin.readline())
-        Fleet(folder, int(index), int(count), secret, said["nodes"], said["addresses"]).run()
+        fleet = Fleet(folder, int(index), int(count), secret, said["nodes"], said["addresses"])
+        print("ready", flush=True)
+        fleet.run()
     else:
         folder, secret, core = args
         control(folder, secret, int(core))

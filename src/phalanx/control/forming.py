@@ -1,0 +1,239 @@
+"""The next generation: who is in it, from which step it goes on, and where each rank gets its state. Then all form, and
+when all are ready and agree, they start."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from phalanx.control import messages
+from phalanx.control.halting import Halting
+from phalanx.control.messages import Form, Source
+from phalanx.control.sources import Stocks
+
+
+@dataclass
+class Forming(Halting):
+    durable: list[tuple[int, int]] = field(default_factory=list)  # step, generation; first what the run began from
+    digests: dict[int, str] = field(default_factory=dict)  # of those that are Ready
+    agreed: dict[int, str] = field(default_factory=dict)  # coordinate -> the first of them
+    disputed: set[int] = field(default_factory=set)  # coordinates that have another one too
+    asked: bool = False  # all that `held` can have is there
+    unanswered: set[str] = field(default_factory=set)  # nodes that were asked
+    held: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)  # node -> what is in its memory
+    stepped: bool = False  # the generation is known to have committed a step
+    relink: bool = False  # it avoids other links than those that are down
+    rescaled: bool = False  # it may have other replicas than those that are wanted
+    surplus: bool = False  # there may be workers of replicas that are not wanted
+
+    def _on_NodeJoined(self, event: messages.NodeJoined) -> bool:
+        if self.patience_ns < 0:
+            self._be_patient(self.policy.gather_ns)
+        return super()._on_NodeJoined(event)
+
+    def _lose_node(self, name: str, why: str, back: bool = False) -> None:
+        self.held.pop(name, None)
+        self.unanswered.discard(name)
+        super()._lose_node(name, why, back)
+        if self.phase == "asking" and not self.unanswered:
+            self._timer_ask()
+
+    def _gather(self) -> None:
+        """Form the next generation, if it can be."""
+        members = self.members
+        for name in sorted(self.leaving):
+            node = members.nodes[name]
+            if members.can_switch(node.place):
+                members.switch(node.place)
+                seat = members.places[node.place].now
+                assert seat
+                text = node.fault or "it is drained"
+                self.why.append((node.rung, f"node {seat.node} takes place {node.place} over from {name}: {text}"))
+        chosen, full = sorted(members.whole), len(members.wanted)
+        for name in sorted(self.leaving):
+            if self._can_do_without(name, chosen):
+                there = members.replicas_at(members.nodes[name].place)
+                chosen = [replica for replica in chosen if replica not in there]
+                full -= len(there)
+        if len(chosen) < full and self.now_ns < self.patience_ns:
+            return
+        if len(chosen) < self.policy.min_replicas:
+            vacant = f"; {len(members.vacant)} places have no node" if members.vacant else ""
+            self._hold(f"{len(chosen)} replicas are whole, and {self.policy.min_replicas} must be{vacant}")
+            return
+        crew, places = members.crew(chosen)
+        step, sources = self._plan(crew)
+        kept = all(source.kind == "live" for source in sources.values())
+        if self.generation and not self.asked and not (kept and step == self.committed and self.certain):
+            self.phase = "asking"
+            self.unanswered = {name for name, node in members.nodes.items() if not node.dead}
+            self._timer("ask", self.policy.ask_ns)
+            self._say(messages.Ask(self.generation, tuple(sorted(self.unanswered))))
+            return
+        self._form(chosen, step, crew, places, sources)
+
+    def _can_do_without(self, name: str, replicas: list[int]) -> bool:
+        """A drained node that nobody is going to take over from."""
+        node = self.members.nodes[name]
+        place = self.members.places[node.place]
+        if not node.drained or place.next or not place.now or place.now.node != name:
+            return False
+        there = self.members.replicas_at(node.place)
+        return bool(there & set(replicas)) and len(set(replicas) - there) >= self.policy.min_replicas
+
+    def _plan(self, crew: dict[int, int]) -> tuple[int, dict[int, Source]]:
+        """The step to go on from, and where ranks that lack it get it."""
+        members, steps = self.members, self.lineage.steps_of
+        own = dict(zip(crew, steps(members.workers[w].copy for w in crew.values()), strict=True))
+        if self.certain and all(step == self.committed for step in own.values()):
+            return self.committed, {}
+        live: dict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
+        seats = [seat for place in members.places.values() for seat in (place.now, place.old) if seat]
+        for seat in seats:
+            found = steps(members.workers[worker].copy for worker in seat.workers.values())
+            for (rank, worker), step in zip(seat.workers.items(), found, strict=True):
+                if step >= 0:
+                    live[step].setdefault(rank, (seat.node, worker))
+        held: dict[int, dict[int, list[tuple[str, int, int]]]] = defaultdict(lambda: defaultdict(list))
+        for node, copies in self.held.items():
+            for rank, step, made in copies:
+                if self.lineage.counts(step, made):
+                    held[rank % members.replica_size][step].append((node, rank, made))
+        where = {rank: (members.workers[worker].node, own[rank]) for rank, worker in crew.items()}
+        stocks = Stocks(members.replica_size, where, live, held, dict(self.durable))
+        return stocks.newest(self.committed if self.certain else None)
+
+    def _on_Held(self, event: messages.Held) -> bool:
+        if self.phase != "asking" or event.generation != self.generation:
+            return False
+        self.held[event.node] = list(event.copies)
+        self.unanswered.discard(event.node)
+        if not self.unanswered:
+            self._timer_ask()
+        return not self.unanswered
+
+    def _timer_ask(self) -> None:
+        """Whoever has not answered has nothing."""
+        self.phase, self.asked = "gathering", True
+        self.timers.pop("ask", None)
+
+    def _form(
+        self, chosen: list[int], step: int, crew: dict[int, int], places: dict[int, str], sources: dict[int, Source]
+    ) -> None:
+        members = self.members
+        if self.generation and any(source.kind == "durable" for source in sources.values()):
+            self.why.append((4, f"step {step} is in a checkpoint only"))
+        if len(chosen) < len(members.wanted):
+            absent = sorted({*members.wanted}.difference(chosen))
+            self.why.append((-1, f"replicas {absent} are left out"))
+        branch, last = step < self.committed or not self.certain, max(step, self.committed)
+        if branch:
+            self.why.append((-1, f"back to step {step}: no later one is left of every rank"))
+        self.generation += 1
+        if branch:
+            self.lineage.branch(self.generation, step)
+        self.durable = [d for d in self.durable if self.lineage.counts(*d)]
+        self.committed, self.certain = step, True
+        self.waiting = set(crew.values())
+        self.form = Form(
+            generation=self.generation,
+            step=step,
+            replicas=tuple(chosen),
+            crew=crew,
+            places=places,
+            ranks_per_place=members.ranks_per_place,
+            sources=sources,
+            branch=branch,
+            last=last,
+            avoid=tuple(sorted(self.links)),
+            rung=max((rung for rung, _ in self.why), default=-1),
+            reason="; ".join(text for _, text in self.why) or "all are there",
+            nodes=tuple(sorted({*places.values()} | {s.node for s in sources.values() if s.node})),
+        )
+        self.why, self.said, self.relink, self.rescaled = [], "", False, False
+        self.digests, self.agreed, self.disputed = {}, {}, set()
+        self.phase, self.stepped = "forming", False
+        self._timer("form", self.policy.form_ns)
+        self._say(self.form)
+
+    def _on_Ready(self, event: messages.Ready) -> bool:
+        self._end_strangers(event.node, tuple(event.digests))
+        if self.phase != "forming" or not self.form or event.generation != self.generation:
+            return False
+        if event.step != self.form.step:
+            return False
+        for worker, digest in event.digests.items():
+            if worker in self.waiting:
+                self.waiting.discard(worker)
+                self.digests[worker] = digest
+                coordinate = self.members.workers[worker].rank % self.members.replica_size
+                if self.agreed.setdefault(coordinate, digest) != digest:
+                    self.disputed.add(coordinate)
+        if self.waiting:
+            return False
+        for coordinate in sorted(self.disputed):
+            for worker in self._wrong(coordinate):
+                self._lose_worker(worker, "has another state than its peers", kill=True)
+        if self.phase == "forming":
+            self._start()
+        return True
+
+    def _wrong(self, coordinate: int) -> list[int]:
+        """Workers whose state is not that of the same coordinate in other replicas. Most are right; if that does not
+        tell, those that kept what they had."""
+        assert self.form
+        said: dict[str, list[int]] = defaultdict(list)
+        for replica in self.form.replicas:
+            rank = replica * self.members.replica_size + coordinate
+            said[self.digests[self.form.crew[rank]]].append(rank)
+        kept = {digest: sum(rank not in self.form.sources for rank in ranks) for digest, ranks in said.items()}
+        right = max(said, key=lambda digest: (len(said[digest]), kept[digest], -said[digest][0]))
+        return [self.form.crew[rank] for digest, ranks in said.items() if digest != right for rank in ranks]
+
+    def _on_Missing(self, event: messages.Missing) -> bool:
+        if self.phase != "forming" or event.generation != self.generation or event.worker not in self.waiting:
+            return False
+        assert self.form
+        worker = self.members.workers[event.worker]
+        source = self.form.sources.get(worker.rank)
+        if source is None:
+            worker.copy = None
+        elif source.kind == "memory" and source.node in self.held:
+            bad = (source.number, self.form.step, source.made)
+            kept = [copy for copy in self.held[source.node] if copy != bad]
+            self.held[source.node] = kept
+        elif source.kind == "durable":
+            first, *others = self.durable
+            self.durable = [first, *(d for d in others if d[0] != self.form.step)]
+        self.members.nodes[event.node].deaths.append(self.now_ns)
+        self.why.append((1, f"rank {worker.rank} did not get its state: {event.reason}"))
+        self._halt()
+        return True
+
+    def _start(self) -> None:
+        assert self.form
+        self.phase, self.ran = "running", True
+        self.asked, self.held = False, {}
+        self.digests, self.agreed = {}, {}
+        self.timers.pop("form", None)
+        self._say(messages.Start(self.generation, self._crew_nodes()))
+        self._retire()
+
+    def _retire(self) -> None:
+        """Let go of whoever the gang has started without and does not want."""
+        assert self.form
+        members, size, active = self.members, self.members.replica_size, set(self.form.replicas)
+        for number, place in sorted(members.places.items()):
+            if place.old:
+                self._release(number, "old")
+            if place.now and not active & {rank // size for rank in place.now.workers}:
+                unwanted = members.nodes[place.now.node].drained or not members.replicas_at(number)
+                if unwanted:
+                    self._release(number, "now")
+        if self.surplus:
+            self.surplus = not active <= members.down.keys()
+            kept = active | members.down.keys()
+            for worker in sorted(w for w, found in members.workers.items() if found.rank // size not in kept):
+                found = members.remove(worker)
+                self.starting.pop(worker, None)
+                self._kill(found.node, {found.rank: worker})

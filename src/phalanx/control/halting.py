@@ -1,0 +1,132 @@
+"""The end of a generation: whoever is left of it parks, and what they hold decides which step was its last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from phalanx.control import messages
+from phalanx.control.messages import Form
+from phalanx.control.sources import Copy, Lineage
+from phalanx.control.staffing import Staffing
+
+
+@dataclass
+class Halting(Staffing):
+    steps: int = 0  # of the whole run
+    committed: int = 0  # the last step that is known to have been
+    certain: bool = True  # no later one can have been
+    lineage: Lineage = field(default_factory=Lineage)
+    phase: str = "gathering"
+    generation: int = 0
+    form: Form | None = None  # of the generation
+    ran: bool = False  # Start was said in it
+    waiting: set[int] = field(default_factory=set)  # workers whose Ready or Parked is awaited
+    quiet: bool = False  # halting: they stop after a step, by themselves
+    pausing: str = ""  # why Pause was said
+    patience_ns: int = -1  # until when full strength is waited for
+
+    def _gone(self, workers: dict[int, int]) -> None:
+        super()._gone(workers)
+        self.waiting.difference_update(workers.values())
+        if self.form is None or not any(self.form.crew.get(rank) == w for rank, w in workers.items()):
+            return
+        if self.phase in ("forming", "running") or (self.phase == "halting" and self.quiet):
+            self._halt()
+        elif self.phase == "halting" and not self.waiting:
+            self._resolve()
+        elif self.phase == "saving":
+            self.phase = "gathering"
+
+    def _on_Parked(self, event: messages.Parked) -> bool:
+        self._end_strangers(event.node, event.workers)
+        if event.generation != self.generation or self.phase not in ("forming", "running", "halting"):
+            return False
+        copy = Copy(event.step, event.prepared, event.made) if event.step >= 0 else None
+        new = [w for w in event.workers if self._in_crew(w) and self.members.workers[w].parked < self.generation]
+        for worker in new:
+            found = self.members.workers[worker]
+            found.parked, found.copy = self.generation, copy
+        self.waiting.difference_update(new)
+        if not new:
+            return False
+        if self.phase != "halting":
+            planned = self.phase == "running" and (bool(self.pausing) or event.step >= self.steps)
+            if not planned and not self.why:
+                self.why.append((1, f"the worker of rank {self.members.workers[new[0]].rank} has lost its peers"))
+            self._halt(quiet=planned)
+        elif not self.waiting:
+            self._resolve()
+        return self.phase == "gathering"
+
+    def _in_crew(self, worker: int) -> bool:
+        found = self.members.workers.get(worker)
+        return found is not None and self.form is not None and self.form.crew.get(found.rank) == worker
+
+    def _halt(self, quiet: bool = False) -> None:
+        assert self.form
+        self.phase, self.quiet = "halting", quiet
+        self.timers.pop("form", None)
+        workers = self.members.workers
+        self.waiting = {w for w in self.form.crew.values() if w in workers and workers[w].parked < self.generation}
+        self._timer("park", self.policy.pause_ns if quiet else self.policy.park_ns)
+        if not self.waiting:
+            self._resolve()
+        elif not quiet:
+            self._say(messages.Halt(self.generation, self._nodes_of(self.waiting)))
+        if "resend" not in self.timers:
+            self._timer("resend", self.policy.resend_ns)
+
+    def _resolve(self) -> None:
+        """All that are left of the generation are parked: which was its last step? A step counts when all of them have
+        voted for it, as those that are gone may have seen it committed. If one has not, nobody can have."""
+        assert self.form
+        g, workers = self.generation, self.members.workers
+        copies = [workers[w].copy for w in self.form.crew.values() if w in workers]
+        if copies:
+            votes = (c.prepared if c and c.made == g else self.form.step for c in copies)
+            self.committed = max(self.committed, min(votes))
+        elif self.ran:
+            self.certain = False
+        self.lineage.end(g, self.committed)
+        self.phase, self.ran, self.pausing = "gathering", False, ""
+        self.timers.pop("park", None)
+        if not self.quiet:
+            self._be_patient(self.policy.wait_ns)
+
+    def _timer_park(self) -> None:
+        if self.quiet:
+            self._halt()
+        else:
+            self._give_up_waiting("park", self.policy.park_ns)
+
+    def _timer_form(self) -> None:
+        self._give_up_waiting("form", self.policy.form_ns)
+
+    def _give_up_waiting(self, timer: str, after_ns: int) -> None:
+        """Whoever does not answer, on a node that does, hangs. But when many do not, they cannot be reached."""
+        phase, nodes = self.phase, {self.members.workers[worker].node for worker in self.waiting}
+        if len(nodes | self.suspects) > max(1, self._most_silent()):
+            self._hold(f"{len(nodes)} nodes do not answer: it must be the network")
+        else:
+            self.silent |= nodes & self.suspects
+            for worker in sorted(self.waiting):
+                if worker in self.waiting and self.members.workers[worker].node not in self.suspects:
+                    self._lose_worker(worker, "does not answer", kill=True)
+            self._give_up_silent()
+        if self.phase == phase and self.waiting:
+            self._timer(timer, after_ns)
+
+    def _be_patient(self, for_ns: int) -> None:
+        self.patience_ns = self.now_ns + for_ns
+        if for_ns:
+            self._timer("wait", for_ns)
+
+    # -- names
+
+    def _crew_nodes(self) -> tuple[str, ...]:
+        assert self.form
+        return tuple(sorted(set(self.form.places.values())))
+
+    def _nodes_of(self, workers: Iterable[int]) -> tuple[str, ...]:
+        return tuple(sorted({self.members.workers[worker].node for worker in workers}))

@@ -1,0 +1,384 @@
+"""What the control plane hears (events) and what it says (commands).
+
+Workers are named by a number that is never used again, so a late word about one that is gone is known as such; nodes
+by a name and an incarnation, which is greater each time a node comes back. `step` counts the updates that a state has
+seen. Every command may come twice, and late: its generation, worker or incarnation tells the receiver whether it still
+counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from phalanx.control import codec
+
+M = TypeVar("M", bound="Message")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, **codec.encode(self)}
+
+    @classmethod
+    def from_dict(cls: type[M], body: Any) -> M:
+        """An event for Event, a command for Command. ValueError names the field and its value."""
+        kinds = {name: kind for name, kind in KINDS.items() if issubclass(kind, cls)}
+        kind = kinds.get(str(body.get("kind"))) if isinstance(body, dict) else None
+        if kind is None:
+            raise ValueError(f"{cls.__name__} = {str(body)[:200]!r}: expected a kind of {', '.join(sorted(kinds))}")
+        found = codec.decode(kind, {k: v for k, v in body.items() if k != "kind"}, kind.__name__)
+        for name in codec.hints(kind):
+            value = getattr(found, name)
+            if type(value) is int and value < (-1 if name in ("step", "prepared", "rung") else 0):
+                raise ValueError(f"{kind.__name__}.{name} = {value}: expected no negative number")
+        return found
+
+
+# -- events
+
+
+@dataclass(frozen=True, slots=True)
+class Event(Message):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined(Event):
+    """An agent is there: for the first time, again, or after the connection was lost. Repeated until Welcome."""
+
+    node: str
+    incarnation: int
+    domain: str = ""  # of failure
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSuspect(Event):
+    """It is silent for longer than usual."""
+
+    node: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeClear(Event):
+    node: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDead(Event):
+    node: str
+    incarnation: int
+    proof: str = ""  # "": nothing but silence
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersUp(Event):
+    """They run, hold no state, and wait for a Form."""
+
+    node: str
+    incarnation: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDied(Event):
+    node: str
+    incarnation: int
+    worker: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStuck(Event):
+    """Its progress stands still while others wait for it."""
+
+    node: str
+    incarnation: int
+    worker: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parked(Event):
+    """They have left the groups of `generation` and of all before it, for good."""
+
+    node: str
+    incarnation: int
+    generation: int
+    workers: tuple[int, ...]
+    step: int  # of the state that they hold; -1: none
+    prepared: int  # the step that they have voted yes for, and hold the gradients of; or `step`
+    made: int  # the generation in which that was
+
+    def __post_init__(self) -> None:
+        if self.prepared - self.step not in (0, 1):
+            raise ValueError(f"Parked.prepared = {self.prepared}: expected step, {self.step}, or the one after it")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Event):
+    """Groups are formed, the state is there, and this is its digest."""
+
+    node: str
+    incarnation: int
+    generation: int
+    step: int
+    digests: dict[int, str]  # by worker
+
+
+@dataclass(frozen=True, slots=True)
+class Missing(Event):
+    """The source that Form named does not have it, or what it has is damaged."""
+
+    node: str
+    incarnation: int
+    generation: int
+    worker: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Event):
+    """The answer to Ask: snapshots in a node's memory, its own ranks' and those that it keeps for others."""
+
+    node: str
+    incarnation: int
+    generation: int
+    copies: tuple[tuple[int, int, int], ...]  # rank, step, the generation in which it was made
+
+
+@dataclass(frozen=True, slots=True)
+class StepsDone(Event):
+    """Now and then: `step` was committed in this generation."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Durable(Event):
+    """A checkpoint has its manifest."""
+
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWarning(Event):
+    node: str
+    incarnation: int
+    sign: str  # a key of Policy.warnings
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost(Event):
+    """Between two nodes; of all rails of one when `b` is ""."""
+
+    a: str
+    b: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBack(Event):
+    a: str
+    b: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Event):
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Event):
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop(Event):
+    """Save, and leave within `grace_ns`."""
+
+    grace_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired(Event):
+    timer: str
+
+
+# -- commands
+
+
+@dataclass(frozen=True, slots=True)
+class Command(Message):
+    @property
+    def to(self) -> tuple[str, ...]:
+        """The nodes that it is sent to; none: it is for the controller itself."""
+        nodes: tuple[str, ...] = getattr(self, "nodes", ())
+        return nodes or ((self.node,) if hasattr(self, "node") else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Command):
+    node: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence(Command):
+    """It was declared dead: it ends its workers and comes back with a greater incarnation. Its snapshots stay."""
+
+    node: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch(Command):
+    """Answered by WorkersUp or WorkerDied. An older worker of the same rank on this node is ended first."""
+
+    node: str
+    incarnation: int
+    workers: dict[int, int]  # rank -> worker
+
+
+@dataclass(frozen=True, slots=True)
+class Kill(Command):
+    """Answered by WorkerDied, also if it never was."""
+
+    node: str
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Command):
+    """A drained node has nothing left to do."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Halt(Command):
+    """Leave the groups now, whatever step is under way. Answered by Parked."""
+
+    generation: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Command):
+    """Leave the groups after the step whose votes carry this. Answered by Parked."""
+
+    generation: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a rank's state comes from, if it has not got it already."""
+
+    kind: str  # live: a worker | memory: a rank's snapshot in a node's memory | durable: the checkpoint
+    node: str = ""
+    number: int = 0  # of the worker, or of the rank
+    made: int = 0  # in which generation; there may be an abandoned one of the same step
+
+
+@dataclass(frozen=True, slots=True)
+class Form(Command):
+    """A new generation. Workers without a source keep their state; if that is at `step` - 1 they first apply `step`,
+    which they have prepared; a step after it that they have prepared they drop. Answered by Ready, or Missing."""
+
+    generation: int
+    step: int  # to go on from
+    replicas: tuple[int, ...]
+    crew: dict[int, int]  # rank -> worker
+    places: dict[int, str]  # -> node
+    ranks_per_place: int
+    sources: dict[int, Source]  # by rank
+    branch: bool  # all steps after `step` are abandoned; the ledger keeps them as a branch
+    last: int  # that is known to have been committed: `step` + 1 to `last` are abandoned
+    avoid: tuple[tuple[str, str], ...]  # links that are down
+    rung: int  # of the ladder; -1: nothing had failed
+    reason: str
+    nodes: tuple[str, ...]
+
+    def parts(self) -> dict[str, Form]:
+        """What each of `nodes` needs of it: its own workers, and what it is a source of."""
+        crews: dict[str, dict[int, int]] = {node: {} for node in self.nodes}
+        sources: dict[str, dict[int, Source]] = {node: {} for node in self.nodes}
+        for rank, worker in self.crew.items():
+            node = self.places[rank // self.ranks_per_place]
+            if node in crews:
+                crews[node][rank] = worker
+        for rank, source in self.sources.items():
+            for node in (self.places[rank // self.ranks_per_place], source.node):
+                if node in sources:
+                    sources[node][rank] = source
+        seats = {node: place for place, node in self.places.items()}
+        return {
+            node: replace(
+                self,
+                crew=crews[node],
+                places={seats[node]: node} if node in seats else {},
+                sources=sources[node],
+                nodes=(node,),
+            )
+            for node in self.nodes
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Start(Command):
+    """All are ready. Repeated until a step of this generation is done."""
+
+    generation: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask(Command):
+    """Answered by Held."""
+
+    generation: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save(Command):
+    """Make a checkpoint of the parked state at `step` (those who have prepared it apply it). Answered by Durable."""
+
+    generation: int
+    step: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Command):
+    """The run is over."""
+
+    reason: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer(Command):
+    """TimerFired at that time; a later one of the same name replaces it."""
+
+    timer: str
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note(Command):
+    """For people: what was decided, or why nothing is."""
+
+    rung: int
+    text: str
+
+
+KINDS = {kind.__name__: kind for kind in [*globals().values()] if isinstance(kind, type) and issubclass(kind, Message)}
+for _kind in (Message, Event, Command):
+    del KINDS[_kind.__name__]

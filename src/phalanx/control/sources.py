@@ -1,0 +1,100 @@
+"""Where state is, and which of it counts. A state is a step and the generation in which it was made; when a gang goes
+back, steps after that one that were made before are abandoned, wherever copies of them turn up later."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from phalanx.control.messages import Source
+
+KEPT_ENDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a parked worker holds (see Parked)."""
+
+    step: int
+    prepared: int
+    made: int
+
+
+@dataclass(slots=True)
+class Lineage:
+    """Which steps were committed, and which of them were abandoned."""
+
+    ends: dict[int, int] = field(default_factory=dict)  # of the last generations: the last step that each committed
+    branches: list[tuple[int, int]] = field(default_factory=list)  # from this generation on, after this step
+
+    def end(self, generation: int, step: int) -> None:
+        self.ends[generation] = step
+        for old in sorted(self.ends)[:-KEPT_ENDS]:
+            del self.ends[old]
+
+    def branch(self, generation: int, step: int) -> None:
+        self.branches = [b for b in self.branches if b[1] < step] + [(generation, step)]
+
+    def counts(self, step: int, made: int) -> bool:
+        return all(made >= generation or step <= last for generation, last in self.branches)
+
+    def step_of(self, copy: Copy | None) -> int:
+        """The step that a copy has, or can make of what it has; -1: none that counts."""
+        if copy is None:
+            return -1
+        if copy.prepared <= self.ends.get(copy.made, -1) and self.counts(copy.prepared, copy.made):
+            return copy.prepared
+        return copy.step if self.counts(copy.step, copy.made) else -1
+
+    def steps_of(self, copies: Iterable[Copy | None]) -> Iterator[int]:
+        """Those that came in one message are one object, and are looked at once."""
+        last, step = None, -1
+        for copy in copies:
+            if copy is not last:
+                last, step = copy, self.step_of(copy)
+            yield step
+
+
+@dataclass(slots=True)
+class Stocks:
+    """All that a gang could go on from."""
+
+    replica_size: int
+    own: dict[int, tuple[str, int]]  # by rank: the node that it is on, and the step that it has; -1: none
+    live: dict[int, dict[int, tuple[str, int]]]  # step -> rank -> the node and the worker that has it
+    held: dict[int, dict[int, list[tuple[str, int, int]]]]  # coordinate -> step -> node, rank, generation
+    durable: dict[int, int]  # step -> generation
+
+    def newest(self, limit: int | None) -> tuple[int, dict[int, Source]]:
+        """The last step, up to `limit`, that all ranks can have, and from where those that lack it get it."""
+        steps = self.live.keys() | self.durable.keys() | {step for found in self.held.values() for step in found}
+        for step in sorted((s for s in steps if limit is None or s <= limit), reverse=True):
+            sources = self.at(step)
+            if sources is not None:
+                return step, sources
+        raise AssertionError("what the run began from is always there")
+
+    def at(self, step: int) -> dict[int, Source] | None:
+        """None: one of them cannot have that step. The best source first: a worker, the node's own memory, another's, a
+        checkpoint."""
+        size, live = self.replica_size, self.live.get(step, {})
+        holders: dict[int, list[int]] = defaultdict(list)  # coordinate -> ranks
+        for rank in sorted(live):
+            holders[rank % size].append(rank)
+        sources = {}
+        for rank, (node, has) in self.own.items():
+            if has == step:
+                continue
+            if found := holders.get(rank % size):
+                next_one = found[bisect(found, rank) % len(found)]  # ranks of one coordinate ask different ones
+                sources[rank] = Source("live", *live[next_one])
+            elif kept := self.held.get(rank % size, {}).get(step):
+                name, whose, made = min(kept, key=lambda copy: (copy[0] != node, copy[1] < rank, copy))
+                sources[rank] = Source("memory", name, whose, made)
+            elif step in self.durable:
+                sources[rank] = Source("durable", made=self.durable[step])
+            else:
+                return None
+        return sources

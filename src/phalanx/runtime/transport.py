@@ -1,0 +1,500 @@
+"""Control messages between machines, over TCP: a Server that hundreds of peers speak to, and the Link of one of them.
+
+Connections are `Secure`: both ends have proven the cluster's secret, and strangers are sent nothing. Messages come in
+two kinds. What is told is lost if there is no connection. What is posted is numbered, kept until the other end has
+acknowledged it, and sent again over the next connection; the other end knows a sender by its name and its incarnation
+(one process) and hands over each number once.
+
+A server acknowledges when it is asked to, which is when the message is in the journal: it may be killed at any moment
+and misses nothing. Whoever comes with an older incarnation than was seen before is refused, at both ends: nobody
+listens to a process that was believed dead and replaced.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import math
+import os
+import random
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from phalanx.runtime.secret import READ, WRITE, Identity, Refused, Secret, Secure, body_of
+from phalanx.runtime.wire import Message, Schemas, WireError, check
+
+HANDSHAKE_S = 5.0
+MAX_STRANGERS = 64  # who have proven nothing yet, at a time
+MOMENT_S = 0.25  # enough for a handshake; who takes longer makes way when there are too many
+OUTBOX_BYTES = 64 << 20  # posted and not acknowledged
+WINDOW_BYTES = 1 << 20  # given to a connection and not yet taken by the kernel
+DEAD_S = 15  # a connection on which the other host answers nothing
+BACKOFF_S = (0.05, 5.0)  # between attempts to connect: first, and at most
+
+_ENVELOPES: Schemas = {
+    "resume": {"seq": int},  # all that I posted up to here was acknowledged
+    "ack": {"seq": int},
+    "post": {"seq": int, "body": dict},
+    "tell": {"body": dict},
+}
+
+
+class _Tls:
+    """A TLS socket that says "not now" and "it is gone" as a plain one does."""
+
+    def __init__(self, sock: ssl.SSLSocket):
+        self._sock = sock
+        self.must_read_first = False  # to send, it waits for the peer
+        self.setblocking, self.fileno = sock.setblocking, sock.fileno
+        self.shutdown, self.close = sock.shutdown, sock.close
+
+    def recv(self, size: int) -> bytes:
+        return self._translated(lambda: self._sock.recv(size))
+
+    def send(self, data: memoryview) -> int:
+        self.must_read_first = False
+        return self._translated(lambda: self._sock.send(data))
+
+    def _translated(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            self.must_read_first = isinstance(error, ssl.SSLWantReadError)
+            raise BlockingIOError from None
+        except ssl.SSLCertVerificationError as error:
+            raise Refused(f"its certificate does not hold: {error.verify_message}") from None
+        except ssl.SSLError as error:
+            raise ConnectionResetError(str(error)) from None
+
+
+class Loop:
+    """One selector and one list of timers for all that a process does. A source's callback is given its events."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
+        self._count = 0
+
+    def turn(self, timeout_s: float = math.inf) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        wait = min(timeout_s, self._timers[0][0] - now if self._timers else math.inf)
+        for key, mask in self._selector.select(None if wait == math.inf else max(0.0, wait)):
+            key.data(mask)
+
+    def after(self, seconds: float, callback: Callable[[], object]) -> None:
+        self._count += 1
+        heapq.heappush(self._timers, (time.monotonic() + seconds, self._count, callback))
+
+    def watch(self, source: Any, mask: int, callback: Callable[[int], object] | None = None) -> None:
+        """Mask 0: no more."""
+        key = self._selector.get_map().get(source)
+        if key is None:
+            if mask:
+                self._selector.register(source, mask, callback)
+        elif mask:
+            self._selector.modify(source, mask, callback)
+        else:
+            self._selector.unregister(source)
+
+
+class Outbox:
+    """What was posted and not acknowledged."""
+
+    def __init__(self) -> None:
+        self.acked = self.last = self.size_bytes = 0
+        self.frames: dict[int, bytes] = {}
+
+    def post(self, body: Message) -> int:
+        frame = body_of({"type": "post", "seq": self.last + 1, "body": body})
+        if self.size_bytes + len(frame) > OUTBOX_BYTES:
+            raise OverflowError(f"{len(self.frames)} messages wait for an end that acknowledges none")
+        self.last += 1
+        self.size_bytes += len(frame)
+        self.frames[self.last] = frame
+        return self.last
+
+    def acknowledged(self, seq: int) -> None:
+        if seq > self.last:
+            raise WireError(f"message {seq} was acknowledged, and {self.last} was the last one posted")
+        while self.acked < seq:
+            self.acked += 1
+            self.size_bytes -= len(self.frames.pop(self.acked))
+
+
+class Session:
+    """With one incarnation of a peer, through all its connections."""
+
+    def __init__(self, peer: Identity, outbox: Outbox | None = None, received: int = 0):
+        self.peer, self.outbox = peer, outbox or Outbox()
+        self.received = self.acked = received
+        self.conn: Secure | None = None
+        self._sent = self._ack_sent = 0  # over this connection
+
+    def attach(self, conn: Secure) -> None:
+        self.conn, self._sent, self._ack_sent = conn, self.outbox.acked, 0
+        conn.push({"type": "resume", "seq": self.outbox.acked})
+        self.pump()
+
+    def post(self, body: Message) -> int:
+        """Its number."""
+        number = self.outbox.post(body)
+        self.pump()
+        return number
+
+    def tell(self, body: Message) -> None:
+        if self.conn and self.conn.pending_bytes < WINDOW_BYTES:
+            self.conn.push({"type": "tell", "body": body})
+
+    def ack(self, seq: int) -> None:
+        """It and all before it need not be sent again."""
+        self.acked = max(self.acked, seq)
+        self.pump()
+
+    def pump(self) -> None:
+        """Give the connection what it can take."""
+        while self.conn and self.conn.pending_bytes < WINDOW_BYTES:
+            if self._ack_sent < self.acked:
+                self._ack_sent = self.acked
+                self.conn.push({"type": "ack", "seq": self.acked})
+            elif self._sent < self.outbox.last:
+                self._sent += 1
+                self.conn.push_body(self.outbox.frames[self._sent])
+            else:
+                return
+
+    def take(self, message: Message) -> tuple[int, Message] | None:
+        """What the peer wants to be handed over: its number (0: it was told) and the body."""
+        kind = check(message, _ENVELOPES)["type"]
+        if kind == "tell":
+            return 0, message["body"]
+        seq = message["seq"]
+        if kind == "ack":
+            self.outbox.acknowledged(seq)
+        elif kind == "resume":
+            self.received, self.acked = max(self.received, seq), max(self.acked, seq)
+        elif seq == self.received + 1:
+            self.received = seq
+            return seq, message["body"]
+        elif seq > self.received:
+            raise WireError(f"message {seq} came after {self.received}")
+        return None
+
+
+Handler = Callable[[Session, int, Message], object]
+Hook = Callable[[Session], object]
+
+
+class Server:
+    """Listens on loopback unless told otherwise. Its messages go to `on_message(session, number, body)`, and whoever
+    was given a number acknowledges it with `session.ack`. `on_open` and `on_close` hear of connections. `positions`:
+    what an earlier process had acknowledged, as its `positions()` said."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        secret: Secret,
+        me: Identity,
+        schemas: Schemas,
+        on_message: Handler,
+        on_open: Hook = lambda session: None,
+        on_close: Hook = lambda session: None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+        positions: dict[str, tuple[int, int]] | None = None,
+        handshake_s: float = HANDSHAKE_S,
+    ):
+        self.me = me
+        self.refused, self.trouble = 0, ""  # connections that were ended by this end; the last reason
+        self.sessions: dict[str, Session] = {}
+        for name, (incarnation, seq) in (positions or {}).items():
+            self.sessions[name] = Session(Identity("", name, incarnation), received=seq)
+        self._loop, self._secret, self._schemas, self._tls = loop, secret, schemas, tls
+        self._on_message, self._on_open, self._on_close, self._handshake_s = on_message, on_open, on_close, handshake_s
+        self._strangers: dict[Secure, float] = {}  # when they came, the oldest first
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=1024)
+        self._listener.setblocking(False)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._paused = False
+        loop.watch(self._listener, READ, self._accept)
+
+    def positions(self) -> dict[str, tuple[int, int]]:
+        return {name: (s.peer.incarnation, s.acked) for name, s in self.sessions.items()}
+
+    def forget(self, name: str) -> None:
+        """A peer that will not come back."""
+        session = self.sessions.pop(name, None)
+        if session and session.conn:
+            self._drop(session.conn)
+
+    def close(self) -> None:
+        self._loop.watch(self._listener, 0)
+        self._listener.close()
+        for conn in [*self._strangers, *(s.conn for s in self.sessions.values() if s.conn)]:
+            self._drop(conn)
+
+    def _accept(self, mask: int) -> None:
+        for _ in range(MAX_STRANGERS - len(self._strangers)):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    break
+                continue  # that one is gone again
+            try:
+                tune(sock)
+                channel: Any = sock
+                if self._tls:
+                    channel = _Tls(self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
+                conn = Secure(self._loop.watch, channel, self._secret, self.me, True, self._on_event)
+            except OSError:
+                sock.close()
+                continue
+            self._strangers[conn] = time.monotonic()
+            self._loop.after(self._handshake_s, partial(self._expire, conn))
+        self._paused = True  # whoever else wants to connect waits with the kernel
+        self._loop.watch(self._listener, 0)
+        self._loop.after(MOMENT_S, self._make_room)
+
+    def _make_room(self) -> None:
+        """Who came a moment ago and has proven nothing makes way for those who wait."""
+        now = time.monotonic()
+        for conn in [conn for conn, since in self._strangers.items() if now >= since + MOMENT_S]:
+            self._drop(conn, "it has proven nothing while others waited")
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._paused and self._listener.fileno() >= 0:
+            self._paused = False
+            self._loop.watch(self._listener, READ, self._accept)
+
+    def _expire(self, conn: Secure) -> None:
+        if conn in self._strangers:
+            self._drop(conn, "it has proven nothing in time")
+
+    def _on_event(self, conn: Secure, mask: int) -> None:
+        if conn.fileno() < 0:
+            return  # it was dropped earlier in this round
+        try:
+            conn.flush()
+            messages = conn.pull() if mask & READ else []
+            if conn.peer:
+                session = self._admit(conn)
+                for message in messages:
+                    taken = session.take(message)
+                    if taken and session.conn is conn:
+                        self._on_message(session, taken[0], check(taken[1], self._schemas))
+                session.pump()
+        except WireError as error:
+            self._drop(conn, str(error))
+        if conn.eof:
+            self._drop(conn)
+
+    def _admit(self, conn: Secure) -> Session:
+        """The session that a proven connection belongs to."""
+        assert conn.peer
+        session = self.sessions.get(conn.peer.name)
+        if session and session.conn is conn:
+            return session
+        if session and conn.peer.incarnation < session.peer.incarnation:
+            raise Refused(f"{conn.peer.name} has a later incarnation than {conn.peer.incarnation}")
+        del self._strangers[conn]
+        self._resume()
+        if session and session.conn:
+            self._drop(session.conn)
+        if session is None or conn.peer.incarnation > session.peer.incarnation:
+            session = self.sessions[conn.peer.name] = Session(conn.peer)
+        session.peer = conn.peer
+        session.attach(conn)
+        self._on_open(session)
+        return session
+
+    def _drop(self, conn: Secure, reason: str = "") -> None:
+        if conn.fileno() < 0:
+            return
+        if self._strangers.pop(conn, None):
+            self._resume()
+        if reason:
+            self.refused, self.trouble = self.refused + 1, reason
+        conn.close()
+        session = self.sessions.get(conn.peer.name) if conn.peer else None
+        if session and session.conn is conn:
+            session.conn = None
+            self._on_close(session)
+
+
+class Link:
+    """To one of several addresses, each in its turn until one answers, and again whenever the connection ends; the
+    pauses grow, and `seed` spreads those of many links. What it is handed over it acknowledges at once; `on_ack` hears
+    up to which number the other end has acknowledged."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        secret: Secret,
+        me: Identity,
+        addresses: list[tuple[str, int]],
+        schemas: Schemas,
+        on_message: Handler,
+        on_open: Hook = lambda session: None,
+        on_close: Hook = lambda session: None,
+        on_ack: Callable[[int], object] = lambda number: None,
+        tls: ssl.SSLContext | None = None,
+        seed: int = 0,
+        handshake_s: float = HANDSHAKE_S,
+    ):
+        self.me, self.addresses, self.outbox = me, addresses, Outbox()
+        self.session: Session | None = None  # while there is a connection
+        self.visits = 0  # connections so far
+        self.trouble = ""  # why the last one ended
+        self._loop, self._secret, self._schemas, self._tls = loop, secret, schemas, tls
+        self._on_message, self._on_open, self._on_close, self._on_ack = on_message, on_open, on_close, on_ack
+        self._handshake_s = handshake_s
+        self._dice = random.Random(seed)  # noqa: S311  (it spreads load, it keeps no secret)
+        self._sessions: dict[str, Session] = {}  # by the server's name
+        self._attempts = self._failures = 0
+        self._closed = False
+        self._sock: socket.socket | None = None
+        self._conn: Secure | None = None
+        self._connect()
+
+    def post(self, body: Message) -> int:
+        """Its number."""
+        return self.session.post(body) if self.session else self.outbox.post(body)
+
+    def tell(self, body: Message) -> None:
+        if self.session:
+            self.session.tell(body)
+
+    def flush(self, timeout_s: float) -> None:
+        """Turn the loop until all that was posted is acknowledged. TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while self.outbox.acked < self.outbox.last:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"{self.outbox.last - self.outbox.acked} messages were not acknowledged in {timeout_s:g} s by "
+                    f"{self.addresses}; last: {self.trouble or 'no answer'}"
+                )
+            self._loop.turn(left)
+
+    def close(self) -> None:
+        self._closed = True
+        self._end("it was closed here")
+
+    @property
+    def _address(self) -> tuple[str, int]:
+        return self.addresses[(self._attempts - 1) % len(self.addresses)]
+
+    def _connect(self) -> None:
+        if self._closed:
+            return
+        self._attempts += 1
+        host, port = self._address
+        self._sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._sock.setblocking(False)
+        self._loop.after(self._handshake_s, partial(self._expire, self._sock))
+        try:
+            code = self._sock.connect_ex((host, port))
+            if code not in (0, errno.EINPROGRESS):
+                raise OSError(code, os.strerror(code))
+            self._loop.watch(self._sock, WRITE, self._connected)
+        except OSError as error:
+            self._end(f"{self._address}: {error}")
+
+    def _expire(self, sock: socket.socket) -> None:
+        if sock is self._sock and not self.session:
+            self._end(f"{self._address} did not answer in {self._handshake_s:g} s")
+
+    def _connected(self, mask: int) -> None:
+        assert self._sock
+        self._loop.watch(self._sock, 0)
+        code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        channel: Any = self._sock
+        try:
+            if code:
+                raise OSError(code, os.strerror(code))
+            tune(self._sock)
+            if self._tls:
+                host = self._address[0]
+                channel = _Tls(self._tls.wrap_socket(self._sock, do_handshake_on_connect=False, server_hostname=host))
+            self._conn = Secure(self._loop.watch, channel, self._secret, self.me, False, self._on_event)
+        except (OSError, WireError) as error:
+            self._end(f"{self._address}: {error}")
+
+    def _on_event(self, conn: Secure, mask: int) -> None:
+        if conn.fileno() < 0:
+            return
+        try:
+            conn.flush()
+            acked = self.outbox.acked
+            for message in conn.pull() if mask & READ else ():
+                session = self._admit(conn)
+                taken = session.take(message)
+                if taken:
+                    self._on_message(session, taken[0], check(taken[1], self._schemas))
+                    session.ack(taken[0])
+            if self.session:
+                self.session.pump()
+            if self.outbox.acked > acked:
+                self._on_ack(self.outbox.acked)
+        except WireError as error:
+            self._end(f"{self._address}: {error}")
+        if conn.eof:
+            hint = "" if self.session else "; is there a later incarnation of this end?"
+            if not conn.peer:
+                hint = " before any proof; is the cluster's secret the same there?"
+            self._end(f"{self._address}: it ended the connection{hint}")
+
+    def _admit(self, conn: Secure) -> Session:
+        """Once the server has said something: it has admitted this end."""
+        assert conn.peer
+        if self.session:
+            return self.session
+        session = self._sessions.get(conn.peer.name)
+        if session and conn.peer.incarnation < session.peer.incarnation:
+            raise Refused(f"{conn.peer.name} was replaced: this one has incarnation {conn.peer.incarnation}")
+        if session is None or conn.peer.incarnation > session.peer.incarnation:
+            session = self._sessions[conn.peer.name] = Session(conn.peer, self.outbox)
+        self.session, self._failures, self.trouble = session, 0, ""
+        self.visits += 1
+        session.attach(conn)
+        self._on_open(session)
+        return session
+
+    def _end(self, reason: str) -> None:
+        session, self.session = self.session, None
+        sock, self._sock = self._sock, None
+        conn, self._conn = self._conn, None
+        if conn:
+            conn.close()
+        elif sock:
+            self._loop.watch(sock, 0)
+            sock.close()
+        if conn or sock:
+            first, most = BACKOFF_S
+            pause = min(most, first * 2 ** min(self._failures, 30)) * self._dice.uniform(0.5, 1.0)
+            self._failures, self.trouble = self._failures + 1, reason
+            self._loop.after(pause, self._connect)
+        if session:
+            session.conn = None
+            self._on_close(session)
+
+
+def tune(sock: socket.socket) -> None:
+    """Small messages go at once, and a host that vanished without a word is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", DEAD_S // 3), ("TCP_KEEPINTVL", DEAD_S // 3), ("TCP_KEEPCNT", 2)):
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_S * 1000)

@@ -1,0 +1,155 @@
+"""The judge: sees what every worker really does, knows nothing of how control decides, and says what must not be."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+BATCH = 12  # samples in a step; divides into 1, 2, 3 and 4 shares
+
+
+class Violation(AssertionError):
+    pass
+
+
+def must(true, text, *args):
+    if not true:
+        raise Violation(text.format(*args))
+
+
+def advanced(state, step, attempt):
+    """The state after one more step. A step that is done again in another generation gives another state, as with the
+    fast reduction, so that nobody can mix the two unseen."""
+    return blake2b(f"{state}/{step}/{attempt}".encode(), digest_size=8).hexdigest()
+
+
+def initial(coordinate):
+    return f"seed-{coordinate}"
+
+
+class Slot:
+    """Where the time of one rank's slot went. What runs is told twice, by the clock and by the attempts, and both must
+    agree; whether an attempt was productive is known at the end."""
+
+    def __init__(self):
+        self.owner, self.kind, self.since = 0, "idle", 0
+        self.spent = dict(idle=0, stalled=0, running=0)
+        self.attempts = []  # (step, generation, time)
+        self.open_ns = 0
+
+    def turn(self, kind, now):
+        self.spent[self.kind] += now - self.since
+        self.kind, self.since = kind, now
+
+
+class Ledger:
+    def __init__(self, size, ranks):
+        self.size = size  # of a replica
+        self.history = {}  # step -> generation in which its gradients were made
+        self.states = {}  # (coordinate, step) -> state
+        self.slots = {rank: Slot() for rank in range(ranks)}
+        self.forms = {}
+        self.in_slot = {}  # (generation, rank) -> worker
+        self.undone = 0
+
+    # -- steps
+
+    @staticmethod
+    def share(index, count):
+        """The samples that one of the active replicas takes."""
+        return range(index * BATCH // count, (index + 1) * BATCH // count)
+
+    def reduced(self, taken):
+        """`taken`: coordinate -> the samples that went into its gradients."""
+        for coordinate, samples in taken.items():
+            must(sorted(samples) == list(range(BATCH)), "coordinate {} was trained on {}", coordinate, sorted(samples))
+
+    def applied(self, rank, step, attempt, before, after):
+        if self._abandoned(step, attempt):
+            return  # by one that was given up and does not know it
+        known = self.history.setdefault(step, attempt)
+        must(known == attempt, "step {} was committed in generation {}, and again in {}", step, known, attempt)
+        must(step == 1 or step - 1 in self.history, "step {} was committed without the one before it", step)
+        coordinate = rank % self.size
+        for at, state in ((step - 1, before), (step, after)):
+            equal = self.states.setdefault((coordinate, at), state)
+            must(equal == state, "rank {} has another state than its peers at step {}", rank, at)
+
+    def _abandoned(self, step, attempt):
+        return any(f.branch and f.generation > attempt and step > f.step for f in self.forms.values())
+
+    # -- membership
+
+    def formed(self, form):
+        old = self.forms.setdefault(form.generation, form)
+        if old is not form:
+            same = (old.step, old.crew, old.sources, old.branch) == (form.step, form.crew, form.sources, form.branch)
+            must(same, "generation {} was formed twice, differently", form.generation)
+            return
+        must(form.generation == len(self.forms), "generation {} after {}", form.generation, len(self.forms) - 1)
+        later = [step for step in self.history if step > form.step]
+        must(form.branch or not later, "steps {} were committed and are silently undone", later)
+        for step in later:
+            del self.history[step]
+            self.undone += 1
+        self.states = {key: state for key, state in self.states.items() if key[1] <= form.step}
+        for rank in form.crew:
+            must(rank in range(len(self.slots)), "rank {} of {}", rank, len(self.slots))
+
+    def started(self, generation, rank, worker):
+        other = self.in_slot.setdefault((generation, rank), worker)
+        must(other == worker, "workers {} and {} are both rank {} of generation {}", other, worker, rank, generation)
+
+    # -- time
+
+    def owns(self, rank, worker, now):
+        """From now on this worker's time is the slot's."""
+        slot = self.slots[rank]
+        if slot.owner != worker:
+            self._cut(slot, now)
+            slot.owner = worker
+            slot.turn("stalled" if worker else "idle", now)
+
+    def clock(self, rank, worker, kind, now):
+        slot = self.slots[rank]
+        if slot.owner == worker:
+            if kind != "running":
+                self._cut(slot, now)
+            slot.turn(kind, now)
+            if kind == "idle":
+                slot.owner = 0
+
+    def begin(self, rank, worker, step, generation, now):
+        slot = self.slots[rank]
+        if slot.owner == worker:
+            self._cut(slot, now)
+            slot.open_ns = now
+            slot.attempts.append([step, generation, 0])
+
+    def _cut(self, slot, now):
+        if slot.open_ns:
+            slot.attempts[-1][2], slot.open_ns = now - slot.open_ns, 0
+
+    def accounts(self, now):
+        """Per slot: productive, stalled, lost, idle; they are all the time there was."""
+        out = []
+        for slot in self.slots.values():
+            self._cut(slot, now)
+            slot.turn("idle", now)
+            productive = sum(t for step, attempt, t in slot.attempts if self.history.get(step) == attempt)
+            lost = sum(t for step, attempt, t in slot.attempts if self.history.get(step) != attempt)
+            total = productive + slot.spent["stalled"] + lost + slot.spent["idle"]
+            must(slot.spent["running"] == productive + lost, "attempts take {} of {}", productive + lost, slot.spent)
+            must(total == now, "{} of {} are accounted for", total, now)
+            out.append((productive, slot.spent["stalled"], lost, slot.spent["idle"]))
+        return out
+
+    def finish(self, steps, now, final):
+        """All steps are done, each once, and what was saved is what they make."""
+        must(sorted(self.history) == list(range(1, steps + 1)), "the history is {}", sorted(self.history))
+        for coordinate, state in final.items():
+            want = initial(coordinate)
+            for step in range(1, steps + 1):
+                want = advanced(want, step, self.history[step])
+            must(state == want, "coordinate {} is saved with another state than was trained", coordinate)
+        must(len(final) == self.size, "{} of {} coordinates are saved", len(final), self.size)
+        return self.accounts(now)

@@ -1,0 +1,338 @@
+"""The ladder, one rung at a time, in a simulated gang whose network does what it should: what is tried, what is kept,
+and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.control.messages import DeviceWarning, Drain, LinkLost, Scale, Stop
+from phalanx.control.policy import Policy
+from phalanx.core.layout import Layout
+from tests.control.sim.world import MS, QUICK, S, Setting, World
+
+
+def a_gang(replicas=2, shards=1, per_node=1, nodes=2, steps=20, snapshot_every=1, durable_every=5, domains=2, **policy):
+    layout = Layout(replica=replicas, shard=shards, ranks_per_node=per_node)
+    set_ = Setting(
+        layout=layout, steps=steps, nodes=nodes, domains=domains, policy=Policy(**{**QUICK, **policy}),
+        snapshot_every=snapshot_every, durable_every=durable_every,
+    )  # fmt: skip
+    world = World(set_, seed=7)
+    until_step(world, 4)
+    return world
+
+
+def until_step(world, step):
+    world.run(stop=lambda: len(world.ledger.history) >= step)
+    assert len(world.ledger.history) >= step, (world.gang.phase, world.gang.said)
+
+
+def until(world, true, seconds=100):
+    world.run(until=world.now + seconds * S, stop=true)
+    assert true(), (world.gang.phase, world.gang.said)
+
+
+def to_the_end(world):
+    world.run(until=world.now + 300 * S)
+    assert world.over, (world.gang.phase, world.gang.said, world.gang.committed)
+    final = {c: world.ledger.states[c, world.gang.steps] for c in range(world.size)}
+    world.ledger.finish(world.gang.steps, world.now, final)
+    return world.controller.forms
+
+
+def the_worker(world, rank):
+    return next(proc for proc in world.procs() if proc.rank == rank)
+
+
+def tell(world, event):
+    world.controller.hear(event)
+
+
+def test_undisturbed_there_is_one_generation():
+    (form,) = to_the_end(a_gang())
+    assert (form.replicas, form.rung, form.branch) == ((0, 1), -1, False)
+
+
+# -- rung 0
+
+
+def test_a_device_that_warns_is_swapped_at_a_step_boundary_and_nothing_is_lost():
+    world = a_gang(replicas=1, nodes=2)
+    warned = the_worker(world, 0).agent.name
+    tell(world, DeviceWarning(warned, 1, "ecc", 100))
+    first, swapped = to_the_end(world)
+    assert swapped.rung == 0 and "ecc at 100" in swapped.reason
+    assert warned in first.places.values() and warned not in swapped.places.values()
+    assert swapped.sources[0].kind == "live" and not swapped.branch and not world.ledger.undone
+
+
+def test_without_a_spare_it_is_kept():
+    world = a_gang(nodes=2)
+    tell(world, DeviceWarning("n0", 1, "ecc", 100))
+    assert len(to_the_end(world)) == 1
+    assert (0, "node n0 should be replaced: ecc at 100") in world.controller.notes
+
+
+def test_a_few_errors_are_no_warning():
+    world = a_gang(nodes=3)
+    tell(world, DeviceWarning("n0", 1, "ecc", 2))
+    assert len(to_the_end(world)) == 1
+
+
+# -- rung 1
+
+
+def test_a_worker_dies_and_the_others_go_on_at_once_while_it_is_restarted_in_place():
+    world = a_gang()
+    survivor, victim = the_worker(world, 0), the_worker(world, 1)
+    victim.die("was killed")
+    _, degraded, healed = to_the_end(world)
+    assert degraded.replicas == (0,) and degraded.rung == 1 and "rank 1" in degraded.reason
+    assert degraded.crew == {0: survivor.number} == {0: healed.crew[0]}, "survivors keep their processes"
+    assert healed.replicas == (0, 1) and healed.places[1] == victim.agent.name
+    assert healed.sources[1].kind == "live" and healed.sources[1].number == survivor.number
+    assert not world.ledger.undone
+
+
+def test_the_only_copy_comes_back_from_the_nodes_own_memory():
+    world = a_gang(replicas=1, nodes=1)
+    the_worker(world, 0).die("was killed")
+    _, again = to_the_end(world)
+    assert again.rung == 1 and again.sources[0].kind == "memory" and again.sources[0].node == "n0"
+    assert again.step >= 4
+
+
+def test_a_worker_that_hangs_is_ended_and_restarted():
+    world = a_gang()
+    until(world, lambda: not the_worker(world, 1).applying)
+    the_worker(world, 1).hang()
+    _, degraded, healed = to_the_end(world)
+    assert degraded.rung == 1 and "hangs in its step" in degraded.reason
+    assert healed.replicas == (0, 1)
+
+
+def test_a_worker_that_dies_again_and_again_makes_a_bad_node():
+    world = a_gang(nodes=3, steps=60)
+    node = the_worker(world, 1).agent
+    for _ in range(3):
+        until(world, lambda: 1 in {p.rank for p in world.procs() if p.member.phase == "running"})
+        the_worker(world, 1).die("was killed")
+    forms = to_the_end(world)
+    assert forms[-1].rung == 2 and node.name not in forms[-1].places.values()
+    assert any("3 workers died on it" in text for _, text in world.controller.notes)
+
+
+# -- rungs 2 and 3
+
+
+def test_a_node_dies_and_the_spare_takes_its_place():
+    world = a_gang(nodes=3)
+    (spare,) = world.gang.members.spares
+    the_worker(world, 1).agent.die(proved=True)
+    _, degraded, healed = to_the_end(world)
+    assert degraded.rung == 2 and degraded.replicas == (0,)
+    assert healed.places[1] == spare and healed.sources[1].kind == "live" and not world.ledger.undone
+
+
+def test_a_node_that_merely_falls_silent_is_given_up_after_a_while():
+    world = a_gang(nodes=4)
+    the_worker(world, 1).agent.die()
+    _, degraded, healed = to_the_end(world)
+    assert degraded.rung == 2 and "is silent" in degraded.reason and healed.replicas == (0, 1)
+
+
+def test_without_a_spare_the_others_go_on_and_a_node_that_returns_is_taken_back():
+    world = a_gang(steps=60)
+    the_worker(world, 0).agent.die(proved=True, back=10 * S)
+    _, degraded, healed = to_the_end(world)
+    assert degraded.rung == 3 and degraded.replicas == (1,) and "there is no spare" in degraded.reason
+    assert healed.replicas == (0, 1) and healed.step > degraded.step + 5 and not world.ledger.undone
+
+
+def test_a_replica_over_several_nodes_is_left_out_as_a_whole_and_its_survivors_stay():
+    world = a_gang(shards=2, nodes=5)
+    stays = the_worker(world, 3)
+    the_worker(world, 2).agent.die(proved=True)
+    _, degraded, healed = to_the_end(world)
+    assert set(degraded.crew) == {0, 1}
+    assert healed.crew[3] == stays.number and {s.kind for s in healed.sources.values()} == {"live"}
+
+
+def test_two_broken_replicas_make_one_whole_state():
+    """Rank 0 of one and rank 1 of the other are gone: what is left is one copy of each coordinate, and it is used."""
+    world = a_gang(shards=2, nodes=4)
+    committed = len(world.ledger.history)
+    for rank in (0, 3):
+        the_worker(world, rank).die("was killed")
+    forms = to_the_end(world)
+    assert forms[1].step >= committed and not world.ledger.undone
+    assert {s.kind for s in forms[1].sources.values()} == {"live"}
+
+
+def test_a_job_may_ask_to_wait_for_the_spare():
+    world = a_gang(nodes=3, wait_ns=20 * S)
+    the_worker(world, 1).agent.die(proved=True)
+    _, healed = to_the_end(world)
+    assert healed.replicas == (0, 1)
+
+
+def test_but_not_for_ever():
+    world = a_gang(wait_ns=5 * S)
+    the_worker(world, 1).agent.die(proved=True)
+    _, degraded = to_the_end(world)
+    assert degraded.replicas == (0,)
+
+
+# -- rung 4
+
+
+def test_the_buddys_memory_serves_when_all_replicas_lose_a_coordinate():
+    world = a_gang(replicas=1, nodes=3, domains=3, shards=2)
+    the_worker(world, 0).agent.die(proved=True)
+    forms = to_the_end(world)
+    assert forms[1].sources[0].kind == "memory" and forms[1].sources[0].node in world.agents
+
+
+def test_when_memory_is_lost_too_all_go_back_to_the_checkpoint_and_what_is_abandoned_is_named():
+    world = a_gang(replicas=1, shards=2, nodes=2, steps=30)
+    until(world, lambda: len(world.ledger.history) >= 8 and any(step == 5 for step, _ in world.gang.durable))
+    for agent in list(world.agents.values()):
+        agent.die(proved=True, back=2 * S)
+    forms = to_the_end(world)
+    back = forms[1]
+    assert back.rung == 4 and back.branch and back.step == 5
+    assert {s.kind for s in back.sources.values()} == {"durable"}
+    assert world.ledger.undone >= 3
+
+
+# -- rung 5
+
+
+def test_a_lost_link_is_avoided():
+    world = a_gang()
+    tell(world, LinkLost("n0", "n1"))
+    _, avoiding = to_the_end(world)
+    assert avoiding.rung == 5 and avoiding.avoid == (("n0", "n1"),) and avoiding.crew == {**avoiding.crew}
+
+
+def test_a_node_whose_links_stay_down_is_moved():
+    world = a_gang(replicas=3, nodes=4, steps=60)
+    (spare,) = world.gang.members.spares
+    bad, *others = sorted(set(world.agents) - {spare})
+    for other in others:
+        tell(world, LinkLost(bad, other))
+    forms = to_the_end(world)
+    assert forms[-1].rung == 5 and spare in forms[-1].places.values() and bad not in forms[-1].places.values()
+    assert not world.ledger.undone
+
+
+# -- rung 6
+
+
+def test_below_the_minimum_the_gang_waits_and_says_so():
+    world = a_gang(min_replicas=2, steps=30)
+    the_worker(world, 1).agent.die(proved=True, back=60 * S)
+    until(world, lambda: any(rung == 6 for rung, _ in world.controller.notes))
+    held = len(world.ledger.history)
+    assert world.gang.said == "1 replicas are whole, and 2 must be; 1 places have no node"
+    world.run(until=world.now + 20 * S)
+    assert len(world.ledger.history) == held and the_worker(world, 0).member.phase == "parked"
+    forms = to_the_end(world)
+    assert forms[-1].replicas == (0, 1) and not world.ledger.undone
+
+
+# -- the network
+
+
+def test_a_cut_between_the_controller_and_everybody_stops_nothing():
+    world = a_gang(nodes=3, steps=60)
+    world.cut |= set(world.agents)
+    before = len(world.ledger.history)
+    world.run(until=world.now + 25 * S)
+    assert len(world.ledger.history) > before + 20
+    assert world.gang.members.alive == 3 and "it must be the network" in world.gang.said
+    world.cut.clear()
+    assert len(to_the_end(world)) == 1
+
+
+def test_a_slow_network_is_no_reason():
+    world = a_gang(nodes=3, steps=60)
+    world.slow = True
+    world.run(until=world.now + 20 * S)
+    world.slow = False
+    assert len(to_the_end(world)) == 1
+
+
+def test_a_node_that_was_given_up_and_lives_is_fenced_and_comes_back():
+    world = a_gang(nodes=3, steps=60)
+    cut = the_worker(world, 1).agent
+    world.cut.add(cut.name)
+    until(world, lambda: world.gang.generation >= 3)
+    assert world.gang.form.replicas == (0, 1)
+    world.cut.clear()
+    to_the_end(world)
+    assert cut.incarnation == 2 and not cut.procs and cut.name in world.gang.members.spares
+
+
+def test_a_dead_controller_stops_nothing():
+    world = a_gang(nodes=3, steps=60)
+    world.controller.crash()
+    before = len(world.ledger.history)
+    world.run(stop=lambda: world.controller.alive)
+    assert len(world.ledger.history) > before
+    assert len(to_the_end(world)) == 1
+
+
+# -- by hand
+
+
+def test_a_drained_node_is_taken_over_from_and_may_go():
+    world = a_gang(nodes=3)
+    drained = the_worker(world, 0).agent.name
+    tell(world, Drain(drained))
+    _, moved = to_the_end(world)
+    assert drained not in moved.places.values() and moved.replicas == (0, 1) and not world.ledger.undone
+
+
+def test_without_a_spare_a_drained_node_takes_its_replica_along():
+    world = a_gang()
+    drained = the_worker(world, 1).agent
+    tell(world, Drain(drained.name))
+    _, smaller = to_the_end(world)
+    assert smaller.replicas == (0,) and not drained.procs and not world.ledger.undone
+
+
+def test_the_last_replica_cannot_be_drained():
+    world = a_gang(replicas=1, nodes=1)
+    tell(world, Drain("n0"))
+    assert len(to_the_end(world)) == 1
+
+
+def test_scaling_down_frees_nodes_and_up_takes_them_back():
+    world = a_gang(replicas=3, nodes=3, steps=60)
+    tell(world, Scale(1))
+    until(world, lambda: world.gang.form.replicas == (0,) and world.gang.phase == "running")
+    assert len(world.gang.members.spares) == 2
+    tell(world, Scale(2))
+    until(world, lambda: world.gang.form.replicas == (0, 1) and world.gang.phase == "running")
+    to_the_end(world)
+    assert not world.ledger.undone
+
+
+@pytest.mark.parametrize("durable_every", [0, 5])
+def test_a_stop_saves_and_leaves(durable_every):
+    world = a_gang(durable_every=durable_every)
+    tell(world, Stop(30 * S))
+    until(world, lambda: world.over)
+    step = world.gang.committed
+    assert 4 <= step < 20 and world.gang.said == f"done after step {step}"
+    assert any(saved == step for saved, _ in world.durables)
+
+
+def test_a_stop_that_cannot_save_leaves_in_time():
+    world = a_gang()
+    world.cut |= set(world.agents)
+    began = world.now
+    tell(world, Stop(5 * S))
+    until(world, lambda: world.over)
+    assert world.now - began <= 5 * S + MS and "too short" in world.gang.said

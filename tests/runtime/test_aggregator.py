@@ -1,0 +1,409 @@
+"""The aggregator: heartbeats end there; who falls silent is told once, what agents post arrives once, also when it is
+killed or a node moves to another."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.runtime import aggregator as module
+from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, Edge, Liveness, Roster, summary
+from phalanx.runtime.secret import Identity, Secret, load_secret
+from phalanx.runtime.transport import Link, Loop, Server
+from phalanx.runtime.wire import check
+
+SECRET = Secret(Path("secret"), bytes(range(32)))
+S = 10**9
+
+
+# -- who is silent
+
+
+def edges(liveness: Liveness, *times_s: float) -> list[tuple[str, str]]:
+    return [(e.node, e.edge) for t in times_s for e in liveness.tick(round(t * S))]
+
+
+def beating(beats: dict[str, list[float]], beat_s=5.0) -> Liveness:
+    liveness = Liveness(round(beat_s * S))
+    for t, node in sorted((t, node) for node, times in beats.items() for t in times):
+        list(liveness.beat(node, 1, 1, round(t * S)))
+    return liveness
+
+
+def test_a_node_is_suspect_after_half_the_time_out_and_dead_after_all_of_it():
+    liveness = beating({"a": [0, 5, 10], "b": [0, 5, 10, 15]})
+    assert edges(liveness, 17.4) == []
+    assert edges(liveness, 17.6) == [("a", "suspect")]
+    assert edges(liveness, 22.4) == []
+    assert edges(liveness, 22.6) == [("b", "suspect")]
+    assert edges(liveness, 24.9) == []
+    assert edges(liveness, 25.1) == [("a", "dead")]
+    assert edges(liveness, 100) == [("b", "dead")] and not liveness.nodes
+
+
+def test_a_suspect_that_speaks_is_clear_and_told_once():
+    liveness = beating({"a": [0, 5]})
+    assert edges(liveness, 12.6, 13) == [("a", "suspect")]
+    assert [e.edge for e in liveness.beat("a", 1, 1, 16 * S)] == ["clear"]
+    assert [e.edge for e in liveness.beat("a", 1, 1, 21 * S)] == []
+
+
+def test_a_slow_network_is_given_more_time():
+    slow = beating({"a": [i * 12 for i in range(20)]})
+    assert edges(slow, 19 * 12 + 11.9) == [] and edges(slow, 19 * 12 + 12.1) == [("a", "suspect")]
+    assert edges(slow, 19 * 12 + 23.9) == [] and edges(slow, 19 * 12 + 24.1) == [("a", "dead")]
+
+
+def test_one_long_gap_is_forgotten_in_time():
+    liveness = beating({"a": [0, 40, *range(45, 500, 5)]})
+    assert edges(liveness, 495 + 7.4, 495 + 7.6) == [("a", "suspect")]
+
+
+def test_a_later_incarnation_is_seen_and_the_old_one_is_not_mourned():
+    liveness = beating({"a": [0]})
+    assert list(liveness.beat("a", 2, 1, 3 * S)) == [Edge("a", 2, 1, "seen", 0)]
+    assert edges(liveness, 10.4, 10.6) == [("a", "suspect")]
+    assert [e.incarnation for e in liveness.tick(19 * S)] == [2]
+
+
+def test_a_node_that_is_expected_and_never_comes_is_dead():
+    liveness = Liveness(5 * S)
+    liveness.expect("a", 3, 100 * S)
+    assert edges(liveness, 107.4, 107.6, 114.9, 115.1) == [("a", "suspect"), ("a", "dead")]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 8 * S)), max_size=60), st.integers(1, 30 * S))
+def test_it_agrees_with_a_scan_of_all_nodes(beats, wait):
+    liveness, now, last, gap = Liveness(5 * S), 0, {}, {}
+    for node, pause in beats:
+        now += pause
+        for n in list(last):  # none may pass its deadline unseen
+            list(liveness.tick(now))
+            if now - last[n] >= max(15 * S, 2 * gap[n]):
+                del last[n], gap[n]
+        list(liveness.beat(node, 1, 1, now))
+        if node in last:
+            gap[node] = max(now - last[node], gap[node] - (gap[node] - (now - last[node])) // 16)
+        else:
+            gap[node] = 5 * S - 5 * S // 16
+        last[node] = now
+    list(liveness.tick(now + wait))
+    list(liveness.tick(now + wait))
+    dead = {n for n in last if now + wait - last[n] >= max(15 * S, 2 * gap[n])}
+    assert set(liveness.nodes) == set(last) - dead
+
+
+def test_a_beat_costs_the_same_with_a_hundred_nodes_and_with_ten_thousand():
+    """Looks at nodes, counted: each is looked at when its deadline passes, not at each tick."""
+
+    class Counting(Liveness):
+        looks = 0
+
+        def _due(self, seen):
+            Counting.looks += 1
+            return super()._due(seen)
+
+    per_beat = []
+    for count in (100, 10_000):
+        liveness, Counting.looks = Counting(5 * S), 0
+        for t in range(0, 100, 5):
+            for i in range(count):
+                list(liveness.beat(f"n{i}", 1, 1, t * S + i))
+            assert list(liveness.tick(t * S + count)) == []
+        per_beat.append(Counting.looks / (20 * count))
+    assert per_beat[0] == pytest.approx(per_beat[1], rel=0.1) and per_beat[1] < 2
+
+
+# -- the controller's end
+
+
+def edge(node, kind, visit=1, incarnation=1):
+    return {"type": "edge", "node": node, "incarnation": incarnation, "visit": visit, "edge": kind, "silent_ns": 0}
+
+
+def event(node, number, incarnation=1):
+    return {"type": "event", "node": node, "incarnation": incarnation, "number": number, "event": {}}
+
+
+def test_an_event_counts_once_by_whatever_way_it_comes():
+    roster = Roster()
+    assert [roster.take("r1", event("a", 1)), roster.take("r2", event("a", 1))] == [True, False]
+    assert [roster.take("r2", event("a", 2)), roster.take("r1", event("a", 2, 2))] == [True, True]
+    assert not roster.take("r2", event("a", 3, 1)), "of a process that was replaced"
+
+
+def test_only_the_aggregator_that_a_node_speaks_to_can_call_it_dead():
+    roster = Roster()
+    assert roster.take("r1", edge("a", "seen", 1)) and roster.take("r2", edge("a", "seen", 2))
+    assert roster.home("a") == "r2" and not roster.take("r1", edge("a", "dead", 1))
+    assert roster.take("r1", edge("a", "seen", 3))
+    assert not roster.take("r2", edge("a", "seen", 2)), "it came late"
+    assert not roster.take("r2", edge("a", "suspect", 2)) and roster.expected("r1") == {"a": 1}
+    assert roster.take("r1", edge("a", "dead", 3)) and roster.home("a") == "" and roster.expected("r1") == {}
+    assert roster.take("r1", edge("a", "seen", 4)) and roster.home("a") == "r1"
+    assert roster.home("b") == ""
+
+
+def test_the_roster_comes_back_from_json():
+    roster = Roster()
+    roster.take("r1", edge("a", "seen"))
+    roster.take("r1", event("a", 7))
+    again = Roster(json.loads(json.dumps(roster.to_dict())))
+    assert again.expected("r1") == {"a": 1} and not again.take("r1", event("a", 7)) and again.take("r1", event("a", 8))
+
+
+def test_a_summary_names_who_is_behind_and_who_is_slow():
+    beats = {f"n{i}": {"generation": 2, "step": 7, "step_ns": 100 + i} for i in range(9)}
+    assert summary(beats, 0)["behind"] == []
+    beats["n3"] = {"generation": 2, "step": 5, "step_ns": 900}
+    assert summary(beats, 1) == {
+        "type": "summary",
+        "nodes": 9,
+        "suspect": 1,
+        "steps": [[2, 5], [2, 7]],
+        "behind": ["n3"],
+        "step_ns": [105, 900],
+        "slowest": "n3",
+    }
+
+
+# -- over sockets
+
+
+class Cluster:
+    """A controller, some aggregators and agents in one loop; beats every 60 ms."""
+
+    BEAT_S = 0.06
+
+    def __init__(self):
+        self.loop, self.roster, self.news, self.summaries = Loop(), Roster(), [], []
+        self.controller = Server(
+            self.loop, SECRET, Identity("controller", "controller", 1), PASSED, self._hear, on_open=self._opened
+        )
+        self.aggregators: dict[str, Aggregator] = {}
+        self.agents: dict[str, Link] = {}
+        self.commands: dict[str, list[int]] = {}
+        self.incarnation = 0
+
+    def _hear(self, session, number, body):
+        if body["type"] == "summary":
+            self.summaries.append(body)
+        for item in body.get("items", ()):
+            if self.roster.take(session.peer.name, check(item, ITEMS)):
+                self.news.append((item["node"], item.get("edge") or item["event"]["value"]))
+        if number:
+            session.ack(number)
+
+    def _opened(self, session):
+        session.post({"type": "expect", "nodes": self.roster.expected(session.peer.name)})
+
+    def aggregate(self, name, port=0):
+        self.incarnation += 1
+        me = Identity("aggregator", name, self.incarnation)
+        made = Aggregator(self.loop, SECRET, me, [self.controller.address], port=port, beat_s=self.BEAT_S)
+        self.aggregators[name] = made
+        return made
+
+    def agent(self, name, *aggregators, incarnation=1, beats=True):
+        addresses = [a.server.address for a in aggregators or self.aggregators.values()]
+        got = self.commands.setdefault(name, [])
+
+        def beat(*_):
+            if link.visits and self.agents.get(name) is link:
+                about = {"visit": link.visits, "generation": 1, "step": 1, "counter": 1, "step_ns": 1}
+                link.tell({"type": "beat", **about})
+
+        def again():
+            beat()
+            if self.agents.get(name) is link:
+                self.loop.after(self.BEAT_S, again)
+
+        link = self.agents[name] = Link(
+            self.loop,
+            SECRET,
+            Identity("agent", name, incarnation),
+            addresses,
+            COMMANDS,
+            lambda session, number, body: got.append(body["command"]["value"]),
+            on_open=beat if beats else lambda session: None,
+            seed=len(self.agents),
+        )
+        if beats:
+            again()
+        return link
+
+    def command(self, aggregator, nodes, value, **each):
+        order = {"type": "command", "nodes": nodes, "command": {"value": value}, "each": each}
+        self.controller.sessions[aggregator].post({"type": "commands", "items": [order]})
+
+    def kill(self, name):
+        self.agents.pop(name).close()
+
+    def until(self, happened, timeout=10.0):
+        deadline = time.monotonic() + timeout
+        while not happened():
+            assert time.monotonic() < deadline, self.news
+            self.loop.turn(0.02)
+
+    def run(self, seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.loop.turn(0.02)
+
+    def of(self, node):
+        return [what for who, what in self.news if who == node]
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    monkeypatch.setattr(module, "TICK_S", 0.01)
+    monkeypatch.setattr(module, "SUMMARY_S", 0.05)
+    made = Cluster()
+    made.aggregate("r1")
+    return made
+
+
+def test_the_controller_hears_edges_and_no_beats(cluster):
+    for name in "abc":
+        cluster.agent(name)
+    cluster.run(0.6)
+    assert sorted(cluster.news) == [(name, "seen") for name in "abc"]
+    cluster.kill("b")
+    cluster.until(lambda: cluster.of("b") == ["seen", "suspect", "dead"])
+    cluster.until(lambda: cluster.summaries[-1]["nodes"] == 2)
+    assert cluster.of("a") == cluster.of("c") == ["seen"]
+    cluster.agent("b", incarnation=2)
+    cluster.until(lambda: cluster.of("b") == ["seen", "suspect", "dead", "seen"])
+
+
+def test_what_agents_post_and_are_told_passes_through(cluster):
+    a, b = cluster.agent("a"), cluster.agent("b")
+    for i in range(50):
+        a.post({"type": "event", "event": {"value": i}})
+    a.flush(10)
+    cluster.until(lambda: cluster.roster.home("b") == "r1")
+    for i in range(50):
+        cluster.command("r1", ["b"], i)
+    cluster.command("r1", ["a", "nobody", "b"], 50, a={"value": 51})
+    cluster.until(lambda: len(cluster.commands["b"]) == 51)
+    assert [v for v in cluster.of("a") if v != "seen"] == list(range(50))
+    assert cluster.commands == {"a": [51], "b": list(range(51))} and b.outbox.last == 0
+
+
+def test_an_agent_hears_that_it_was_heard_when_the_controller_has(cluster):
+    """Not before: the aggregator may die with what it has not passed on."""
+    cluster.controller._on_message = lambda session, number, body: None  # it has not reached the journal
+    a = cluster.agent("a")
+    a.post({"type": "event", "event": {"value": 1}})
+    with pytest.raises(TimeoutError):
+        a.flush(0.3)
+    cluster.controller.sessions["r1"].ack(cluster.aggregators["r1"].link.outbox.last)
+    a.flush(10)
+
+
+def test_an_aggregator_that_is_killed_loses_nothing(cluster):
+    dice, count = random.Random(5), 0
+    agents = [cluster.agent(name) for name in "abc"]
+    for _ in range(6):
+        for _ in range(20):
+            agents[count % 3].post({"type": "event", "event": {"value": count}})
+            count += 1
+            for _ in range(dice.randrange(4)):
+                cluster.loop.turn(0.001)
+        port = cluster.aggregators["r1"].server.address[1]
+        cluster.aggregators["r1"].close()
+        cluster.aggregate("r1", port)
+    for agent in agents:
+        agent.flush(10)
+    for i, name in enumerate("abc"):
+        assert [v for v in cluster.of(name) if isinstance(v, int)] == list(range(i, count, 3))
+    cluster.run(0.3)
+    assert "dead" not in [what for _, what in cluster.news]
+
+
+def test_a_node_that_dies_with_its_aggregator_is_missed_by_the_next(cluster):
+    cluster.agent("a"), cluster.agent("b")
+    cluster.until(lambda: len(cluster.news) == 2)
+    port = cluster.aggregators["r1"].server.address[1]
+    cluster.aggregators["r1"].close()
+    cluster.kill("b")
+    cluster.aggregate("r1", port)
+    cluster.until(lambda: cluster.of("b") == ["seen", "suspect", "dead"])
+    assert "dead" not in cluster.of("a")
+
+
+def test_a_node_that_moves_to_another_aggregator_is_not_dead(cluster):
+    first, second = cluster.aggregators["r1"], cluster.aggregate("r2")
+    cluster.agent("a", first, second)
+    cluster.until(lambda: cluster.roster.home("a") == "r1")
+    first.server.sessions["a"].conn.sock.shutdown(2)
+    cluster.until(lambda: cluster.roster.home("a") == "r2")
+    cluster.run(0.5)
+    assert cluster.of("a") == ["seen", "seen"] and "a" not in first.liveness.nodes
+    cluster.command("r2", ["a"], 9)
+    cluster.until(lambda: cluster.commands["a"] == [9])
+
+
+def test_its_own_standstill_is_not_the_nodes_silence(cluster, monkeypatch):
+    monkeypatch.setattr(module, "STALL_S", 0.1)
+    for name in "abc":
+        cluster.agent(name)
+    cluster.until(lambda: len(cluster.news) == 3)
+    time.sleep(0.5)  # all of them stand still; the aggregator looks before it reads
+    cluster.run(0.1)
+    assert [what for _, what in cluster.news] == ["seen"] * 3
+
+
+def test_a_controller_that_is_away_misses_no_edge(cluster):
+    cluster.agent("a"), cluster.agent("b")
+    cluster.until(lambda: len(cluster.news) == 2)
+    old = cluster.controller
+    old.close()
+    cluster.kill("b")
+    cluster.run(0.5)
+    cluster.controller = Server(
+        cluster.loop,
+        SECRET,
+        Identity("controller", "controller", 2),
+        PASSED,
+        cluster._hear,
+        on_open=cluster._opened,
+        port=old.address[1],
+        positions=old.positions(),
+    )
+    cluster.until(lambda: cluster.of("b") == ["seen", "suspect", "dead"])
+    assert cluster.of("a") == ["seen"]
+
+
+def test_it_runs_as_a_process(cluster, tmp_path):
+    load_secret(tmp_path / "secret")
+    (tmp_path / "secret").write_text(SECRET.key.hex())
+    command = [sys.executable, "-m", "phalanx.runtime.aggregator", "--secret", tmp_path / "secret", "--name", "r9"]
+    address = "{}:{}".format(*cluster.controller.address)
+    process = subprocess.Popen([*command, "--controller", address, "--beat-s", "0.06"], stdout=subprocess.PIPE)
+    try:
+        where = json.loads(process.stdout.readline())
+        a = cluster.agent("a", *[type("At", (), {"server": type("Of", (), {"address": tuple(where)})})])
+        a.post({"type": "event", "event": {"value": 4}})
+        a.flush(10)
+        assert cluster.roster.home("a") == "r9" and 4 in cluster.of("a")
+        assert SECRET.key.hex().encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert SECRET.key.hex().encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_it_starts_without_torch_pydantic_and_numpy():
+    code = "import sys, phalanx.runtime.aggregator, phalanx.runtime.journal; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "pydantic", "numpy", "rich", "typer"} & set(modules)
