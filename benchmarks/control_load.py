@@ -203,7 +203,7 @@ def main():
     print(
         f"\nedges: p99 of decisions on failures and joins alone; whole: p99 since the report came to its aggregator"
         f"\na heartbeat costs its aggregator {beat_us:.0f} us: a core is enough for {BEAT_S * 1e6 / beat_us:,.0f} nodes"
-        f"\na generation costs the controller {generation_s:.1f} s of CPU: {60 / generation_s:.0f} a minute fill its core"
+        f"\na generation costs the controller {generation_s:.1f} s of CPU: {60 / generation_s:.0f} a minute fill it"
         f"\nby failures it was full {broke}, as a gang breaks only when it runs"
         f"\ndecisions over {P99_BAR_MS:.0f} ms followed from: {', '.join(slow) or 'nothing'}"
     )
