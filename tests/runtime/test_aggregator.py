@@ -117,9 +117,10 @@ def test_a_beat_costs_the_same_with_a_hundred_nodes_and_with_ten_thousand():
         for t in range(0, 100, 5):
             for i in range(count):
                 list(liveness.beat(f"n{i}", 1, 1, t * S + i))
-            assert list(liveness.tick(t * S + count)) == []
+            for tick in range(20):
+                assert list(liveness.tick((t * 20 + 5 * tick) * S // 20 + count)) == []
         per_beat.append(Counting.looks / (20 * count))
-    assert per_beat[0] == pytest.approx(per_beat[1], rel=0.1) and per_beat[1] < 2
+    assert per_beat[0] == pytest.approx(per_beat[1], rel=0.1) and per_beat[1] < 3
 
 
 # -- the controller's end
@@ -179,9 +180,9 @@ def test_a_summary_names_who_is_behind_and_who_is_slow():
 
 
 class Cluster:
-    """A controller, some aggregators and agents in one loop; beats every 60 ms."""
+    """A controller, some aggregators and agents in one loop; beats every 100 ms."""
 
-    BEAT_S = 0.06
+    BEAT_S = 0.1
 
     def __init__(self):
         self.loop, self.roster, self.news, self.summaries = Loop(), Roster(), [], []
@@ -265,6 +266,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch):
     monkeypatch.setattr(module, "TICK_S", 0.01)
+    monkeypatch.setattr(module, "STALL_S", 0.05)  # all are in one process, on a machine that may be busy
     monkeypatch.setattr(module, "SUMMARY_S", 0.05)
     made = Cluster()
     made.aggregate("r1")
@@ -346,14 +348,14 @@ def test_a_node_that_moves_to_another_aggregator_is_not_dead(cluster):
     cluster.until(lambda: cluster.roster.home("a") == "r1")
     first.server.sessions["a"].conn.sock.shutdown(2)
     cluster.until(lambda: cluster.roster.home("a") == "r2")
-    cluster.run(0.5)
-    assert cluster.of("a") == ["seen", "seen"] and "a" not in first.liveness.nodes
+    cluster.until(lambda: "a" not in first.liveness.nodes)
+    cluster.run(0.1)
+    assert cluster.of("a") == ["seen", "seen"]
     cluster.command("r2", ["a"], 9)
     cluster.until(lambda: cluster.commands["a"] == [9])
 
 
-def test_its_own_standstill_is_not_the_nodes_silence(cluster, monkeypatch):
-    monkeypatch.setattr(module, "STALL_S", 0.1)
+def test_its_own_standstill_is_not_the_nodes_silence(cluster):
     for name in "abc":
         cluster.agent(name)
     cluster.until(lambda: len(cluster.news) == 3)
@@ -388,7 +390,7 @@ def test_it_runs_as_a_process(cluster, tmp_path):
     (tmp_path / "secret").write_text(SECRET.key.hex())
     command = [sys.executable, "-m", "phalanx.runtime.aggregator", "--secret", tmp_path / "secret", "--name", "r9"]
     address = "{}:{}".format(*cluster.controller.address)
-    process = subprocess.Popen([*command, "--controller", address, "--beat-s", "0.06"], stdout=subprocess.PIPE)
+    process = subprocess.Popen([*command, "--controller", address, "--beat-s", "1"], stdout=subprocess.PIPE)
     try:
         where = json.loads(process.stdout.readline())
         a = cluster.agent("a", *[type("At", (), {"server": type("Of", (), {"address": tuple(where)})})])

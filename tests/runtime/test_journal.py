@@ -147,15 +147,16 @@ def test_entries_come_back_as_they_were(path):
 
 
 def test_a_long_entry_is_packed_and_comes_back_whole(path):
-    body = {"events": [{"node": f"node-{i}", "step": 7} for i in range(500)]}
+    bodies = [{"events": [{"node": f"node-{i}", "step": step} for i in range(500)]} for step in range(20)]
     with Journal(path) as journal:
-        for i in range(20):
-            journal.append("events", body, i)
-    assert [e.body for e in read(path)] == [body] * 20
-    assert path.stat().st_size < 20 * len(json.dumps(body)) / 3
-    change(path, "UPDATE entry SET body = substr(body, 1, 100) WHERE number = 5")
-    with pytest.raises(Damaged, match="entry 5 of the journal was changed"):
-        list(read(path))
+        for body in bodies:
+            journal.append("events", body, 0)
+    assert [e.body for e in read(path)] == bodies
+    assert path.stat().st_size < len(json.dumps(bodies)) / 3
+    for number, other in ((15, "(SELECT body FROM entry WHERE number = 16)"), (5, "substr(body, 1, 100)")):
+        change(path, f"UPDATE entry SET body = {other} WHERE number = {number}")
+        with pytest.raises(Damaged, match=f"entry {number} of the journal was changed"):
+            list(read(path))
 
 
 # -- snapshots

@@ -97,25 +97,33 @@ class Halting(Staffing):
     def _timer_park(self) -> None:
         if self.quiet:
             self._halt()
-        else:
-            self._give_up_waiting("park", self.policy.park_ns)
+            return
+        nodes = self._nodes_of(self.waiting)
+        if not self._give_up_waiting():
+            self._hold(f"{len(nodes)} nodes do not answer: it must be the network")
+        if self.phase == "halting":
+            self._timer("park", self.policy.park_ns)
 
     def _timer_form(self) -> None:
-        self._give_up_waiting("form", self.policy.form_ns)
+        nodes = self._nodes_of(self.waiting)
+        if not self._give_up_waiting():
+            self.why.append((1, f"{len(nodes)} nodes were not ready in time"))
+            self._halt()
+        elif self.phase == "forming":
+            self._timer("form", self.policy.form_ns)
 
-    def _give_up_waiting(self, timer: str, after_ns: int) -> None:
-        """Whoever does not answer, on a node that does, hangs. But when many do not, they cannot be reached."""
-        phase, nodes = self.phase, {self.members.workers[worker].node for worker in self.waiting}
+    def _give_up_waiting(self) -> bool:
+        """Whoever does not answer, on a node that does, hangs. Not when many do not: they wait for something else, or
+        cannot be reached."""
+        nodes = {self.members.workers[worker].node for worker in self.waiting}
         if len(nodes | self.suspects) > max(1, self._most_silent()):
-            self._hold(f"{len(nodes)} nodes do not answer: it must be the network")
-        else:
-            self.silent |= nodes & self.suspects
-            for worker in sorted(self.waiting):
-                if worker in self.waiting and self.members.workers[worker].node not in self.suspects:
-                    self._lose_worker(worker, "does not answer", kill=True)
-            self._give_up_silent()
-        if self.phase == phase and self.waiting:
-            self._timer(timer, after_ns)
+            return False
+        self.silent |= nodes & self.suspects
+        for worker in sorted(self.waiting):
+            if worker in self.waiting and self.members.workers[worker].node not in self.suspects:
+                self._lose_worker(worker, "does not answer", kill=True)
+        self._give_up_silent()
+        return True
 
     def _be_patient(self, for_ns: int) -> None:
         self.patience_ns = self.now_ns + for_ns

@@ -262,7 +262,8 @@ class Release(Command):
 
 @dataclass(frozen=True, slots=True)
 class Halt(Command):
-    """Leave the groups now, whatever step is under way. Answered by Parked."""
+    """Leave the groups now, whatever step is under way. Answered by Parked; a worker that does not leave is ended by
+    its agent, which answers WorkerDied."""
 
     generation: int
     nodes: tuple[str, ...]

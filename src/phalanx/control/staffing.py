@@ -73,6 +73,7 @@ class Staffing:
             if event.incarnation == node.incarnation:
                 answer = messages.Fence if node.dead else messages.Welcome
                 self._say(answer(event.node, event.incarnation))
+                self._clear(event.node)
             return False
         if node and not node.dead:
             self._lose_node(event.node, f"came back as incarnation {event.incarnation}", back=True)
@@ -85,11 +86,14 @@ class Staffing:
         return False
 
     def _on_NodeClear(self, event: messages.NodeClear) -> bool:
-        self.suspects.discard(event.node)
-        self.silent.discard(event.node)
+        self._clear(event.node)
+        return True
+
+    def _clear(self, name: str) -> None:
+        self.suspects.discard(name)
+        self.silent.discard(name)
         if self.silent:  # the others may be heard in a moment
             self._timer("silence", self.policy.silence_ns)
-        return True
 
     def _on_NodeDead(self, event: messages.NodeDead) -> bool:
         if event.proof:

@@ -24,6 +24,8 @@ def tell(seed):
     result = seeds.run(seed)
     for fault in result.faults:
         print(fault)
+    times = zip(("productive", "stalled", "lost", "idle"), map(sum, zip(*result.accounts, strict=True)), strict=True)
+    print(", ".join(f"{name} {time_ns / 1e9:.3f} s" for name, time_ns in times))
     print(
         f"seed {seed}: {result.ended}; {result.steps} steps, {result.generations} generations, {result.undone} undone, "
         f"{result.events} events, digest {result.digest}"

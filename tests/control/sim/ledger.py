@@ -64,7 +64,7 @@ class Ledger:
             must(sorted(samples) == list(range(BATCH)), "coordinate {} was trained on {}", coordinate, sorted(samples))
 
     def applied(self, rank, step, attempt, before, after):
-        if self._abandoned(step, attempt):
+        if self.abandoned(step, attempt):
             return  # by one that was given up and does not know it
         known = self.history.setdefault(step, attempt)
         must(known == attempt, "step {} was committed in generation {}, and again in {}", step, known, attempt)
@@ -74,7 +74,7 @@ class Ledger:
             equal = self.states.setdefault((coordinate, at), state)
             must(equal == state, "rank {} has another state than its peers at step {}", rank, at)
 
-    def _abandoned(self, step, attempt):
+    def abandoned(self, step, attempt):
         return any(f.branch and f.generation > attempt and step > f.step for f in self.forms.values())
 
     # -- membership

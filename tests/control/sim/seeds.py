@@ -8,7 +8,7 @@ from random import Random
 from phalanx.control.messages import DeviceWarning, Drain, LinkBack, LinkLost, Scale, Stop
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
-from tests.control.sim.ledger import Violation, must
+from tests.control.sim.ledger import must
 from tests.control.sim.world import QUICK, S, Setting, World
 
 LIMIT_NS = 600 * S  # by when the gang must be done
@@ -25,7 +25,7 @@ class Result:
     events: int
     rungs: set
     ended: str
-    accounts: list
+    accounts: list  # of each slot: productive, stalled, lost and idle time
 
 
 def draw(rng):
@@ -209,17 +209,14 @@ def run(seed):
     world = World(draw(rng), rng.getrandbits(64))
     Faults(world)
     world.run(until=LIMIT_NS)
-    gang = world.gang
-    accounts = []
-    if not world.over:
-        must(hopeless(world), "after {} s the gang is {} at step {}", world.now // S, gang.phase, gang.committed)
-        accounts = world.ledger.accounts(world.now)
-    elif gang.stop_ns < 0:
-        states = [states for (step, made), states in world.durables.items() if step == gang.steps
-                  and gang.lineage.counts(step, made)]  # fmt: skip
-        final = states[-1] if gang.policy.save else {c: world.ledger.states[c, gang.steps] for c in range(world.size)}
+    gang, saved = world.gang, [key for key in world.durables if world.gang.lineage.counts(*key)]
+    if world.over and gang.stop_ns < 0:
+        last = [world.durables[step, made] for step, made in saved if step == gang.steps]
+        final = last[-1] if gang.policy.save else {c: world.ledger.states[c, gang.steps] for c in range(world.size)}
         accounts = world.ledger.finish(gang.steps, world.now, final)
     else:
+        bad = not world.over and not hopeless(world)
+        must(not bad, "after {} s the gang is {} at step {}", world.now // S, gang.phase, gang.committed)
         accounts = world.ledger.accounts(world.now)
     rungs = {form.rung for form in world.controller.forms} | {rung for rung, _ in world.controller.notes}
     return Result(
@@ -234,6 +231,3 @@ def run(seed):
         gang.said if world.over else "held: " + gang.said,
         accounts,
     )
-
-
-__all__ = ["Result", "Violation", "run"]

@@ -140,8 +140,9 @@ class World:
 
     def needs(self, form):
         """Nothing is abandoned while workers that can be reached have it, or have prepared it."""
-        known, last = self.gang.members.workers, form.last
-        has = {p.rank % self.size for p in self.procs() if p.number in known and p.member.prepared == last}
+        last, known = form.last, [proc for proc in self.procs() if proc.number in self.gang.members.workers]
+        attempt = self.ledger.history.get(last, max((g for g, _ in self.ledger.in_slot), default=0))
+        has = {p.rank % self.size for p in known if p.member.prepared == last and p.member.made >= attempt}
         enough = form.branch and last > form.step and len(has) == self.size
         must(not enough, "step {} is abandoned, though workers have it", last)
 
@@ -424,6 +425,7 @@ class Proc:
         self.member = Member(number, world.set.steps)
         self.alive, self.up, self.stuck, self.applying, self.halted = True, False, False, False, -1
         self.state = self.next = self.true = None
+        self.lacks = 0  # the generation for which it did not get its state
         world.after(world.ms(300, 2500), self.come_up)
 
     def come_up(self):
@@ -509,6 +511,8 @@ class Proc:
             self.world.after(self.world.ms(50, 800), self.restore, form, source, 10)
             self.world.tender(self)
         elif self.member.generation == form.generation:
+            if self.lacks == form.generation:
+                self.agent.say(Missing, form.generation, self.number, "it is not there")
             self.report()
 
     def restore(self, form, source, tries):
@@ -519,6 +523,7 @@ class Proc:
         if state is None and tries and source and source.kind == "live":
             world.after(world.ms(100, 400), self.restore, form, source, tries - 1)
         elif state is None:
+            self.lacks = form.generation
             self.agent.say(Missing, form.generation, self.number, "it is not there")
         else:
             self.state = state
