@@ -290,6 +290,18 @@ def test_when_most_do_not_answer_none_of_them_is_ended():
     assert crew.gang.said == "7 nodes do not answer: it must be the network" and "park" in crew.gang.timers
 
 
+def test_when_most_are_not_ready_in_time_all_form_again_and_nobody_is_ended():
+    """They wait for each other, or for something that is gone."""
+    crew = Crew(replicas=8)
+    crew.mute = Form
+    crew.say(crew.dead(0), *(crew.parked(rank, 4) for rank in range(1, 8)))
+    crew.now = crew.gang.timers["form"]
+    told = crew.say(TimerFired("form"))
+    assert of(Halt, told) and not of(Kill, told)
+    (form,) = of(Form, crew.say(*(crew.parked(rank, 4) for rank in range(1, 8))))
+    assert form.generation == 3 and form.step == 4 and "7 nodes were not ready in time" in form.reason
+
+
 # -- the end
 
 

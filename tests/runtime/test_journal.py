@@ -94,7 +94,7 @@ def test_a_killed_controller_loses_nothing_that_it_acknowledged(path):
             state = journal.recover(load, fold)
         assert state["count"] >= acknowledged and state == folded(state["count"])
         total = state["count"]
-    assert total > 200
+    assert total > 20, "it was killed before it wrote anything"
 
 
 def test_many_appends_share_a_commit(path, monkeypatch):
@@ -130,8 +130,10 @@ def test_nothing_is_settled_before_its_commit(path, monkeypatch):
             journal.wait(number, 0.05)
         assert journal.settled() == 0 and list(read(path)) == []
         gate.set()
-        assert select.select([journal], [], [], 10)[0], "a selector is not woken"
-        assert journal.settled() == number and not select.select([journal], [], [], 0)[0]
+        poll = select.poll()
+        poll.register(journal, select.POLLIN)
+        assert poll.poll(10_000), "a selector is not woken"
+        assert journal.settled() == number and not poll.poll(0)
         assert [e.number for e in read(path)] == [number]
 
 
