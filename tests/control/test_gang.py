@@ -404,3 +404,12 @@ def test_control_is_pure():
         imported |= {str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
         other = {name for name in imported if not name.startswith("phalanx.control")} - allowed
         assert not other, (path.name, other)
+
+
+def test_only_as_many_replicas_as_the_batch_can_be_divided_among():
+    crew = Crew(replicas=4, counts=(1, 2, 4))
+    crew.mute = (Launch,)  # nobody replaces it
+    died = crew.gang.form.crew[3]
+    told = crew.say(WorkerDied("n3", 1, died), *(crew.parked(rank, 5) for rank in range(3)))
+    assert of(Form, told)[-1].replicas == (0, 1)  # the third could do nothing
+    assert of(Pause, told) == [] and crew.gang.phase == "running"

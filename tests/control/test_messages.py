@@ -72,13 +72,13 @@ def test_what_is_no_message_is_refused(change, said):
 
 def test_a_command_is_no_event():
     with pytest.raises(ValueError, match="Event"):
-        Event.from_dict(Form(1, 0, (0,), {0: 1}, {0: "n"}, 1, {}, False, 0, (), -1, "", ("n",)).to_dict())
+        Event.from_dict(Form(1, 0, (0,), {0: 1}, {0: "n"}, 1, "", {}, False, 0, (), -1, "", ("n",)).to_dict())
 
 
 def test_each_node_gets_its_part_of_a_form():
     places, crew = {0: "a", 1: "b"}, {0: 1, 1: 2, 2: 3, 3: 4}
     sources = {2: Source("live", "a", 1), 3: Source("memory", "c", 3)}
-    form = Form(5, 7, (0, 1), crew, places, 2, sources, False, 7, (), 2, "", ("a", "b", "c"))
+    form = Form(5, 7, (0, 1), crew, places, 2, "", sources, False, 7, (), 2, "", ("a", "b", "c"))
     parts = form.parts()
     assert {node: part.crew for node, part in parts.items()} == {"a": {0: 1, 1: 2}, "b": {2: 3, 3: 4}, "c": {}}
     assert {node: sorted(part.sources) for node, part in parts.items()} == {"a": [2], "b": [2, 3], "c": [3]}

@@ -200,8 +200,7 @@ class Keeper:
         plan, image = Plan.of(base.entries, base.layout, base.layout.coord(rank)), slot.array()
 
         def sum_of(s: Segment) -> int:
-            words = image[s.offset : s.offset + s.size].view(word_of(base.entries[s.entry]))
-            return int(words.sum(dtype=np.int64))
+            return int(image[s.offset : s.offset + s.size].view(word_of(s.size)).sum(dtype=np.int64))
 
         sums = self.hashers.map(sum_of, plan.segments)
         found = sum((2 * i + 1) * each for i, each in enumerate(sums))

@@ -216,17 +216,15 @@ class Snapshotter:
         hashes and seals: here that would take the interpreter from the trainer."""
         self.device.use()
         image, on_host = self.image(number), 0
-        rooms, sources, words, weights = list[Tensor](), list[Tensor](), list[torch.dtype](), list[int]()
+        rooms, sources, weights = list[Tensor](), list[Tensor](), list[int]()
         for i, s in enumerate(self.plan.segments):
             room, source = image[s.offset : s.offset + s.size], self.source.bytes_of(s)
-            word = getattr(torch, word_of(self.source.entries[s.entry]))
             if source.is_cpu:  # offloaded
                 room.copy_(source)
-                on_host += (2 * i + 1) * int(source.view(word).sum(dtype=torch.int64))
+                on_host += (2 * i + 1) * int(_sum(source))
             else:
                 rooms.append(room)
                 sources.append(source)
-                words.append(word)
                 weights.append(2 * i + 1)
         for stream in self._streams:
             self.device.wait(stream, ready)
@@ -234,13 +232,18 @@ class Snapshotter:
         with self.device.on(copies):  # in one call, which leaves the interpreter to the trainer
             torch._foreach_copy_(rooms, sources, non_blocking=True)
         with self.device.on(adds):
-            sums = [x.view(word).sum(dtype=torch.int64) for x, word in zip(sources, words, strict=True)]
-            self._sums[: len(sums)].copy_(torch.stack(sums), non_blocking=True)
+            self._sums[: len(sources)].copy_(torch.stack([_sum(x) for x in sources]), non_blocking=True)
         self._copied = [stream.record_event() for stream in self._streams]
         self._enqueued.set()
         for event in self._copied:
             event.synchronize()
         return on_host + sum(weight * each for weight, each in zip(weights, self._sums.tolist(), strict=False))
+
+
+def _sum(data: Tensor) -> Tensor:
+    """Of bytes, as the keeper takes it too."""
+    word = getattr(torch, word_of(data.numel()))
+    return (data if data.data_ptr() % word.itemsize == 0 else data.clone()).view(word).sum(dtype=torch.int64)
 
 
 def mark(run: str, generation: int, step: int) -> str:

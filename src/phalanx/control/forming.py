@@ -57,6 +57,7 @@ class Forming(Halting):
                 full -= len(there)
         if len(chosen) < full and self.now_ns < self.patience_ns:
             return
+        chosen = chosen[: self.policy.usable(len(chosen))]
         if len(chosen) < self.policy.min_replicas:
             vacant = f"; {len(members.vacant)} places have no node" if members.vacant else ""
             self._hold(f"{len(chosen)} replicas are whole, and {self.policy.min_replicas} must be{vacant}")
@@ -142,6 +143,7 @@ class Forming(Halting):
             crew=crew,
             places=places,
             ranks_per_place=members.ranks_per_place,
+            store=members.nodes[places[min(places)]].address,
             sources=sources,
             branch=branch,
             last=last,

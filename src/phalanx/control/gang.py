@@ -159,7 +159,7 @@ class Gang(Forming):
                 return f"node {name} is drained"
         if self.rescaled and any(r not in members.down for r in active):
             return f"{len(members.wanted)} replicas are wanted"
-        more = self.rescaled or len(members.whole) > len(active)  # those that are active are whole
+        more = self.rescaled or self.policy.usable(len(members.whole)) > len(active)  # those that are active are whole
         if more and (back := sorted(members.whole.difference(active))):
             return f"replicas {back} are whole again"
         return "links changed" if self.relink else ""

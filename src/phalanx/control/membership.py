@@ -18,6 +18,7 @@ from phalanx.control.sources import Copy
 class Node:
     incarnation: int
     domain: str
+    address: str = ""
     dead: bool = False
     drained: bool = False
     fault: str = ""  # why it should be replaced, and the rung of the ladder that this is
@@ -95,8 +96,8 @@ class Membership:
 
     # -- nodes
 
-    def join(self, name: str, incarnation: int, domain: str) -> None:
-        self.nodes[name] = Node(incarnation, domain)
+    def join(self, name: str, incarnation: int, domain: str, address: str = "") -> None:
+        self.nodes[name] = Node(incarnation, domain, address)
         self.alive += 1
         self.spares.add(name)
 

@@ -51,6 +51,7 @@ class NodeJoined(Event):
     node: str
     incarnation: int
     domain: str = ""  # of failure
+    address: str = ""  # of its rendezvous store
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +299,7 @@ class Form(Command):
     crew: dict[int, int]  # rank -> worker
     places: dict[int, str]  # -> node
     ranks_per_place: int
+    store: str  # the address where they meet
     sources: dict[int, Source]  # by rank
     branch: bool  # all steps after `step` are abandoned; the ledger keeps them as a branch
     last: int  # that is known to have been committed: `step` + 1 to `last` are abandoned

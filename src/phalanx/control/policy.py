@@ -13,6 +13,7 @@ WARNINGS = {"ecc": 16, "throttle": 60, "link_errors": 100, "slow": 20}
 class Policy:
     min_replicas: int = 1
     max_replicas: int = 0  # that Scale may ask for; 0: as many as the layout has
+    counts: tuple[int, ...] = ()  # of replicas that a batch can be divided among; (): any
     gather_ns: int = 300 * S  # how long a beginning waits for all nodes, before it goes on with those that are there
     wait_ns: int = 0  # how long a broken gang waits for full strength, before it goes on with whole replicas
     park_ns: int = 10 * S  # from Halt to Parked
@@ -28,3 +29,7 @@ class Policy:
     link_ns: int = 60 * S  # a link that is down for longer does not come back by itself
     save: bool = True  # a checkpoint at the end
     warnings: dict[str, int] = field(default_factory=lambda: dict(WARNINGS))  # sign -> count from which a device goes
+
+    def usable(self, replicas: int) -> int:
+        """How many of them a batch can be divided among."""
+        return max((n for n in self.counts if n <= replicas), default=0 if self.counts else replicas)

@@ -48,9 +48,9 @@ class Entry:
         return ITEM_BYTES[self.dtype]
 
 
-def word_of(entry: Entry) -> str:
-    """The integers as which its bytes are summed: as wide as an element, or a part of it."""
-    return {1: "uint8", 2: "int16"}.get(entry.item_bytes, "int32")
+def word_of(size: int) -> str:
+    """The integers as which that many bytes are summed: the widest that fit, since a device adds those the fastest."""
+    return next(word for width, word in ((8, "int64"), (4, "int32"), (2, "int16"), (1, "uint8")) if size % width == 0)
 
 
 class Segment(NamedTuple):
