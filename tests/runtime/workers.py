@@ -104,7 +104,7 @@ def rank(channel, args):
     """A pretended rank. The job's name says what goes wrong, where: "what@rank"."""
     what, _, where = args["job"]["name"].partition("@")
     rank, steps = args["rank"], args["job"]["train"]["steps"]
-    assert args["generation"] == 0 and args["store"] == {"host": "127.0.0.1", "port": 1234}
+    assert args["form"]["generation"] == 0 and args["form"]["store"] == "127.0.0.1:1234"
     channel.send({"type": "ready"})
     for step in range(steps):
         channel.progress.mark(Phase.forward, step=step, micro=0)

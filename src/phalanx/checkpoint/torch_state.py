@@ -221,7 +221,7 @@ class Snapshotter:
             room, source = image[s.offset : s.offset + s.size], self.source.bytes_of(s)
             if source.is_cpu:  # offloaded
                 room.copy_(source)
-                on_host += (2 * i + 1) * int(_sum(source))
+                on_host += (2 * i + 1) * int(content_sum(source))
             else:
                 rooms.append(room)
                 sources.append(source)
@@ -232,7 +232,7 @@ class Snapshotter:
         with self.device.on(copies):  # in one call, which leaves the interpreter to the trainer
             torch._foreach_copy_(rooms, sources, non_blocking=True)
         with self.device.on(adds):
-            self._sums[: len(sources)].copy_(torch.stack([_sum(x) for x in sources]), non_blocking=True)
+            self._sums[: len(sources)].copy_(torch.stack([content_sum(x) for x in sources]), non_blocking=True)
         self._copied = [stream.record_event() for stream in self._streams]
         self._enqueued.set()
         for event in self._copied:
@@ -240,7 +240,7 @@ class Snapshotter:
         return on_host + sum(weight * each for weight, each in zip(weights, self._sums.tolist(), strict=False))
 
 
-def _sum(data: Tensor) -> Tensor:
+def content_sum(data: Tensor) -> Tensor:
     """Of bytes, as the keeper takes it too."""
     word = getattr(torch, word_of(data.numel()))
     return (data if data.data_ptr() % word.itemsize == 0 else data.clone()).view(word).sum(dtype=torch.int64)

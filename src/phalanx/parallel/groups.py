@@ -3,12 +3,16 @@ inside it; across replicas there are only standalone groups, one set per coordin
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -74,6 +78,15 @@ class Groups:
         tiers = form_tiers(scope, layout, coord, device, [state] + ([view["edp"]] if view else []), collectives)
         return Groups(mesh, state, view, form_cross(store, generation, layout, coord, device, collectives), tiers)
 
+    def total(self, values: Sequence[int], device: Device) -> list[int]:
+        """Each summed over all ranks: inside the replica, then across. Whoever gets the sums knows that all have said
+        theirs."""
+        sums = torch.tensor(values, device=device.torch)
+        dist.all_reduce(sums)
+        if self.cross:
+            self.cross.sum_(sums)
+        return [int(x) for x in sums.tolist()]
+
     def close(self) -> None:
         """Drops every group. The engine that used them must be gone: it holds references, and a
         group's sockets close with the last one."""
@@ -136,6 +149,33 @@ def _standalone(store: dist.Store, device: Device) -> Form:
 
 def connect_store(host: str, port: int) -> dist.Store:
     return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)
+
+
+_LOST = re.compile(
+    r"connection (closed|reset|refused)|closed by peer|broken pipe|gloo|nccl|timed out|timeout|socket|store",
+    re.IGNORECASE,
+)
+
+
+def lost_peers(error: BaseException) -> bool:
+    """Whether an error is that of groups whose other members are gone, and not this rank's own."""
+    own = isinstance(error, MemoryError) or "memory" in str(error).lower()
+    return isinstance(error, RuntimeError) and not own and bool(_LOST.search(f"{type(error).__name__}: {error}"))
+
+
+def break_connections() -> None:
+    """End every TCP connection of this process: who waits in a group, or to form one, fails at once, here and at the
+    other ends. Gloo has no other way to leave a wait; what NCCL waits for is aborted."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            fd = int(name)
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(fd)) as sock:
+                    listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # Gloo aborts if that ends
+                    if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                        sock.shutdown(socket.SHUT_RDWR)
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
 
 
 def serve_store(channel: Any, args: dict[str, Any]) -> None:

@@ -161,9 +161,13 @@ class _Launch:
                 "rank": rank,
                 "local_rank": rank,  # all on this host, whatever nodes the layout assumes
                 "local_ranks": len(self.ranks),
-                "store": {"host": self.store["host"], "port": self.store["port"]},
+                "form": {
+                    "generation": 0,
+                    "step": 0,  # or that of `resume`
+                    "replicas": list(range(self.job.layout.replica)),
+                    "store": f"{self.store['host']}:{self.store['port']}",
+                },
                 "data": {k: v for k, v in self.data.items() if k != "type"},
-                "generation": 0,
                 "run_dir": str(run_dir),
                 "resume": self.resume,
                 "keeper": self._keeper_of(rank),

@@ -208,26 +208,7 @@ class Engine:
                 param.grad = None
 
     def update(self, result: StepResult) -> None:
-        """A step whose norm is not finite is not applied. The fused kernel looks at that on the
-        device; foreach cannot, so the exact reduction asks the host."""
-        optimizer = self.state.optimizer
-        bad = ~torch.isfinite(result.grad_norm)
-        if self.reducer.exact and bool(bad):
-            result.grads.clear()
-        elif not self.reducer.exact:
-            optimizer.found_inf = bad.float()  # torch's own door for this, made for gradient scalers
-        for group in optimizer.param_groups:
-            group["lr"] = result.lr
-        for name, grad in result.grads.items():
-            self.state.params[name].grad = grad
-        optimizer.step()
-        for param in self.state.params.values():
-            param.grad = None
-        for name, load in result.loads.items():
-            bias = self.state.buffers[name]
-            bias.copy_(torch.where(bad, bias, next_bias(bias, load, self.job.model.balance_bias)))
-        result.grads.clear()  # the caller reads the rest a step later; this must not live that long
-        self.state.step += 1
+        apply(self.job, self.state, result)
 
     def _loss(self, output: Tensor, batch: Batch) -> Tensor:
         """Summed over this micro-batch's target tokens."""
@@ -281,3 +262,26 @@ class Engine:
         self.reducer.close()
         del self.stages, self._wrapped, self._halves, self.reducer, self.groups
         gc.collect()
+
+
+def apply(job: Job, state: State, result: StepResult) -> None:
+    """The update, for which no group is needed. A step whose norm is not finite is not applied. The fused kernel looks
+    at that on the device; foreach cannot, so the exact reduction asks the host."""
+    optimizer, exact = state.optimizer, job.train.reduction == "exact"
+    bad = ~torch.isfinite(result.grad_norm)
+    if exact and bool(bad):
+        result.grads.clear()
+    elif not exact:
+        optimizer.found_inf = bad.float()  # torch's own door for this, made for gradient scalers
+    for group in optimizer.param_groups:
+        group["lr"] = result.lr
+    for name, grad in result.grads.items():
+        state.params[name].grad = grad
+    optimizer.step()
+    for param in state.params.values():
+        param.grad = None
+    for name, load in result.loads.items():
+        bias = state.buffers[name]
+        bias.copy_(torch.where(bad, bias, next_bias(bias, load, job.model.balance_bias)))
+    result.grads.clear()  # the caller reads the rest a step later; this must not live that long
+    state.step += 1

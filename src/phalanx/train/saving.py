@@ -1,6 +1,6 @@
-"""When a rank takes a snapshot, and what it starts from. All ranks must take one after the same update, so the step
-of the next one is agreed on at every durable checkpoint, by two sums over all ranks: the interval that the launcher
-has announced holds from there on if every rank has heard of it."""
+"""When a rank takes a snapshot, and what it starts from. All ranks must take one after the same update. The interval
+that was announced last holds from the next durable checkpoint on, if the votes for that step say that all ranks have
+heard of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.files import Reader
 from phalanx.checkpoint.keeper import Line
 from phalanx.checkpoint.memory import Slot
@@ -22,15 +22,16 @@ from phalanx.core.layout import Coord
 from phalanx.core.store import open_store
 from phalanx.observe.progress import Phase
 from phalanx.parallel.device import Device
-from phalanx.parallel.groups import Groups
 from phalanx.train.state import State
 
 FIRST_STEP = 10  # early, so that what it costs is known soon; then twice as far each time, until an interval is agreed
 
 
 class Saver:
-    def __init__(self, job: Job, coord: Coord, state: State, groups: Groups, device: Device, channel: Any, args: Any):
-        self.job, self.state, self.groups, self.device, self.channel = job, state, groups, device, channel
+    """`heard.interval` is what was announced last: its version, and steps between checkpoints and between snapshots."""
+
+    def __init__(self, job: Job, coord: Coord, state: State, device: Device, channel: Any, args: Any, heard: Any):
+        self.job, self.state, self.channel, self.heard = job, state, channel, heard
         plan = Plan.of(state.entries, job.layout, coord)
         base = Manifest(
             name="",
@@ -43,17 +44,21 @@ class Saver:
             job=job.to_dict(),
         )
         line = Line(args["address"], job.layout.rank(coord), plan.image_bytes, plan.own_bytes, base.to_json())
-        self.snapshots = Snapshotter(
-            line, state.entries, job.layout, coord, state.get, device, args["run"], args["generation"]
-        )
-        c = job.checkpoint
-        self.announced = (0, 0, 0)  # version, steps between durable checkpoints, and between snapshots in memory
-        self.every = c.every_steps
-        self.memory_every = c.memory_every_steps
-        self._gap = FIRST_STEP
-        self.next_durable = state.step + (self.every or FIRST_STEP)
-        self.next_memory = state.step + self.memory_every if self.memory_every else self.next_durable
+        self.snapshots = Snapshotter(line, state.entries, job.layout, coord, state.get, device, args["run"])
         self._under_way = 0  # the step of the snapshot whose stall is not reported yet
+
+    def begin(self, generation: int) -> None:
+        """All ranks begin at the same step, and know nothing of what was agreed on before."""
+        self.snapshots.generation = generation
+        self.every = self.job.checkpoint.every_steps
+        self.memory_every = self.job.checkpoint.memory_every_steps
+        self._gap = FIRST_STEP
+        self._plan(self.state.step)
+        self.next_memory = self.state.step + self.memory_every if self.memory_every else self.next_durable
+
+    def _plan(self, step: int) -> None:
+        self.next_durable = step + (self.every or self._gap)
+        self._gap *= 2
 
     def before_update(self) -> dict[str, Any]:
         """What the last snapshot has cost, for the step's report."""
@@ -66,7 +71,8 @@ class Saver:
         self._under_way = 0
         return said
 
-    def after_update(self, norm: torch.Tensor) -> None:
+    def after_update(self, norm: torch.Tensor, known: bool) -> None:
+        """`known`: all ranks have heard of the same interval, as their votes for the step said."""
         step, last = self.state.step, self.state.step >= self.job.train.steps
         durable = last or step >= self.next_durable
         if not durable and step < self.next_memory:
@@ -75,36 +81,18 @@ class Saver:
         self.snapshots.begin(step, durable, norm)
         self._under_way = step
         if durable and not last:
-            self._agree()
-            self.next_durable = step + (self.every or self._gap)
-            self._gap *= 2
-        if self.memory_every:
-            self.next_memory = step + self.memory_every
-        else:
-            self.next_memory = self.next_durable
+            if known and self.heard.interval[0]:
+                c, (_, every, memory_every) = self.job.checkpoint, self.heard.interval
+                self.every, self.memory_every = c.every_steps or every, c.memory_every_steps or memory_every
+            self._plan(step)
+        self.next_memory = step + self.memory_every if self.memory_every else self.next_durable
 
-    def _agree(self) -> None:
-        """On the interval that was announced last, if all have heard of it."""
-        while (message := self._heard()) is not None:
-            if message.get("type") == "interval":
-                self.announced = (int(message["version"]), int(message["steps"]), int(message["memory_steps"]))
-        version, size = self.announced[0], self.job.layout.world_size
-        sums = torch.tensor([version, version**2], device=self.device.torch)
-        dist.all_reduce(sums)
-        if cross := self.groups.cross:
-            cross.sum_(sums)
-        total, squares = sums.tolist()
-        if version and total**2 == size * squares:
-            if not self.job.checkpoint.every_steps:
-                self.every = self.announced[1]
-            if not self.job.checkpoint.memory_every_steps:
-                self.memory_every = self.announced[2]
-
-    def _heard(self) -> dict[str, Any] | None:
-        try:
-            return self.channel.recv(0)
-        except TimeoutError:
-            return None
+    def save(self, step: int) -> None:
+        """Now, unless it is on its way."""
+        if self._under_way != step:
+            self.snapshots.wait()
+            self.snapshots.begin(step, durable=True)
+            self._under_way = step
 
     def close(self) -> None:
         """When what is under way is written."""
@@ -130,6 +118,18 @@ def resume(
         key = hashlib.blake2b(f"{job.seed}/{m.step}/{rank}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(key, "little"))
     return {"type": "resumed", "checkpoint": name, "step": m.step, "bytes_read": size}
+
+
+def resume_from_checkpoint(
+    job: Job, coord: Coord, state: State, device: Device, url: str, step: int, generation: int
+) -> None:
+    """From the one that this run made of `step` in that generation."""
+    store = open_store(url)
+    for found in Catalog(store).newest_first():
+        if found.step == step and found.status == "good" and found.manifest.generation == generation:
+            resume(job, coord, state, device, url, found.name)
+            return
+    raise BadCheckpoint(f"there is no checkpoint of step {step}, generation {generation}, at {url}")
 
 
 def resume_from_memory(job: Job, coord: Coord, state: State, device: Device, slot: Slot) -> int:

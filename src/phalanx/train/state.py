@@ -68,6 +68,20 @@ class State:
             return self.params[what]
         return self.buffers[what] if kind == "buffers" else self.moments(what)[kind]
 
+    def names(self) -> list[str]:
+        """Of the `entries` that this rank has elements of; before the first update there are no moments."""
+        out = []
+        for entry in self.entries:
+            kind, _, what = entry.held.name.partition("/")
+            if kind == "buffers":
+                there = what in self.buffers
+            else:
+                param = self.params.get(what)
+                there = param is not None and param.numel() > 0 and (kind == "weights" or kind in self.moments(what))
+            if there:
+                out.append(entry.held.name)
+        return out
+
     def restore(self, fill: Callable[[Callable[[str], Tensor]], object], step: int, updates: int) -> None:
         """Go on from a checkpoint of `step`: `fill` is given this rank's slices by name, to be written to. Without
         updates it has no moments, and the optimizer starts anew."""

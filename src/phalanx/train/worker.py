@@ -1,16 +1,30 @@
-"""A worker: one rank of one job, from assignment to the last step. It reports each step to its node
-one step late, so that nothing waits for the device."""
+"""A worker: one rank of one job, for as long as its process lives. It is told by its node which generation of the gang
+it belongs to (`form`), trains from `start` until the job is done, its peers are gone or a pause was agreed on, and then
+keeps its state, without groups, until it is told more. Steps are reported to the node one step late, so that nothing
+waits for the device.
+
+A step is computed, voted for by all ranks, and only then applied, without any communication: whoever has not seen all
+votes keeps the gradients, and the next generation decides whether the step counts (`control.member`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import os
+import queue
+import threading
 import time
 from typing import Any
 
 import torch
 import torch._dynamo  # torch's optimizers import it; here the ranks get it with the fork
 
+from phalanx.checkpoint.torch_state import rng_state, set_rng_state
+from phalanx.control.member import Member
+from phalanx.control.messages import Source
+from phalanx.core.checkpoint import BadCheckpoint
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.data.feed import Feed
@@ -18,58 +32,366 @@ from phalanx.data.samples import digest, places_of, unpack
 from phalanx.model.family import Batch, check_family, load_family
 from phalanx.observe.progress import Phase
 from phalanx.parallel.device import Device
-from phalanx.parallel.groups import Groups, connect_store
+from phalanx.parallel.groups import Groups, break_connections, connect_store, lost_peers
 from phalanx.parallel.shard import COMPUTE_DTYPE
-from phalanx.train.engine import Engine, StepResult
-from phalanx.train.saving import Saver, resume
+from phalanx.train import transfer
+from phalanx.train.engine import Engine, StepResult, apply
+from phalanx.train.saving import Saver, resume, resume_from_checkpoint, resume_from_memory
 from phalanx.train.state import State
 
 
 def main(channel: Any, args: dict[str, Any]) -> None:
-    job, rank = Job.from_dict(args["job"]), int(args["rank"])
-    coord = job.layout.coord(rank)
-    local_ranks = int(args["local_ranks"])
-    torch.set_num_threads(num_threads(job, local_ranks))
-    torch.manual_seed(job.seed)
-    device = Device.pick(job.run.device, int(args["local_rank"]), local_ranks)
-    family = load_family(job.model.family)
-    check_family(family, job.model)
-    state = State.create(job, family, coord, device)
-    if start := args.get("resume"):
-        channel.send(resume(job, coord, state, device, start["url"], start["name"], local_ranks))
-    store = connect_store(args["store"]["host"], args["store"]["port"])
-    groups = Groups.form(store, args["generation"], job.layout, coord, device, bool(family.experts), job.collectives)
-    engine = Engine(job, family, coord, groups, state, device, mark=channel.progress.mark)
-    peers = job.layout.world_size // job.layout.data_ranks
-    source = Batches(job, Feed(args["data"]["address"], engine.indices, state.step, peers))
-    saver = None
-    if keeper := args.get("keeper"):
-        saver = Saver(job, coord, state, groups, device, channel, keeper)
-    channel.send({"type": "facts", **_facts(job, engine, device)})
-    channel.send({"type": "ready"})
-    previous: tuple[int, float, StepResult, dict[str, Any]] | None = None
-    while state.step < job.train.steps:
+    """With "form" in `args` it is the member of a gang that lives and dies together: it trains at once, and fails when
+    a peer does. Otherwise it waits to be told."""
+    worker = Worker(channel, args)
+    if args.get("form"):
+        worker.train_at_once(args["form"])
+    else:
+        worker.serve()
+
+
+class Halted(RuntimeError):
+    """The generation is over: the node has said so."""
+
+
+class Commands:
+    """What the node says. A thread hears it, since the trainer may be waiting for peers that are gone."""
+
+    def __init__(self, channel: Any):
+        self.generation = -1  # the one that the worker is in, or is entering
+        self.halted = self.pausing = -1
+        self.interval = (0, 0, 0)  # version, steps between durable checkpoints, and between snapshots in memory
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._channel = channel
+        threading.Thread(target=self._listen, daemon=True, name="phalanx-commands").start()
+
+    def next(self) -> dict[str, Any] | None:
+        """None: the node is gone."""
+        return self._queue.get()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while (message := self._channel.recv()) is not None:
+                kind = message.get("type")
+                if kind == "pause":
+                    self.pausing = max(self.pausing, int(message["generation"]))
+                elif kind == "interval":
+                    self.interval = (int(message["version"]), int(message["steps"]), int(message["memory_steps"]))
+                else:
+                    if kind == "halt":
+                        self.halted = max(self.halted, int(message["generation"]))
+                        if self.halted >= self.generation:
+                            break_connections()
+                    self._queue.put(message)
+        self._queue.put(None)
+
+
+class Worker:
+    def __init__(self, channel: Any, args: dict[str, Any]):
+        job = Job.from_dict(args["job"])
+        self.channel, self.args, self.job, self.rank = channel, args, job, int(args["rank"])
+        local_ranks = int(args["local_ranks"])
+        torch.set_num_threads(num_threads(job, local_ranks))
+        torch.manual_seed(job.seed)
+        self.device = Device.pick(job.run.device, int(args["local_rank"]), local_ranks)
+        self.family = load_family(job.model.family)
+        check_family(self.family, job.model)
+        coord = job.layout.coord(self.rank)
+        self.state = State.create(job, self.family, coord, self.device)
+        self.member = Member(int(args.get("worker", self.rank)), job.train.steps, generation=-1)
+        self.giver = transfer.Giver(args["token"], self.device) if "token" in args else None
+        self.commands = Commands(channel)
+        self.groups: Groups | None = None
+        self.engine: Engine | None = None
+        self.source: Batches | None = None
+        self.saver: Saver | None = None
+        self.result: StepResult | None = None  # of the step that was voted for and is not applied yet
+        self.rng = b""  # before the step that is under way
+        self.lacks = -1  # the generation for which it did not get its state
+        self.previous: tuple[int, float, StepResult, dict[str, Any]] | None = None  # to be reported
+        self.told_facts = False
+
+    # -- what it is told
+
+    def serve(self) -> None:
+        self.channel.send({"type": "up"})
+        while (message := self.commands.next()) is not None:
+            kind = message["type"]
+            if kind == "leave":
+                self._end()
+                return
+            getattr(self, "_on_" + kind)(message)
+
+    def train_at_once(self, form: dict[str, Any]) -> None:
+        self.member.form(int(form["generation"]), 0, None)
+        self._enter(form, None)
+        self.channel.send({"type": "ready"})
+        self.member.restored(self.state.step)
+        self.member.start(self.member.generation)
+        while self.member.phase == "running":
+            self._step()
+        self._end()
+
+    def _on_form(self, form: dict[str, Any]) -> None:
+        source = Source(**form["source"]) if form["source"] else None
+        generation = int(form["generation"])
+        if not self.member.form(generation, int(form["step"]), source):
+            if generation == self.member.generation:
+                self._say_again()
+            return
+        self.channel.progress.mark(Phase.idle)
+        self.commands.generation, lost = generation, ""
+        try:
+            self._enter(form, source)
+        except (BadCheckpoint, OSError, ValueError) as error:
+            lost, self.lacks = f"{type(error).__name__}: {error}", generation
+        except RuntimeError as error:
+            if not lost_peers(error) and self.commands.halted < generation:
+                raise
+            lost = str(error)
+        if not lost:
+            self.member.restored(self.state.step)
+        else:
+            print(f"generation {generation} could not be formed: {lost}", flush=True)
+            self._leave_groups()
+            if self.lacks != generation:
+                self.member.halt(generation)
+        self._say_again(lost)
+
+    def _say_again(self, reason: str = "it is not there") -> None:
+        """Where it stands."""
+        m = self.member
+        if self.lacks == m.generation and m.phase == "restoring":
+            self.channel.send({"type": "missing", "generation": m.generation, "reason": reason[:500]})
+        elif m.phase == "parked":
+            held = {"step": m.step, "prepared": m.prepared, "made": m.made}
+            self.channel.send({"type": "parked", "generation": m.generation, **held})
+        elif m.phase == "ready":
+            said = {"generation": m.generation, "step": m.step, "digest": self._digest}
+            self.channel.send({"type": "ready", **said})
+
+    def _on_serve(self, message: dict[str, Any]) -> None:
+        """It has no place in the next generation, but somebody who does takes its state from here."""
+        generation, step = int(message["generation"]), int(message["step"])
+        with contextlib.suppress(ValueError):
+            self._settle(step)
+            self._offer(generation, step, message["store"])
+
+    def _on_start(self, message: dict[str, Any]) -> None:
+        if self.member.start(int(message["generation"])):
+            self._run()
+        elif self.member.phase == "parked":
+            self._leave_groups()
+            self._say_again()
+
+    def _on_halt(self, message: dict[str, Any]) -> None:
+        if self.member.halt(int(message["generation"])):
+            self._leave_groups()
+            self._say_again()
+
+    def _on_save(self, message: dict[str, Any]) -> None:
+        m, step = self.member, int(message["step"])
+        if m.phase != "parked" or m.generation != int(message["generation"]):
+            return
+        with contextlib.suppress(ValueError):
+            self._settle(step)
+            if self.saver:
+                self.saver.save(step)
+
+    # -- a generation
+
+    def _enter(self, form: dict[str, Any], source: Source | None) -> None:
+        """Groups, state and engine of the generation."""
+        generation, step = int(form["generation"]), int(form["step"])
+        self._leave_groups()
+        replicas, size = [int(r) for r in form["replicas"]], self.job.layout.replica_size
+        layout = dataclasses.replace(self.job.layout, replica=len(replicas))
+        job = dataclasses.replace(self.job, layout=layout)  # the same batch, divided among those that are there
+        coord = layout.coord(replicas.index(self.rank // size) * size + self.rank % size)
+        if source is None and self.member.step >= 0:
+            self._settle(step)
+        store = connect_store(*_address(form["store"]))
+        if source is None or source.kind != "live":
+            self._restore(job, coord, source, step)
+            self._offer(generation, step, form["store"], store)
+        else:
+            address = store.get(f"g{generation}/state/{source.number}").decode()
+            transfer.take(address, self.args["token"], generation, step, self.state, self.device)
+        self._digest = transfer.digest_of(self.state) if self.giver else ""
+        self.groups = Groups.form(
+            store, generation, layout, coord, self.device, bool(self.family.experts), job.collectives
+        )
+        self.engine = Engine(
+            job, self.family, coord, self.groups, self.state, self.device, mark=self.channel.progress.mark
+        )
+        self.source = Batches(
+            job, Feed(self.args["data"]["address"], self.engine.indices, self.state.step, self._peers(replicas))
+        )
+        self._keep_line(job, coord, generation)
+        if not self.told_facts:
+            self.told_facts = True
+            self.channel.send({"type": "facts", **_facts(job, self.engine, self.device)})
+
+    def _settle(self, step: int) -> None:
+        """Apply the step that was voted for if it counts; else it never happened. ValueError: it has not got `step`."""
+        prepared = self.result
+        if self.member.settle(step):
+            assert prepared is not None
+            self._wait_for_snapshot()
+            apply(self.job, self.state, prepared)
+        elif prepared is not None and self.rng:
+            set_rng_state(self.device, self.rng)
+        self.result = None
+
+    def _restore(self, job: Job, coord: Coord, source: Source | None, step: int) -> None:
+        if source is None:
+            if self.args.get("resume") and self.state.step == 0 and self.member.step < 0:
+                self.channel.send(self._resume(job, coord))
+            return
+        self._wait_for_snapshot()
+        if source.kind == "memory":
+            if source.node != self.args.get("node") or source.number != job.layout.rank(coord):
+                raise BadCheckpoint(f"the snapshot of rank {source.number} is on node {source.node}")
+            self._keep_line(job, coord, self.member.generation)
+            assert self.saver
+            slots = self.saver.snapshots.line.slots
+            found = [s for s in slots if (h := s.header()) and (h["step"], h["generation"]) == (step, source.made)]
+            if not found:
+                raise BadCheckpoint(f"the snapshot of step {step} is not in memory any more")
+            resume_from_memory(job, coord, self.state, self.device, found[0])
+        elif source.made or (step and not self.args.get("resume")):
+            url = self.args["checkpoints"]
+            resume_from_checkpoint(job, coord, self.state, self.device, url, step, source.made)
+        elif self.args.get("resume"):
+            self.channel.send(self._resume(job, coord))
+        else:
+            self._begin_anew(coord)
+        if self.state.step != step:
+            raise BadCheckpoint(f"it is of step {self.state.step} and not of {step}")
+
+    def _resume(self, job: Job, coord: Coord) -> dict[str, Any]:
+        start = self.args["resume"]
+        return resume(job, coord, self.state, self.device, start["url"], start["name"], int(self.args["local_ranks"]))
+
+    def _begin_anew(self, coord: Coord) -> None:
+        if self.state.step:
+            self._drop_saver()
+            self.state = State.create(self.job, self.family, coord, self.device)
+        torch.manual_seed(self.job.seed)
+
+    def _offer(self, generation: int, step: int, address: str, store: Any = None) -> None:
+        if self.giver:
+            store = store or connect_store(*_address(address))
+            self.giver.offer(generation, step, self.state)
+            store.set(f"g{generation}/state/{self.member.worker}", self.giver.address)
+
+    def _peers(self, replicas: list[int]) -> int:
+        """Ranks of this node that work on the same micro-batches, itself included."""
+        layout, own = self.job.layout, self.job.layout.coord(self.rank)
+        here = range(layout.world_size)
+        if int(self.args["local_ranks"]) < layout.world_size:
+            here = range(
+                layout.node(self.rank) * layout.ranks_per_node, (layout.node(self.rank) + 1) * layout.ranks_per_node
+            )
+        coords = [layout.coord(rank) for rank in here if rank < layout.world_size]
+        return sum((c.replica, c.shard) == (own.replica, own.shard) for c in coords if c.replica in replicas)
+
+    def _keep_line(self, job: Job, coord: Coord, generation: int) -> None:
+        """To the keeper of checkpoints; a new one when the rank writes other parts of the state than before."""
+        keeper = self.args.get("keeper")
+        if not keeper:
+            return
+        if self.saver and (self.saver.job.layout != job.layout or self.saver.state is not self.state):
+            self._drop_saver()
+        if self.saver is None:
+            self.saver = Saver(job, coord, self.state, self.device, self.channel, keeper, self.commands)
+        self.saver.begin(generation)
+
+    def _drop_saver(self) -> None:
+        if self.saver:
+            self.saver.close()
+            self.saver = None
+
+    def _wait_for_snapshot(self) -> None:
+        if self.saver:
+            self.saver.snapshots.wait()
+
+    def _leave_groups(self) -> None:
+        if self.giver:
+            self.giver.withdraw()
+        if self.source:
+            self.source.feed.close()
+        if self.engine:
+            self.engine.close()
+        if self.groups:
+            self.groups.close()
+        self.source = self.engine = self.groups = None
+
+    # -- steps
+
+    def _run(self) -> None:
+        m, lost = self.member, ""
+        if self.giver:
+            self.giver.withdraw()
+        while m.phase == "running" and not lost:
+            try:
+                self._step()
+            except RuntimeError as error:
+                if not lost_peers(error) and self.commands.halted < m.generation:
+                    raise
+                lost = str(error)
+        self.channel.progress.mark(Phase.idle)
+        if lost:
+            print(f"generation {m.generation} ended in step {m.step}: {lost}", flush=True)
+            m.halt(m.generation)
+        self._tell_previous()
+        self._leave_groups()
+        self._say_again()
+
+    def _step(self) -> None:
+        m, state, channel, engine = self.member, self.state, self.channel, self.engine
+        assert engine and self.source and self.groups
         began, step = time.perf_counter(), state.step
         channel.progress.mark(Phase.loading, step=step)
-        batches, fed = source.take(step)
+        self.rng = rng_state(self.device)
+        batches, fed = self.source.take(step)
         result = engine.gradients(batches)
+        if self.commands.halted >= m.generation:
+            raise Halted
+        self.result = result
+        wants_pause = m.vote() or self.commands.pausing >= m.generation
+        version = self.commands.interval[0]
+        votes, pauses, total, squares = self.groups.total([1, wants_pause, version, version**2], self.device)
+        assert votes == engine.job.layout.world_size, (votes, engine.job.layout)
         channel.progress.mark(Phase.optimizer)
-        if saver:
-            fed |= saver.before_update()
+        if self.saver:
+            fed |= self.saver.before_update()
         engine.update(result)
-        if saver:
-            saver.after_update(result.grad_norm)
-        if previous:
-            _report(channel, coord, *previous)
-        previous = (step, time.perf_counter() - began, result, fed)
-    if previous:
-        _report(channel, coord, *previous)
-    channel.progress.mark(Phase.done)
-    if saver:
-        saver.close()
-    channel.send({"type": "done", "digest": state.digest(), "step": state.step})
-    engine.close()
-    groups.close()
+        self.result = None
+        m.commit(pauses > 0)
+        if self.giver and self.args["local_rank"] == 0:
+            channel.send({"type": "committed", "generation": m.generation, "step": m.step})
+        if self.saver:
+            self.saver.after_update(result.grad_norm, known=total**2 == votes * squares)
+        self._tell_previous()
+        self.previous = (step, time.perf_counter() - began, result, fed)
+
+    def _tell_previous(self) -> None:
+        if self.previous and self.engine:
+            previous, self.previous = self.previous, None
+            _report(self.channel, self.engine.coord, *previous)
+
+    def _end(self) -> None:
+        self._tell_previous()
+        self.channel.progress.mark(Phase.done)
+        self._drop_saver()
+        self.channel.send({"type": "done", "digest": self.state.digest(), "step": self.state.step})
+        self._leave_groups()
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host, int(port)
 
 
 def num_threads(job: Job, local_ranks: int) -> int:

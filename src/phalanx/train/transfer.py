@@ -1,0 +1,177 @@
+"""A state, from a worker that has it to one that takes a place at the same coordinate: over TCP, a token first, then
+the step, the random numbers and the bytes of every tensor, each followed by its hash.
+
+The giver's thread reads the state while the giver forms its groups. It is `offered` from the moment at which it is that
+of the step that the generation goes on from, until `withdraw`, before the next update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import socket
+import struct
+import threading
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from phalanx.checkpoint.torch_state import as_bytes, content_sum, rng_state, set_rng_state
+from phalanx.core.checkpoint import BadCheckpoint
+from phalanx.parallel.device import Device
+from phalanx.train.state import State
+
+TIMEOUT_S = 60.0
+PATIENCE_S = 10.0  # until the giver has the step
+PIECE_BYTES = 64 << 20
+_LENGTH = struct.Struct(">Q")
+HELLO_BYTES = 1 << 24
+
+
+class Giver:
+    """`host`: where it listens."""
+
+    def __init__(self, token: str, device: Device, host: str = "127.0.0.1"):
+        self._token, self._device = token, device
+        self._offer: tuple[int, int, State] | None = None  # generation, step
+        self._changed = threading.Condition()
+        self._giving = 0
+        self._listener = socket.create_server((host, 0), backlog=64)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True, name="phalanx-giver").start()
+
+    def offer(self, generation: int, step: int, state: State) -> None:
+        with self._changed:
+            self._offer = generation, step, state
+            self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """When nobody reads it any more."""
+        with self._changed:
+            self._offer = None
+            self._changed.wait_for(lambda: not self._giving, TIMEOUT_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                conn, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(conn,), daemon=True).start()
+
+    def _serve(self, conn: socket.socket) -> None:
+        with conn, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            conn.settimeout(TIMEOUT_S)
+            hello = _receive(conn)
+            if not hmac.compare_digest(str(hello["token"]), self._token):
+                return
+            wanted = (int(hello["generation"]), int(hello["step"]))
+            with self._changed:
+                there = self._changed.wait_for(
+                    lambda: self._offer is not None and self._offer[:2] == wanted, PATIENCE_S
+                )
+                if not there or self._offer is None:
+                    _send(conn, {"error": f"it does not have step {wanted[1]} in generation {wanted[0]}"})
+                    return
+                state = self._offer[2]
+                self._giving += 1
+            try:
+                self._give(conn, state)
+            finally:
+                with self._changed:
+                    self._giving -= 1
+                    self._changed.notify_all()
+
+    def _give(self, conn: socket.socket, state: State) -> None:
+        self._device.use()
+        held = state.names()
+        sizes = [_bytes_of(state.get(name)) for name in held]
+        _send(conn, {"error": "", "rng": rng_state(self._device).hex(), "names": held, "sizes": sizes})
+        for name in held:
+            data = as_bytes(state.get(name).detach()).cpu().numpy()
+            hasher = xxhash.xxh3_128()
+            for at in range(0, len(data), PIECE_BYTES):
+                piece = data[at : at + PIECE_BYTES]
+                hasher.update(piece)
+                conn.sendall(piece)
+            conn.sendall(hasher.digest())
+
+
+def take(address: str, token: str, generation: int, step: int, state: State, device: Device) -> int:
+    """Fill `state` with that of `address`, which is at `step`. Returns how many bytes came. BadCheckpoint; OSError."""
+    host, _, port = address.rpartition(":")
+    received = 0
+    with socket.create_connection((host, int(port)), TIMEOUT_S) as conn:
+        _send(conn, {"token": token, "generation": generation, "step": step})
+        reply = _receive(conn)
+        if reply["error"]:
+            raise BadCheckpoint(reply["error"])
+
+        def fill(get: Any) -> None:
+            nonlocal received
+            for name, size in zip(reply["names"], reply["sizes"], strict=True):
+                room = get(name).detach()
+                if _bytes_of(room) != size:
+                    raise BadCheckpoint(f"{name} has {size} bytes there and {_bytes_of(room)} here")
+                direct = room.is_cpu and room.is_contiguous()
+                target = room if direct else torch.empty(room.shape, dtype=room.dtype)
+                view = memoryview(as_bytes(target).numpy())
+                _fill(conn, view)
+                digest = bytearray(16)
+                _fill(conn, memoryview(digest))
+                if xxhash.xxh3_128(view).digest() != digest:
+                    raise BadCheckpoint(f"{name} was damaged on its way")
+                if not direct:
+                    room.copy_(target)
+                received += size
+
+        state.restore(fill, step, step)
+    set_rng_state(device, bytes.fromhex(reply["rng"]))
+    return received
+
+
+def digest_of(state: State) -> str:
+    """Of everything that a rank holds: the same for the same coordinate of all replicas."""
+    out = hashlib.blake2b(str(state.step).encode(), digest_size=16)
+    for name in state.names():
+        data = as_bytes(state.get(name).detach())
+        # A device adds up faster than its memory could be read from here.
+        out.update(xxhash.xxh3_128_digest(data.numpy()) if data.is_cpu else _pack(content_sum(data)))
+    return out.hexdigest()
+
+
+def _pack(value: Tensor) -> bytes:
+    return (int(value) % (1 << 64)).to_bytes(8, "little")
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _fill(conn: socket.socket, room: memoryview) -> None:
+    done = 0
+    while done < len(room):
+        got = conn.recv_into(room[done:])
+        if not got:
+            raise ConnectionError("the connection ended in the middle of a state")
+        done += got
+
+
+def _send(conn: socket.socket, message: dict[str, Any]) -> None:
+    body = json.dumps(message).encode()
+    conn.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def _receive(conn: socket.socket) -> dict[str, Any]:
+    head = bytearray(_LENGTH.size)
+    _fill(conn, memoryview(head))
+    (size,) = _LENGTH.unpack(head)
+    if size > HELLO_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    body = bytearray(size)
+    _fill(conn, memoryview(body))
+    return json.loads(bytes(body))

@@ -1,0 +1,66 @@
+"""A worker that dies at a point of a step that its arguments name: {"step", "at"}."""
+
+import os
+import signal
+
+from phalanx.parallel.groups import Groups
+from phalanx.train import engine, worker
+
+
+def main(channel, args):
+    if args["die"]:
+        plant(args["die"]["step"], args["die"]["at"])
+    worker.main(channel, args)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plant(step, at):
+    at_step = lambda state: state.step == step  # noqa: E731
+    gradients, total, update = engine.Engine.gradients, Groups.total, engine.apply
+
+    if at in ("forward", "gradients"):
+
+        def dying(self, batches):
+            if at == "forward" and at_step(self.state):
+                die()
+            result = gradients(self, batches)
+            if at_step(self.state):
+                die()
+            return result
+
+        engine.Engine.gradients = dying
+    elif at in ("voting", "voted"):
+
+        def voting(self, values, device):
+            if dying_state[0] and at == "voting":
+                import torch
+                import torch.distributed as dist
+
+                dist.all_reduce(torch.tensor(values))  # inside the replica, and not across
+                die()
+            out = total(self, values, device)
+            if dying_state[0]:
+                die()
+            return out
+
+        dying_state = [False]
+
+        def noting(self, batches):
+            dying_state[0] = at_step(self.state)
+            return gradients(self, batches)
+
+        engine.Engine.gradients, Groups.total = noting, voting
+    else:
+        assert at == "update", at
+
+        def updating(job, state, result):
+            if at_step(state):
+                for param in list(state.params.values())[: len(state.params) // 2]:
+                    param.data.add_(1.0)
+                die()
+            update(job, state, result)
+
+        engine.apply = updating

@@ -1,0 +1,128 @@
+"""Workers that go on when others die: the same bits as if nobody had."""
+
+import dataclasses
+import os
+import signal
+
+import pytest
+
+from phalanx.control.messages import NodeDead, WorkerStuck
+from phalanx.core.job import DataConfig, Job, OptimizerConfig, RunConfig, TrainConfig
+from phalanx.core.layout import Layout
+from tests.cases import EVEN
+from tests.train.conductor import Conductor
+
+MODEL = dataclasses.replace(EVEN, vocab_size=257, num_layers=4)
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} little words of text, {i * i}.\n" for i in range(20_000)))
+    return path
+
+
+def a_job(text, steps=STEPS, **layout):
+    return Job(
+        model=MODEL,
+        layout=Layout(**layout),
+        train=TrainConfig(steps=steps, seq_len=64, global_batch=8, micro_batch=1, precision="fp32", reduction="exact"),
+        optimizer=OptimizerConfig(lr=1e-3),
+        data=DataConfig(source=str(text)),
+        run=RunConfig(dir=str(text.parent / "runs")),
+    )
+
+
+def lead(job, folder, **kw):
+    preload = ("phalanx.train.worker", "phalanx.model.dense", "tests.train.generation_cases")
+    folder.mkdir(exist_ok=True)
+    return Conductor(job, folder, preload=preload, entry="tests.train.generation_cases:main", **kw)
+
+
+def undisturbed(job, folder):
+    with lead(job, folder) as c:
+        digests = c.finish()
+        assert [f.generation for f in c.forms] == [1] and c.died == []
+        return digests
+
+
+@pytest.fixture(scope="module")
+def clean(text, tmp_path_factory):
+    return undisturbed(a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path_factory.mktemp("clean"))
+
+
+@pytest.mark.parametrize("at", ["forward", "gradients", "voting", "voted", "update"])
+def test_a_worker_dies_in_a_step_and_is_replaced(at, text, tmp_path, clean):
+    """Before the vote, between vote and update, during the update: the step is redone or counts, never torn."""
+    c = lead(
+        a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path, wait_ns=60 * 10**9, die={3: {"step": 4, "at": at}}
+    )
+    with c:
+        assert c.finish() == clean
+        assert c.died == [3] and len(c.forms) == 2
+        assert {rank: w for rank, w in c.forms[1].crew.items() if rank != 2} == {0: 1, 1: 2, 3: 4}, "the others stay"
+        assert c.forms[1].replicas == (0, 1) and not c.forms[1].branch
+        # Once all that are left have voted, the step counts: one that is gone may have seen it committed.
+        assert c.forms[1].step in {"forward": (4,), "gradients": (4, 5), "voting": (4, 5)}.get(at, (5,))
+        assert c.forms[1].sources[2].kind == "live"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(replica=2, tp=2, ranks_per_node=2),
+        dict(replica=2, pp=2, ranks_per_node=2, schedule="zbv"),
+        dict(replica=2, shard=2, zero=1, ranks_per_node=1),
+    ],
+    ids=["tp", "pipeline", "zero 1, a node per rank"],
+)
+def test_any_layout_goes_on(layout, text, tmp_path):
+    want = undisturbed(a_job(text, **layout), tmp_path / "clean")
+    die = {1: {"step": 3, "at": "gradients"}, 2: {"step": 6, "at": "voting"}}
+    with lead(a_job(text, **layout), tmp_path / "run", wait_ns=60 * 10**9, die=die) as c:
+        assert c.finish() == want
+        assert c.died == [1, 2] and len(c.forms) == 3
+
+
+def test_without_a_replacement_the_others_do_its_part_and_take_it_back(text, tmp_path):
+    """The same batch is divided among those that are there: the same bits, degraded steps included."""
+    job = a_job(text, replica=2, shard=2, ranks_per_node=2, steps=14)
+    want = undisturbed(job, tmp_path / "clean")
+    with lead(job, tmp_path / "run", deaths=1) as c:
+        c.until(lambda: len(c.committed) >= 6)
+        for worker in (3, 4):  # the node dies with its workers
+            c.client.kill(worker)
+        c.until(lambda: {3, 4} <= {*c.died})
+        c.tell(NodeDead("n1", 1, "its power supply burnt"))
+        c.until(lambda: len(c.forms) == 2)
+        assert c.forms[1].replicas == (0,) and c.forms[1].crew == {0: 1, 1: 2}
+        pids = {w: c.pids[w] for w in (1, 2)}
+        degraded = len(c.committed)
+        c.until(lambda: len(c.committed) > degraded)
+        c.incarnations["n1"] = 2
+        c.join("n1")  # after repair
+        c.until(lambda: len(c.forms) == 3)
+        assert c.forms[2].replicas == (0, 1) and c.forms[2].rung == -1
+        assert {s.kind for s in c.forms[2].sources.values()} == {"live"}
+        assert c.finish() == want
+        assert {w: c.pids[w] for w in (1, 2)} == pids and {1, 2} <= set(c.forms[2].crew.values())
+
+
+def test_a_stopped_worker_is_killed_and_replaced(text, tmp_path, clean):
+    with lead(a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path, wait_ns=60 * 10**9) as c:
+        c.until(lambda: len(c.committed) >= 4)
+        os.kill(c.pids[2], signal.SIGSTOP)
+        c.tell(WorkerStuck("n0", 1, 2, "it is stopped"))
+        assert c.finish() == clean
+        assert c.died == [2]
+
+
+def test_everybody_dies_and_the_run_begins_again(text, tmp_path, clean):
+    """No live copy is left, nor a snapshot: back to where the run began, as a branch."""
+    with lead(a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path, ask_ns=10**8) as c:
+        c.until(lambda: len(c.committed) >= 4)
+        for worker in (1, 2, 3, 4):
+            c.client.kill(worker)
+        assert c.finish() == clean
+        assert c.forms[-1].branch and c.forms[-1].step == 0 and c.forms[-1].last >= 2
