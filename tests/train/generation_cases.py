@@ -3,6 +3,8 @@
 import os
 import signal
 
+import torch.distributed as dist
+
 from phalanx.parallel.groups import Groups
 from phalanx.train import engine, worker
 
@@ -34,15 +36,13 @@ def plant(step, at):
         engine.Engine.gradients = dying
     elif at in ("voting", "voted"):
 
-        def voting(self, values, device):
-            if dying_state[0] and at == "voting":
-                import torch
-                import torch.distributed as dist
-
-                dist.all_reduce(torch.tensor(values))  # inside the replica, and not across
+        def voting(self, values):
+            is_vote = values.numel() == 4
+            if dying_state[0] and is_vote and at == "voting":
+                dist.all_reduce(values)  # inside the replica, and not across
                 die()
-            out = total(self, values, device)
-            if dying_state[0]:
+            out = total(self, values)
+            if dying_state[0] and is_vote:
                 die()
             return out
 

@@ -18,6 +18,14 @@ class StepTable:
         self.events: list[dict[str, Any]] = []  # what was noticed on the way; the caller takes them out
         self._open: dict[int, dict[int, dict[str, Any]]] = {}
 
+    def settle(self, step: int, world_size: int) -> list[dict[str, Any]]:
+        """The gang goes on from `step` with so many ranks: rows of steps that counted and that somebody who is gone has
+        not reported. What was said of later steps never happened."""
+        self.world_size = world_size
+        rows = [self._row(s, self._open[s]) for s in sorted(self._open) if s < step]
+        self._open.clear()
+        return rows
+
     def add(self, rank: int, message: dict[str, Any]) -> dict[str, Any] | None:
         """One rank's report of a step; the step's row when it was the last one missing."""
         reports = self._open.setdefault(message["step"], {})
@@ -30,8 +38,10 @@ class StepTable:
         self._compare_norms(step, reports)
         times = {rank: r["time_s"] for rank, r in reports.items()}
         slowest = max(times, key=times.__getitem__)
-        tokens = sum(r["tokens"] for r in reports.values())
-        loss_sum = _sum([x for r in reports.values() for x in r["loss_sums"]])
+        whole = next((r["whole"] for r in reports.values() if r["whole"]), None)
+        if whole is None:
+            whole = {"loss_sums": [math.nan], "tokens": 0, "data_digest": "0"}
+        tokens, loss_sum = whole["tokens"], _sum(whole["loss_sums"])
         tokens_per_s = self.tokens_per_step / times[slowest] if times[slowest] > 0 else 0.0
         any_report = next(iter(reports.values()))
         return {
@@ -48,7 +58,7 @@ class StepTable:
             "mfu": tokens_per_s * self.flops_per_token / self.peak_flops if self.peak_flops else None,
             "data_wait_s": max(r.get("data_wait_s", 0.0) for r in reports.values()),
             "data_ready": min(r.get("data_ready", 0) for r in reports.values()),
-            "data_digest": f"{sum(int(r.get('data_digest', '0'), 16) for r in reports.values()) % (1 << 64):016x}",
+            "data_digest": whole["data_digest"],
             "served": _merge(r.get("served", {}) for r in reports.values()),
         }
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -78,14 +77,13 @@ class Groups:
         tiers = form_tiers(scope, layout, coord, device, [state] + ([view["edp"]] if view else []), collectives)
         return Groups(mesh, state, view, form_cross(store, generation, layout, coord, device, collectives), tiers)
 
-    def total(self, values: Sequence[int], device: Device) -> list[int]:
-        """Each summed over all ranks: inside the replica, then across. Whoever gets the sums knows that all have said
-        theirs."""
-        sums = torch.tensor(values, device=device.torch)
-        dist.all_reduce(sums)
+    def total(self, values: torch.Tensor) -> list[int]:
+        """Integers, each summed over all ranks: inside the replica, then across. Whoever gets the sums knows that all
+        have said theirs."""
+        dist.all_reduce(values)
         if self.cross:
-            self.cross.sum_(sums)
-        return [int(x) for x in sums.tolist()]
+            self.cross.sum_(values)
+        return [int(x) for x in values.tolist()]
 
     def close(self) -> None:
         """Drops every group. The engine that used them must be gone: it holds references, and a

@@ -1,7 +1,6 @@
 """A worker: one rank of one job, for as long as its process lives. It is told by its node which generation of the gang
 it belongs to (`form`), trains from `start` until the job is done, its peers are gone or a pause was agreed on, and then
-keeps its state, without groups, until it is told more. Steps are reported to the node one step late, so that nothing
-waits for the device.
+keeps its state, without groups, until it is told more.
 
 A step is computed, voted for by all ranks, and only then applied, without any communication: whoever has not seen all
 votes keeps the gradients, and the next generation decides whether the step counts (`control.member`).
@@ -106,9 +105,9 @@ class Worker:
         self.source: Batches | None = None
         self.saver: Saver | None = None
         self.result: StepResult | None = None  # of the step that was voted for and is not applied yet
+        self.report: dict[str, Any] = {}  # of that
         self.rng = b""  # before the step that is under way
         self.lacks = -1  # the generation for which it did not get its state
-        self.previous: tuple[int, float, StepResult, dict[str, Any]] | None = None  # to be reported
         self.told_facts = False
 
     # -- what it is told
@@ -239,6 +238,7 @@ class Worker:
             assert prepared is not None
             self._wait_for_snapshot()
             apply(self.job, self.state, prepared)
+            self.channel.send(self.report)
         elif prepared is not None and self.rng:
             set_rng_state(self.device, self.rng)
         self.result = None
@@ -344,7 +344,6 @@ class Worker:
         if lost:
             print(f"generation {m.generation} ended in step {m.step}: {lost}", flush=True)
             m.halt(m.generation)
-        self._tell_previous()
         self._leave_groups()
         self._say_again()
 
@@ -356,16 +355,18 @@ class Worker:
         self.rng = rng_state(self.device)
         batches, fed = self.source.take(step)
         result = engine.gradients(batches)
+        self.report = self._tell_of(step, result, fed)
         if self.commands.halted >= m.generation:
             raise Halted
         self.result = result
         wants_pause = m.vote() or self.commands.pausing >= m.generation
         version = self.commands.interval[0]
-        votes, pauses, total, squares = self.groups.total([1, wants_pause, version, version**2], self.device)
+        vote = torch.tensor([1, wants_pause, version, version**2], device=self.device.torch)
+        votes, pauses, total, squares = self.groups.total(vote)
         assert votes == engine.job.layout.world_size, (votes, engine.job.layout)
         channel.progress.mark(Phase.optimizer)
         if self.saver:
-            fed |= self.saver.before_update()
+            self.report |= self.saver.before_update()
         engine.update(result)
         self.result = None
         m.commit(pauses > 0)
@@ -373,16 +374,46 @@ class Worker:
             channel.send({"type": "committed", "generation": m.generation, "step": m.step})
         if self.saver:
             self.saver.after_update(result.grad_norm, known=total**2 == votes * squares)
-        self._tell_previous()
-        self.previous = (step, time.perf_counter() - began, result, fed)
+        channel.send(self.report | {"time_s": time.perf_counter() - began})
 
-    def _tell_previous(self) -> None:
-        if self.previous and self.engine:
-            previous, self.previous = self.previous, None
-            _report(self.channel, self.engine.coord, *previous)
+    def _tell_of(self, step: int, result: StepResult, fed: dict[str, Any]) -> dict[str, Any]:
+        """What is reported of the step. All ranks exchange their losses, each bit pattern in a place of its own, so
+        that whoever is left of the gang can report the whole of a step that counts."""
+        engine, groups = self.engine, self.groups
+        assert engine and groups
+        job, coord = engine.job, engine.coord
+        cp, mine = job.layout.cp, torch.zeros(1 + job.num_micro * job.layout.cp, dtype=torch.int64)
+        mine = mine.to(self.device.torch)
+        if not (coord.tp or coord.cp or coord.pp):  # its peers have had the same samples
+            mine[0] = _signed(int(fed["data_digest"], 16))
+        if coord.tp == 0 and result.loss_sums.numel():  # its peers have the same losses; cp ranks parts of them
+            places = torch.tensor([1 + i * cp + coord.cp for i in engine.indices], device=self.device.torch)
+            mine[places] = result.loss_sums.to(torch.float64).view(torch.int64)
+        digest, *bits = groups.total(mine)
+        losses = [float(x) for x in torch.tensor(bits, dtype=torch.int64).view(torch.float64).tolist()]
+        norm = float(result.grad_norm)
+        if not (math.isfinite(norm) and all(map(math.isfinite, losses))):
+            raise FloatingPointError(
+                f"step {step}: the loss is {math.fsum(losses)} and the gradient norm {norm}; "
+                "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the samples of this step"
+            )
+        whole = {"loss_sums": losses, "tokens": int(result.tokens), "data_digest": f"{digest % (1 << 64):016x}"}
+        speaks = job.layout.inside(coord) == 0  # for its replica
+        return {
+            "type": "step",
+            "step": step,
+            "rank": self.rank,
+            "generation": self.member.generation,
+            "time_s": 0.0,
+            "grad_norm": norm,
+            "lr": result.lr,
+            "data_wait_s": fed["data_wait_s"],
+            "data_ready": fed["data_ready"],
+            "served": fed["served"] if not (coord.tp or coord.cp or coord.pp) else {},
+            "whole": whole if speaks else None,
+        }
 
     def _end(self) -> None:
-        self._tell_previous()
         self.channel.progress.mark(Phase.done)
         self._drop_saver()
         self.channel.send({"type": "done", "digest": self.state.digest(), "step": self.state.step})
@@ -440,25 +471,5 @@ def _facts(job: Job, engine: Engine, device: Device) -> dict[str, Any]:
     }
 
 
-def _report(channel: Any, coord: Coord, step: int, time_s: float, result: StepResult, fed: dict[str, Any]) -> None:
-    loss_sums, norm = [float(x) for x in result.loss_sums.tolist()], float(result.grad_norm)
-    if not (math.isfinite(norm) and all(map(math.isfinite, loss_sums))):
-        raise FloatingPointError(
-            f"step {step}: the loss is {math.fsum(loss_sums)} and the gradient norm {norm}; "
-            "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the samples of this step"
-        )
-    counts = coord.tp == 0  # its peers have the same losses; cp ranks have parts of them, other stages none
-    if coord.tp or coord.cp or coord.pp:
-        fed |= {"served": {}, "data_digest": "0"}  # its peer has had the same samples
-    channel.send(
-        {
-            "type": "step",
-            "step": step,
-            "time_s": time_s,
-            "loss_sums": loss_sums if counts else [],
-            "tokens": result.local_tokens if counts and coord.cp == 0 and loss_sums else 0,
-            "grad_norm": norm,
-            "lr": result.lr,
-            **fed,
-        }
-    )
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
