@@ -1,8 +1,8 @@
 """What a snapshot costs on an accelerator: one rank with about 30 GB of state (weights, two moments, fp32), copied to
 the host's memory beside the next forward and backward pass. The device's own copy speed is measured first, into the
 same pinned memory, and then beside the same pass, where it is some percent slower: the time by which such a bare copy,
-with nothing checked and nothing handed on, makes the step longer is what the bandwidth allows as the blocking part. Copy
-alone minus forward and backward pass is printed too ("ideal").
+with nothing checked and nothing handed on, makes the step longer is what the bandwidth allows as the blocking part.
+Copy alone minus forward and backward pass is printed too ("ideal").
 
 Two step lengths: one whose forward and backward pass outlasts the copy (nothing need be waited for), one that is much
 shorter (the rest of the copy must be).

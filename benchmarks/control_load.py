@@ -109,9 +109,10 @@ class Fleet:
             "generations": after["generation"] - before["generation"],
             "mb_per_hour": (self.journal_bytes() - size) / wall * 3600 / 1e6,
             "decisions": len(said),
-            "here": [here for _, _, here in said],
-            "whole": [whole for _, whole, _ in said],
-            "edges": [here for kind, _, here in said if kind not in ("Parked", "Ready", "WorkersUp")],
+            "here": [here for _, _, here, _ in said],
+            "whole": [whole for _, whole, _, _ in said],
+            "cpu": [cpu for _, _, _, cpu in said],
+            "edges": [here for kind, _, here, _ in said if kind not in ("Parked", "Ready", "WorkersUp")],
             "latencies": said,
         }
 
@@ -143,7 +144,8 @@ def row(name, w):
     print(
         f"{name:24}{w['beats']:9,.0f}{w['reports']:10,.0f}{w['generations']:6}{w['controller']:12.3f}"
         f"{w['aggregators']:12.2f}{w['generators']:9.2f}{w['decisions']:8}{p50:8.0f}{p99:8.0f}"
-        f"{quantile(w['edges'], 0.99):9.0f}{quantile(w['whole'], 0.99):9.0f}{w['mb_per_hour'] / 1e3:9.2f}",
+        f"{quantile(w['cpu'], 0.99):8.0f}{quantile(w['edges'], 0.99):9.0f}{quantile(w['whole'], 0.99):9.0f}"
+        f"{w['mb_per_hour'] / 1e3:9.2f}",
         flush=True,
     )
 
@@ -176,7 +178,7 @@ def main():
         fleet.ask("freeze")
         print(
             f"{'':24}{'beats/s':>9}{'reports/s':>10}{'gens':>6}{'controller':>12}{'aggregators':>12}{'nodes':>9}"
-            f"{'decided':>8}{'p50 ms':>8}{'p99 ms':>8}{'edges':>9}{'whole':>9}{'GB/h':>9}"
+            f"{'decided':>8}{'p50 ms':>8}{'p99 ms':>8}{'cpu ms':>8}{'edges':>9}{'whole':>9}{'GB/h':>9}"
         )
         steady = fleet.window(10)
         row("heartbeats alone", steady)
@@ -199,8 +201,9 @@ def main():
     beat_us = 1e6 * steady["aggregators"] / steady["beats"]
     generation_s = (load["controller"] - steady["controller"]) * args.seconds / max(1, load["generations"])
     p50, p99 = quantile(load["here"], 0.5), quantile(load["here"], 0.99)
-    slow = sorted({kind for kind, _, here in load["latencies"] if here > P99_BAR_MS})
+    slow = sorted({kind for kind, _, here, _ in load["latencies"] if here > P99_BAR_MS})
     print(
+        f"\ncpu: p99 of what the controller used from reading to sending; the rest is waiting, for a disk or a core"
         f"\nedges: p99 of decisions on failures and joins alone; whole: p99 since the report came to its aggregator"
         f"\na heartbeat costs its aggregator {beat_us:.0f} us: a core is enough for {BEAT_S * 1e6 / beat_us:,.0f} nodes"
         f"\na generation costs the controller {generation_s:.1f} s of CPU: {60 / generation_s:.0f} a minute fill it"
@@ -218,6 +221,7 @@ def main():
         aggregator_cores=round(load["aggregators"], 2),
         p50_ms=round(p50, 1),
         p99_ms=round(p99, 1),
+        p99_cpu_ms=round(quantile(load["cpu"], 0.99), 1),
         edge_p50_ms=round(quantile(load["edges"], 0.5), 1),
         edge_p99_ms=round(quantile(load["edges"], 0.99), 1),
         whole_p99_ms=round(quantile(load["whole"], 0.99), 1),

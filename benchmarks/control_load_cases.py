@@ -15,12 +15,12 @@ from collections import deque
 from functools import partial
 from pathlib import Path
 
-from phalanx.control import codec, messages
+from phalanx.control import codec, fanout, messages
 from phalanx.control.gang import Gang
 from phalanx.control.messages import Event
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
-from phalanx.runtime.aggregator import CLEAR, COMMANDS, DEAD, ITEMS, PASSED, SUSPECT, Aggregator, Roster
+from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, Roster, event_of
 from phalanx.runtime.journal import Journal
 from phalanx.runtime.secret import READ, Identity, load_secret
 from phalanx.runtime.transport import Link, Loop, Server
@@ -43,10 +43,13 @@ def rack(number: int) -> str:
 
 
 class Stamping(Aggregator):
-    """Each report says when it came, so that waiting anywhere after that counts."""
+    """Each report says when it came, so that waiting anywhere after that counts; of many, the first."""
 
     def _gather(self, item, agent=None):
         super()._gather({**item, "at_ns": time.monotonic_ns()}, agent)
+
+    def _many(self, group):
+        return super()._many(group) | {"at_ns": min(item["at_ns"] for item, _ in group)}
 
 
 def aggregate(secret, name, controller):
@@ -82,7 +85,7 @@ class Node:
     def opened(self, session):
         self.beat()
         if not self.welcome:
-            self.post("NodeJoined", domain=rack(self.number))
+            self.post("NodeJoined", domain=rack(self.number), address="")
 
     def beat(self):
         if self.link:
@@ -237,7 +240,8 @@ class Controller:
         self.journal = Journal(Path(folder) / "journal.db")
         self.loop.watch(self.journal, READ, lambda mask: self.settle())
         self.waiting: deque = deque()  # (entry, commands, when their causes came, who is told that they were heard)
-        self.latencies: list = []  # (what was heard, ms since it came to the aggregator, ms since it came here)
+        # (what was heard, ms since it came to the aggregator, ms since it came here, ms of CPU since then)
+        self.latencies: list = []
         self.reports = self.commands = 0
         me = Identity("controller", "controller", self.journal.term)
         self.server = Server(self.loop, load_secret(Path(secret)), me, PASSED, self.heard, on_open=self.opened)
@@ -273,21 +277,21 @@ class Controller:
             self.early += [(event, 0) for event, _ in events]
             heard[0].ack(heard[1])
             return
-        now, out, causes = time.monotonic_ns(), [], []
-        self.reports += len(events)
-        if events:
-            self.journal.append("events", {"events": [event for event, _ in events]}, now)
+        now, cpu, out, causes = time.monotonic_ns(), time.process_time_ns(), [], []
         for body, came in events:
+            self.reports += len(body.get("nodes", "1"))
             commands = self.gang.apply(now, Event.from_dict(body))
             for command in commands:
                 if isinstance(command, messages.SetTimer):
                     fired = {"kind": "TimerFired", "timer": command.timer}
                     self.loop.after(max(0, command.at_ns - now) / 1e9, partial(self.decide, [(fired, 0)]))
                 else:
-                    self.journal.append("decision", brief(command), now)
                     out.append(command)
             if came and any(command.to for command in commands):
-                causes.append((body["kind"], came, now))
+                causes.append((body["kind"].removeprefix("Many"), came, now, cpu))
+        if events:  # one entry: each costs the thread that commits
+            entry = {"events": [event for event, _ in events], "decisions": [brief(command) for command in out]}
+            self.journal.append("events", entry, now)
         if heard or out:
             self.waiting.append((self.journal.number, out, causes, heard))
             self.settle()
@@ -297,8 +301,9 @@ class Controller:
         while self.waiting and self.waiting[0][0] <= durable:
             _, commands, causes, heard = self.waiting.popleft()
             self.send(commands)
-            now = time.monotonic_ns()
-            self.latencies += [(kind, (now - came) / 1e6, (now - here) / 1e6) for kind, came, here in causes]
+            now, used = time.monotonic_ns(), time.process_time_ns()
+            for kind, came, here, cpu in causes:
+                self.latencies.append((kind, (now - came) / 1e6, (now - here) / 1e6, (used - cpu) / 1e6))
             if heard and heard[1]:
                 heard[0].ack(heard[1])
 
@@ -306,27 +311,20 @@ class Controller:
         """One message to each aggregator."""
         orders: dict[str, list] = {}
         for command in commands:
-            each = parts(command) if isinstance(command, messages.Form) else {}
             homes: dict[str, list] = {}
             for node in command.to:
                 homes.setdefault(self.roster.home(node), []).append(node)
             self.commands += len(command.to)
+            if isinstance(command, messages.Form):
+                for home, share in fanout.shares(command, homes).items():
+                    orders.setdefault(home, []).append({"type": "form", **share})
+                continue
             common = body_of(command)
             for home, nodes in homes.items():
-                own = {node: each[node] for node in nodes} if each else {}
-                orders.setdefault(home, []).append({"type": "command", "nodes": nodes, "command": common, "each": own})
+                orders.setdefault(home, []).append({"type": "command", "nodes": nodes, "command": common, "each": {}})
         for home, items in orders.items():
             if home in self.server.sessions:
                 self.server.sessions[home].post({"type": "commands", "items": items})
-
-
-def event_of(item):
-    """An edge as an event; None: it says no more than where a node is."""
-    if item["type"] == "event":
-        return item["event"]
-    kind = {SUSPECT: "NodeSuspect", CLEAR: "NodeClear", DEAD: "NodeDead"}.get(item["edge"])
-    event = {"kind": kind, "node": item["node"], "incarnation": item["incarnation"]}
-    return (event | {"proof": ""} if kind == "NodeDead" else event) if kind else None
 
 
 BULK = ("nodes", "crew", "places", "sources")
@@ -341,19 +339,6 @@ def body_of(command):
 def brief(command):
     """For the journal: the state is the fold of the events, so of a decision it has what people ask for."""
     return body_of(command) | {"nodes": len(command.to)}
-
-
-def parts(form):
-    """What only one node needs."""
-    each = {node: {"crew": {}, "sources": {}} for node in form.nodes}  # if it is said again, not all of them
-    places, size = form.places, form.ranks_per_place
-    for rank, worker in form.crew.items():
-        if (node := places[rank // size]) in each:
-            each[node]["crew"][rank] = worker
-    for rank, source in form.sources.items():
-        for node in each.keys() & {places[rank // size], source.node}:
-            each[node]["sources"][rank] = codec.encode(source)
-    return each
 
 
 def control(folder, secret, core):
@@ -383,7 +368,7 @@ def control(folder, secret, core):
             "entries": controller.journal.number,
             "reports": controller.reports,
             "commands": controller.commands,
-            "early": len(controller.early),
+            "early": sum(event["kind"] == "NodeJoined" for event, _ in controller.early),
             "phase": gang.phase if gang else "",
             "stepped": bool(gang and gang.stepped),
             "generation": gang.generation if gang else 0,

@@ -63,8 +63,8 @@ def test_explain_says_where_each_value_comes_from():
     assert re.match(r"train.steps +7 +--set +Number of optimizer updates", lines["train.steps"])
     assert re.match(r"model.dim +128 +preset tiny ", lines["model.dim"])
     assert re.match(r"layout.tp +2 +packaged quickstart.toml:\d+ ", lines["layout.tp"])
-    assert re.match(r'train.reduction +"fast" +default ', lines["train.reduction"])
-    assert "replica 1 x shard 2 x tp 2 = 4 ranks" in done.stdout and "791,936 parameters" in done.stdout
+    assert re.match(r'train.recompute +"none" +default ', lines["train.recompute"])
+    assert "replica 2 x shard 1 x tp 2 = 4 ranks" in done.stdout and "791,936 parameters" in done.stdout
     assert "\x1b" not in done.stdout and not re.search(r" $", done.stdout, re.MULTILINE)
 
 

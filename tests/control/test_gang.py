@@ -25,6 +25,8 @@ from phalanx.control.messages import (
     Kill,
     Launch,
     Leave,
+    ManyParked,
+    ManyReady,
     Missing,
     NodeDead,
     NodeJoined,
@@ -202,6 +204,36 @@ def test_a_worker_that_should_be_gone_is_ended():
     crew = Crew()
     crew.say(WorkerDied("n1", 1, 2))
     assert Kill("n1", (2,)) in crew.say(Parked("n1", 1, 1, (2,), 3, 3, 1))
+
+
+# -- many at once
+
+
+def test_many_at_once_are_as_if_each_had_said_it():
+    """Strangers, late ones and the last of all among them."""
+    one, other = Crew(replicas=4, spares=1), Crew(replicas=4, spares=1)
+    one.mute = other.mute = Form
+    for crew in (one, other):
+        crew.say(crew.dead(0))
+    events = [one.parked(rank, 4) for rank in (1, 2)]
+    events += [Parked("n9", 1, 1, (9,), 4, 4, 1), Parked("n1", 2, 1, (2,), 4, 4, 1), Parked("n0", 1, 1, (1,), 4, 4, 1)]
+    events += [one.parked(3, 4), Parked("n3", 1, 1, (4, 77), 4, 4, 1)]
+    told = one.say(*events)
+    assert of(Form, told) and of(Fence, told) and of(Kill, told)
+    assert other.say(ManyParked.of(events)) == told
+    ready = [e for e in one.answers(one.gang.form) if isinstance(e, Ready)]
+    told = one.say(*ready)
+    assert of(Start, told) and other.say(ManyReady.of(ready)) == told
+    for name in ("now_ns", "timers", "patience_ns"):  # each is an event here, a nanosecond after the other
+        setattr(one.gang, name, getattr(other.gang, name))
+    assert one.gang == other.gang
+
+
+def test_a_node_speaks_for_its_own_workers():
+    crew = Crew(replicas=3)
+    crew.say(crew.dead(0))
+    crew.say(Parked("n1", 1, 1, (2, 3), 4, 4, 1))
+    assert crew.gang.waiting == {3}
 
 
 # -- states that differ
@@ -397,7 +429,7 @@ def test_an_event_costs_the_same_in_a_gang_of_any_size(event):
 def test_control_is_pure():
     """Contract 1: what the simulator proves about it is true of what runs."""
     allowed = {"__future__", "dataclasses", "typing", "collections", "collections.abc", "contextlib", "functools"}
-    allowed |= {"json", "math", "heapq", "bisect", "operator", "phalanx.core.layout"}
+    allowed |= {"itertools", "json", "math", "heapq", "bisect", "operator", "phalanx.core.layout"}
     for path in Path(control.__file__).parent.glob("*.py"):
         tree = ast.parse(path.read_text())
         imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}

@@ -63,7 +63,8 @@ def test_a_decision_before_the_last_is_parked_is_found(monkeypatch):
     def halt(self, quiet=False):
         original(self, quiet)
         if self.phase == "halting" and len(self.waiting) == 1:
-            self.waiting.clear()
+            found = self.members.workers[worker := self.waiting.pop()]
+            self._roll.park(found.rank, (worker,), found.copy)
             self._resolve()
 
     original = Gang._halt

@@ -13,6 +13,7 @@ import pytest
 from phalanx.control.gang import Gang
 from phalanx.control.member import Member
 from phalanx.control.membership import Membership
+from phalanx.control.roll import Roll
 from phalanx.control.sources import Copy, Lineage
 from tests.control.sim import seeds
 from tests.control.sim.__main__ import attempt, main
@@ -126,6 +127,7 @@ def test_a_prepared_step_that_is_thrown_away_is_caught(monkeypatch):
         for worker in self.members.workers.values():
             if worker.copy:
                 worker.copy = Copy(worker.copy.step, worker.copy.step, worker.copy.made)
+        self._roll = Roll.of(self.form, self.members.workers)
         original(self)
 
     original = Gang._resolve

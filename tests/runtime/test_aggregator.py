@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.control import fanout
+from phalanx.control.messages import Command, Event, Form, ManyParked, Parked
 from phalanx.runtime import aggregator as module
-from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, Edge, Liveness, Roster, summary
+from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, Edge, Liveness, Roster, event_of, summary
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server
-from phalanx.runtime.wire import check
+from phalanx.runtime.wire import WireError, check
 
 SECRET = Secret(Path("secret"), bytes(range(32)))
 S = 10**9
@@ -139,6 +141,31 @@ def test_an_event_counts_once_by_whatever_way_it_comes():
     assert [roster.take("r1", event("a", 1)), roster.take("r2", event("a", 1))] == [True, False]
     assert [roster.take("r2", event("a", 2)), roster.take("r1", event("a", 2, 2))] == [True, True]
     assert not roster.take("r2", event("a", 3, 1)), "of a process that was replaced"
+
+
+def many(*numbers):
+    """Of the nodes a, b, ..."""
+    events = [Parked("abc"[i], 1, 2, (i,), 3, 3, 2) for i in range(len(numbers))]
+    return {"type": "many", "numbers": list(numbers), "event": json.loads(json.dumps(ManyParked.of(events).to_dict()))}
+
+
+def test_of_many_those_that_were_heard_before_are_left_out():
+    roster = Roster()
+    roster.take("r1", event("b", 7))
+    body = many(1, 7, 1)
+    assert roster.take("r2", body) and body["numbers"] == [1, 1]
+    assert [e.node for e in Event.from_dict(event_of(body)).parts()] == ["a", "c"]
+    assert Event.from_dict(event_of(body)).workers == ((0,), (2,))
+    assert not roster.take("r1", many(1, 7, 1)) and roster.take("r1", many(2, 7, 1))
+    assert not roster.take("r1", event("a", 2))
+
+
+@pytest.mark.parametrize("change", [{"nodes": ["a"]}, {"nodes": ["a", 3]}, {"workers": []}, {"incarnations": "11"}])
+def test_columns_that_do_not_fit_are_refused(change):
+    body = many(1, 1)
+    body["event"] |= change
+    with pytest.raises(WireError):
+        Roster().take("r1", body)
 
 
 def test_only_the_aggregator_that_a_node_speaks_to_can_call_it_dead():
@@ -298,6 +325,74 @@ def test_what_agents_post_and_are_told_passes_through(cluster):
     cluster.until(lambda: len(cluster.commands["b"]) == 51)
     assert [v for v in cluster.of("a") if v != "seen"] == list(range(50))
     assert cluster.commands == {"a": [51], "b": list(range(51))} and b.outbox.last == 0
+
+
+def test_what_all_say_at_once_travels_as_one_and_is_overtaken(cluster):
+    """But nobody overtakes himself, and what is no event is passed on as it is."""
+    bundles = []
+
+    def hear(session, number, body):
+        if body["type"] == "reports" and any(item["type"] != "edge" for item in body["items"]):
+            bundles.append((number, [item for item in body["items"] if item["type"] != "edge"]))
+
+    cluster.controller._on_message = hear
+    agents = {name: cluster.agent(name) for name in "abcde"}
+
+    def parked(name, generation=1, **more):
+        said = Parked(name, 1, generation, (ord(name),), 3, 3, 1).to_dict() | more
+        agents[name].post({"type": "event", "event": said})
+
+    parked("a")
+    cluster.until(lambda: len(bundles) == 1)
+    for name in "bcd":
+        parked(name)
+    parked("e", step="3")
+    cluster.run(0.1)
+    assert len(bundles) == 1, "the first was not acknowledged"
+    agents["d"].post({"type": "event", "event": {"kind": "WorkerDied"}})
+    cluster.until(lambda: len(bundles) == 2)
+    assert [(item["node"], item["event"]["kind"]) for item in bundles[1][1]] == [("d", "Parked"), ("d", "WorkerDied")]
+    cluster.controller.sessions["r1"].ack(bundles[0][0])
+    cluster.until(lambda: len(bundles) == 3)
+    wrong, both = bundles[2][1]
+    assert wrong["node"] == "e" and both["type"] == "many" and both["numbers"] == [1, 1]
+    assert sorted(e.node for e in Event.from_dict(event_of(both)).parts()) == ["b", "c"]
+    cluster.controller.sessions["r1"].ack(bundles[2][0])
+    for agent in agents.values():
+        agent.flush(10)
+
+
+def test_an_agent_says_two_such_things_in_order(cluster):
+    """Though the first waits."""
+    heard = []
+
+    def hear(session, number, body):
+        for item in body.get("items", ()):
+            heard.extend(e.generation for e in events(item) if cluster.roster.take("r1", item))
+
+    def events(item):
+        said = Event.from_dict(event_of(item)) if item["type"] != "edge" else None
+        return [*said.parts()] if isinstance(said, ManyParked) else [said] if said else []
+
+    cluster.controller._on_message = hear
+    a = cluster.agent("a")
+    for generation in range(5):
+        a.post({"type": "event", "event": Parked("a", 1, generation, (1,), 3, 3, 0).to_dict()})
+    cluster.until(lambda: len(heard) >= 4)
+    cluster.controller.sessions["r1"].ack(cluster.aggregators["r1"].link.outbox.last)
+    cluster.until(lambda: heard == [0, 1, 2, 3, 4])
+
+
+def test_a_form_in_columns_is_each_nodes_own(cluster):
+    got = []
+    a = cluster.agent("a")
+    a._on_message = lambda session, number, body: got.append(body["command"])
+    cluster.until(lambda: cluster.roster.home("a") == "r1")
+    form = Form(1, 0, (0,), {0: 5, 1: 6}, {0: "a", 1: "b"}, 1, "", {}, False, 0, (), -1, "", ("a", "b"))
+    share = fanout.shares(form, {"r1": ["a", "b"]})["r1"]
+    cluster.controller.sessions["r1"].post({"type": "commands", "items": [{"type": "form", **share}]})
+    cluster.until(lambda: got)
+    assert [Command.from_dict(body) for body in got] == [form.parts()["a"]]
 
 
 def test_an_agent_hears_that_it_was_heard_when_the_controller_has(cluster):

@@ -38,7 +38,7 @@ def test_every_core_field_can_be_written_and_no_other():
 def test_no_file_is_the_quickstart():
     packaged, example = load(), load(ROOT / "examples" / "quickstart.toml")
     assert packaged.job == example.job
-    assert packaged.job.layout.describe() == "replica 1 x shard 2 x tp 2 = 4 ranks"
+    assert packaged.job.layout.describe() == "replica 2 x shard 1 x tp 2 = 4 ranks"
     assert packaged.origins["train.steps"].startswith("packaged quickstart.toml:")
 
 
@@ -99,7 +99,7 @@ def test_presets_are_complete_and_tiny_is_the_default():
 def test_set_values_are_toml_or_bare_text():
     job = load(None, ["train.precision=fp64", 'name="x"', "model.tied=true", "train.steps = 1_000", "name=a"]).job
     assert (job.train.precision, job.name, job.model.tied, job.train.steps) == ("fp64", "a", True, 1000)
-    assert load(None, ["layout={shard=1, tp=1}"]).job.layout.world_size == 1
+    assert load(None, ["layout={replica=1, ranks_per_node=0, tp=1}"]).job.layout.world_size == 1
 
 
 def test_options_are_a_free_table_and_merge(tmp_path):
@@ -125,7 +125,7 @@ def test_relative_paths_start_where_they_are_written(tmp_path, monkeypatch):
 
 def test_ranks_agree_with_the_degrees():
     assert load(None, ["layout.ranks=4"]).job.layout.world_size == 4
-    with pytest.raises(UserError, match=r"layout\.ranks = 8: .*replica 1 x shard 2 x tp 2 = 4 ranks"):
+    with pytest.raises(UserError, match=r"layout\.ranks = 8: .*replica 2 x shard 1 x tp 2 = 4 ranks"):
         load(None, ["layout.ranks=8"])
 
 

@@ -270,7 +270,7 @@ class Keeper:
             self.buddy = (str(order["host"]), int(order["port"]))
         elif kind == "held":
             held = {str(rank): self.steps(rank) for rank in self.ranks}
-            self.channel.send({"type": "held", "steps": held})
+            self.channel.send({"type": "held", "steps": held, "copies": self.copies()})
         elif kind == "drain":
             for rank in self.ranks:
                 self.writers.submit(self._drain_step, rank, int(order["step"]))
@@ -285,6 +285,13 @@ class Keeper:
     def steps(self, rank: int) -> list[int]:
         """Whose snapshots are whole."""
         return [header["step"] for slot in self.ranks[rank].slots if (header := slot.header())]
+
+    def copies(self) -> list[tuple[int, int, int]]:
+        """Rank, step and generation of all whole snapshots here: of its own ranks, and those kept for others."""
+        slots = [(rank, slot) for rank, held in self.ranks.items() for slot in held.slots]
+        slots += [(rank, slot) for rank, kept in list(self.server.copies.items()) for slot in list(kept)]
+        found = ((rank, slot.header()) for rank, slot in slots)
+        return sorted({(rank, header["step"], header["generation"]) for rank, header in found if header})
 
     def _drain_step(self, rank: int, step: int) -> None:
         for slot in self.ranks[rank].slots:
@@ -304,8 +311,8 @@ class Keeper:
         except (OSError, BadCheckpoint) as error:
             return self._failed(0, name, f"it could not be committed: {error}")
         commit_s = time.perf_counter() - began
-        said = {"checkpoint": name, "step": order["step"], "bytes": manifest.size_bytes, "commit_s": commit_s}
-        self.channel.send({"type": "committed", **said})
+        said = {"checkpoint": name, "step": order["step"], "generation": order["generation"]}
+        self.channel.send({"type": "committed", **said, "bytes": manifest.size_bytes, "commit_s": commit_s})
         try:
             removed = self.catalog.retain(*self.keep, on_event=self.channel.send)
         except OSError as error:

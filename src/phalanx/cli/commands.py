@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.chaos import chaos_app
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.data import data_app
 
@@ -23,6 +24,7 @@ spec_app = typer.Typer(no_args_is_help=True, help="The job file: its schema.")
 app.add_typer(spec_app, name="spec")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(chaos_app, name="chaos")
 
 
 @app.callback(invoke_without_command=True)

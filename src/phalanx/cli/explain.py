@@ -33,7 +33,7 @@ def print_explanation(resolved: Resolved) -> None:
             text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
             console.print(text.rstrip(), soft_wrap=True)
     for text in _derived(resolved.job):
-        console.print(text, soft_wrap=True)
+        console.print(text, soft_wrap=not terminal)
 
 
 def _derived(job: Job) -> list[str]:

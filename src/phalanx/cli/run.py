@@ -27,6 +27,7 @@ from phalanx.data.loader import DataLost
 from phalanx.data.run import RunData
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
+from phalanx.runtime import cluster
 from phalanx.runtime import launch as launcher
 
 WORKER = "phalanx.train.worker:main"
@@ -119,6 +120,7 @@ class _Run:
         self.running: set[int] = set()
         self.facts: dict[int, dict[str, Any]] = {}
         self.mistakes: dict[int, str] = {}  # rank -> the text of a UserError it raised
+        self.form: dict[str, Any] = {"generation": 0}  # of the gang, where that may change
         self.lost = ""  # why the data service gave up
         self.table: StepTable | None = None
         self.num_steps, self.first_loss = 0, 0.0
@@ -165,21 +167,23 @@ class _Run:
         self.heads[start.manifest.step if start else 0] = (start.manifest.ledger if start else "") or GENESIS
         self.listener.status(f"starting {job.layout.world_size} ranks: loading torch")
         try:
-            return launcher.launch(
-                job,
-                worker_entry=WORKER,
-                store_entry=STORE,
-                data_entry=DATA,
-                keeper_entry=KEEPER if job.checkpoint.every_steps >= 0 else None,
-                checkpoints=job.checkpoint.dir or str(self.record.path / FOLDER),
-                resume=start.place if start else None,
-                data_version=self.data_version,
-                ledger=self.heads.get,
-                preload=[WORKER.partition(":")[0]],
-                run_dir=self.record.path,
-                on_event=self._on_event,
-                stop=lambda: self.stop.asked,
-            )
+            how: dict[str, Any] = {
+                "worker_entry": WORKER,
+                "store_entry": STORE,
+                "data_entry": DATA,
+                "keeper_entry": KEEPER if job.checkpoint.every_steps >= 0 else None,
+                "checkpoints": job.checkpoint.dir or str(self.record.path / FOLDER),
+                "resume": start.place if start else None,
+                "data_version": self.data_version,
+                "ledger": self.heads.get,
+                "preload": [WORKER.partition(":")[0]],
+                "run_dir": self.record.path,
+                "on_event": self._on_event,
+                "stop": lambda: self.stop.asked,
+            }
+            if job.recovery.active:
+                return cluster.launch(job, start=start.manifest.step if start else 0, **how)
+            return launcher.launch(job, **how)
         except RunFailed as error:
             if self.damage:
                 raise _Damaged(self.damage) from None
@@ -253,9 +257,12 @@ class _Run:
             event.pop("rank" if event["rank"] < 0 else "", None)
             self._on_checkpoint_event(event)
             return
+        if event["type"] in ("form", "started", "note", "ended", "state") and "rank" not in event:
+            self._on_decision(event)
+            return
         if event["type"] != "message":
             self.record.event(event)
-            if event["type"] == "started":
+            if event["type"] == "started" and event["rank"] >= 0:
                 self.running.add(event["rank"])
                 self._starting()
             return
@@ -272,7 +279,7 @@ class _Run:
             self.record.event(body)
             if kind == "data_quarantine":
                 self.listener.note(f"data: shard {body['shard']}, chunk {body['chunk']}: {body['reason']}; replaced")
-        elif kind == "resumed":
+        elif kind in ("resumed", "entered"):
             self.record.event({**body, "rank": rank})
         elif kind == "error" and body.get("kind") == BadCheckpoint.__name__ and not self.facts:
             self.damage = self.damage or str(body["text"])
@@ -280,6 +287,23 @@ class _Run:
             self.mistakes[rank] = str(body["text"])
         elif kind == "error" and body.get("kind") == DataLost.__name__:
             self.lost = str(body["text"])
+
+    def _on_decision(self, said: dict[str, Any]) -> None:
+        """Of the controller."""
+        self.record.event({**said, "type": f"control {said['type']}"})
+        if said["type"] == "form":
+            self.form = said
+        elif said["type"] == "note" and said.get("rung") == 6:
+            self.listener.note(f"waiting: {said['text']}")
+        elif said["type"] == "started" and self.form["generation"] > 1:
+            step, replicas = self.form["step"], len(self.form["replicas"])
+            of = f"{replicas} of {self.job.layout.replica} replicas"
+            self.listener.note(f"going on from step {step:,} with {of}: {self.form['reason']}")
+            for row in self.table.settle(step, replicas * self.job.layout.replica_size) if self.table else ():
+                self._on_row(row)
+            for later in [s for s in self.heads if s > step]:  # abandoned
+                del self.heads[later]
+                self.num_steps -= 1
 
     def _on_checkpoint_event(self, event: dict[str, Any]) -> None:
         self.record.event(event)
@@ -302,17 +326,20 @@ class _Run:
     def _on_step(self, table: StepTable, rank: int, body: dict[str, Any]) -> None:
         row = table.add(rank, body)
         if row:
-            row["cursor"] = (row["step"] + 1) * self.job.train.global_batch
-            self.record.metric(row)
-            self.first_loss = self.first_loss if self.num_steps else row["loss"]
-            self.num_steps += 1
-            self.rows.append(row)
-            self._enter(row)
-            self.listener.step(row)
+            self._on_row(row)
         for noticed in table.events:
             self.record.event(noticed)
             self.listener.note(f"step {noticed['step']}: {noticed['type']} on ranks {noticed['ranks']}")
         table.events.clear()
+
+    def _on_row(self, row: dict[str, Any]) -> None:
+        row["cursor"] = (row["step"] + 1) * self.job.train.global_batch
+        self.record.metric(row)
+        self.first_loss = self.first_loss if self.num_steps else row["loss"]
+        self.num_steps += 1
+        self.rows.append(row)
+        self._enter(row)
+        self.listener.step(row)
 
     def _enter(self, row: dict[str, Any]) -> None:
         """The step, in the ledger."""
@@ -325,7 +352,7 @@ class _Run:
             loss_bits=bits(row["loss"]),
             norm_bits=bits(row["grad_norm"]),
             layout=self.job.to_dict()["layout"],
-            generation=0,
+            generation=self.form["generation"],
             rng="",
         )
         self.record.ledger(record.to_line())

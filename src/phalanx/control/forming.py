@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import filterfalse
 
 from phalanx.control import messages
 from phalanx.control.halting import Halting
 from phalanx.control.messages import Form, Source
+from phalanx.control.roll import Roll
 from phalanx.control.sources import Stocks
+
+TOLD = 16  # reasons in a Form
 
 
 @dataclass
@@ -84,25 +88,31 @@ class Forming(Halting):
 
     def _plan(self, crew: dict[int, int]) -> tuple[int, dict[int, Source]]:
         """The step to go on from, and where ranks that lack it get it."""
+        if self.certain and self._roll and all(self.lineage.step_of(c) == self.committed for c in self._roll.copies):
+            # Most often: whoever is left has the last step. So only the others need one, and only of their coordinates.
+            new, workers = filterfalse(self._roll.parked.__contains__, crew.values()), self.members.workers
+            others = {workers[worker].rank: worker for worker in new}
+            sources = self._stocks(others).at(self.committed) if others else {}
+            if sources is not None:
+                return self.committed, sources
+        return self._stocks(crew).newest(self.committed if self.certain else None)
+
+    def _stocks(self, crew: dict[int, int]) -> Stocks:
+        """All that the ranks of a crew, or of some of it, could go on from."""
         members, steps = self.members, self.lineage.steps_of
-        own = dict(zip(crew, steps(members.workers[w].copy for w in crew.values()), strict=True))
-        if self.certain and all(step == self.committed for step in own.values()):
-            return self.committed, {}
+        own = zip(crew.items(), steps(members.workers[w].copy for w in crew.values()), strict=True)
+        where = {rank: (members.workers[worker].node, step) for (rank, worker), step in own}
         live: dict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
-        seats = [seat for place in members.places.values() for seat in (place.now, place.old) if seat]
-        for seat in seats:
-            found = steps(members.workers[worker].copy for worker in seat.workers.values())
-            for (rank, worker), step in zip(seat.workers.items(), found, strict=True):
-                if step >= 0:
-                    live[step].setdefault(rank, (seat.node, worker))
+        found = list(members.filling({rank % members.replica_size for rank in crew}))
+        for (rank, worker), step in zip(found, steps(members.workers[w].copy for _, w in found), strict=True):
+            if step >= 0:
+                live[step].setdefault(rank, (members.workers[worker].node, worker))
         held: dict[int, dict[int, list[tuple[str, int, int]]]] = defaultdict(lambda: defaultdict(list))
         for node, copies in self.held.items():
             for rank, step, made in copies:
                 if self.lineage.counts(step, made):
                     held[rank % members.replica_size][step].append((node, rank, made))
-        where = {rank: (members.workers[worker].node, own[rank]) for rank, worker in crew.items()}
-        stocks = Stocks(members.replica_size, where, live, held, dict(self.durable))
-        return stocks.newest(self.committed if self.certain else None)
+        return Stocks(members.replica_size, where, live, held, dict(self.durable))
 
     def _on_Held(self, event: messages.Held) -> bool:
         if self.phase != "asking" or event.generation != self.generation:
@@ -135,7 +145,6 @@ class Forming(Halting):
             self.lineage.branch(self.generation, step)
         self.durable = [d for d in self.durable if self.lineage.counts(*d)]
         self.committed, self.certain = step, True
-        self.waiting = set(crew.values())
         self.form = Form(
             generation=self.generation,
             step=step,
@@ -149,28 +158,36 @@ class Forming(Halting):
             last=last,
             avoid=tuple(sorted(self.links)),
             rung=max((rung for rung, _ in self.why), default=-1),
-            reason="; ".join(text for _, text in self.why) or "all are there",
-            nodes=tuple(sorted({*places.values()} | {s.node for s in sources.values() if s.node})),
+            reason=self._reason(),
+            nodes=tuple(sorted(dict.fromkeys([*places.values(), *(s.node for s in sources.values() if s.node)]))),
         )
+        self._roll = Roll(self.form)
         self.why, self.said, self.relink, self.rescaled = [], "", False, False
         self.digests, self.agreed, self.disputed = {}, {}, set()
-        self.phase, self.stepped = "forming", False
+        self.phase, self.stepped, self.waiting = "forming", False, set(self._roll.left)
         self._timer("form", self.policy.form_ns)
         self._say(self.form)
 
+    def _reason(self) -> str:
+        """Every node is told, so of a thousand failures not each."""
+        texts = [text for _, text in self.why[:TOLD]]
+        more = len(self.why) - len(texts)
+        return "; ".join(texts + [f"and {more} more"] * bool(more)) or "all are there"
+
     def _on_Ready(self, event: messages.Ready) -> bool:
-        self._end_strangers(event.node, tuple(event.digests))
+        self._end_strangers(event.node, event.digests)
         if self.phase != "forming" or not self.form or event.generation != self.generation:
             return False
         if event.step != self.form.step:
             return False
-        for worker, digest in event.digests.items():
-            if worker in self.waiting:
-                self.waiting.discard(worker)
-                self.digests[worker] = digest
-                coordinate = self.members.workers[worker].rank % self.members.replica_size
-                if self.agreed.setdefault(coordinate, digest) != digest:
-                    self.disputed.add(coordinate)
+        workers, size, agreed = self.members.workers, self.members.replica_size, self.agreed
+        new = [worker for worker in event.digests if worker in self.waiting]
+        for worker in new:
+            self.digests[worker] = digest = event.digests[worker]
+            coordinate = workers[worker].rank % size
+            if agreed.setdefault(coordinate, digest) != digest:
+                self.disputed.add(coordinate)
+        self.waiting.difference_update(new)
         if self.waiting:
             return False
         for coordinate in sorted(self.disputed):
@@ -222,10 +239,12 @@ class Forming(Halting):
         self._retire()
 
     def _retire(self) -> None:
-        """Let go of whoever the gang has started without and does not want."""
+        """Let go of whoever the gang has started without and does not want: nodes that leave, or all that replicas have
+        which are not wanted any more."""
         assert self.form
         members, size, active = self.members, self.members.replica_size, set(self.form.replicas)
-        for number, place in sorted(members.places.items()):
+        for number in sorted(members.places if self.surplus else {members.nodes[name].place for name in self.leaving}):
+            place = members.places[number]
             if place.old:
                 self._release(number, "old")
             if place.now and not active & {rank // size for rank in place.now.workers}:

@@ -50,12 +50,19 @@ class Gang(Forming):
     def apply(self, now_ns: int, event: Event) -> list[Command]:
         self.now_ns = max(self.now_ns, now_ns)
         self._out = []
+        if isinstance(event, messages.Many):
+            for part in event.parts():
+                self._take(part)
+        else:
+            self._take(event)
+        return self._out
+
+    def _take(self, event: Event) -> None:
         if self.phase == "ended":
             if isinstance(event, messages.NodeJoined):
                 self._say(messages.Leave(self.said, (event.node,)))
         elif not self._refuses(event) and getattr(self, "_on_" + type(event).__name__)(event):
             self._advance()
-        return self._out
 
     def outstanding(self) -> list[Command]:
         """What was said and not answered. To be said again after a while, and by a new controller at once."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from phalanx.control import messages
 from phalanx.control.messages import Form
+from phalanx.control.roll import Roll
 from phalanx.control.sources import Copy, Lineage
 from phalanx.control.staffing import Staffing
 
@@ -26,11 +27,18 @@ class Halting(Staffing):
     pausing: str = ""  # why Pause was said
     patience_ns: int = -1  # until when full strength is waited for
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._roll = Roll.of(self.form, self.members.workers) if self.form else None
+
     def _gone(self, workers: dict[int, int]) -> None:
         super()._gone(workers)
         self.waiting.difference_update(workers.values())
         if self.form is None or not any(self.form.crew.get(rank) == w for rank, w in workers.items()):
             return
+        assert self._roll
+        for rank, worker in workers.items():
+            self._roll.lose(rank, worker)
         if self.phase in ("forming", "running") or (self.phase == "halting" and self.quiet):
             self._halt()
         elif self.phase == "halting" and not self.waiting:
@@ -42,49 +50,54 @@ class Halting(Staffing):
         self._end_strangers(event.node, event.workers)
         if event.generation != self.generation or self.phase not in ("forming", "running", "halting"):
             return False
-        copy = Copy(event.step, event.prepared, event.made) if event.step >= 0 else None
-        new = [w for w in event.workers if self._in_crew(w) and self.members.workers[w].parked < self.generation]
-        for worker in new:
-            found = self.members.workers[worker]
-            found.parked, found.copy = self.generation, copy
-        self.waiting.difference_update(new)
+        new = self._park(event)
         if not new:
             return False
         if self.phase != "halting":
             planned = self.phase == "running" and (bool(self.pausing) or event.step >= self.steps)
             if not planned and not self.why:
-                self.why.append((1, f"the worker of rank {self.members.workers[new[0]].rank} has lost its peers"))
+                self.why.append((1, f"the worker of rank {new[0]} has lost its peers"))
             self._halt(quiet=planned)
         elif not self.waiting:
             self._resolve()
         return self.phase == "gathering"
 
-    def _in_crew(self, worker: int) -> bool:
-        found = self.members.workers.get(worker)
-        return found is not None and self.form is not None and self.form.crew.get(found.rank) == worker
+    def _park(self, event: messages.Parked) -> list[int]:
+        """The ranks that leave the generation with this."""
+        assert self._roll
+        copy = Copy(event.step, event.prepared, event.made) if event.step >= 0 else None
+        workers, generation, left = self.members.workers, self.generation, self._roll.left
+        new, ranks = [], []
+        for worker in event.workers:
+            if worker in left and (found := workers[worker]).node == event.node:
+                found.parked, found.copy = generation, copy
+                new.append(worker)
+                ranks.append(found.rank)
+        if new:
+            self.waiting.difference_update(new)
+            self._roll.park(ranks[0], new, copy)
+        return ranks
 
     def _halt(self, quiet: bool = False) -> None:
-        assert self.form
+        assert self._roll
         self.phase, self.quiet = "halting", quiet
         self.timers.pop("form", None)
-        workers = self.members.workers
-        self.waiting = {w for w in self.form.crew.values() if w in workers and workers[w].parked < self.generation}
+        self.waiting = set(self._roll.left)
         self._timer("park", self.policy.pause_ns if quiet else self.policy.park_ns)
         if not self.waiting:
             self._resolve()
         elif not quiet:
-            self._say(messages.Halt(self.generation, self._nodes_of(self.waiting)))
+            self._say(messages.Halt(self.generation, self._roll.nodes()))
         if "resend" not in self.timers:
             self._timer("resend", self.policy.resend_ns)
 
     def _resolve(self) -> None:
         """All that are left of the generation are parked: which was its last step? A step counts when all of them have
         voted for it, as those that are gone may have seen it committed. If one has not, nobody can have."""
-        assert self.form
-        g, workers = self.generation, self.members.workers
-        copies = [workers[w].copy for w in self.form.crew.values() if w in workers]
-        if copies:
-            votes = (c.prepared if c and c.made == g else self.form.step for c in copies)
+        assert self.form and self._roll
+        g = self.generation
+        if self._roll.copies:
+            votes = (c.prepared if c and c.made == g else self.form.step for c in self._roll.copies)
             self.committed = max(self.committed, min(votes))
         elif self.ran:
             self.certain = False
@@ -133,8 +146,8 @@ class Halting(Staffing):
     # -- names
 
     def _crew_nodes(self) -> tuple[str, ...]:
-        assert self.form
-        return tuple(sorted(set(self.form.places.values())))
+        assert self._roll
+        return self._roll.crew_nodes
 
     def _nodes_of(self, workers: Iterable[int]) -> tuple[str, ...]:
         return tuple(sorted({self.members.workers[worker].node for worker in workers}))

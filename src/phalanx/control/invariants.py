@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from phalanx.control.gang import Gang
+from phalanx.control.roll import Roll
 
 PHASES = ("gathering", "asking", "forming", "running", "halting", "saving", "ended")
 
@@ -54,8 +55,17 @@ def _check_workers(gang: Gang) -> None:
     assert not gang.killed.keys() & members.workers.keys()
     fresh = type(members)(members.replica_size, members.ranks_per_place, places=members.places, workers=members.workers)
     fresh.want(members.wanted)
-    for name in ("down", "whole", "vacant", "missing"):
+    for name in ("down", "whole", "vacant", "missing", "at"):
         assert getattr(fresh, name) == getattr(members, name), f"{name} is out of step"
+    roll = Roll.of(gang.form, members.workers) if gang.form else None
+    assert roll == gang._roll, "the roll is out of step"
+    if gang.phase == "halting":
+        assert roll and gang.waiting == roll.left
+    for number, place in members.places.items():
+        drained = place.now and members.nodes[place.now.node].drained
+        assert not (place.old and place.old.node not in gang.leaving), f"the old node of place {number} does not leave"
+        assert not (drained and place.now and place.now.node not in gang.leaving), f"{place.now} does not leave"
+        assert gang.surplus or not place.now or members.ranks(number), f"place {number} is not wanted"
 
 
 def _distinct(what: str, values: Iterable[object]) -> None:

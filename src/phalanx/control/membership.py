@@ -63,22 +63,29 @@ class Membership:
     workers: dict[int, Worker] = field(default_factory=dict)
     last_worker: int = 0
     # What follows from the above, so that nobody has to look through it.
-    alive: int = 0  # nodes
-    spares: set[str] = field(default_factory=set)
-    down: dict[int, int] = field(default_factory=dict)  # wanted replica -> its ranks without a worker that is up
-    whole: set[int] = field(default_factory=set)  # wanted replicas that lack none
-    vacant: set[int] = field(default_factory=set)  # places without a node
-    missing: set[int] = field(default_factory=set)  # ranks without a worker, in places that have a node
+    alive: int = field(init=False)  # nodes
+    spares: set[str] = field(init=False)
+    down: dict[int, int] = field(init=False)  # wanted replica -> its ranks without a worker that is up
+    whole: set[int] = field(init=False)  # wanted replicas that lack none
+    vacant: set[int] = field(init=False)  # places without a node
+    missing: set[int] = field(init=False)  # ranks without a worker, in places that have a node
+    at: dict[int, int] = field(init=False)  # rank of a wanted replica -> the worker that fills it; 0: none
+
+    def __post_init__(self) -> None:
+        there = {name for name, node in self.nodes.items() if not node.dead}
+        self.alive = len(there)
+        self.spares = {name for name in there if self.nodes[name].place < 0}
+        self.want(self.wanted)
 
     # -- replicas and places
 
     def want(self, replicas: list[int]) -> None:
         self.wanted = sorted(replicas)
         self.down = dict.fromkeys(self.wanted, 0)
-        self.whole, self.vacant, self.missing = set(self.wanted), set(), set()
+        self.whole, self.vacant, self.missing, self.at = set(self.wanted), set(), set(), {}
         for replica in self.wanted:
-            first = replica * self.replica_size
-            for place in range(self.place_of(first), self.place_of(first + self.replica_size - 1) + 1):
+            self.at.update(dict.fromkeys(self._ranks_of(replica), 0))
+            for place in self._places_of(replica):
                 self.places.setdefault(place, Place())
         for place in self.places:
             self._tally(place, 1)
@@ -90,6 +97,13 @@ class Membership:
         """Of wanted replicas."""
         first = place * self.ranks_per_place
         return [r for r in range(first, first + self.ranks_per_place) if r // self.replica_size in self.down]
+
+    def _ranks_of(self, replica: int) -> range:
+        return range(replica * self.replica_size, (replica + 1) * self.replica_size)
+
+    def _places_of(self, replica: int) -> range:
+        ranks = self._ranks_of(replica)
+        return range(self.place_of(ranks[0]), self.place_of(ranks[-1]) + 1)
 
     def replicas_at(self, place: int) -> set[int]:
         return {rank // self.replica_size for rank in self.ranks(place)}
@@ -181,13 +195,24 @@ class Membership:
 
     def crew(self, replicas: list[int]) -> tuple[dict[int, int], dict[int, str]]:
         """Of whole replicas: rank -> worker, and place -> node."""
-        crew, places, chosen, size = {}, {}, set(replicas), self.replica_size
-        for number, place in self.places.items():
-            for rank, worker in place.now.workers.items() if place.now else ():
-                if rank // size in chosen:
-                    crew[rank] = worker
-                    places[number] = self.workers[worker].node
-        return crew, places
+        at, places = self.at, self.places
+        if replicas == self.wanted:
+            crew = dict(at)  # most often, and much faster
+        else:
+            crew = {rank: at[rank] for replica in replicas for rank in self._ranks_of(replica)}
+        filled = {number: places[number].now for replica in replicas for number in self._places_of(replica)}
+        return crew, {number: seat.node for number, seat in filled.items() if seat}
+
+    def filling(self, coordinates: set[int]) -> Iterator[tuple[int, int]]:
+        """Ranks of some coordinates, of all replicas, and their workers: who fills the place before who did."""
+        if not self.places:
+            return
+        replicas = ((max(self.places) + 1) * self.ranks_per_place - 1) // self.replica_size + 1
+        for rank in (r * self.replica_size + coordinate for r in range(replicas) for coordinate in sorted(coordinates)):
+            place = self.places.get(self.place_of(rank))
+            for seat in (place.now, place.old) if place else ():
+                if seat and (worker := seat.workers.get(rank)):
+                    yield rank, worker
 
     # -- counting
 
@@ -200,8 +225,9 @@ class Membership:
     def _tally(self, number: int, sign: int) -> None:
         seat, ranks = self.places[number].now, self.ranks(number)
         for rank in ranks:
-            worker = seat.workers.get(rank) if seat else None
-            if worker is None or not self.workers[worker].up:
+            worker = seat.workers.get(rank, 0) if seat else 0
+            self.at[rank] = worker
+            if not worker or not self.workers[worker].up:
                 replica = rank // self.replica_size
                 self.down[replica] += sign
                 (self.whole.discard if self.down[replica] else self.whole.add)(replica)
@@ -211,3 +237,5 @@ class Membership:
             self.vacant.add(number)
         elif sign > 0 and seat:
             self.missing.update(rank for rank in ranks if rank not in seat.workers)
+        # A set that was large takes as long to look through as when it was.
+        self.missing, self.vacant = self.missing or set(), self.vacant or set()

@@ -8,8 +8,11 @@ counts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import cache
+from operator import ne
+from typing import Any, TypeVar, get_origin
 
 from phalanx.control import codec
 
@@ -24,16 +27,30 @@ class Message:
     @classmethod
     def from_dict(cls: type[M], body: Any) -> M:
         """An event for Event, a command for Command. ValueError names the field and its value."""
-        kinds = {name: kind for name, kind in KINDS.items() if issubclass(kind, cls)}
-        kind = kinds.get(str(body.get("kind"))) if isinstance(body, dict) else None
+        base: Any = cls
+        kinds = _kinds(base)
+        kind: Any = kinds.get(body["kind"]) if isinstance(body, dict) and isinstance(body.get("kind"), str) else None
         if kind is None:
             raise ValueError(f"{cls.__name__} = {str(body)[:200]!r}: expected a kind of {', '.join(sorted(kinds))}")
-        found = codec.decode(kind, {k: v for k, v in body.items() if k != "kind"}, kind.__name__)
-        for name in codec.hints(kind):
-            value = getattr(found, name)
-            if type(value) is int and value < (-1 if name in ("step", "prepared", "rung") else 0):
-                raise ValueError(f"{kind.__name__}.{name} = {value}: expected no negative number")
+        rest = dict(body)
+        del rest["kind"]
+        found: M = codec.decode(kind, rest, kind.__name__)
+        for name, least in _least(kind):
+            if rest[name] < least:
+                raise ValueError(f"{kind.__name__}.{name} = {rest[name]}: expected no negative number")
         return found
+
+
+@cache
+def _kinds(base: Any) -> dict[str, Any]:
+    return {name: kind for name, kind in KINDS.items() if issubclass(kind, base)}
+
+
+@cache
+def _least(kind: Any) -> list[tuple[str, int]]:
+    """What its numbers must be."""
+    named = [name for name, hint in codec.hints(kind).items() if hint is int]
+    return [(name, -1 if name in ("step", "prepared", "rung") else 0) for name in named]
 
 
 # -- events
@@ -128,6 +145,76 @@ class Ready(Event):
     generation: int
     step: int
     digests: dict[int, str]  # by worker
+
+
+@dataclass(frozen=True, slots=True)
+class Many(Event):
+    """The same of many nodes, as if each had said it, in this order: when a gang re-forms, all of them report. Columns
+    are read, kept and taken much faster than as many messages."""
+
+    nodes: tuple[str, ...]
+    incarnations: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in self.columns():
+            if len(getattr(self, name)) != len(self.nodes):
+                raise ValueError(f"{type(self).__name__}.{name}: expected {len(self.nodes)}, one of each node")
+        if self.nodes:
+            next(self.parts())  # what all have in common
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """The fields that have a value for each node."""
+        return tuple(name for name, hint in codec.hints(cls).items() if get_origin(hint) is tuple)
+
+    def parts(self) -> Iterator[Event]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ManyParked(Many):
+    workers: tuple[tuple[int, ...], ...]
+    generation: int
+    step: int
+    prepared: int
+    made: int
+
+    @staticmethod
+    def of(events: Sequence[Parked]) -> ManyParked:
+        """Of those that differ in nodes and workers only."""
+        nodes, incarnations, workers = zip(*((e.node, e.incarnation, e.workers) for e in events), strict=True)
+        one = events[0]
+        return ManyParked(nodes, incarnations, workers, one.generation, one.step, one.prepared, one.made)
+
+    def parts(self) -> Iterator[Parked]:
+        g, step, prepared, made = self.generation, self.step, self.prepared, self.made
+        for node, incarnation, workers in zip(self.nodes, self.incarnations, self.workers, strict=True):
+            yield Parked(node, incarnation, g, workers, step, prepared, made)
+
+
+@dataclass(frozen=True, slots=True)
+class ManyReady(Many):
+    workers: tuple[tuple[int, ...], ...]
+    digests: tuple[tuple[str, ...], ...]  # of those
+    generation: int
+    step: int
+
+    def __post_init__(self) -> None:
+        if any(map(ne, map(len, self.workers), map(len, self.digests))):
+            raise ValueError("ManyReady.digests: expected one of each worker")
+        Many.__post_init__(self)
+
+    @staticmethod
+    def of(events: Sequence[Ready]) -> ManyReady:
+        """Of those that differ in nodes, workers and digests only."""
+        nodes, incarnations = zip(*((e.node, e.incarnation) for e in events), strict=True)
+        workers, digests = tuple(tuple(e.digests) for e in events), tuple(tuple(e.digests.values()) for e in events)
+        return ManyReady(nodes, incarnations, workers, digests, events[0].generation, events[0].step)
+
+    def parts(self) -> Iterator[Ready]:
+        rows = zip(self.nodes, self.incarnations, self.workers, self.digests, strict=True)
+        for node, incarnation, workers, digests in rows:
+            yield Ready(node, incarnation, self.generation, self.step, dict(zip(workers, digests, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,5 +470,5 @@ class Note(Command):
 
 
 KINDS = {kind.__name__: kind for kind in [*globals().values()] if isinstance(kind, type) and issubclass(kind, Message)}
-for _kind in (Message, Event, Command):
+for _kind in (Message, Event, Many, Command):
     del KINDS[_kind.__name__]

@@ -4,6 +4,7 @@ does meanwhile is in `gang`."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
@@ -227,9 +228,10 @@ class Staffing:
             self.killed.update(dict.fromkeys(numbers, name))
             self._say(messages.Kill(name, tuple(numbers)))
 
-    def _end_strangers(self, name: str, workers: tuple[int, ...]) -> None:
+    def _end_strangers(self, name: str, workers: Iterable[int]) -> None:
         """Workers that should be gone by now."""
-        strangers = tuple(w for w in workers if w not in self.members.workers)
+        known = self.members.workers
+        strangers = tuple([w for w in workers if w not in known])
         if strangers:
             self._say(messages.Kill(name, strangers))
 

@@ -87,6 +87,23 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryConfig:
+    """What happens when something dies. Without it, the run does."""
+
+    on: bool = False  # spares turn it on as well
+    spares: int = 0  # nodes
+    min_replicas: int = 1  # with which the run goes on
+    wait_s: float = 0.0  # for full strength, before it goes on with fewer replicas
+    beat_s: float = 5.0  # between heartbeats
+    restart_s: float = 5.0  # after which a node process of this machine that died is started again
+    deaths_per_node: int = 3  # of workers within ten minutes, until the node is given up
+
+    @property
+    def active(self) -> bool:
+        return self.on or self.spares > 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     dir: str = "runs"
     device: str = "auto"
@@ -105,6 +122,7 @@ class Job:
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     @property

@@ -59,6 +59,7 @@ class StepTable:
             "data_wait_s": max(r.get("data_wait_s", 0.0) for r in reports.values()),
             "data_ready": min(r.get("data_ready", 0) for r in reports.values()),
             "data_digest": whole["data_digest"],
+            "generation": any_report.get("generation", 0),
             "served": _merge(r.get("served", {}) for r in reports.values()),
         }
 

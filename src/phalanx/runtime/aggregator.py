@@ -2,6 +2,9 @@
 and where it stands as soft state, and passes on edges and, now and then, a summary. What agents post it passes on as
 it is, and acknowledges when the controller has; commands go the other way.
 
+When a gang re-forms all nodes report at once. Such reports wait until those before them are acknowledged, and travel
+as one: a controller that has much to do gets fewer and larger bundles, and failures overtake them.
+
 It may be killed at any time. Agents connect again, to it or to another, and send again what was not acknowledged. The
 controller says whom it expects there, so that a node that died meanwhile is missed. What came twice, by two ways, has
 the same number of the same agent, and `Roster`, the controller's end of this, takes it once.
@@ -18,9 +21,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from phalanx.control import fanout
+from phalanx.control.messages import Event, ManyParked, ManyReady, Parked, Ready
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
@@ -31,11 +38,15 @@ SLACK = 2  # times the longest of its gaps, where that is longer
 TICK_S = 0.25
 STALL_S = 1.0  # between two ticks: beyond that it was not the nodes that were silent
 SUMMARY_S = 5.0
-BUNDLE_S = 0.002  # in which reports are gathered: when a gang re-forms all nodes report at once
+BUNDLE_S = 0.002  # in which reports are gathered
 BUNDLE = 500  # reports
+BULK = ("Parked", "Ready")  # what all nodes report at once
 NAMED = 8  # nodes in a summary
 
+GONE_S = 1.0  # after which an agent whose connection was ended, and that lives, is back
+
 SEEN, SUSPECT, CLEAR, DEAD = "seen", "suspect", "clear", "dead"
+GONE = "gone"  # its host has ended the connection, as hosts do for processes that end, and it did not come back
 
 #: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's.
 REPORTS: Schemas = {
@@ -52,11 +63,15 @@ PASSED: Schemas = {
 ITEMS: Schemas = {
     "edge": {"node": str, "incarnation": int, "visit": int, "edge": str, "silent_ns": int},
     "event": {"node": str, "incarnation": int, "number": int, "event": dict},
+    "many": {"numbers": list, "event": dict},  # a control.messages.Many, and its agents' numbers
 }
-#: From the controller: commands for many nodes, with what is different for `each`; whom it expects there, name ->
-#: incarnation.
+#: From the controller: commands for many nodes, with what is different for `each`, or a Form as control.fanout shares
+#: it; whom it expects there, name -> incarnation.
 ORDERS: Schemas = {"commands": {"items": list}, "expect": {"nodes": dict}}
-_ORDER: Schemas = {"command": {"nodes": list, "command": dict, "each": dict}}
+_ORDER: Schemas = {
+    "command": {"nodes": list, "command": dict, "each": dict},
+    "form": {"nodes": list, "places": list, "workers": list, "sources": dict, "command": dict},
+}
 
 
 @dataclass(slots=True)
@@ -145,10 +160,14 @@ class Aggregator:
         self.beats: dict[str, Message] = {}  # the last of each node
         self._loop, self._closed = loop, False
         self._bundle: list[tuple[Message, Session | None]] = []  # reports, and the agents who wait for an answer
+        self._bulk: dict[str, tuple[Message, Session | None]] = {}  # those that can wait, by node
+        self._bulk_sent = 0  # the last such bundle that was not acknowledged
         self._passed: deque[tuple[int, Session, int]] = deque()  # number to the controller, agent, its number
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
         ours, theirs = tls or (None, None)
-        self.server = Server(loop, secret, me, REPORTS, self._reported, host=host, port=port, tls=ours)
+        self.server = Server(
+            loop, secret, me, REPORTS, self._reported, on_close=self._ended, host=host, port=port, tls=ours
+        )
         self.link = Link(
             loop, secret, me, controllers, ORDERS, self._ordered, on_ack=self._acked, tls=theirs, seed=seed
         )
@@ -173,10 +192,28 @@ class Aggregator:
             about = {"node": node, "incarnation": incarnation, "number": number, "event": body["event"]}
             self._gather({"type": "event", **about}, agent)
 
+    def _ended(self, agent: Session) -> None:
+        seen = self.liveness.nodes.get(agent.peer.name)
+        if seen and not self._closed:
+            found = (agent.peer.name, agent.peer.incarnation, seen.visit)
+            # In two steps: if this process stood still, what came meanwhile is read in between.
+            self._loop.after(GONE_S, lambda: self._loop.after(2 * BUNDLE_S, partial(self._missed, *found)))
+
+    def _missed(self, node: str, incarnation: int, visit: int) -> None:
+        seen, session = self.liveness.nodes.get(node), self.server.sessions.get(node)
+        if self._closed or (session and session.conn) or seen is None:
+            return
+        if (seen.incarnation, seen.visit) == (incarnation, visit):
+            del self.liveness.nodes[node]
+            self._post([Edge(node, incarnation, visit, GONE, self._now_ns() - seen.last_ns)])
+
     def _acked(self, number: int) -> None:
         while self._passed and self._passed[0][0] <= number:
             _, agent, theirs = self._passed.popleft()
             agent.ack(theirs)
+        if number >= self._bulk_sent:
+            self._bulk_sent = 0
+            self._send_bulk()
 
     def _ordered(self, controller: Session, number: int, body: Message) -> None:
         if body["type"] == "expect":
@@ -188,30 +225,81 @@ class Aggregator:
                     self.liveness.expect(node, incarnation, self._now_ns())
             return
         for item in body["items"]:
-            order = check(item, _ORDER)
-            for node in filter(self.server.sessions.__contains__, order["nodes"]):  # others have moved
-                command = {**order["command"], **order["each"].get(node, {})}
-                self.server.sessions[node].post({"type": "command", "command": command})
+            for node, command in _told(check(item, _ORDER)):
+                if node in self.server.sessions:  # others have moved
+                    self.server.sessions[node].post({"type": "command", "command": command})
 
     def _post(self, edges: Iterable[Edge]) -> None:
         for e in edges:
             self._gather({"type": "edge", **asdict(e)})
-            if e.edge == DEAD:
+            if e.edge in (DEAD, GONE):
                 self.beats.pop(e.node, None)
                 self.server.forget(e.node)
 
     def _gather(self, item: Message, agent: Session | None = None) -> None:
+        if item["type"] == "event" and item["event"].get("kind") in BULK:
+            self._gather_bulk(item, agent)
+            return
         if not self._bundle:
             self._loop.after(BUNDLE_S, self._send)
+        if agent and item["node"] in self._bulk:
+            self._bundle.append(self._bulk.pop(item["node"]))  # nobody overtakes himself
         self._bundle.append((item, agent))
         if len(self._bundle) >= BUNDLE:
             self._send()
 
+    def _gather_bulk(self, item: Message, agent: Session | None) -> None:
+        if item["node"] in self._bulk:
+            self._send_bulk()
+        if not self._bulk:
+            self._loop.after(BUNDLE_S, self._send_idle)
+        self._bulk[item["node"]] = (item, agent)
+        if len(self._bulk) >= BUNDLE:
+            self._send_bulk()
+
     def _send(self) -> None:
         bundle, self._bundle = self._bundle, []
         if bundle:
-            number = self.link.post({"type": "reports", "items": [item for item, _ in bundle]})
-            self._passed += [(number, agent, item["number"]) for item, agent in bundle if agent]
+            self._pass([item for item, _ in bundle], bundle)
+
+    def _send_idle(self) -> None:
+        if not self._bulk_sent:
+            self._send_bulk()
+
+    def _send_bulk(self) -> None:
+        self._send()  # what an agent said before
+        bulk, self._bulk = [*self._bulk.values()], {}
+        if bulk:
+            self._bulk_sent = self._pass(self._merged([item for item, _ in bulk]), bulk)
+
+    def _pass(self, items: list[Message], bundle: list[tuple[Message, Session | None]]) -> int:
+        number = self.link.post({"type": "reports", "items": items})
+        self._passed += [(number, agent, item["number"]) for item, agent in bundle if agent]
+        return number
+
+    def _merged(self, items: list[Message]) -> list[Message]:
+        """One of all that are alike; what is no event, or somebody else's, is left to the controller to refuse."""
+        alike: dict[tuple[int, ...], list[tuple[Message, Parked | Ready]]] = {}
+        others = []
+        for item in items:
+            try:
+                event = Event.from_dict(item["event"])
+            except ValueError:
+                others.append(item)
+                continue
+            assert isinstance(event, (Parked, Ready))
+            if (event.node, event.incarnation) != (item["node"], item["incarnation"]):
+                others.append(item)
+                continue
+            common = (event.prepared, event.made) if isinstance(event, Parked) else ()
+            alike.setdefault((event.generation, event.step, *common), []).append((item, event))
+        return others + [self._many(group) if len(group) > 1 else group[0][0] for group in alike.values()]
+
+    def _many(self, group: list[tuple[Message, Parked | Ready]]) -> Message:
+        parked = [event for _, event in group if isinstance(event, Parked)]
+        ready = [event for _, event in group if isinstance(event, Ready)]
+        event = ManyParked.of(parked) if parked else ManyReady.of(ready)
+        return {"type": "many", "numbers": [item["number"] for item, _ in group], "event": event.to_dict()}
 
     def _tick(self) -> None:
         if self._closed:
@@ -249,6 +337,25 @@ def summary(beats: dict[str, Message], suspect: int) -> Message:
     }
 
 
+def _told(order: Message) -> Iterator[tuple[str, Message]]:
+    if order["type"] == "command":
+        return ((node, {**order["command"], **order["each"].get(node, {})}) for node in order["nodes"])
+    try:
+        return iter([*fanout.parts(order)])
+    except (KeyError, TypeError, ValueError):
+        raise WireError(f"form = {str(order)[:200]!r}: expected what control.fanout makes") from None
+
+
+def event_of(item: Message) -> Message | None:
+    """What an item tells a gang, as an event; None: no more than where a node is."""
+    if item["type"] != "edge":
+        return dict(item["event"])
+    kind = {SUSPECT: "NodeSuspect", CLEAR: "NodeClear", DEAD: "NodeDead", GONE: "NodeDead"}.get(item["edge"])
+    event = {"kind": kind, "node": item["node"], "incarnation": item["incarnation"]}
+    proof = "its host ended the connection, and it did not come back" if item["edge"] == GONE else ""
+    return (event | {"proof": proof} if kind == "NodeDead" else event) if kind else None
+
+
 class Roster:
     """The controller's end: which aggregator speaks for a node, and what of an agent has been heard. All of it can be
     folded again from what `take` let through."""
@@ -257,26 +364,52 @@ class Roster:
         self._nodes: dict[str, list[Any]] = dict(state or {})  # name -> incarnation, visit, aggregator, number
 
     def take(self, aggregator: str, body: Message) -> bool:
-        """Whether it is news: an edge from the aggregator that a node speaks to, or an event not heard before."""
-        node, incarnation = body["node"], body["incarnation"]
-        known = self._nodes.get(node)
-        if known and incarnation < known[0]:
-            return False
-        if known is None or incarnation > known[0]:
-            known = self._nodes[node] = [incarnation, 0, "", 0]
+        """Whether it is news: an edge from the aggregator that a node speaks to, or an event not heard before. Of many,
+        only those that are news are left in it."""
+        if body["type"] == "many":
+            return self._take_many(body)
         if body["type"] == "event":
-            if body["number"] <= known[3]:
-                return False
-            known[3] = body["number"]
-        elif body["edge"] == SEEN:
+            return self._hear(body["node"], body["incarnation"], body["number"])
+        known = self._known(body["node"], body["incarnation"])
+        if known is None:
+            return False
+        if body["edge"] == SEEN:
             if body["visit"] <= known[1]:
                 return False
             known[1:3] = body["visit"], aggregator
         elif known[2] != aggregator:
             return False  # it is silent there, and speaks elsewhere
-        elif body["edge"] == DEAD:
+        elif body["edge"] in (DEAD, GONE):
             known[2] = ""
         return True
+
+    def _known(self, node: str, incarnation: int) -> list[Any] | None:
+        """None: a later incarnation is."""
+        known = self._nodes.get(node)
+        if known is None or incarnation > known[0]:
+            known = self._nodes[node] = [incarnation, 0, "", 0]
+        return known if incarnation == known[0] else None
+
+    def _hear(self, node: str, incarnation: int, number: int) -> bool:
+        known = self._known(node, incarnation)
+        if known is None or number <= known[3]:
+            return False
+        known[3] = number
+        return True
+
+    def _take_many(self, body: Message) -> bool:
+        event, numbers = body["event"], body["numbers"]
+        columns = {name: column for name, column in event.items() if isinstance(column, list)}
+        said = [columns.get(name, []) for name in ("nodes", "incarnations")] + [numbers]
+        if any(len(column) != len(numbers) for column in (*columns.values(), *said)):
+            raise WireError(f"many.event = {str(event)[:200]!r}: expected columns of {len(numbers)}")
+        if any({*map(type, column)} - {kind} for column, kind in zip(said, (str, int, int), strict=True)):
+            raise WireError(f"many.event = {str(event)[:200]!r}: expected names, incarnations and numbers")
+        news = [*map(self._hear, *said)]
+        if not all(news):
+            event.update({name: [*compress(column, news)] for name, column in columns.items()})
+            body["numbers"] = [*compress(numbers, news)]
+        return any(news)
 
     def home(self, node: str) -> str:
         """The aggregator that reaches it; "": none."""

@@ -36,6 +36,8 @@ class NodeClient:
     """One node process and its workers. `preload`: modules that the zygote imports before it forks;
     `env`: added to the environment of all; `log`: where the node and the zygote write, else standard error."""
 
+    module, schemas = "phalanx.runtime.node", EVENTS
+
     def __init__(self, preload: list[str], env: dict[str, str] | None = None, log: Path | None = None):
         self.session = uuid.uuid4().hex
         self.running: dict[int, int] = {}  # worker -> pid, 0 until it has started
@@ -46,7 +48,7 @@ class NodeClient:
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         stderr = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "phalanx.runtime.node", str(theirs.fileno()), str(held), *preload],
+            [sys.executable, "-P", "-m", self.module, str(theirs.fileno()), str(held), *preload],
             env={**os.environ, **(env or {}), "PYTHONPATH": path, "PHALANX_SESSION": self.session},
             stdin=subprocess.DEVNULL,
             stdout=stderr if stderr is not None else subprocess.DEVNULL,
@@ -88,7 +90,7 @@ class NodeClient:
         try:
             event = self._conn.recv(timeout)
             if event is not None:
-                check(event, EVENTS)
+                check(event, self.schemas)
         except TimeoutError:
             return None
         except WireError as e:
@@ -100,8 +102,16 @@ class NodeClient:
         elif event["type"] == "started":
             self.running[event["worker"]] = event["pid"]
         elif event["type"] == "exit":
-            del self.running[event["worker"]]
+            self.running.pop(event["worker"], None)
         return event
+
+    def fileno(self) -> int:
+        """Readable when there is an event that is not in `unread` yet."""
+        return self._conn.fileno()
+
+    @property
+    def unread(self) -> bool:
+        return self._conn.has_messages
 
     def close(self) -> None:
         """End everything. Nothing of the tree is left when this returns."""
@@ -150,3 +160,14 @@ class NodeClient:
         except subprocess.TimeoutExpired:
             return "closed its connection"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+class AgentClient(NodeClient):
+    """A node whose workers come and go as the controller says. They are heard of here, and not spawned."""
+
+    module = "phalanx.runtime.agent"
+    schemas = {**EVENTS, "left": {"reason": str}, "released": {}, "launched": {"worker": int, "rank": int}}
+
+    def serve(self, **options: Any) -> None:
+        """See SERVE in `agent`."""
+        self._command(type="serve", **options)

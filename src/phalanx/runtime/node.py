@@ -68,6 +68,10 @@ class Worker:
 
 
 class Node:
+    """What is heard of workers goes to the client as it is; an agent, which is a Node, does more with it."""
+
+    commands = COMMANDS
+
     def __init__(self, client: Conn, lifeline: int, preload: list[str]):
         kernel.adopt_orphans()
         self.client = client
@@ -98,12 +102,11 @@ class Node:
         try:
             while True:
                 self._listen()
-                for key, mask in self.selector.select(self.watch.tick_s()):
-                    key.data(mask)
+                self._wait(self.watch.tick_s())
                 if self.client.pending_bytes > CLIENT_BACKLOG_BYTES:
                     self.watch.forgive()  # workers may stand still because their messages are not taken
                 for event in self.watch.look(self.workers.values()):
-                    self.client.push(event)
+                    self.hung(event)
         except Stop as e:
             return str(e)
         except Exception:
@@ -122,6 +125,10 @@ class Node:
         for w in self.workers.values():
             mask = (may_read if w.pid and not w.conn.eof else 0) | (WRITE if w.conn.pending_bytes else 0)
             self._register(w.conn, mask, partial(self._on_worker, w))
+
+    def _wait(self, timeout_s: float | None) -> None:
+        for key, mask in self.selector.select(timeout_s):
+            key.data(mask)
 
     def _register(self, source: Any, mask: int, callback: Any) -> None:
         key = self.selector.get_map().get(source)
@@ -147,7 +154,7 @@ class Node:
     def _on_client(self, mask: int) -> None:
         self.client.flush()
         for message in self.client.pull() if mask & READ else ():
-            command = check(message, COMMANDS)
+            command = check(message, self.commands)
             getattr(self, "do_" + command.pop("type"))(**command)
         if self.client.eof:
             raise Stop
@@ -174,7 +181,7 @@ class Node:
         w.conn.flush()
         try:
             for body in w.conn.pull(drain) if mask & READ else ():
-                self.client.push({"type": "message", "worker": w.number, "body": body})
+                self.heard(w, body)
         except WireError as e:
             w.error = f"it sent a malformed message: {e}"
             w.kill()
@@ -245,7 +252,8 @@ class Node:
         os.close(w.log)
         del self.workers[worker]
         code = os.waitstatus_to_exitcode(status) if not error else 1
-        self.client.push(
+        self.ended(
+            w,
             {
                 "type": "exit",
                 "worker": worker,
@@ -253,8 +261,20 @@ class Node:
                 "signal": signal.Signals(-code).name if code < 0 else None,
                 "error": error or w.error,
                 "progress": w.progress.read().to_dict(),
-            }
+            },
         )
+
+    # -- what is heard of workers
+
+    def heard(self, w: Worker, body: Message) -> None:
+        self.client.push({"type": "message", "worker": w.number, "body": body})
+
+    def ended(self, w: Worker, event: Message) -> None:
+        """It is gone, and is not among the workers any more."""
+        self.client.push(event)
+
+    def hung(self, event: Message) -> None:
+        self.client.push(event)
 
 
 def _how(status: int) -> str:
@@ -262,12 +282,12 @@ def _how(status: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], kind: type[Node] = Node) -> None:
     client_fd, lifeline = int(argv[0]), int(argv[1])
     for fd in (client_fd, lifeline):
         os.set_inheritable(fd, False)
     client = Conn(socket.socket(fileno=client_fd))
-    reason = Node(client, lifeline, argv[2:]).run()
+    reason = kind(client, lifeline, argv[2:]).run()
     if reason:
         print(reason, file=sys.stderr)
         with contextlib.suppress(OSError):  # nobody may be left to be told

@@ -49,6 +49,7 @@ class Draining:
     generation: int
     files: dict[int, tuple[int, str]] = field(default_factory=dict)
     drain_s: float = 0.0
+    node: int = -1  # whose keeper commits it
     ordered: bool = False
 
 
@@ -64,6 +65,8 @@ class Saving:
     ):
         self.job, self.send, self.announce, self.tell = job, send, announce, tell
         self.run, self.token = secrets.token_hex(8), secrets.token_hex(16)
+        self.sizes: dict[int, int] = {}  # generation -> ranks, where that is not the layout's
+        self.announced: Message = {}  # the interval, last
         self.keepers: dict[int, Message] = {}  # node -> what it said of itself
         self.held: dict[int, Message] = {}
         self.ledger: Callable[[int], str | None] = lambda step: ""  # of the last step before; None: not there yet
@@ -94,6 +97,7 @@ class Saving:
         name = body["checkpoint"]
         open_ = self._open.setdefault(name, Draining(body["step"], body["generation"]))
         open_.files[body["rank"]] = (body["size"], body["root"])
+        open_.node = node if open_.node < 0 else min(node, open_.node)
         open_.drain_s = max(open_.drain_s, body["drain_s"])
         while len(self._open) > OPEN_LIMIT:
             del self._open[next(iter(self._open))]
@@ -102,7 +106,7 @@ class Saving:
     def commit_what_is_written(self, at_once: bool = False) -> None:
         """Once all ranks have reported the step too, so that its place in the ledger is known; unless `at_once`."""
         for name, open_ in self._open.items():
-            if open_.ordered or len(open_.files) < self.job.layout.world_size:
+            if open_.ordered or len(open_.files) < self.sizes.get(open_.generation, self.job.layout.world_size):
                 continue
             head = self.ledger(open_.step)
             if head is None and not at_once:
@@ -111,7 +115,7 @@ class Saving:
             files = [open_.files[rank] for rank in range(len(open_.files))]
             about = {"step": open_.step, "generation": open_.generation, "ledger": head or ""}
             cursor = open_.step * self.job.train.global_batch
-            self.send(0, {"type": "commit", "checkpoint": name, "files": files, "cursor": cursor, **about})
+            self.send(open_.node, {"type": "commit", "checkpoint": name, "files": files, "cursor": cursor, **about})
 
     def _on_committed(self, node: int, body: Message) -> None:
         step, name = body["step"], body["checkpoint"]
@@ -193,7 +197,8 @@ class Saving:
         durable, memory = durable_interval(measured), memory_interval(step_ns, stall_ns, stall_ns, mtbf)
         steps, memory_steps = durable.steps, min(durable.steps, memory.steps)
         self._version += 1
-        self.announce({"type": "interval", "version": self._version, "steps": steps, "memory_steps": memory_steps})
+        self.announced = {"type": "interval", "version": self._version, "steps": steps, "memory_steps": memory_steps}
+        self.announce(self.announced)
         figures = {
             "step_ns": step_ns,
             "stall_ns": stall_ns,

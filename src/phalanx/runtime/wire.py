@@ -82,7 +82,7 @@ class Conn:
                 data = self.sock.recv(1 << 18)
             except BlockingIOError:
                 break
-            except ConnectionError:
+            except OSError:  # reset, or nothing was heard of the other host for too long
                 data = b""
             self.eof = not data
             self._in += data
@@ -108,6 +108,11 @@ class Conn:
             self._wait(select.POLLIN, deadline)
             self._inbox.extend(self.pull())
         return self._inbox.popleft() if self._inbox else None
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether `recv` has one without reading."""
+        return bool(self._inbox)
 
     def close(self) -> None:
         self.sock.close()

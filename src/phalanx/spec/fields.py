@@ -21,6 +21,7 @@ from phalanx.core.job import (
     DataConfig,
     Job,
     OptimizerConfig,
+    RecoveryConfig,
     RunConfig,
     TrainConfig,
 )
@@ -30,7 +31,7 @@ from phalanx.spec.presets import PRESETS
 
 JOB, MODEL, LAYOUT, TRAIN = Job(), ModelConfig(), Layout(), TrainConfig()
 COLLECTIVES, CHECKPOINT = CollectivesConfig(), CheckpointConfig()
-OPTIMIZER, DATA, RUN = OptimizerConfig(), DataConfig(), RunConfig()
+OPTIMIZER, DATA, RUN, RECOVERY = OptimizerConfig(), DataConfig(), RunConfig(), RecoveryConfig()
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -326,6 +327,24 @@ class CheckpointSection(Section):
     )
 
 
+class RecoverySection(Section):
+    """What happens when a worker or a node dies. Without it the run ends, and goes on with `--resume auto`."""
+
+    on: bool = option(RECOVERY.on, "Whether the run goes on without what died; spares turn it on as well.")
+    spares: int = option(RECOVERY.spares, "Nodes that stand by to take the place of one that fails.", ge=0, le=10_000)
+    min_replicas: int = option(RECOVERY.min_replicas, "Replicas with which the run goes on; with fewer it waits.", ge=1)
+    wait_s: float = option(
+        RECOVERY.wait_s, "Seconds that are waited for full strength before the run goes on with fewer replicas.", ge=0
+    )
+    beat_s: float = option(RECOVERY.beat_s, "Seconds between heartbeats; a node is dead after three of them.", gt=0)
+    restart_s: float = option(
+        RECOVERY.restart_s, "Seconds after which a node process of this machine that died is started again.", ge=0
+    )
+    deaths_per_node: int = option(
+        RECOVERY.deaths_per_node, "Deaths of workers within ten minutes until their node is given up.", ge=1
+    )
+
+
 class RunSection(Section):
     """Where and on what the job runs."""
 
@@ -360,6 +379,7 @@ class JobFile(Section):
     collectives: CollectivesSection = CollectivesSection()
     data: DataSection = DataSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    recovery: RecoverySection = RecoverySection()
     run: RunSection = RunSection()
 
 

@@ -9,12 +9,14 @@ votes keeps the gradients, and the next generation decides whether the step coun
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import math
 import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,6 +62,8 @@ class Commands:
         self.generation = -1  # the one that the worker is in, or is entering
         self.halted = self.pausing = -1
         self.interval = (0, 0, 0)  # version, steps between durable checkpoints, and between snapshots in memory
+        self._interruptible = False
+        self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._channel = channel
         threading.Thread(target=self._listen, daemon=True, name="phalanx-commands").start()
@@ -67,6 +71,27 @@ class Commands:
     def next(self) -> dict[str, Any] | None:
         """None: the node is gone."""
         return self._queue.get()
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """What is done in here is in vain when the generation ends: Halted is raised in the middle of it."""
+        with self._lock:
+            self._interruptible = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._interruptible = False
+
+    def _halt(self, generation: int) -> None:
+        self.halted = max(self.halted, generation)
+        if self.halted < self.generation:
+            return
+        break_connections()
+        with self._lock:
+            if self._interruptible:
+                main = ctypes.c_ulong(threading.main_thread().ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(Halted))
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
@@ -78,9 +103,7 @@ class Commands:
                     self.interval = (int(message["version"]), int(message["steps"]), int(message["memory_steps"]))
                 else:
                     if kind == "halt":
-                        self.halted = max(self.halted, int(message["generation"]))
-                        if self.halted >= self.generation:
-                            break_connections()
+                        self._halt(int(message["generation"]))
                     self._queue.put(message)
         self._queue.put(None)
 
@@ -147,7 +170,7 @@ class Worker:
         except RuntimeError as error:
             if not lost_peers(error) and self.commands.halted < generation:
                 raise
-            lost = str(error)
+            lost = str(error) or type(error).__name__
         if not lost:
             self.member.restored(self.state.step)
         else:
@@ -209,7 +232,7 @@ class Worker:
         coord = layout.coord(replicas.index(self.rank // size) * size + self.rank % size)
         if source is None and self.member.step >= 0:
             self._settle(step)
-        store = connect_store(*_address(form["store"]))
+        store, began = connect_store(*_address(form["store"])), time.perf_counter()
         if source is None or source.kind != "live":
             self._restore(job, coord, source, step)
             self._offer(generation, step, form["store"], store)
@@ -217,6 +240,7 @@ class Worker:
             address = store.get(f"g{generation}/state/{source.number}").decode()
             transfer.take(address, self.args["token"], generation, step, self.state, self.device)
         self._digest = transfer.digest_of(self.state) if self.giver else ""
+        restored = time.perf_counter()
         self.groups = Groups.form(
             store, generation, layout, coord, self.device, bool(self.family.experts), job.collectives
         )
@@ -227,6 +251,10 @@ class Worker:
             job, Feed(self.args["data"]["address"], self.engine.indices, self.state.step, self._peers(replicas))
         )
         self._keep_line(job, coord, generation)
+        if self.giver:
+            from_ = source.kind if source else "kept"
+            took = {"restore_s": restored - began, "form_s": time.perf_counter() - restored}
+            self.channel.send({"type": "entered", "generation": generation, "source": from_, **took})
         if not self.told_facts:
             self.told_facts = True
             self.channel.send({"type": "facts", **_facts(job, self.engine, self.device)})
@@ -339,7 +367,7 @@ class Worker:
             except RuntimeError as error:
                 if not lost_peers(error) and self.commands.halted < m.generation:
                     raise
-                lost = str(error)
+                lost = str(error) or type(error).__name__
         self.channel.progress.mark(Phase.idle)
         if lost:
             print(f"generation {m.generation} ended in step {m.step}: {lost}", flush=True)
@@ -354,7 +382,8 @@ class Worker:
         channel.progress.mark(Phase.loading, step=step)
         self.rng = rng_state(self.device)
         batches, fed = self.source.take(step)
-        result = engine.gradients(batches)
+        with self.commands.interruptible():
+            result = engine.gradients(batches)
         self.report = self._tell_of(step, result, fed)
         if self.commands.halted >= m.generation:
             raise Halted

@@ -1,0 +1,45 @@
+"""`phalanx chaos`: break a run on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+chaos_app = typer.Typer(no_args_is_help=True, help="Break a run on purpose, and see whether it matters.")
+
+
+@chaos_app.callback()
+def _root() -> None: ...
+
+
+@chaos_app.command("run")
+def chaos_run(
+    job: Annotated[Path | None, typer.Argument(help="The job file; without one, the quickstart.")] = None,
+    seed: Annotated[int, typer.Option(help="Which faults, and when.")] = 1,
+    faults: Annotated[int, typer.Option(min=1, max=100_000, help="How many.")] = 10,
+    kinds: Annotated[str, typer.Option(help="Kinds of faults, with commas between; all by default.")] = "",
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field of the job; repeatable.")
+    ] = None,
+) -> None:
+    """Run the job twice, once with faults, and compare weights and ledger. Exits with 1 if they differ."""
+    from phalanx.chaos import run
+    from phalanx.chaos.faults import FAULTS
+    from phalanx.spec import load
+
+    resolved = load(job, sets or [])
+    chosen = [kind.strip() for kind in kinds.split(",")] if kinds else list(FAULTS)
+    out = run.run(job, sets or [], resolved.job, seed, faults, chosen, lambda text: print(text, flush=True))
+    print("\n" + run.table(out) + "\n")
+    if len(out.faults) < faults:
+        print(f"{faults - len(out.faults)} faults found no time or nothing to break")
+    print(f"clean   {out.clean}\nbroken  {out.broken}")
+    if out.lost_steps:
+        print(f"{out.lost_steps} steps were done and abandoned; the ledger keeps them as a branch")
+    for difference in out.differences:
+        print(f"DIFFERENT: {difference}")
+    if not out.ok:
+        raise typer.Exit(1)
+    print(f"after {len(out.faults)} faults the weights and all {out.steps} steps of the ledger are bit-identical")

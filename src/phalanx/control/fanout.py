@@ -1,0 +1,45 @@
+"""A Form on its way to thousands of nodes. Each node is told only its part, and an aggregator makes that of columns: to
+make 12,500 parts, each a message, takes a controller longer than the decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+from phalanx.control import codec
+from phalanx.control.messages import Form
+
+OWN = ("crew", "places", "sources", "nodes")  # what is different for each node
+
+
+def shares(form: Form, homes: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """Of nodes in groups, for each group: what all are told, and the rest in columns. `places`: -1 has none; `workers`:
+    of all ranks of each place, 0 where the rank has no part in it."""
+    shared = [name for name in codec.hints(Form) if name not in OWN]
+    common = {"kind": "Form"} | {name: codec.encode(getattr(form, name)) for name in shared}
+    seats = {node: place for place, node in form.places.items()}
+    sources: dict[str, dict[int, Any]] = {}
+    for rank, source in form.sources.items():
+        for node in {form.places[rank // form.ranks_per_place], source.node}:
+            sources.setdefault(node, {})[rank] = codec.encode(source)
+    size, get, none = form.ranks_per_place, form.crew.get, repeat(0)
+    made = {}
+    for home, nodes in homes.items():
+        places = [seats.get(node, -1) for node in nodes]
+        workers: list[int] = []
+        for place in places:
+            workers.extend(map(get, range(place * size, place * size + size), none))
+        own = {node: sources[node] for node in nodes if node in sources}
+        made[home] = {"nodes": nodes, "places": places, "workers": workers, "sources": own, "command": common}
+    return made
+
+
+def parts(share: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What each node is told: its part, as `Form.parts` has it."""
+    size = share["command"]["ranks_per_place"]
+    for at, (node, place) in enumerate(zip(share["nodes"], share["places"], strict=True)):
+        workers = share["workers"][at * size : at * size + size]
+        crew = {rank: worker for rank, worker in enumerate(workers, place * size) if worker}
+        own = {"crew": crew, "places": {place: node} if place >= 0 else {}}
+        yield node, {**share["command"], **own, "sources": share["sources"].get(node, {}), "nodes": [node]}

@@ -1,0 +1,583 @@
+"""The controller process: the shell around `control.gang`. It journals what aggregators and users say, folds it, and
+sends the commands that follow once the entries that led to them are durable; only then are the senders told that they
+were heard. It may be killed at any instruction: the next one folds the same journal, listens on the same ports, and
+says again what was not answered.
+
+In its folder: `gang.json`, which the launcher writes before the first start; `journal.db`; and `controller.json`,
+where it listens. What it decides is printed as JSON, one line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.control import codec, fanout, messages
+from phalanx.control.gang import Gang
+from phalanx.control.messages import Command, Event, Form
+from phalanx.control.policy import Policy
+from phalanx.core.errors import UserError
+from phalanx.core.layout import Layout
+from phalanx.core.store import sync_folder
+from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, SEEN, Aggregator, Roster, event_of
+from phalanx.runtime.journal import Fenced, Journal, JournalError
+from phalanx.runtime.secret import READ, Identity, Secret, load_secret
+from phalanx.runtime.transport import Link, Loop, Server, Session
+from phalanx.runtime.wire import Message, Schemas, WireError, check
+
+RETRY_S = 1.0  # while the journal cannot be written
+TEXT_CHARS = 1000  # of a reason, where it is printed
+UNREAD_LINES = 1000  # that nobody takes from standard output
+SNAPSHOT_EVERY = 10_000  # entries
+
+#: From users. Posted, and answered by "done" or "refused"; "status" is answered by "status".
+ASKED: Schemas = {"ask": {"event": dict}, "status": {}}
+ANSWERS: Schemas = {
+    "done": {},
+    "refused": {"reason": str},
+    "status": {"phase": str, "generation": int, "step": int, "replicas": list, "nodes": dict, "why": str},
+}
+_FROM_USERS = (messages.Drain, messages.Scale, messages.Stop)
+_FROM_AGENTS = (
+    messages.NodeJoined, messages.NodeDead, messages.WorkersUp, messages.WorkerDied, messages.WorkerStuck,
+    messages.Parked, messages.Ready, messages.Missing, messages.Held, messages.StepsDone, messages.Durable,
+    messages.DeviceWarning, messages.LinkLost, messages.LinkBack,
+)  # fmt: skip
+
+
+# -- files
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a gang begins with."""
+
+    layout: Layout
+    steps: int
+    start: int  # the step that the run begins from
+    policy: Policy
+
+
+def write_plan(folder: Path, layout: Layout, steps: int, start: int = 0, policy: Policy | None = None) -> None:
+    """The launcher's, before the first start."""
+    _write(Path(folder) / "gang.json", codec.encode(Plan(layout, steps, start, policy or Policy())))
+
+
+def read_plan(folder: Path) -> Plan:
+    path = Path(folder) / "gang.json"
+    try:
+        return codec.decode(Plan, json.loads(path.read_bytes()), "gang.json")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", remedy="the launcher writes it first") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}", remedy="begin in a new folder") from None
+
+
+def read_address(folder: Path) -> Message:
+    """controller.json; ports are 0 before the first start."""
+    try:
+        said = json.loads((Path(folder) / "controller.json").read_bytes())
+        (aggregators, port) = said["aggregators"], said["port"]
+        return {"host": str(said["host"]), "port": int(port), "aggregators": [(str(h), int(p)) for h, p in aggregators]}
+    except FileNotFoundError:
+        return {"host": "", "port": 0, "aggregators": []}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"controller.json in {folder} cannot be used: {error}", remedy="delete it") from None
+
+
+def _write(path: Path, body: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    near = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with near.open("w") as file:
+        json.dump(body, file)
+        file.flush()
+        os.fsync(file.fileno())
+    near.replace(path)
+    sync_folder(path.parent)
+
+
+# -- what is folded
+
+
+@dataclass
+class State:
+    """The fold of the journal: the same code makes it, live and after a restart."""
+
+    gang: Gang
+    plan: Any
+    roster: Roster = field(default_factory=Roster)
+    time_ns: int = 0  # of the last entry
+    refused: str = ""  # the last event that an agent should not have sent
+
+    @staticmethod
+    def of(plan: Plan) -> State:
+        return State(Gang.of(plan.layout, plan.steps, plan.policy, plan.start), codec.encode(plan))
+
+    def take(self, kind: str, body: Message, time_ns: int) -> tuple[Message, list[Command]]:
+        """What of it is news, and what follows from that. Nothing but this changes the state."""
+        self.time_ns = max(self.time_ns, time_ns)
+        if kind == "plan":
+            self.check(body["plan"])
+            return body, []
+        if kind == "event":
+            return body, self.gang.apply(time_ns, Event.from_dict(body["event"]))
+        news, out = [], list[Command]()
+        for item in body["items"]:
+            try:
+                taken = self.roster.take(body["from"], item)
+                event = self._event(item) if taken else None
+            except ValueError as error:
+                self.refused = f"{item.get('node', body['from'])}: {error}"
+                continue
+            if taken:
+                news.append(item)
+            if event:
+                out += self.gang.apply(time_ns, event)
+        return {**body, "items": news}, out
+
+    def _event(self, item: Message) -> Event | None:
+        if item["type"] == "edge" and item["edge"] == SEEN:
+            node = self.gang.members.nodes.get(item["node"])
+            if node is None or not (node.dead or item["node"] in self.gang.suspects):
+                return None
+            return messages.NodeClear(item["node"], item["incarnation"])  # one that was given up is fenced for it
+        found = event_of(item)
+        event = Event.from_dict(found) if found else None
+        if item["type"] == "event":
+            _check_agent(item, event)
+        elif item["type"] == "many" and not isinstance(event, messages.Many):
+            raise ValueError(f"{type(event).__name__} is not of many")
+        return event
+
+    def check(self, plan: Any) -> None:
+        if plan != self.plan:
+            raise UserError("gang.json is not what the journal began with", remedy="begin in a new folder")
+
+    def to_bytes(self) -> bytes:
+        parts = {"plan": self.plan, "roster": self.roster.to_dict(), "time_ns": self.time_ns}
+        return json.dumps({**parts, "gang": self.gang.to_bytes().decode()}).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> State:
+        said = json.loads(data)
+        return State(Gang.from_bytes(said["gang"].encode()), said["plan"], Roster(said["roster"]), said["time_ns"])
+
+
+def _check_agent(item: Message, event: Event | None) -> None:
+    """An agent speaks for itself; of another node it can only say, with a proof, that it is dead."""
+    if not isinstance(event, _FROM_AGENTS):
+        raise ValueError(f"{type(event).__name__} is no event of an agent")
+    if isinstance(event, messages.NodeDead):
+        if not event.proof:
+            raise ValueError("NodeDead.proof = '': expected one; silence is for the aggregator to judge")
+    elif (getattr(event, "node", item["node"]), getattr(event, "incarnation", item["incarnation"])) != (
+        item["node"],
+        item["incarnation"],
+    ):
+        raise ValueError(f"{type(event).__name__} is about another node")
+
+
+# -- what is said
+
+
+BULK = ("nodes", "crew", "places", "sources")
+
+
+def body_of(command: Command) -> Message:
+    """What all nodes are told."""
+    kind: Any = type(command)
+    kept = [name for name in codec.hints(kind) if name not in BULK]
+    return {"kind": kind.__name__, **{name: codec.encode(getattr(command, name)) for name in kept}}
+
+
+def brief(command: Command) -> Message:
+    """For the journal: the state is the fold of the events, so of a decision it has what people ask for."""
+    return body_of(command) | {"nodes": len(command.to)}
+
+
+def orders(commands: list[Command], roster: Roster) -> dict[str, list[Message]]:
+    """By aggregator. What is for a node that none is known to reach is left out."""
+    out: dict[str, list[Message]] = {}
+    for command in commands:
+        homes: dict[str, list[str]] = {}
+        for node in command.to:
+            homes.setdefault(roster.home(node), []).append(node)
+        homes.pop("", None)
+        if isinstance(command, Form):
+            for home, share in fanout.shares(command, homes).items():
+                out.setdefault(home, []).append({"type": "form", **share})
+            continue
+        common = body_of(command)
+        for home, nodes in homes.items():
+            out.setdefault(home, []).append({"type": "command", "nodes": nodes, "command": common, "each": {}})
+    return out
+
+
+class Printer:
+    """Lines for whoever started this process. If nobody reads them, they wait; if nobody can, they are dropped."""
+
+    def __init__(self, fd: int = 1):
+        self._fd, self._lines = fd, deque[bytes](maxlen=UNREAD_LINES)
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self._lines.append(json.dumps({"type": kind, **fields}).encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._lines and self._poll.poll(0):  # a pipe that can be written takes 4 KiB without a wait
+                os.write(self._fd, self._lines.popleft())
+
+
+# -- the process
+
+
+@dataclass
+class Heard:
+    """What was said, on its way through the journal."""
+
+    kind: str
+    entry: Message
+    time_ns: int
+    commands: list[Command]  # that follow from it
+    session: Session | None  # who said it, and waits to be told that it was heard
+    number: int
+
+    @property
+    def is_news(self) -> bool:
+        return self.kind != "reports" or bool(self.entry["items"])
+
+
+class Controller:
+    """`aggregate`: serve agents as well, as a separate aggregator would."""
+
+    def __init__(
+        self,
+        folder: Path,
+        secret: Secret,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        aggregate: bool = False,
+        beat_s: float = BEAT_S,
+        snapshot_every: int = SNAPSHOT_EVERY,
+        printer: Printer | None = None,
+    ):
+        self.folder, self.loop, self.printer = Path(folder), Loop(), printer or Printer()
+        self.over = ""  # why it ends
+        plan = read_plan(self.folder)
+        self.journal = Journal(self.folder / "journal.db", snapshot_every)
+        self.state = self.journal.recover(
+            lambda data: State.from_bytes(data) if data else State.of(plan),
+            lambda state, entry: state.take(entry.kind, entry.body, entry.time_ns),
+        )
+        self.state.check(codec.encode(plan))
+        self._base_ns = self.state.time_ns - time.monotonic_ns()
+        self._waiting: deque[tuple[int, Heard]] = deque()  # until an entry is durable
+        self._unwritten: deque[Heard] = deque()  # while the journal takes none
+        self._trouble = self._complained = ""
+        self._seen_steps: dict[str, list[int]] = {}  # aggregator -> the furthest [generation, step] there
+        self._told = (self.gang.generation, self.gang.phase in ("running", "ended"), self.gang.phase == "ended")
+        old = read_address(self.folder)
+        me = Identity("controller", "controller", self.journal.term)
+        self.server = Server(
+            self.loop,
+            secret,
+            me,
+            {**PASSED, **ASKED},
+            self._heard,
+            on_open=self._opened,
+            on_close=self._closed,
+            host=host,
+            port=port or old["port"],
+        )
+        self.aggregator: Aggregator | None = None
+        if aggregate:
+            near = Identity("aggregator", "local", self.journal.term)
+            at = old["aggregators"][0][1] if old["aggregators"] else 0
+            self.aggregator = Aggregator(
+                self.loop, secret, near, [self.server.address], host, at, seed=self.journal.term, beat_s=beat_s
+            )
+        self.loop.watch(self.journal, READ, lambda mask: self._settle())
+        for command in self.gang.set_timers():
+            assert isinstance(command, messages.SetTimer)
+            self._set(command)
+        if not self.journal.number:
+            self._take("plan", {"plan": self.state.plan})
+        else:
+            gang = self.gang
+            about = {"phase": gang.phase, "generation": gang.generation, "step": gang.committed}
+            self.printer.say("state", **about, at_ns=self.state.time_ns)
+        _write(
+            self.folder / "controller.json",
+            {
+                "host": self.server.address[0],
+                "port": self.server.address[1],
+                "pid": os.getpid(),
+                "aggregators": [self.aggregator.server.address] if self.aggregator else [],
+            },
+        )
+
+    @property
+    def gang(self) -> Gang:
+        return self.state.gang
+
+    def now_ns(self) -> int:
+        """Goes on where the last controller stopped: the time without one does not count."""
+        return self._base_ns + time.monotonic_ns()
+
+    def run(self) -> None:
+        while not self.over:
+            self.loop.turn()
+        self.close()
+
+    def close(self) -> None:
+        if self.aggregator:
+            self.aggregator.close()
+        self.server.close()
+        with contextlib.suppress(JournalError):
+            self.journal.close()
+
+    # -- who speaks
+
+    def _opened(self, session: Session) -> None:
+        """A new aggregator, or one whose connection was lost, may have missed anything."""
+        if session.peer.role == "aggregator":
+            name = session.peer.name
+            session.post({"type": "expect", "nodes": self.state.roster.expected(name)})
+            said = orders(self.gang.outstanding(), self.state.roster).get(name)
+            if said:
+                session.post({"type": "commands", "items": said})
+
+    def _closed(self, session: Session) -> None:
+        if session.peer.role == "user":
+            self.server.forget(session.peer.name)
+        self._seen_steps.pop(session.peer.name, None)
+
+    def _heard(self, session: Session, number: int, body: Message) -> None:
+        kind, role = body["type"], session.peer.role
+        if role != ("user" if kind in ASKED else "aggregator"):
+            raise WireError(f"{kind} from a peer with the role {role!r}")
+        if kind == "reports":
+            items = [check(item, ITEMS) for item in body["items"]]
+            self._take("reports", {"from": session.peer.name, "items": items}, session, number)
+        elif kind == "summary":
+            self._seen_steps[session.peer.name] = body["steps"][1]
+        elif kind == "status":
+            session.post(self.status())
+            session.ack(number)
+        else:
+            self._ask(session, number, body["event"])
+
+    def _ask(self, session: Session, number: int, body: Message) -> None:
+        try:
+            event = Event.from_dict(body)
+            self._check_user(event)
+        except ValueError as error:
+            session.post({"type": "refused", "reason": str(error)})
+            session.ack(number)
+        else:
+            self._take("event", {"event": event.to_dict()}, session, number)
+
+    def _check_user(self, event: Event) -> None:
+        if not isinstance(event, _FROM_USERS):
+            raise ValueError(f"{type(event).__name__} is nothing that can be asked for; Drain, Scale and Stop are")
+        if isinstance(event, messages.Drain):
+            node = self.gang.members.nodes.get(event.node)
+            if node is None or node.dead:
+                raise ValueError(f"Drain.node = {event.node!r}: there is no such node, or it is dead")
+        if isinstance(event, messages.Scale):
+            least, most = self.gang.policy.min_replicas, self.gang.most
+            if not least <= event.replicas <= most:
+                raise ValueError(f"Scale.replicas = {event.replicas}: expected {least} to {most}")
+
+    def status(self) -> Message:
+        gang, members = self.gang, self.gang.members
+        seen = [step for generation, step in self._seen_steps.values() if generation == gang.generation]
+        nodes = {
+            name: {"place": n.place, "dead": n.dead, "drained": n.drained, "spare": name in members.spares}
+            for name, n in members.nodes.items()
+        }
+        return {
+            "type": "status",
+            "phase": gang.phase,
+            "generation": gang.generation,
+            "step": max([gang.committed, *seen]),
+            "replicas": list(gang.form.replicas) if gang.form else [],
+            "nodes": nodes,
+            "why": gang.pausing or gang.said or (gang.form.reason if gang.form else ""),
+        }
+
+    # -- from what is heard to what is said
+
+    def _take(self, kind: str, body: Message, session: Session | None = None, number: int = 0) -> None:
+        now = self.now_ns()
+        news, commands = self.state.take(kind, body, now)
+        said = []
+        for command in commands:
+            if isinstance(command, messages.SetTimer):
+                self._set(command)
+            else:
+                said.append(command)
+        # One entry for all: each costs the thread that commits.
+        entry = {**news, "decisions": [brief(command) for command in said]}
+        self._unwritten.append(Heard(kind, entry, now, said, session, number))
+        if self.state.refused:
+            print(f"refused, from {self.state.refused}", file=sys.stderr, flush=True)
+            self.state.refused = ""
+        if not self._trouble:
+            self._write_down()
+
+    def _write_down(self) -> None:
+        try:
+            while self._unwritten:
+                heard = self._unwritten[0]
+                if heard.is_news:
+                    self.journal.append(heard.kind, heard.entry, heard.time_ns)
+                self._waiting.append((self.journal.number, self._unwritten.popleft()))
+            if self.journal.snapshot_due:
+                self.journal.snapshot(self.state.to_bytes())
+        except JournalError as error:
+            self._troubled(error)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Send what has become durable, and tell those who caused it that they were heard."""
+        try:
+            durable = self.journal.settled()
+        except JournalError as error:
+            return self._troubled(error)
+        while self._waiting and self._waiting[0][0] <= durable:
+            _, heard = self._waiting.popleft()
+            for command in heard.commands:
+                self._tell(command, heard.time_ns)
+            for home, items in orders(heard.commands, self.state.roster).items():
+                if home in self.server.sessions:
+                    self.server.sessions[home].post({"type": "commands", "items": items})
+            if heard.session:
+                if heard.session.peer.role == "user":
+                    heard.session.post({"type": "done"})
+                heard.session.ack(heard.number)
+        return None
+
+    def _troubled(self, error: JournalError) -> None:
+        """Nothing more is said, and nobody is told that he was heard, until it can be written."""
+        if isinstance(error, Fenced):
+            self.over = str(error)
+        elif not self._trouble:
+            self.loop.after(RETRY_S, self._retry)
+            if str(error) != self._complained:
+                print(error, file=sys.stderr, flush=True)
+        self._trouble = self._complained = str(error)
+
+    def _retry(self) -> None:
+        self._trouble = ""
+        self._write_down()
+
+    # -- time
+
+    def _set(self, command: messages.SetTimer) -> None:
+        self.loop.after(max(0, command.at_ns - self.now_ns()) / 1e9, partial(self._fire, command))
+
+    def _fire(self, command: messages.SetTimer) -> None:
+        if self.gang.timers.get(command.timer) != command.at_ns:
+            return  # it was put off, or is not needed any more
+        if self.now_ns() < command.at_ns:
+            self._set(command)  # the loop's clock counts in floats
+        else:
+            self._take("event", {"event": messages.TimerFired(command.timer).to_dict()})
+
+    # -- for people
+
+    def _tell(self, command: Command, at_ns: int) -> None:
+        """Each once, however often it is said; with the time that the journal has."""
+        generation, started, ended = self._told
+        if isinstance(command, messages.Note):
+            self.printer.say("note", rung=command.rung, text=command.text[:TEXT_CHARS], at_ns=at_ns)
+        elif isinstance(command, Form) and command.generation > generation:
+            self._told = (command.generation, False, False)
+            kept = {name: codec.encode(getattr(command, name)) for name in ("generation", "step", "replicas", "rung")}
+            more = {"reason": command.reason[:TEXT_CHARS], "branch": command.branch, "last": command.last}
+            self.printer.say("form", **kept, **more, at_ns=at_ns)
+        elif isinstance(command, messages.Start) and command.generation == generation and not started:
+            self._told = (generation, True, ended)
+            self.printer.say("started", generation=generation, at_ns=at_ns)
+        elif isinstance(command, messages.Leave) and not ended:
+            self._told = (generation, started, True)
+            self.printer.say("ended", reason=command.reason[:TEXT_CHARS], step=self.gang.committed, at_ns=at_ns)
+
+
+def ask(folder: Path, secret: Secret, message: Message, timeout_s: float = 10.0) -> Message:
+    """A user's word to the controller: {"type": "ask", "event": {...}} or {"type": "status"}. TimeoutError."""
+    at = read_address(folder)
+    if not at["port"]:
+        raise UserError(f"there is no controller.json in {folder}", remedy="start the controller first")
+    loop, answers = Loop(), list[Message]()
+    me = Identity("user", f"user-{secrets.token_hex(8)}", 1)
+
+    def answered(session: Session, number: int, body: Message) -> None:
+        answers.append(body)
+
+    link = Link(loop, secret, me, [(at["host"], at["port"])], ANSWERS, answered)
+    deadline = time.monotonic() + timeout_s
+    try:
+        link.post(message)
+        while not answers:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no answer from the controller in {timeout_s:g} s; {link.trouble}")
+            loop.turn(left)
+    finally:
+        link.close()
+    return answers[0]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m phalanx.runtime.controller")
+    parser.add_argument("--dir", type=Path, required=True, help="with gang.json; the journal is kept there")
+    parser.add_argument("--secret", type=Path, required=True, help="the file with the cluster's secret")
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens")
+    parser.add_argument("--port", type=int, default=0, help="0: as the last time")
+    parser.add_argument("--aggregate", action="store_true", help="serve agents too, for a small cluster")
+    parser.add_argument("--beat-s", type=float, default=BEAT_S, help="between two heartbeats of an agent")
+    args = parser.parse_args(argv)
+    gc.set_threshold(50_000, 20, 100)  # a gang is a million objects: looking through them takes a while
+    try:
+        controller = Controller(
+            args.dir, load_secret(args.secret, create=False), args.host, args.port, args.aggregate, args.beat_s
+        )
+    except (JournalError, UserError, OSError) as error:
+        sys.exit(f"the controller cannot start: {error}")
+    signals, wakeup = socket.socketpair()
+    for end in (signals, wakeup):
+        end.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno())
+
+    def stop(mask: int) -> None:
+        controller.over = signal.Signals(signals.recv(1)[0]).name
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # what matters is the number in the socket
+    controller.loop.watch(signals, READ, stop)
+    controller.run()
+    if controller.over not in (signal.SIGTERM.name, signal.SIGINT.name):
+        sys.exit(controller.over)
+
+
+if __name__ == "__main__":
+    main()

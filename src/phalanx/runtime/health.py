@@ -1,0 +1,114 @@
+"""What the devices of a node say of themselves, as counts that only grow: the signs of `control.policy.WARNINGS` that
+NVML knows. Without its Python package, or without a GPU, there is nothing to say.
+
+Looking costs some queries per device and beat, on the agent's own thread. Counters of links are many, so each look
+reads those of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from phalanx.control.policy import WARNINGS
+
+# NVIDIA's Xid errors that speak of the device and not of the program on it.
+XIDS_MEMORY = {48, 63, 64, 92, 94, 95}  # double-bit errors, rows that were or could not be remapped, contained errors
+XIDS_LINK = {74, 79}  # NVLink; the device fell off the bus
+
+
+class Health:
+    """`look` yields (sign, count) for what has grown since the last look. The first look is the reference: what a
+    device has counted before this process is not held against it."""
+
+    def __init__(self, nvml: Any = None):
+        self.counts = dict.fromkeys(WARNINGS, 0)
+        self._nvml, self._devices, self._turn = nvml, list[Any](), 0
+        self._last: dict[tuple[str, int], int] = {}  # sign and device -> what it had counted
+        self._xids: Any = None
+        with contextlib.suppress(Exception):  # no package, no driver, no device: nothing to say
+            self._nvml = nvml or importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            self._devices = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
+        with contextlib.suppress(Exception):  # some devices tell no events
+            if self._devices:
+                self._xids = self._nvml.nvmlEventSetCreate()
+                for device in self._devices:
+                    self._nvml.nvmlDeviceRegisterEvents(device, self._nvml.nvmlEventTypeXidCriticalError, self._xids)
+
+    def look(self) -> Iterator[tuple[str, int]]:
+        before = dict(self.counts)
+        try:
+            self._count()
+        except AttributeError:  # a release of the package with other names
+            self._devices = []
+        for sign, count in self.counts.items():
+            if count > before[sign]:
+                yield sign, count
+
+    def _count(self) -> None:
+        for number, device in enumerate(self._devices):
+            self._grown("ecc", number, self._ecc(device))
+            self.counts["throttle"] += self._throttled(device)
+        if self._devices:
+            number = self._turn = (self._turn + 1) % len(self._devices)
+            self._grown("link_errors", number, self._link_errors(self._devices[number]))
+            self._hear_xids()
+
+    def _grown(self, sign: str, device: int, count: int | None) -> None:
+        if count is not None:
+            self.counts[sign] += max(0, count - self._last.get((sign, device), count))
+            self._last[sign, device] = count
+
+    def _ecc(self, device: Any) -> int | None:
+        """One that could not be corrected is as bad as many that could."""
+        n = self._nvml
+        kinds = ((n.NVML_MEMORY_ERROR_TYPE_CORRECTED, 1), (n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, WARNINGS["ecc"]))
+        found = [
+            (count, weight)
+            for kind, weight in kinds
+            if (count := self._get(n.nvmlDeviceGetTotalEccErrors, device, kind, n.NVML_VOLATILE_ECC)) is not None
+        ]
+        return sum(count * weight for count, weight in found) if len(found) == len(kinds) else None
+
+    def _throttled(self, device: Any) -> bool:
+        """Whether it is slowed down now, by heat or by its power supply; not by a limit that somebody set."""
+        n = self._nvml
+        bad = (
+            n.nvmlClocksThrottleReasonHwSlowdown
+            | n.nvmlClocksThrottleReasonHwThermalSlowdown
+            | n.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+            | n.nvmlClocksThrottleReasonSwThermalSlowdown
+        )
+        reasons = self._get(n.nvmlDeviceGetCurrentClocksThrottleReasons, device) or 0
+        limit = self._get(n.nvmlDeviceGetTemperatureThreshold, device, n.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN) or 0
+        heat = self._get(n.nvmlDeviceGetTemperature, device, n.NVML_TEMPERATURE_GPU) or 0
+        return bool(reasons & bad) or 0 < limit <= heat
+
+    def _link_errors(self, device: Any) -> int | None:
+        n = self._nvml
+        total = self._get(n.nvmlDeviceGetPcieReplayCounter, device)
+        for link in range(n.NVML_NVLINK_MAX_LINKS):
+            if not self._get(n.nvmlDeviceGetNvLinkState, device, link):
+                continue
+            for kind in (n.NVML_NVLINK_ERROR_DL_REPLAY, n.NVML_NVLINK_ERROR_DL_RECOVERY):
+                total = (total or 0) + (self._get(n.nvmlDeviceGetNvLinkErrorCounter, device, link, kind) or 0)
+        return total
+
+    def _hear_xids(self) -> None:
+        while self._xids is not None:
+            event = self._get(self._nvml.nvmlEventSetWait_v2, self._xids, 0)
+            if event is None:
+                return  # none has come
+            for sign, known in (("ecc", XIDS_MEMORY), ("link_errors", XIDS_LINK)):
+                if event.eventData in known:
+                    self.counts[sign] += WARNINGS[sign]
+
+    def _get(self, call: Callable[..., Any], *args: Any) -> Any:
+        """None: this device cannot say."""
+        try:
+            return call(*args)
+        except self._nvml.NVMLError:
+            return None
