@@ -30,8 +30,12 @@ test-pairs: setup
 test-s3: setup
 	PHALANX_TEST_S3=radosgw $(BIN)/python -m pytest tests/data/test_s3.py
 
-# The control plane in a hundred thousand simulated worlds, each with faults of its own.
+# Two hundred faults to the real processes of one run; then the control plane in a hundred thousand simulated worlds.
 soak: setup
+	$(BIN)/phalanx chaos run --seed 1 --faults 200 --set train.steps=8000 --set model.dim=16 --set model.num_layers=1 \
+		--set model.num_heads=2 --set model.num_kv_heads=2 --set model.ffn_dim=32 --set train.seq_len=32 --set train.global_batch=4 \
+		--set train.micro_batch=2 --set data.max_mb=0.1 --set run.hang_timeout_s=2 --set recovery.restart_s=1 \
+		--set checkpoint.memory_every_steps=20
 	$(BIN)/python -m tests.control.sim --seeds 0:100000 --jobs 2
 
 lint: setup

@@ -106,4 +106,3 @@ def measure(engine, batches, snap, times):
         out["hash_s"].append(time.perf_counter() - began)
     fill_both_slots()  # bare copies have written over one
     return out
-

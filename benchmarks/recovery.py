@@ -1,5 +1,6 @@
 """kill -9 of a worker, until the training goes on: ours beside torchrun's elastic restart and torchft, in turns, on the
-model of examples/quickstart.toml with two data-parallel replicas of one CPU rank each, over Gloo.
+model of examples/quickstart.toml with two data-parallel replicas of one CPU rank each, over Gloo, and batches of two
+sequences per replica, since the clocks are for the recovery and not for the step that is redone.
 
     next commit     from the kill to the next step that all its members have finished, beyond those finished before
     full strength   from the kill to the next such step with two members
@@ -83,6 +84,7 @@ class Job:
 class Commit:
     step: int
     members: int
+    generation: int
     began: float  # when the first member said so
     at: float  # when the last did
 
@@ -158,10 +160,12 @@ class Watch:
             if line["type"] == "commit":
                 said[line["generation"], line["step"], line["members"]][line["replica"]] = line["at"]
         all_said = ((key, at.values()) for key, at in said.items() if len(at) == key[2])
-        return sorted((Commit(k[1], k[2], min(at), max(at)) for k, at in all_said), key=lambda c: c.at)
+        return sorted((Commit(k[1], k[2], k[0], min(at), max(at)) for k, at in all_said), key=lambda c: c.at)
 
-    def measure(self, kill: Kill, shoot: Callable[[int], float]) -> dict[str, float]:
-        """Waits for undisturbed steps, has `shoot` kill that replica and say when, waits for both clocks."""
+    def measure(self, kill: Kill, shoot: Callable[[int], float], late_lines: bool = False) -> dict[str, float]:
+        """Waits for undisturbed steps, has `shoot` kill that replica and say when, waits for both clocks. With
+        `late_lines` a step may be reported after the kill that was finished before: only one of a later generation
+        counts."""
         start = time.monotonic()
 
         def full() -> list[Commit]:
@@ -172,11 +176,12 @@ class Watch:
         self._job.step_s += took
         time.sleep(max(0, before[-1].at + kill.moment * statistics.median(took) - time.monotonic()))
         killed = shoot(kill.replica)
+        generation = before[-1].generation if late_lines else -1
 
         def after(members: int) -> Commit | None:
             done = [c.step for c in self.commits() if c.began <= killed]
             late = (c for c in self.commits() if c.began > killed and c.step > max(done) and c.members >= members)
-            return next(late, None)
+            return next((c for c in late if c.generation > generation), None)
 
         return {
             "next_commit_s": self.until(lambda: after(1)).at - killed,
@@ -226,6 +231,8 @@ def ours(job: Job, kills: list[Kill]) -> list[dict[str, float]]:
         "recovery.on": "true",
         "recovery.beat_s": job.heartbeat_s / 3,  # a node is dead after three
         "train.steps": 100_000,
+        "train.global_batch": 4,
+        "train.micro_batch": 2,
         "run.dir": job.folder,
         "checkpoint.every_steps": -1,
     }
@@ -241,7 +248,7 @@ def ours(job: Job, kills: list[Kill]) -> list[dict[str, float]]:
         relay = threading.Thread(target=_relay, args=(scene, job, over))
         relay.start()
         try:
-            return [watch.measure(kill, lambda r: shot(scene.workers[r]["pid"])) for kill in kills]
+            return [watch.measure(kill, lambda r: shot(scene.workers[r]["pid"]), late_lines=True) for kill in kills]
         finally:
             over.set()
             relay.join()

@@ -445,3 +445,18 @@ def test_only_as_many_replicas_as_the_batch_can_be_divided_among():
     told = crew.say(WorkerDied("n3", 1, died), *(crew.parked(rank, 5) for rank in range(3)))
     assert of(Form, told)[-1].replicas == (0, 1)  # the third could do nothing
     assert of(Pause, told) == [] and crew.gang.phase == "running"
+
+
+def test_workers_that_are_being_started_are_waited_for_a_moment():
+    crew = Crew(replicas=2, start_ns=S)
+    crew.mute = (Launch,)
+    told = crew.say(WorkerDied("n1", 1, crew.gang.form.crew[1]), crew.parked(0, 5))
+    (launch,) = of(Launch, told)
+    assert of(Form, told) == [] and crew.gang.timers["wait"] == crew.gang.patience_ns
+    told = crew.say(WorkersUp("n1", 1, tuple(launch.workers.values())))
+    assert of(Form, told)[0].replicas == (0, 1)
+    crew.mute = ()
+    crew.say(*[Ready("n0", 1, 2, 5, {1: "same"})])
+    crew.mute = (Launch,)
+    told = crew.say(NodeDead("n1", 1, "burnt"), crew.parked(0, 6))
+    assert of(Form, told)[0].replicas == (0,), "nobody is being started: there is nothing to wait for"

@@ -25,6 +25,7 @@ from phalanx.observe.record import RunRecord, run_folders
 LOOK_S = 0.01
 RECOVERY_LIMIT_S = 120.0
 START_LIMIT_S = 300.0
+SETS = ["recovery.deaths_per_node=1000000"]  # the node is not to blame
 NO_GENERATION = ("controller", "slow", "store")  # the gang goes on as it is
 SETTLE_S = 1.0  # after such a fault
 
@@ -138,9 +139,12 @@ def run(
     say: Callable[[str], None],
 ) -> Outcome:
     check(job, kinds)
+    sets = SETS + sets
     rng, out = Random(seed), Outcome(steps=job.train.steps)  # noqa: S311
     gap = job.train.steps / (count + 1)
-    plan = [Fault(rng.choice(kinds), max(2, round(gap * (i + 1) + rng.uniform(-0.3, 0.3) * gap))) for i in range(count)]
+    drawn = [kind for _ in range(-(-count // len(kinds))) for kind in rng.sample(kinds, len(kinds))]  # each in its turn
+    steps = [max(2, round(gap * (i + 1) + rng.uniform(-0.3, 0.3) * gap)) for i in range(count)]
+    plan = [Fault(kind, step) for kind, step in zip(drawn, steps, strict=False)]
     root = Path(job.run.dir)
     root.mkdir(parents=True, exist_ok=True)
     say("the clean run")

@@ -12,6 +12,7 @@ import typer
 from phalanx.cli.chaos import chaos_app
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.data import data_app
+from phalanx.cli.nodes import nodes_app, scale
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +26,8 @@ app.add_typer(spec_app, name="spec")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(chaos_app, name="chaos")
+app.add_typer(nodes_app, name="nodes")
+app.command("scale")(scale)
 
 
 @app.callback(invoke_without_command=True)

@@ -182,7 +182,8 @@ class _Run:
                 "stop": lambda: self.stop.asked,
             }
             if job.recovery.active:
-                return cluster.launch(job, start=start.manifest.step if start else 0, **how)
+                begin = start.manifest.step if start else 0
+                return cluster.launch(job, start=begin, gently=lambda: self.stop.gently, **how)
             return launcher.launch(job, **how)
         except RunFailed as error:
             if self.damage:
@@ -200,6 +201,7 @@ class _Run:
         assert self.start is not None
         self.start, self.damage = self.start.next(reason, self._on_checkpoint_event), ""
         self.facts.clear()
+        self.table = None
         self.running.clear()
         if self.start is None:
             raise UserError(
@@ -271,7 +273,7 @@ class _Run:
         if kind == "facts":
             self.facts[rank] = body
             self._starting()
-            if len(self.facts) == self.job.layout.world_size:
+            if len(self.facts) == self.job.layout.world_size and not self.table:
                 self._all_facts()
         elif kind == "step" and self.table:
             self._on_step(self.table, rank, body)

@@ -15,6 +15,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
+        self.gently = False  # by SIGTERM, as a scheduler does that wants its machines back, and not twice
         self._raises = False
         self._before: dict[int, Any] = {}
 
@@ -41,6 +42,7 @@ class Stop:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         first, self.asked = not self.asked, True
+        self.gently = first and number == signal.SIGTERM
         if first and self._raises:
             raise KeyboardInterrupt
 

@@ -105,7 +105,7 @@ class Halting(Staffing):
         self.phase, self.ran, self.pausing = "gathering", False, ""
         self.timers.pop("park", None)
         if not self.quiet:
-            self._be_patient(self.policy.wait_ns)
+            self._be_patient(max(self.policy.wait_ns, self.policy.start_ns if self.starting else 0))
 
     def _timer_park(self) -> None:
         if self.quiet:

@@ -15,6 +15,7 @@ class Policy:
     max_replicas: int = 0  # that Scale may ask for; 0: as many as the layout has
     counts: tuple[int, ...] = ()  # of replicas that a batch can be divided among; (): any
     gather_ns: int = 300 * S  # how long a beginning waits for all nodes, before it goes on with those that are there
+    start_ns: int = 0  # how long it waits for workers that are being started
     wait_ns: int = 0  # how long a broken gang waits for full strength, before it goes on with whole replicas
     park_ns: int = 10 * S  # from Halt to Parked
     pause_ns: int = 60 * S  # from Pause to Parked: a step, with room

@@ -96,6 +96,7 @@ class RecoveryConfig:
     wait_s: float = 0.0  # for full strength, before it goes on with fewer replicas
     beat_s: float = 5.0  # between heartbeats
     restart_s: float = 5.0  # after which a node process of this machine that died is started again
+    grace_s: float = 30.0  # after SIGTERM, to save and leave
     deaths_per_node: int = 3  # of workers within ten minutes, until the node is given up
 
     @property

@@ -36,9 +36,11 @@ SERVICES = {number: name for name, number in agent.SERVICES.items()}
 KEEPER = agent.SERVICES["keeper"]
 POLL_S = 0.1
 LEAVE_LIMIT_S = 60.0  # from the end of the run to the end of all workers
+LOOK_S = 0.5
+MORE_NODES, MOST_ADDED = "more-nodes", 64
 SPARE_S = 60.0  # after which spares are started at the latest
 HOLD_LIMIT_S = 300.0  # that nothing can be done, before the run is given up
-SAME_ERRORS = 3  # of workers, until it is the program that is wrong and not a machine
+SAME_ERRORS = 3  # of workers in one step, until it is the program that is wrong and not a machine
 FATAL = ("UserError", "FloatingPointError", "DataLost")  # trying again does not help
 S = 10**9
 
@@ -59,10 +61,13 @@ def launch(
     run_dir: Path,
     on_event: Callable[[dict[str, Any]], None],
     stop: Callable[[], bool],
+    gently: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """As `runtime.launch.launch` does, with `start` the step that `resume` is of. `on_event` also hears what the
+    """As `runtime.launch.launch` does, with `start` the step that `resume` is of. When `stop()` and `gently()`, the
+    state is saved first, if that can be done in the grace period. `on_event` also hears what the
     controller decides ({"type": "form" | "started" | "note" | "ended", ...}) and {"type": "node", "node", "what"}."""
     cluster = Cluster(job, run_dir.absolute(), preload, on_event, stop)
+    cluster.gently = gently
     cluster.saving.ledger = ledger or cluster.saving.ledger
     worker_args = {
         "job": cluster.job.to_dict(),
@@ -91,6 +96,7 @@ def policy_of(job: Job, save: bool) -> Policy:
         min_replicas=r.min_replicas,
         counts=counts,
         wait_ns=int(r.wait_s * S),
+        start_ns=S,
         park_ns=10 * S,
         resend_ns=S,
         deaths=r.deaths_per_node,
@@ -111,6 +117,7 @@ class Cluster:
             threads = max(1, len(os.sched_getaffinity(0)) // job.layout.world_size)
             job = dataclasses.replace(job, run=dataclasses.replace(job.run, threads=threads))
         self.job, self.run_dir, self.preload, self.on_event, self.stop = job, run_dir, preload, on_event, stop
+        self.gently: Callable[[], bool] = lambda: False
         self.folder = run_dir / "control"
         self.serving: dict[str, Any] = {}
         self.limit = HangLimit(job.layout.world_size, job.run.hang_timeout_s)
@@ -125,6 +132,9 @@ class Cluster:
         self.ended = ""
         self.left: set[str] = set()
         self._selector = selectors.DefaultSelector()
+        self.added = 0  # nodes, since the run began
+        self._leave_by = float("inf")
+        self._look_at = 0.0
         self._again: dict[str, float] = {}  # what died -> when it is started again
         self._controller: subprocess.Popen[bytes] | None = None
         self._lines = b""
@@ -135,7 +145,7 @@ class Cluster:
 
     @property
     def nodes(self) -> list[str]:
-        return [f"node-{i}" for i in range(num_nodes(self.job.layout) + self.job.recovery.spares)]
+        return [f"node-{i}" for i in range(num_nodes(self.job.layout) + self.job.recovery.spares + self.added)]
 
     def keeper_args(self, url: str) -> dict[str, Any]:
         c, layout = self.job.checkpoint, self.job.layout
@@ -174,6 +184,9 @@ class Cluster:
                 raise RunFailed(
                     f"the ranks were not ready after {START_LIMIT_S:.0f} s", remedy="see the logs of the run"
                 )
+        if self.stop():
+            self.saving.tell_all()
+            raise KeyboardInterrupt
         crew = [int(r) * self.job.layout.replica_size for r in self.form["replicas"]]
         wanted = {first + i for first in crew for i in range(self.job.layout.replica_size)}
         deadline = time.monotonic() + LEAVE_LIMIT_S
@@ -195,8 +208,9 @@ class Cluster:
         if self._controller:
             self._controller.kill()
             self._controller.wait()
-            assert self._controller.stdout
+            assert self._controller.stdout and self._controller.stdin
             self._controller.stdout.close()
+            self._controller.stdin.close()
             self._controller = None
         self._selector.close()
 
@@ -204,12 +218,19 @@ class Cluster:
         logs = self.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "phalanx.runtime.controller", "--dir", str(self.folder)]
-        command += ["--secret", str(self.folder / "secret"), "--aggregate", "--beat-s", str(self.job.recovery.beat_s)]
+        command += [
+            "--secret",
+            str(self.folder / "secret"),
+            "--aggregate",
+            "--attached",
+            "--beat-s",
+            str(self.job.recovery.beat_s),
+        ]
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         with (logs / "controller.log").open("ab") as log:
             self._controller = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # it ends when this process does
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": path},
@@ -240,9 +261,12 @@ class Cluster:
     # -- what is heard
 
     def _turn(self) -> None:
-        if self.stop():
-            raise KeyboardInterrupt
         now = time.monotonic()
+        if self.stop():
+            self._stop(now)
+        if now > self._look_at:
+            self._look_at = now + LOOK_S
+            self._add_nodes()
         for what in [w for w, at in self._again.items() if at <= now]:
             del self._again[what]
             if what == "controller":
@@ -253,6 +277,31 @@ class Cluster:
             key.data()
         if self._hold and not self._again and time.monotonic() - self._held_since > HOLD_LIMIT_S:
             raise self._failed(f"the run cannot go on: {self._hold}")
+
+    def _stop(self, now: float) -> None:
+        """At once, or when the state is saved and all have left."""
+        if not self.gently() or not self.start_s or now > self._leave_by:
+            raise KeyboardInterrupt
+        if self._leave_by == float("inf"):
+            grace_s = self.job.recovery.grace_s
+            self._leave_by = now + grace_s + 5.0
+            event = {"kind": "Stop", "grace_ns": int(grace_s * S)}
+            secret = load_secret(self.folder / "secret", create=False)
+            try:
+                controller.ask(self.folder, secret, {"type": "ask", "event": event}, timeout_s=5.0)
+            except (TimeoutError, OSError):
+                raise KeyboardInterrupt from None
+            self._tell_node("controller", f"is asked to save and stop within {grace_s:g} s")
+
+    def _add_nodes(self) -> None:
+        """`phalanx nodes add` asks for them by a number in a file."""
+        try:
+            wanted = int((self.folder / MORE_NODES).read_text())
+        except (OSError, ValueError):
+            return
+        while self.added < min(wanted, MOST_ADDED):
+            self.added += 1
+            self._start_agent(self.nodes[-1])
 
     def _on_controller(self) -> None:
         assert self._controller and self._controller.stdout
@@ -273,7 +322,7 @@ class Cluster:
         kind = said["type"]
         if kind == "form":
             self.form, self._hold = said, ""
-            self.limit = HangLimit(self._crew_size, self.job.run.hang_timeout_s or self.limit.limit_s)
+            self.limit.resize(self._crew_size)
             self.saving.sizes[said["generation"]] = self._crew_size
         elif kind == "started":
             for name in list(self.agents):  # what ranks reported before is here already
@@ -370,7 +419,7 @@ class Cluster:
         """A worker has raised an error of its own: is that a reason to give up?"""
         failure = self.failures.pop(worker)
         failure.code, failure.signal, failure.progress = event["code"], event["signal"], event["progress"]
-        self.errors[f"{failure.kind}: {failure.text}"] += 1
+        self.errors[f"{event['progress']['step']} {failure.kind}: {failure.text}"] += 1
         if failure.kind in FATAL or max(self.errors.values()) >= SAME_ERRORS:
             log = next(self.run_dir.glob(f"logs/*/rank-{rank:05d}.log"), Path())
             reason = failure.sentence(f"rank {rank}")

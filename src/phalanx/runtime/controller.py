@@ -555,6 +555,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=0, help="0: as the last time")
     parser.add_argument("--aggregate", action="store_true", help="serve agents too, for a small cluster")
     parser.add_argument("--beat-s", type=float, default=BEAT_S, help="between two heartbeats of an agent")
+    parser.add_argument("--attached", action="store_true", help="end when standard input does")
     args = parser.parse_args(argv)
     gc.set_threshold(50_000, 20, 100)  # a gang is a million objects: looking through them takes a while
     try:
@@ -574,6 +575,13 @@ def main(argv: list[str] | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # what matters is the number in the socket
     controller.loop.watch(signals, READ, stop)
+
+    def hear(mask: int) -> None:
+        if not os.read(0, 4096):
+            controller.over = signal.SIGTERM.name
+
+    if args.attached:
+        controller.loop.watch(0, READ, hear)
     controller.run()
     if controller.over not in (signal.SIGTERM.name, signal.SIGINT.name):
         sys.exit(controller.over)

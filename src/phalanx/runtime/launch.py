@@ -47,6 +47,11 @@ class HangLimit:
         self._open: dict[int, list[float]] = {}
         self._slowest: deque[float] = deque(maxlen=50)
 
+    def resize(self, world_size: int) -> None:
+        """Another gang: what is known of the speed stays."""
+        self.world_size = world_size
+        self._open.clear()
+
     def add(self, step: int, time_s: float) -> bool:
         """One rank's step; True when the limit has changed by more than a tenth."""
         times = self._open.setdefault(step, [])

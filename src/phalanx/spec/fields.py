@@ -340,6 +340,7 @@ class RecoverySection(Section):
     restart_s: float = option(
         RECOVERY.restart_s, "Seconds after which a node process of this machine that died is started again.", ge=0
     )
+    grace_s: float = option(RECOVERY.grace_s, "Seconds after SIGTERM in which the state is saved and all leave.", ge=0)
     deaths_per_node: int = option(
         RECOVERY.deaths_per_node, "Deaths of workers within ten minutes until their node is given up.", ge=1
     )

@@ -130,8 +130,8 @@ class Worker:
         self.result: StepResult | None = None  # of the step that was voted for and is not applied yet
         self.report: dict[str, Any] = {}  # of that
         self.rng = b""  # before the step that is under way
-        self.lacks = -1  # the generation for which it did not get its state
         self.told_facts = False
+        self.lacks = -1  # the generation for which it did not get its state
 
     # -- what it is told
 
@@ -255,7 +255,7 @@ class Worker:
             from_ = source.kind if source else "kept"
             took = {"restore_s": restored - began, "form_s": time.perf_counter() - restored}
             self.channel.send({"type": "entered", "generation": generation, "source": from_, **took})
-        if not self.told_facts:
+        if not self.told_facts and (source is None or source.kind != "live"):  # else it is like its peers
             self.told_facts = True
             self.channel.send({"type": "facts", **_facts(job, self.engine, self.device)})
 

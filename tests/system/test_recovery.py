@@ -1,0 +1,117 @@
+"""`phalanx train` goes on when its processes die, with the same bits; and does what it is told while it goes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+
+import pytest
+
+from tests.system.command import PHALANX, TINY, Command, phalanx, sets, train
+
+JOB = TINY | {
+    "layout.replica": 2,
+    "layout.tp": 1,
+    "layout.ranks_per_node": 1,
+    "recovery.spares": 1,
+    "recovery.restart_s": 1.0,
+    "train.reduction": "exact",
+    "train.global_batch": 4,
+    "run.hang_timeout_s": 2.0,
+}
+
+
+
+@pytest.fixture(scope="module")
+def chaos(tmp_path_factory):
+    """One fault of each kind."""
+    directory = tmp_path_factory.mktemp("chaos")
+    values = JOB | {"train.steps": 1500, "checkpoint.memory_every_steps": 5}
+    args = [PHALANX, "chaos", "run", "--seed", "3", "--faults", "11", *sets(values)]
+    done = subprocess.run(args, cwd=directory, capture_output=True, text=True, timeout=400)
+    return directory, done
+
+
+def test_after_one_fault_of_each_kind_weights_and_ledger_are_those_of_the_clean_run(chaos):
+    _, done = chaos
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "after 11 faults the weights and all 1500 steps of the ledger are bit-identical" in done.stdout
+    kinds = ("worker", "agent", "node", "controller", "hang", "slow", "memory", "store", "data", "keeper", "snapshot")
+    table = done.stdout.partition("detect")[2]
+    assert all(f"\n{kind} " in table for kind in kinds), done.stdout
+
+
+def test_survivors_keep_their_processes_and_every_sample_is_trained_once(chaos):
+    directory, done = chaos
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = directory.glob("runs/quickstart-chaos-*/events.jsonl")
+    said = [json.loads(line) for line in run.read_text().splitlines()]
+    alive, kept = {}, 0
+    for event in said:
+        if event["type"] == "started" and event["rank"] >= 0:
+            assert alive.get(event["rank"]) is None or event["worker"] > alive[event["rank"]], "two for one rank"
+            alive[event["rank"]] = event["worker"]
+        elif event["type"] == "exit" and event["rank"] in alive and alive[event["rank"]] == event["worker"]:
+            del alive[event["rank"]]
+        elif event["type"] == "control started":
+            kept += bool(alive)
+    generations = [e["generation"] for e in said if e["type"] == "control form"]
+    assert generations == sorted(set(generations)) and kept == len(generations)
+    ledger = [json.loads(line) for line in (run.parent / "ledger.jsonl").read_text().splitlines()]
+    last = {row["step"]: row["samples"] for row in ledger}
+    assert [last[step] for step in range(1500)] == [[4 * step, 4 * step + 4] for step in range(1500)]
+
+
+def test_nodes_are_drained_and_added_and_replicas_scaled(tmp_path):
+    command = Command(tmp_path, *sets(JOB | {"train.steps": 100_000}))
+    command.wait_until(command.rows)
+    (run,) = command.runs
+    listed = phalanx(tmp_path, "nodes", "ls", run).stdout
+    assert "running, generation 1" in listed and "node-0" in listed
+    first = json.loads((run / "events.jsonl").read_text().splitlines()[0])
+    assert first["node"] == "controller"
+
+    def forms():
+        return [e for e in command.events("control form") if e["generation"] > 1]
+
+    command.wait_until(lambda: "node-2 " in phalanx(tmp_path, "nodes", "ls", run).stdout)
+    assert phalanx(tmp_path, "nodes", "drain", run, "node-0").returncode == 0
+    command.wait_until(lambda: len(forms()) >= 1)
+    assert "node-2" in forms()[0]["reason"] and forms()[0]["replicas"] == [0, 1]
+    assert phalanx(tmp_path, "scale", run, "--replicas", 1).returncode == 0
+    command.wait_until(lambda: any(len(f["replicas"]) == 1 for f in forms()))
+    assert phalanx(tmp_path, "scale", run, "--replicas", 2).returncode == 0
+    command.wait_until(lambda: len(forms()[-1]["replicas"]) == 2)
+    assert phalanx(tmp_path, "nodes", "add", run).returncode == 0
+    command.wait_until(lambda: "node-3 " in phalanx(tmp_path, "nodes", "ls", run).stdout)
+    refused = phalanx(tmp_path, "nodes", "drain", run, "node-9")
+    assert refused.returncode == 2 and "node-9" in refused.stderr
+    refused = phalanx(tmp_path, "scale", run, "--replicas", 7)
+    assert refused.returncode == 2 and "expected 1 to 2" in refused.stderr
+    command.signal(signal.SIGINT)
+    ended = command.end()
+    assert ended.code == 130
+    ended.check_clean()
+
+
+def test_sigterm_saves_and_leaves(tmp_path):
+    command = Command(tmp_path, *sets(JOB | {"train.steps": 100_000, "checkpoint.every_steps": 90_000}))
+    command.wait_until(lambda: len(command.rows()) > 5)
+    command.signal(signal.SIGTERM)
+    ended = command.end()
+    assert ended.code == 130
+    ended.check_clean()
+    (saved,) = command.events("checkpoint")
+    values = JOB | {"train.steps": saved["step"] + 3}
+    again = train(tmp_path / "again", *sets(values), "--resume", ended.runs[0])
+    assert again.code == 0, again.err
+    assert [row["step"] for row in again.rows] == [saved["step"] + i for i in range(3)]
+
+
+def test_an_error_of_the_program_ends_the_run(tmp_path):
+    """Trying again would not help."""
+    values = JOB | {"optimizer.lr": 1e30, "optimizer.clip": 0, "train.steps": 100}
+    ended = train(tmp_path, *sets(values))
+    assert ended.code == 1 and "FloatingPointError" in ended.err
+    ended.check_clean()
