@@ -22,7 +22,6 @@ JOB = TINY | {
 }
 
 
-
 @pytest.fixture(scope="module")
 def chaos(tmp_path_factory):
     """One fault of each kind."""

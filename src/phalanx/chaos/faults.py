@@ -55,7 +55,7 @@ def agent(scene: Scene, rng: Random, later: Later) -> str:
 def node(scene: Scene, rng: Random, later: Later) -> str:
     """Everything on it at once."""
     name = _member(scene, rng)
-    pids = _tree(scene.agents[name])
+    pids = tree_of(scene.agents[name])
     for pid in pids:
         _kill(pid)
     return f"{name}, {len(pids)} processes: SIGKILL"
@@ -146,7 +146,7 @@ FAULTS: dict[str, Callable[[Scene, Random, Later], str]] = {
 }
 
 
-def _tree(pid: int) -> list[int]:
+def tree_of(pid: int) -> list[int]:
     """The process and all below it."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
