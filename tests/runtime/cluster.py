@@ -42,7 +42,9 @@ class Controller:
     def read(self, timeout: float = 0.0) -> list[dict]:
         """The lines that have come."""
         stdout, new = self.process.stdout, []
-        while select.select([stdout], [], [], timeout)[0]:
+        poll = select.poll()  # this process may have more descriptors than select() takes
+        poll.register(stdout, select.POLLIN)
+        while poll.poll(timeout * 1e3):
             data = os.read(stdout.fileno(), 1 << 16)
             if not data:
                 break

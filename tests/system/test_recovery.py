@@ -26,7 +26,7 @@ JOB = TINY | {
 def chaos(tmp_path_factory):
     """One fault of each kind."""
     directory = tmp_path_factory.mktemp("chaos")
-    values = JOB | {"train.steps": 1500, "checkpoint.memory_every_steps": 5}
+    values = JOB | {"train.steps": 1000, "checkpoint.memory_every_steps": 5}
     args = [PHALANX, "chaos", "run", "--seed", "3", "--faults", "11", *sets(values)]
     done = subprocess.run(args, cwd=directory, capture_output=True, text=True, timeout=400)
     return directory, done
@@ -35,7 +35,7 @@ def chaos(tmp_path_factory):
 def test_after_one_fault_of_each_kind_weights_and_ledger_are_those_of_the_clean_run(chaos):
     _, done = chaos
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "after 11 faults the weights and all 1500 steps of the ledger are bit-identical" in done.stdout
+    assert "after 11 faults the weights and all 1000 steps of the ledger are bit-identical" in done.stdout
     kinds = ("worker", "agent", "node", "controller", "hang", "slow", "memory", "store", "data", "keeper", "snapshot")
     table = done.stdout.partition("detect")[2]
     assert all(f"\n{kind} " in table for kind in kinds), done.stdout
@@ -59,7 +59,7 @@ def test_survivors_keep_their_processes_and_every_sample_is_trained_once(chaos):
     assert generations == sorted(set(generations)) and kept == len(generations)
     ledger = [json.loads(line) for line in (run.parent / "ledger.jsonl").read_text().splitlines()]
     last = {row["step"]: row["samples"] for row in ledger}
-    assert [last[step] for step in range(1500)] == [[4 * step, 4 * step + 4] for step in range(1500)]
+    assert [last[step] for step in range(1000)] == [[4 * step, 4 * step + 4] for step in range(1000)]
 
 
 def test_nodes_are_drained_and_added_and_replicas_scaled(tmp_path):
@@ -114,3 +114,29 @@ def test_an_error_of_the_program_ends_the_run(tmp_path):
     ended = train(tmp_path, *sets(values))
     assert ended.code == 1 and "FloatingPointError" in ended.err
     ended.check_clean()
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
+    command = Command(tmp_path, *sets(JOB))
+    command.wait_until(command.rows)
+    (run,) = command.runs
+    assert (run / "control" / "secret").stat().st_mode & 0o777 == 0o600
+    command.signal(signal.SIGKILL)
+    ended = command.end()
+    assert ended.left == {} and ended.shared == []
+
+
+def test_with_one_replica_all_go_back_to_the_snapshot_in_memory(tmp_path):
+    """No other copy of the rank's state is left; the steps since are a branch of the ledger."""
+    values = JOB | {"layout.replica": 1, "layout.tp": 2, "layout.ranks_per_node": 2, "recovery.spares": 0}
+    values |= {"recovery.on": "true", "train.steps": 120, "checkpoint.memory_every_steps": 7}
+    args = [PHALANX, "chaos", "run", "--faults", "2", "--kinds", "worker", *sets(values)]
+    done = subprocess.run(args, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "after 2 faults the weights and all 120 steps of the ledger are bit-identical" in done.stdout
+    (events,) = tmp_path.glob("runs/quickstart-chaos-*/events.jsonl")
+    said = [json.loads(line) for line in events.read_text().splitlines()]
+    sources = {e["source"] for e in said if e["type"] == "entered" and e["generation"] > 1}
+    assert "memory" in sources and sources <= {"memory", "kept"}, "from the durable checkpoint it would be slower"
+    forms = [e for e in said if e["type"] == "control form" and e["generation"] > 1]
+    assert all(f["branch"] == (f["step"] < f["last"]) and f["last"] - f["step"] < 8 for f in forms)

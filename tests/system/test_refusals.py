@@ -12,7 +12,10 @@ from tests.system.command import TINY, sets, train
 
 # name: (what is set, and what is said). "{here}" is the directory of the run.
 AT_ONCE = {
-    "ranks": ({"layout.ranks": 6}, ["layout.ranks = 6", "shard 2 x tp 2 = 4 ranks", "remedy: set layout.ranks = 4"]),
+    "ranks": (
+        {"layout.ranks": 6},
+        ["layout.ranks = 6", "replica 2 x shard 1 x tp 2 = 4 ranks", "remedy: set layout.ranks = 4"],
+    ),
     "heads": (
         {"layout.tp": 4, "train.seq_len": 256},
         ["layout.tp = 4", "num_kv_heads (2) is not a multiple of layout.tp", "remedy"],
@@ -38,11 +41,19 @@ AT_ONCE = {
     "vocabulary": ({"model.vocab_size": 256}, ["model.vocab_size = 256", "need a vocabulary of 257", "remedy: set"]),
     "too large": (
         {"model.preset": "llama3-405b", "run.device": "cpu"},
-        ["126 layers of width 16384", "405.9 billion parameters", "need 6,04", "GiB; this host has", "remedy: choose"],
+        ["126 layers of width 16384", "405.9 billion parameters", "need 12,09", "GiB; this host has", "remedy: choose"],
     ),
     "too many ranks": (
+        {"layout.replica": 200, "train.global_batch": 400, "train.micro_batch": 1},
+        ["layout = 'replica 200 x shard 1 x tp 2 = 400 ranks'", "at most 254 ranks", "remedy: lower"],
+    ),
+    "too many nodes": (
         {"layout.replica": 100, "train.global_batch": 200, "train.micro_batch": 1},
-        ["layout = 'replica 100 x shard 2 x tp 2 = 400 ranks'", "at most 254 ranks", "remedy: lower"],
+        ["layout.ranks_per_node = 2", "101 nodes", "one host plays at most 32", "remedy: raise"],
+    ),
+    "too few replicas": (
+        {"recovery.min_replicas": 3},
+        ["recovery.min_replicas = 3", "the layout has 2", "remedy: lower"],
     ),
     "run.dir": ({"run.dir": "short/runs"}, ["run.dir = 'short/runs'", "Not a directory", "remedy: name a folder"]),
     "no job file": ({}, ["job file = 'qiuckstart.toml'", "cannot be read", "remedy"]),

@@ -11,8 +11,10 @@ from phalanx.core.errors import UserError
 from phalanx.core.image import MAX_CLASSES, SYNTHETIC_IMAGES
 from phalanx.core.job import Job
 from phalanx.runtime.node import SLOTS
+from phalanx.runtime.saving import num_nodes
 
 GIB = 2**30
+MOST_NODES = 32  # that one host plays: each has processes of its own
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # Device nodes of drivers: where one is, the ranks may not run in host memory.
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
@@ -42,6 +44,22 @@ def _ranks(job: Job) -> None:
             field="layout",
             value=job.layout.describe(),
             remedy="lower the degrees in [layout]",
+        )
+    if job.recovery.active:
+        nodes = num_nodes(job.layout) + job.recovery.spares
+        if nodes > MOST_NODES:
+            raise UserError(
+                f"the layout and recovery.spares ask for {nodes} nodes, and one host plays at most {MOST_NODES}",
+                field="layout.ranks_per_node",
+                value=job.layout.ranks_per_node,
+                remedy="raise layout.ranks_per_node, or lower layout.replica or recovery.spares",
+            )
+    if job.recovery.min_replicas > job.layout.replica:
+        raise UserError(
+            f"the layout has {job.layout.replica}",
+            field="recovery.min_replicas",
+            value=job.recovery.min_replicas,
+            remedy="lower it, or raise layout.replica",
         )
 
 
