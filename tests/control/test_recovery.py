@@ -119,7 +119,7 @@ def test_a_worker_that_dies_again_and_again_makes_a_bad_node():
         the_worker(world, 1).die("was killed")
     forms = to_the_end(world)
     assert forms[-1].rung == 2 and node.name not in forms[-1].places.values()
-    assert any("3 workers died on it" in text for _, text in world.controller.notes)
+    assert any("workers died on it 3 times" in text for _, text in world.controller.notes)
 
 
 # -- rungs 2 and 3

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.groups import form_cross
+from phalanx.core.job import Job
+from phalanx.parallel.groups import Groups, break_connections, connect_store, form_cross
 from phalanx.parallel.reduce import StepFailed
-from tests.cases import Rank, connect
+from tests.cases import CPU, Rank, connect
 
 
 def _same(a: dict, b: dict) -> bool:
@@ -277,3 +279,20 @@ def close_with_silent_peer(args):
         rank.engine.close()
     rank.groups.close()
     return seconds
+
+
+def formed_after_a_failure(args):
+    """Rank 0 first waits in vain for peers that never come."""
+    job = Job.from_dict(args["job"])
+    coord, where = job.layout.coord(args["rank"]), (args["store"]["host"], args["store"]["port"])
+    store = connect_store(*where)
+    if args["rank"] == 0:
+        threading.Timer(0.3, break_connections).start()
+        with contextlib.suppress(RuntimeError):
+            Groups.form(store, 10**6 + args["generation"], job.layout, coord, CPU)
+            raise AssertionError("it was formed")
+        store = connect_store(*where)
+    groups = Groups.form(store, args["generation"], job.layout, coord, CPU)
+    (total,) = groups.total(torch.tensor([1]))
+    groups.close()
+    return total

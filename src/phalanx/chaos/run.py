@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
 from phalanx.core.ledger import Record
 from phalanx.observe.record import RunRecord, run_folders
+from phalanx.runtime import kernel
 
 LOOK_S = 0.01
 RECOVERY_LIMIT_S = 120.0
@@ -78,7 +80,14 @@ class Started:
         before = set(run_folders(root, name)) if root.is_dir() else set()
         self.log = log
         with log.open("wb") as out:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            me = os.getpid()
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                preexec_fn=lambda: kernel.die_with_parent(me),
+            )
         deadline = time.monotonic() + START_LIMIT_S
         while not (new := set(run_folders(root, name)) - before if root.is_dir() else set()):
             self.check()
@@ -97,7 +106,9 @@ class Started:
 
     def stop(self) -> None:
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            for _ in range(2):  # the second one ends the grace period
+                self.process.send_signal(signal.SIGTERM)
+                time.sleep(0.1)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(15)
             self.process.kill()

@@ -18,15 +18,15 @@ def _ask(run: Path, message: dict[str, Any]) -> dict[str, Any]:
     from phalanx.runtime.secret import load_secret
 
     folder = run / "control"
+    if (run / "summary.json").is_file():
+        raise UserError("the run is over", field="run", value=str(run), remedy="name one that is going")
     if not (folder / "controller.json").is_file():
         remedy = "name the folder of a run with recovery.on or recovery.spares, such as runs/NAME-…"
         raise UserError("it has no controller", field="run", value=str(run), remedy=remedy)
     try:
         answer = controller.ask(folder, load_secret(folder / "secret", create=False), message)
     except TimeoutError as error:
-        raise RunFailed(
-            str(error), remedy="is the run still going? Its folder has a summary.json if it is over"
-        ) from None
+        raise RunFailed(str(error), remedy="is the run still going?") from None
     if answer["type"] == "refused":
         raise UserError(answer["reason"], remedy="`phalanx nodes ls` shows the nodes")
     return answer
@@ -47,9 +47,9 @@ def nodes_ls(run: Run) -> None:
 
 @nodes_app.command("drain")
 def nodes_drain(run: Run, node: Annotated[str, typer.Argument(help="Its name, as `ls` has it.")]) -> None:
-    """Move what runs on a node elsewhere at a step boundary, and use it no more."""
+    """Move what runs on a node elsewhere at a step boundary, and do not use it until it is started again."""
     _ask(run, {"type": "ask", "event": {"kind": "Drain", "node": node}})
-    print(f"{node} is drained at the next step boundary")
+    print(f"{node} leaves at a step boundary, as soon as the run can do without it; see `phalanx nodes ls`")
 
 
 @nodes_app.command("add")
@@ -71,4 +71,4 @@ def nodes_add(
 def scale(run: Run, replicas: Annotated[int, typer.Option(min=1, help="How many from now on.")]) -> None:
     """Change the number of replicas of a run while it goes: the same batch, divided among them."""
     _ask(run, {"type": "ask", "event": {"kind": "Scale", "replicas": replicas}})
-    print(f"{replicas} replicas from the next step boundary on")
+    print(f"{replicas} replicas are wanted from the next step boundary on, if there are nodes for them")

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Stop:
-    """While it is entered the first signal asks, and more of them change nothing: the stop takes a
+    """While it is entered the first signal asks, and more of them only end a grace period: the stop takes a
     moment, is bounded, and leaves a record; cutting it short would only lose the record."""
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ class Policy:
     ask_ns: int = 5 * S  # from Ask to Held
     resend_ns: int = 2 * S  # what is not answered is said again
     deaths: int = 3  # of workers on one node
+    burst_ns: int = 0  # deaths within that time are one: they have one cause
     deaths_ns: int = 600 * S  # in that time: the node is bad
     silence_percent: int = 25  # of the nodes: if more are silent at once, it is the network, and none is given up
     silence_ns: int = 60 * S  # what counts as at once

@@ -216,9 +216,11 @@ class Staffing:
             gone = {self.members.remove(worker).rank: worker}
             if kill:
                 self._kill(name, gone)
-        node.deaths = [at for at in node.deaths if at > self.now_ns - self.policy.deaths_ns] + [self.now_ns]
+        node.deaths = [at for at in node.deaths if at > self.now_ns - self.policy.deaths_ns]
+        if not node.deaths or self.now_ns >= node.deaths[-1] + self.policy.burst_ns:
+            node.deaths.append(self.now_ns)
         if len(node.deaths) >= self.policy.deaths:
-            self._fault(name, 2, f"{len(node.deaths)} workers died on it in a short time")
+            self._fault(name, 2, f"workers died on it {len(node.deaths)} times in a short time")
         self.why.append((1, f"the worker of rank {found.rank} on {name} {why}"))
         self._gone(gone)
 

@@ -58,6 +58,25 @@ class Groups:
     ) -> Groups:
         """Collective over the replica, then over the replicas of this coordinate. `experts`: the model
         has some."""
+        try:
+            return Groups._form(store, generation, layout, coord, device, experts, collectives)
+        except BaseException:
+            # torch numbers groups, also those that it failed to make, and looks for its peers under that number.
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            dist.distributed_c10d._world.group_count = 0
+            raise
+
+    @staticmethod
+    def _form(
+        store: dist.Store,
+        generation: int,
+        layout: Layout,
+        coord: Coord,
+        device: Device,
+        experts: bool,
+        collectives: CollectivesConfig,
+    ) -> Groups:
         dist.init_process_group(
             device.backend,
             store=dist.PrefixStore(f"g{generation}/replica{coord.replica}", store),

@@ -100,6 +100,7 @@ def policy_of(job: Job, save: bool) -> Policy:
         park_ns=10 * S,
         resend_ns=S,
         deaths=r.deaths_per_node,
+        burst_ns=2 * S,
         save=save,
     )
 
@@ -290,6 +291,8 @@ class Cluster:
             try:
                 controller.ask(self.folder, secret, {"type": "ask", "event": event}, timeout_s=5.0)
             except (TimeoutError, OSError):
+                reason = "the controller does not answer; leaving without saving"
+                self.on_event({"type": "checkpoint_failed", "rank": -1, "reason": reason})
                 raise KeyboardInterrupt from None
             self._tell_node("controller", f"is asked to save and stop within {grace_s:g} s")
 
@@ -322,6 +325,7 @@ class Cluster:
         kind = said["type"]
         if kind == "form":
             self.form, self._hold = said, ""
+            self.saving.failures += said["rung"] >= 1
             self.limit.resize(self._crew_size)
             self.saving.sizes[said["generation"]] = self._crew_size
         elif kind == "started":

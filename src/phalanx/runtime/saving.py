@@ -65,6 +65,7 @@ class Saving:
     ):
         self.job, self.send, self.announce, self.tell = job, send, announce, tell
         self.run, self.token = secrets.token_hex(8), secrets.token_hex(16)
+        self.failures = 0  # that the run has seen
         self.sizes: dict[int, int] = {}  # generation -> ranks, where that is not the layout's
         self.announced: Message = {}  # the interval, last
         self.keepers: dict[int, Message] = {}  # node -> what it said of itself
@@ -191,7 +192,7 @@ class Saving:
         step_ns = int(statistics.median(self._usual) * 1e9)
         nodes = num_nodes(layout)
         seen = int((time.monotonic() - self._began) * 1e9) * nodes
-        mtbf = mtbf_ns(nodes, self.job.checkpoint.failures, 0, seen)
+        mtbf = mtbf_ns(nodes, self.job.checkpoint.failures, self.failures, seen)
         stall_ns, slowdown_ns, drain_ns = (max(1, int(s * 1e9)) for s in (stall_s, slowdown_s, drain_s))
         measured = Measured(step_ns, stall_ns, slowdown_ns, drain_ns, mtbf)
         durable, memory = durable_interval(measured), memory_interval(step_ns, stall_ns, stall_ns, mtbf)
@@ -207,7 +208,7 @@ class Saving:
             "mtbf_ns": mtbf,
             "nodes": nodes,
             "node_ns": seen,
-            "failures": 0,
+            "failures": self.failures,
             "failures_per_1000_node_days": self.job.checkpoint.failures,
         }
         self.tell({"type": "checkpoint_interval", "steps": steps, "memory_steps": memory_steps, "measured": figures})

@@ -43,7 +43,7 @@ def _no_mark(phase: Phase, *, step: int = 0, micro: int = 0) -> None: ...
 
 @dataclass(slots=True)
 class StepResult:
-    """Tensors, read by the caller a step later: nothing here waits for the device."""
+    """Tensors: nothing here waits for the device."""
 
     loss_sums: Tensor  # one per micro-batch of this rank
     local_tokens: int  # target tokens in them
@@ -283,5 +283,5 @@ def apply(job: Job, state: State, result: StepResult) -> None:
     for name, load in result.loads.items():
         bias = state.buffers[name]
         bias.copy_(torch.where(bad, bias, next_bias(bias, load, job.model.balance_bias)))
-    result.grads.clear()  # the caller reads the rest a step later; this must not live that long
+    result.grads.clear()  # the caller keeps the rest; this must not live that long
     state.step += 1
