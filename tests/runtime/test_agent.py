@@ -236,7 +236,7 @@ def test_a_worker_that_fails_is_told_with_its_error(cluster):
     c.until(lambda: c.bodies("error"))
     assert c.bodies("error")[0]["text"] == "it cannot start"
     note = c.until(lambda: c.lines("note") and [n for n in c.lines("note") if "should be replaced" in n["text"]])
-    assert "2 workers died" in note[0]["text"]
+    assert "workers died on it 2 times" in note[0]["text"]
 
 
 # -- by hand, and the end

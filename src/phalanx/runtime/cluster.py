@@ -284,7 +284,7 @@ class Cluster:
         if not self.gently() or not self.start_s or now > self._leave_by:
             raise KeyboardInterrupt
         if self._leave_by == float("inf"):
-            grace_s = self.job.recovery.grace_s
+            grace_s = min(self.job.recovery.grace_s, 86_400.0)
             self._leave_by = now + grace_s + 5.0
             event = {"kind": "Stop", "grace_ns": int(grace_s * S)}
             secret = load_secret(self.folder / "secret", create=False)

@@ -60,7 +60,7 @@ class Commands:
 
     def __init__(self, channel: Any):
         self.generation = -1  # the one that the worker is in, or is entering
-        self.halted = self.pausing = -1
+        self.halted = self.pausing = self.left = -1
         self.interval = (0, 0, 0)  # version, steps between durable checkpoints, and between snapshots in memory
         self._interruptible = False
         self._lock = threading.Lock()
@@ -88,10 +88,19 @@ class Commands:
         if self.halted < self.generation:
             return
         break_connections()
+        threading.Thread(target=self._insist, args=(generation,), daemon=True).start()
         with self._lock:
             if self._interruptible:
                 main = ctypes.c_ulong(threading.main_thread().ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(Halted))
+
+    def _insist(self, generation: int) -> None:
+        """A group may be connecting just when connections are broken, and wait on one that came later."""
+        for _ in range(20):
+            time.sleep(0.25)
+            if self.left >= generation or self.generation > generation:
+                return
+            break_connections()
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
@@ -354,6 +363,7 @@ class Worker:
         if self.groups:
             self.groups.close()
         self.source = self.engine = self.groups = None
+        self.commands.left = self.member.generation if self.member.phase == "parked" else self.commands.left
 
     # -- steps
 
