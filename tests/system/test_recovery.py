@@ -126,6 +126,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     assert ended.left == {} and ended.shared == []
 
 
+@pytest.mark.slow
 def test_with_one_replica_all_go_back_to_the_snapshot_in_memory(tmp_path):
     """No other copy of the rank's state is left; the steps since are a branch of the ledger."""
     values = JOB | {"layout.replica": 1, "layout.tp": 2, "layout.ranks_per_node": 2, "recovery.spares": 0}

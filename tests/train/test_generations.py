@@ -52,7 +52,10 @@ def clean(text, tmp_path_factory):
     return undisturbed(a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path_factory.mktemp("clean"))
 
 
-@pytest.mark.parametrize("at", ["forward", "gradients", "voting", "voted", "update"])
+SLOW = [pytest.param(at, marks=pytest.mark.slow) for at in ("gradients", "voting")]
+
+
+@pytest.mark.parametrize("at", ["forward", "voted", "update", *SLOW])
 def test_a_worker_dies_in_a_step_and_is_replaced(at, text, tmp_path, clean):
     """Before the vote, between vote and update, during the update: the step is redone or counts, never torn."""
     c = lead(
