@@ -15,12 +15,13 @@ from collections import deque
 from functools import partial
 from pathlib import Path
 
-from phalanx.control import codec, fanout, messages
+from phalanx.control import messages
 from phalanx.control.gang import Gang
 from phalanx.control.messages import Event
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, Roster, event_of
+from phalanx.runtime.controller import brief, orders
 from phalanx.runtime.journal import Journal
 from phalanx.runtime.secret import READ, Identity, load_secret
 from phalanx.runtime.transport import Link, Loop, Server
@@ -309,36 +310,10 @@ class Controller:
 
     def send(self, commands):
         """One message to each aggregator."""
-        orders: dict[str, list] = {}
-        for command in commands:
-            homes: dict[str, list] = {}
-            for node in command.to:
-                homes.setdefault(self.roster.home(node), []).append(node)
-            self.commands += len(command.to)
-            if isinstance(command, messages.Form):
-                for home, share in fanout.shares(command, homes).items():
-                    orders.setdefault(home, []).append({"type": "form", **share})
-                continue
-            common = body_of(command)
-            for home, nodes in homes.items():
-                orders.setdefault(home, []).append({"type": "command", "nodes": nodes, "command": common, "each": {}})
-        for home, items in orders.items():
+        self.commands += sum(len(command.to) for command in commands)
+        for home, items in orders(commands, self.roster).items():
             if home in self.server.sessions:
                 self.server.sessions[home].post({"type": "commands", "items": items})
-
-
-BULK = ("nodes", "crew", "places", "sources")
-
-
-def body_of(command):
-    """What all nodes are told."""
-    kept = [name for name in codec.hints(type(command)) if name not in BULK]
-    return {"kind": type(command).__name__, **{name: codec.encode(getattr(command, name)) for name in kept}}
-
-
-def brief(command):
-    """For the journal: the state is the fold of the events, so of a decision it has what people ask for."""
-    return body_of(command) | {"nodes": len(command.to)}
 
 
 def control(folder, secret, core):

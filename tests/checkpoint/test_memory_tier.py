@@ -390,7 +390,7 @@ def cut_push(server, slot, size):
     """A push whose connection ends after so many bytes of the slot."""
     with socket.create_connection(address(server)) as conn:
         sizes = {"image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes}
-        buddy._send(conn, {"type": "push", "token": "token", "rank": 0, **sizes})
+        buddy.send(conn, {"type": "push", "token": "token", "rank": 0, **sizes})
         conn.sendall(slot.memory[:size])
 
 
@@ -416,14 +416,14 @@ def test_a_copy_that_is_damaged_on_the_way_is_refused_and_the_one_before_stays(s
     slot = a_slot(NEW)
     place = {"image": 77, "hashes": slot.image_bytes + 1, "seal": slot._seal_at + 50}[at]
     push(address(server), "token", 0, a_slot(OLD))
-    real = buddy._fill
+    real = buddy.fill
 
     def fill(conn, room):
         real(conn, room)
         if len(room) == slot.size:
             room[place] ^= 8
 
-    monkeypatch.setattr(buddy, "_fill", fill)
+    monkeypatch.setattr(buddy, "fill", fill)
     with pytest.raises(BadCheckpoint, match=r"the copy at the buddy node is damaged: (the seal|.*xxh3)"):
         push(address(server), "token", 0, slot)
     with pytest.raises(BadCheckpoint, match=r"seal|xxh3"):

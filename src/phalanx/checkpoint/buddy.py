@@ -42,7 +42,7 @@ class BuddyServer:
     def _serve(self, conn: socket.socket) -> None:
         with conn, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             conn.settimeout(TIMEOUT_S)
-            hello = _receive(conn)
+            hello = receive(conn)
             if not hmac.compare_digest(str(hello["token"]), self.token):
                 return
             rank = int(hello["rank"])
@@ -57,7 +57,7 @@ class BuddyServer:
     def _take(self, conn: socket.socket, rank: int, image_bytes: int, own_bytes: int) -> None:
         slot = self._room(rank, image_bytes, own_bytes)
         slot.break_seal()
-        _fill(conn, memoryview(slot.memory))
+        fill(conn, memoryview(slot.memory))
         error = ""
         try:
             if slot.header() is None:
@@ -71,7 +71,7 @@ class BuddyServer:
             if slot in copies:
                 copies.remove(slot)
             copies.append(slot)  # the newest last
-        _send(conn, {"error": error})
+        send(conn, {"error": error})
 
     def _room(self, rank: int, image_bytes: int, own_bytes: int) -> Slot:
         """Where the oldest copy is, once there are two."""
@@ -85,10 +85,10 @@ class BuddyServer:
         with self._lock:
             whole = [slot for slot in self.copies.get(rank, []) if slot.header()]
         if not whole:
-            _send(conn, {"error": f"there is no whole copy of rank {rank} here"})
+            send(conn, {"error": f"there is no whole copy of rank {rank} here"})
             return
         slot = max(whole, key=_step)
-        _send(conn, {"error": "", "image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes})
+        send(conn, {"error": "", "image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes})
         conn.sendall(slot.memory)
 
     def close(self) -> None:
@@ -104,9 +104,9 @@ def _step(slot: Slot) -> int:
 def push(address: tuple[str, int], token: str, rank: int, slot: Slot) -> None:
     with socket.create_connection(address, TIMEOUT_S) as conn:
         sizes = {"image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes}
-        _send(conn, {"type": "push", "token": token, "rank": rank, **sizes})
+        send(conn, {"type": "push", "token": token, "rank": rank, **sizes})
         conn.sendall(slot.memory)
-        error = _receive(conn)["error"]
+        error = receive(conn)["error"]
     if error:
         raise BadCheckpoint(f"the copy at the buddy node is damaged: {error}")
 
@@ -114,38 +114,38 @@ def push(address: tuple[str, int], token: str, rank: int, slot: Slot) -> None:
 def fetch(address: tuple[str, int], token: str, rank: int) -> Slot:
     """A rank's newest copy, verified."""
     with socket.create_connection(address, TIMEOUT_S) as conn:
-        _send(conn, {"type": "get", "token": token, "rank": rank})
-        reply = _receive(conn)
+        send(conn, {"type": "get", "token": token, "rank": rank})
+        reply = receive(conn)
         if reply["error"]:
             raise BadCheckpoint(reply["error"])
         slot = Slot(int(reply["image_bytes"]), int(reply["own_bytes"]))
-        _fill(conn, memoryview(slot.memory))
+        fill(conn, memoryview(slot.memory))
     if slot.header() is None:
         raise BadCheckpoint(f"the copy of rank {rank} came without a seal that holds")
     slot.verify()
     return slot
 
 
-def _fill(conn: socket.socket, room: memoryview) -> None:
+def fill(conn: socket.socket, room: memoryview) -> None:
     done = 0
     while done < len(room):
         got = conn.recv_into(room[done:])
         if not got:
-            raise ConnectionError("the connection ended in the middle of a snapshot")
+            raise ConnectionError("the connection ended in the middle of a transfer")
         done += got
 
 
-def _send(conn: socket.socket, message: dict[str, Any]) -> None:
+def send(conn: socket.socket, message: dict[str, Any]) -> None:
     body = json.dumps(message).encode()
     conn.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def _receive(conn: socket.socket) -> dict[str, Any]:
+def receive(conn: socket.socket, limit: int = HELLO_BYTES) -> dict[str, Any]:
     head = bytearray(_LENGTH.size)
-    _fill(conn, memoryview(head))
+    fill(conn, memoryview(head))
     (size,) = _LENGTH.unpack(head)
-    if size > HELLO_BYTES:
+    if size > limit:
         raise ValueError(f"a message of {size} bytes")
     body = bytearray(size)
-    _fill(conn, memoryview(body))
+    fill(conn, memoryview(body))
     return json.loads(bytes(body))

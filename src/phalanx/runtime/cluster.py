@@ -26,7 +26,7 @@ from phalanx.core.job import Job
 from phalanx.runtime import agent, controller
 from phalanx.runtime.client import AgentClient
 from phalanx.runtime.gang import Failure, tail_of
-from phalanx.runtime.launch import START_LIMIT_S, HangLimit, _environment
+from phalanx.runtime.launch import START_LIMIT_S, HangLimit, environment
 from phalanx.runtime.saving import BODIES as SAVING
 from phalanx.runtime.saving import Saving, num_nodes
 from phalanx.runtime.secret import load_secret
@@ -131,7 +131,6 @@ class Cluster:
         self.form: Message = {}  # of the generation that was formed last
         self.start_s = 0.0
         self.ended = ""
-        self.left: set[str] = set()
         self._selector = selectors.DefaultSelector()
         self.added = 0  # nodes, since the run began
         self._leave_by = float("inf")
@@ -244,7 +243,7 @@ class Cluster:
 
     def _start_agent(self, name: str) -> None:
         logs = self.run_dir / "logs"
-        client = self.agents[name] = AgentClient(self.preload, env=_environment(), log=logs / f"{name}.log")
+        client = self.agents[name] = AgentClient(self.preload, env=environment(), log=logs / f"{name}.log")
         self._selector.register(client, selectors.EVENT_READ, lambda: self._on_agent(name))
         client.serve(
             name=name,
@@ -388,8 +387,6 @@ class Cluster:
             self.on_event({"type": "exit", "rank": rank, **about})
             if worker in self.failures:
                 self._judge(worker, rank, event)
-        elif kind == "left":
-            self.left.add(name)
         return True
 
     def _on_message(self, name: str, worker: int, rank: int, body: Message) -> None:

@@ -94,7 +94,7 @@ def launch(
     run_dir = run_dir.absolute()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with NodeClient(preload, env=_environment(), log=logs / "node.log") as client:
+    with NodeClient(preload, env=environment(), log=logs / "node.log") as client:
         launched = _Launch(job, Gang(client), on_event, stop)
         launched.saving.ledger = ledger or launched.saving.ledger
         launched.resume, launched.data_version = resume, data_version
@@ -106,7 +106,7 @@ def launch(
             raise
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Of the ranks, where the user has not said otherwise."""
     wanted = {
         "GLOO_SOCKET_IFNAME": "lo",  # one machine: nothing listens outside it

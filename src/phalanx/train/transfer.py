@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import json
 import socket
-import struct
 import threading
 from typing import Any
 
@@ -20,6 +18,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from phalanx.checkpoint.buddy import fill as fill_room
+from phalanx.checkpoint.buddy import receive, send
 from phalanx.checkpoint.torch_state import as_bytes, content_sum, rng_state, set_rng_state
 from phalanx.core.checkpoint import BadCheckpoint
 from phalanx.parallel.device import Device
@@ -28,8 +28,7 @@ from phalanx.train.state import State
 TIMEOUT_S = 60.0
 PATIENCE_S = 10.0  # until the giver has the step
 PIECE_BYTES = 64 << 20
-_LENGTH = struct.Struct(">Q")
-HELLO_BYTES = 1 << 24
+NAMES_BYTES = 1 << 24  # of the tensors
 
 
 class Giver:
@@ -66,7 +65,7 @@ class Giver:
     def _serve(self, conn: socket.socket) -> None:
         with conn, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             conn.settimeout(TIMEOUT_S)
-            hello = _receive(conn)
+            hello = receive(conn)
             if not hmac.compare_digest(str(hello["token"]), self._token):
                 return
             wanted = (int(hello["generation"]), int(hello["step"]))
@@ -75,7 +74,7 @@ class Giver:
                     lambda: self._offer is not None and self._offer[:2] == wanted, PATIENCE_S
                 )
                 if not there or self._offer is None:
-                    _send(conn, {"error": f"it does not have step {wanted[1]} in generation {wanted[0]}"})
+                    send(conn, {"error": f"it does not have step {wanted[1]} in generation {wanted[0]}"})
                     return
                 state = self._offer[2]
                 self._giving += 1
@@ -90,7 +89,7 @@ class Giver:
         self._device.use()
         held = state.names()
         sizes = [_bytes_of(state.get(name)) for name in held]
-        _send(conn, {"error": "", "rng": rng_state(self._device).hex(), "names": held, "sizes": sizes})
+        send(conn, {"error": "", "rng": rng_state(self._device).hex(), "names": held, "sizes": sizes})
         for name in held:
             data = as_bytes(state.get(name).detach()).cpu().numpy()
             hasher = xxhash.xxh3_128()
@@ -106,8 +105,8 @@ def take(address: str, token: str, generation: int, step: int, state: State, dev
     host, _, port = address.rpartition(":")
     received = 0
     with socket.create_connection((host, int(port)), TIMEOUT_S) as conn:
-        _send(conn, {"token": token, "generation": generation, "step": step})
-        reply = _receive(conn)
+        send(conn, {"token": token, "generation": generation, "step": step})
+        reply = receive(conn, NAMES_BYTES)
         if reply["error"]:
             raise BadCheckpoint(reply["error"])
 
@@ -120,9 +119,9 @@ def take(address: str, token: str, generation: int, step: int, state: State, dev
                 direct = room.is_cpu and room.is_contiguous()
                 target = room if direct else torch.empty(room.shape, dtype=room.dtype)
                 view = memoryview(as_bytes(target).numpy())
-                _fill(conn, view)
+                fill_room(conn, view)
                 digest = bytearray(16)
-                _fill(conn, memoryview(digest))
+                fill_room(conn, memoryview(digest))
                 if xxhash.xxh3_128(view).digest() != digest:
                     raise BadCheckpoint(f"{name} was damaged on its way")
                 if not direct:
@@ -150,28 +149,3 @@ def _pack(value: Tensor) -> bytes:
 
 def _bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _fill(conn: socket.socket, room: memoryview) -> None:
-    done = 0
-    while done < len(room):
-        got = conn.recv_into(room[done:])
-        if not got:
-            raise ConnectionError("the connection ended in the middle of a state")
-        done += got
-
-
-def _send(conn: socket.socket, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    conn.sendall(_LENGTH.pack(len(body)) + body)
-
-
-def _receive(conn: socket.socket) -> dict[str, Any]:
-    head = bytearray(_LENGTH.size)
-    _fill(conn, memoryview(head))
-    (size,) = _LENGTH.unpack(head)
-    if size > HELLO_BYTES:
-        raise ValueError(f"a message of {size} bytes")
-    body = bytearray(size)
-    _fill(conn, memoryview(body))
-    return json.loads(bytes(body))
