@@ -58,19 +58,19 @@ SLOW = [pytest.param(at, marks=pytest.mark.slow) for at in ("gradients", "voting
 @pytest.mark.parametrize("at", ["forward", "voted", "update", *SLOW])
 def test_a_worker_dies_in_a_step_and_is_replaced(at, text, tmp_path, clean):
     """Before the vote, between vote and update, during the update: the step is redone or counts, never torn."""
-    c = lead(
-        a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path, wait_ns=60 * 10**9, die={3: {"step": 4, "at": at}}
-    )
-    with c:
-        assert c.finish() == clean
-        assert c.died[0] == 3
-        if c.died != [3]:
-            return  # one did not leave a wait of Gloo's in time, and was killed: rare, and the bits are the same
-        assert {rank: w for rank, w in c.forms[1].crew.items() if rank != 2} == {0: 1, 1: 2, 3: 4}, "the others stay"
-        assert c.forms[1].replicas == (0, 1) and not c.forms[1].branch
-        # Once all that are left have voted, the step counts: one that is gone may have seen it committed.
-        assert c.forms[1].step in {"forward": (4,), "gradients": (4, 5), "voting": (4, 5)}.get(at, (5,))
-        assert c.forms[1].sources[2].kind == "live"
+    job, die = a_job(text, replica=2, shard=2, ranks_per_node=2), {3: {"step": 4, "at": at}}
+    for attempt in range(2):
+        with lead(job, tmp_path / str(attempt), wait_ns=60 * 10**9, die=die) as c:
+            assert c.finish() == clean
+        if c.died == [3]:  # now and then a survivor does not leave a wait of Gloo's in time and is killed: not twice
+            break
+    else:
+        raise AssertionError(f"survivors were killed: {c.died}")
+    assert {rank: w for rank, w in c.forms[1].crew.items() if rank != 2} == {0: 1, 1: 2, 3: 4}, "the others stay"
+    assert c.forms[1].replicas == (0, 1) and not c.forms[1].branch
+    # Once all that are left have voted, the step counts: one that is gone may have seen it committed.
+    assert c.forms[1].step in {"forward": (4,), "gradients": (4, 5), "voting": (4, 5)}.get(at, (5,))
+    assert c.forms[1].sources[2].kind == "live"
 
 
 @pytest.mark.parametrize(
