@@ -167,15 +167,13 @@ def main():
         fleet = Fleet(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="control-load-"))), stack)
         began = time.monotonic()
         fleet.until(lambda: fleet.counted()["connected"] == NODES + SPARES, 120, "not all nodes are connected")
-        fleet.until(lambda: fleet.ask()["early"] == NODES + SPARES, 60, "not all nodes have joined")
+        fleet.until(lambda: fleet.ask()["nodes"] == NODES + SPARES, 60, "not all nodes have joined")
         joined_s = time.monotonic() - began
         began = time.monotonic()
-        fleet.ask("begin")
         fleet.until(lambda: fleet.ask()["stepped"], 180, "the gang did not start")
         print(f"connected and joined in {joined_s:.0f} s, staffed and started in {time.monotonic() - began:.0f} s")
         snapshot = fleet.ask("snapshot")
         print(f"a snapshot of the state: {snapshot['snapshot_mb']:.1f} MB, {snapshot['snapshot_s']:.2f} s\n")
-        fleet.ask("freeze")
         print(
             f"{'':24}{'beats/s':>9}{'reports/s':>10}{'gens':>6}{'controller':>12}{'aggregators':>12}{'nodes':>9}"
             f"{'decided':>8}{'p50 ms':>8}{'p99 ms':>8}{'cpu ms':>8}{'edges':>9}{'whole':>9}{'GB/h':>9}"

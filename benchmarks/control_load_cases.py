@@ -3,7 +3,6 @@
 Nodes obey the protocol of control.messages without doing any work: workers are numbers, states a step. When a member
 of the gang breaks, its generator tells the others, and all members park, as they would when their groups break."""
 
-import gc
 import hashlib
 import heapq
 import json
@@ -11,21 +10,14 @@ import os
 import socket
 import sys
 import time
-from collections import deque
-from functools import partial
 from pathlib import Path
 
-from phalanx.control import messages
-from phalanx.control.gang import Gang
-from phalanx.control.messages import Event
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
-from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, Roster, event_of
-from phalanx.runtime.controller import brief, orders
-from phalanx.runtime.journal import Journal
+from phalanx.runtime import controller
+from phalanx.runtime.aggregator import COMMANDS, Aggregator, event_of
 from phalanx.runtime.secret import READ, Identity, load_secret
-from phalanx.runtime.transport import Link, Loop, Server
-from phalanx.runtime.wire import check
+from phalanx.runtime.transport import Link, Loop
 
 LAYOUT = Layout(replica=50, pp=10, shard=25, tp=8, ranks_per_node=8)  # 100,000 ranks on 12,500 nodes
 BEAT_S = 5.0
@@ -38,6 +30,11 @@ def node_name(number: int) -> str:
 
 def rack(number: int) -> str:
     return f"rack-{number // 16}"
+
+
+def step_aside():
+    """In a fleet the controller has a machine of its own: who shares its core here runs when it does not."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 # -- aggregators
@@ -53,9 +50,10 @@ class Stamping(Aggregator):
         return super()._many(group) | {"at_ns": min(item["at_ns"] for item, _ in group)}
 
 
-def aggregate(secret, name, controller):
+def aggregate(secret, name, address):
+    step_aside()
     loop = Loop()
-    served = Stamping(loop, load_secret(Path(secret), create=False), Identity("aggregator", name, 1), [controller])
+    served = Stamping(loop, load_secret(Path(secret), create=False), Identity("aggregator", name, 1), [address])
     print(json.dumps(served.server.address), flush=True)
     while True:
         loop.turn()
@@ -96,6 +94,8 @@ class Node:
 
     def post(self, kind, **fields):
         event = {"kind": kind, "node": self.name, "incarnation": self.incarnation, **fields}
+        if kind == "StepsDone":
+            del event["node"], event["incarnation"]
         self.link.post({"type": "event", "event": event})
         self.fleet.events += 1
 
@@ -143,6 +143,10 @@ class Node:
         # No step is ever done, so replicas have the same states.
         digests = {str(worker): DIGESTS[int(rank) % len(DIGESTS)] for rank, worker in crew.items()}
         self.post("Ready", generation=self.generation, step=self.step, digests=digests)
+
+    def do_Start(self, command):
+        if command["generation"] == self.generation and self.running:
+            self.post("StepsDone", generation=self.generation, step=self.step)
 
     def do_Halt(self, command):
         if command["generation"] == self.generation and self.workers:
@@ -231,129 +235,75 @@ class Fleet:
 # -- the controller
 
 
-class Controller:
-    """Journals what aggregators report, lets the gang decide, and sends commands when they are durable."""
+class Measured(controller.Controller):
+    """The real one, with a clock: from the moment at which it has read a report to that at which the commands that
+    follow from it are durable, and handed to the sockets."""
 
-    def __init__(self, folder, secret):
-        self.loop, self.roster = Loop(), Roster()
-        self.gang: Gang | None = None  # until all nodes are there
-        self.early: list = []
-        self.journal = Journal(Path(folder) / "journal.db")
-        self.loop.watch(self.journal, READ, lambda mask: self.settle())
-        self.waiting: deque = deque()  # (entry, commands, when their causes came, who is told that they were heard)
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
         # (what was heard, ms since it came to the aggregator, ms since it came here, ms of CPU since then)
         self.latencies: list = []
         self.reports = self.commands = 0
-        me = Identity("controller", "controller", self.journal.term)
-        self.server = Server(self.loop, load_secret(Path(secret)), me, PASSED, self.heard, on_open=self.opened)
 
-    def opened(self, session):
-        session.post({"type": "expect", "nodes": self.roster.expected(session.peer.name)})
+    def _take(self, kind, body, session=None, number=0):
+        self._cpu_ns = time.process_time_ns()
+        super()._take(kind, body, session, number)
 
-    def heard(self, session, number, body):
-        events = []
-        if body["type"] == "summary" and not self.gang:
-            return
-        if body["type"] == "summary":
-            generation, step = body["steps"][1]
-            if self.gang.phase == "running" and generation == self.gang.generation and not self.gang.stepped:
-                events.append(({"kind": "StepsDone", "generation": generation, "step": step}, 0))
-        else:
-            for item in body["items"]:
-                if self.roster.take(session.peer.name, check(item, ITEMS)) and (event := event_of(item)):
-                    events.append((event, item["at_ns"]))
-        self.decide(events, (session, number))
+    def _write_down(self, urgent=False):
+        for heard in self._unwritten:
+            heard.cpu_ns = self._cpu_ns
+        super()._write_down(urgent)
 
-    def begin(self):
-        """Nodes are seated one by one by hand, as if they had come over some hours."""
-        gang = Gang.of(LAYOUT, 10**9, Policy())
-        for place in range(len(gang.members.places)):
-            gang.members.join(node_name(place), 1, rack(place))
-            gang.members.sit(place, node_name(place))
-        self.gang, early, self.early = gang, self.early, []
-        self.decide(early)
-
-    def decide(self, events, heard=None):
-        if self.gang is None:
-            self.early += [(event, 0) for event, _ in events]
-            heard[0].ack(heard[1])
-            return
-        now, cpu, out, causes = time.monotonic_ns(), time.process_time_ns(), [], []
-        for body, came in events:
-            self.reports += len(body.get("nodes", "1"))
-            commands = self.gang.apply(now, Event.from_dict(body))
-            for command in commands:
-                if isinstance(command, messages.SetTimer):
-                    fired = {"kind": "TimerFired", "timer": command.timer}
-                    self.loop.after(max(0, command.at_ns - now) / 1e9, partial(self.decide, [(fired, 0)]))
-                else:
-                    out.append(command)
-            if came and any(command.to for command in commands):
-                causes.append((body["kind"].removeprefix("Many"), came, now, cpu))
-        if events:  # one entry: each costs the thread that commits
-            entry = {"events": [event for event, _ in events], "decisions": [brief(command) for command in out]}
-            self.journal.append("events", entry, now)
-        if heard or out:
-            self.waiting.append((self.journal.number, out, causes, heard))
-            self.settle()
-
-    def settle(self):
-        durable = self.journal.settled()
-        while self.waiting and self.waiting[0][0] <= durable:
-            _, commands, causes, heard = self.waiting.popleft()
-            self.send(commands)
-            now, used = time.monotonic_ns(), time.process_time_ns()
-            for kind, came, here, cpu in causes:
-                self.latencies.append((kind, (now - came) / 1e6, (now - here) / 1e6, (used - cpu) / 1e6))
-            if heard and heard[1]:
-                heard[0].ack(heard[1])
-
-    def send(self, commands):
-        """One message to each aggregator."""
-        self.commands += sum(len(command.to) for command in commands)
-        for home, items in orders(commands, self.roster).items():
-            if home in self.server.sessions:
-                self.server.sessions[home].post({"type": "commands", "items": items})
+    def _settle(self):
+        waiting = [heard for _, heard in self._waiting]
+        super()._settle()
+        done = waiting[: len(waiting) - len(self._waiting)]
+        now, used = self.now_ns(), time.process_time_ns()
+        for heard in done:
+            items = heard.entry.get("items", [])
+            self.reports += sum(len(item.get("numbers", "1")) for item in items)
+            self.commands += sum(len(command.to) for command in heard.commands)
+            if items and any(command.to for command in heard.commands):
+                event = event_of(items[-1]) or {"kind": "Seen"}
+                came = time.monotonic_ns() - min(item["at_ns"] for item in items)
+                about = (came, now - heard.time_ns, used - heard.cpu_ns)
+                self.latencies.append((event["kind"].removeprefix("Many"), *(ns / 1e6 for ns in about)))
 
 
 def control(folder, secret, core):
     os.sched_setaffinity(0, {core})
-    gc.set_threshold(50_000, 20, 100)  # a gang is a million objects: looking through them takes a while
-    controller = Controller(folder, secret)
-    print(json.dumps(controller.server.address), flush=True)
+    controller.write_plan(Path(folder), LAYOUT, 10**9, policy=Policy(save=False))
+    measured = Measured(Path(folder), load_secret(Path(secret)), printer=controller.Printer(os.open(os.devnull, 1)))
+    controller.tidy(measured)
+    print(json.dumps(measured.server.address), flush=True)
 
     def answer(mask):
         """To a word: what was counted since the last, after what it asks for."""
         word = os.read(0, 4096).decode().strip()
         if not word:
             os._exit(0)
-        if word == "begin":
-            controller.begin()
-        if word == "freeze":
-            gc.collect()
-            gc.freeze()  # what is there stays
-        gang, began = controller.gang, time.perf_counter()
-        state = len(gang.to_bytes()) if word == "snapshot" else 0
-        latencies, controller.latencies = controller.latencies, []
+        gang, began = measured.gang, time.perf_counter()
+        state = len(measured.state.to_bytes()) if word == "snapshot" else 0
+        latencies, measured.latencies = measured.latencies, []
         counted = {
             "snapshot_mb": state / 1e6,
             "snapshot_s": time.perf_counter() - began,
             "cpu_s": time.process_time(),
             "now_s": time.monotonic(),
-            "entries": controller.journal.number,
-            "reports": controller.reports,
-            "commands": controller.commands,
-            "early": sum(event["kind"] == "NodeJoined" for event, _ in controller.early),
-            "phase": gang.phase if gang else "",
-            "stepped": bool(gang and gang.stepped),
-            "generation": gang.generation if gang else 0,
+            "entries": measured.journal.number,
+            "reports": measured.reports,
+            "commands": measured.commands,
+            "phase": gang.phase,
+            "nodes": len(gang.members.nodes),
+            "stepped": gang.stepped,
+            "generation": gang.generation,
             "latencies": latencies,
         }
         print(json.dumps(counted), flush=True)
 
-    controller.loop.watch(0, READ, answer)
+    measured.loop.watch(0, READ, answer)
     while True:
-        controller.loop.turn()
+        measured.loop.turn()
 
 
 def main():
@@ -362,6 +312,7 @@ def main():
         secret, name, host, port = args
         aggregate(secret, name, (host, int(port)))
     elif what == "generate":
+        step_aside()
         folder, index, count, secret = args
         said = json.loads(sys.stdin.readline())
         fleet = Fleet(folder, int(index), int(count), secret, said["nodes"], said["addresses"])

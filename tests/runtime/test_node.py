@@ -49,6 +49,16 @@ def test_an_entry_that_does_not_exist_is_told(tree):
     assert tree.until("message")["body"]["kind"] == "ModuleNotFoundError"
 
 
+def test_a_worker_may_be_ended_by_a_signal_without_a_name(tree):
+    tree.spawn(1, "echo")
+    number = int(signal.SIGRTMIN) + 5
+    tree.until("message", 1)
+    os.kill(tree.pids[1], number)
+    assert tree.until("exit", 1)["signal"] == f"signal {number}"
+    tree.spawn(2, "echo")
+    assert tree.until("started", 2), "the node lives"
+
+
 @pytest.mark.parametrize(
     "function, args, code, signal_name",
     [

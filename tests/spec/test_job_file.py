@@ -167,7 +167,15 @@ def values(name: str) -> st.SearchStrategy:
     return st.from_regex(texts[name])
 
 
-PATHS = {"model.family", "data.source", "data.cache_dir", "run.dir", "optimizer.offload_dir", "checkpoint.dir"}
+PATHS = {
+    "model.family",
+    "data.source",
+    "data.cache_dir",
+    "run.dir",
+    "run.hosts",
+    "optimizer.offload_dir",
+    "checkpoint.dir",
+}
 SETTABLE = sorted(set(fields()) - PATHS - {"layout.ranks", "model.options", "data.stages", "data.skips"})
 SETS = st.dictionaries(st.sampled_from(SETTABLE), st.none(), max_size=8).flatmap(
     lambda names: st.fixed_dictionaries({name: values(name) for name in names})

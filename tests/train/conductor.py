@@ -118,6 +118,7 @@ class Conductor:
             "local_rank": rank % ranks_here,
             "local_ranks": ranks_here,
             "token": "secret",
+            "host": "127.0.0.1",
             "data": {"address": self.data["address"]},
             "die": self.die.get(worker),
         }

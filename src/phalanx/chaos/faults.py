@@ -12,10 +12,14 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+from phalanx.chaos import door
 from phalanx.chaos.scene import Scene
 
 Later = Callable[[float, Callable[[], None]], None]
-SLOW_S, SLICE_S = 3.0, 0.2
+SLOW_S, SLICE_S = 2.0, 0.2
+LINK_MBIT = 20
+LATE_S = 1.0  # that control messages wait
+JUMP_S = 3600.0
 
 
 class Impossible(Exception):
@@ -84,6 +88,92 @@ def slow(scene: Scene, rng: Random, later: Later) -> str:
     return f"rank {rank}: stopped half of the time, for {SLOW_S:g} s"
 
 
+def lock(scene: Scene, rng: Random, later: Later) -> str:
+    """Its process lives, and none of its threads can do anything."""
+    rank = _pick(rng, list(scene.workers))
+    _order(scene, scene.workers[rank]["pid"], "lock")
+    return f"rank {rank}, pid {scene.workers[rank]['pid']}: holds the interpreter's lock, for good"
+
+
+def clock(scene: Scene, rng: Random, later: Later) -> str:
+    """Of everything on a node at once, or of the controller."""
+    names = sorted({w["node"] for w in scene.workers.values()} & scene.agents.keys())
+    names += ["controller"] * ("controller" in scene.agents)
+    if not names:
+        raise Impossible
+    name, seconds = rng.choice(names), rng.choice((-JUMP_S, JUMP_S))
+    for pid in tree_of(scene.agents[name]):
+        _order(scene, pid, "clock", seconds=seconds)
+    return f"{name}: its clock jumps by {seconds:+g} s"
+
+
+def messages(scene: Scene, rng: Random, later: Later) -> str:
+    """And a worker dies, so that there is something to say."""
+    name = _member(scene, rng)
+    rank = _pick(rng, [rank for rank, w in scene.workers.items() if w["node"] == name])
+    teller = name if rng.random() < 0.5 or "controller" not in scene.agents else "controller"
+    _order(scene, scene.agents[teller], "messages", seconds=LATE_S)
+    _kill(scene.workers[rank]["pid"])
+    return f"{teller}: what it says comes twice, and up to {LATE_S:g} s late; rank {rank}: SIGKILL"
+
+
+def _order(scene: Scene, pid: int, kind: str, **more: float) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if _takes_orders(pid):
+            door.order(scene.door, pid, kind, **more)
+
+
+def _takes_orders(pid: int) -> bool:
+    """Whether it catches the signal, which ends any other process."""
+    try:
+        caught = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("SigCgt"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (door.SIGNAL - 1) & 1)
+
+
+def disk(scene: Scene, rng: Random, later: Later) -> str:
+    """No file grows any more, for a process that writes: a full disk, of its own."""
+    there = sorted((f"the keeper of {at}", pid) for (at, name), pid in scene.services.items() if name == "keeper")
+    if "controller" in scene.agents:
+        there.append(("the controller", scene.agents["controller"]))
+    if not there:
+        raise Impossible
+    name, pid = rng.choice(there)
+    try:
+        old = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, old[1]))
+    except (OSError, ProcessLookupError):
+        raise Impossible from None
+    later(SLOW_S, partial(_unlimit, pid, old))
+    return f"{name}: no file can grow, for {SLOW_S:g} s"
+
+
+def _unlimit(pid: int, limits: tuple[int, int]) -> None:
+    with contextlib.suppress(OSError, ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+def cut(scene: Scene, rng: Random, later: Later) -> str:
+    """Shorter than it takes to be believed dead, or longer: then it comes back, and is not listened to."""
+    if not scene.network:
+        raise Impossible
+    name = _member(scene, rng)
+    number, seconds = scene.number(name), scene.beat_s * rng.choice((0.5, 6.0))
+    scene.network.cut(number)
+    later(seconds, partial(scene.network.mend, number))
+    return f"{name}: cut off from all others for {seconds:g} s"
+
+
+def link(scene: Scene, rng: Random, later: Later) -> str:
+    if not scene.network:
+        raise Impossible
+    name = _member(scene, rng)
+    scene.network.slow(scene.number(name), LINK_MBIT)
+    later(SLOW_S, partial(scene.network.hurry, scene.number(name)))
+    return f"{name}: {LINK_MBIT} Mbit/s to it, for {SLOW_S:g} s"
+
+
 def memory(scene: Scene, rng: Random, later: Later) -> str:
     """No more than it has: what it asks for next it does not get."""
     rank = _pick(rng, list(scene.workers))
@@ -143,7 +233,14 @@ FAULTS: dict[str, Callable[[Scene, Random, Later], str]] = {
     "data": _service("data"),
     "keeper": _service("keeper"),
     "snapshot": snapshot,
+    "lock": lock,
+    "clock": clock,
+    "messages": messages,
+    "disk": disk,
+    "cut": cut,
+    "link": link,
 }
+ON_THE_NETWORK = ("cut", "link")
 
 
 def tree_of(pid: int) -> list[int]:

@@ -9,26 +9,32 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from phalanx.chaos.faults import FAULTS, Impossible
+from phalanx.chaos import door
+from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK, Impossible
+from phalanx.chaos.network import Network, why_not
 from phalanx.chaos.scene import Event, Scene
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
 from phalanx.core.ledger import Record
 from phalanx.observe.record import RunRecord, run_folders
 from phalanx.runtime import kernel
+from phalanx.runtime.saving import num_nodes
 
 LOOK_S = 0.01
 RECOVERY_LIMIT_S = 120.0
 START_LIMIT_S = 300.0
 SETS = ["recovery.deaths_per_node=1000000"]  # the node is not to blame
-NO_GENERATION = ("controller", "slow", "store")  # the gang goes on as it is
+# The gang goes on as it is, perhaps.
+NO_GENERATION = ("controller", "slow", "memory", "store", "clock", "disk", "cut", "link")
 SETTLE_S = 1.0  # after such a fault
 
 
@@ -72,7 +78,9 @@ class Outcome:
 class Started:
     """`phalanx train`, as another process."""
 
-    def __init__(self, job_file: Path | None, sets: list[str], job: Job, name: str, log: Path):
+    def __init__(
+        self, job_file: Path | None, sets: list[str], job: Job, name: str, log: Path, env: dict[str, str] | None = None
+    ):
         command = [sys.executable, "-P", "-m", "phalanx.cli.main", "train", *([str(job_file)] if job_file else [])]
         for text in (*sets, f"name={name}"):
             command += ["--set", text]
@@ -83,6 +91,7 @@ class Started:
             me = os.getpid()
             self.process = subprocess.Popen(
                 command,
+                env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -128,6 +137,8 @@ def check(job: Job, kinds: list[str]) -> None:
     unknown = [kind for kind in kinds if kind not in FAULTS]
     if unknown:
         raise UserError("no such fault", field="--kinds", value=unknown[0], remedy=f"choose among {', '.join(FAULTS)}")
+    if {*kinds} & {*ON_THE_NETWORK} and (why := why_not()):
+        raise UserError(why, field="--kinds", value=", ".join(kinds), remedy="leave out cut and link")
     if not job.recovery.active:
         remedy = "set recovery.spares = 1, or recovery.on = true"
         raise UserError("a fault would end the run", field="recovery.on", value=job.recovery.on, remedy=remedy)
@@ -164,17 +175,28 @@ def run(
             time.sleep(0.1)
         out.clean = clean.folder
     say(f"the run with {count} faults")
-    with _running(job_file, sets, job, f"{job.name}-chaos", root / f"{job.name}-chaos.log") as broken:
+    with ExitStack() as stack:
+        private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-chaos-")))
+        network = None
+        if {*kinds} & {*ON_THE_NETWORK}:
+            network = Network(num_nodes(job.layout) + job.recovery.spares)
+            stack.callback(network.close)
+            network.write(private / "hosts.json")
+            sets = [*sets, f"run.hosts={private / 'hosts.json'}"]
+        env, log = door.environment(private / "door"), root / f"{job.name}-chaos.log"
+        broken = stack.enter_context(_running(job_file, sets, job, f"{job.name}-chaos", log, env))
         out.broken = broken.folder
-        _Injector(broken, rng, plan, out, say).go()
+        scene = Scene(broken.folder, private / "door", network, job.recovery.beat_s)
+        _Injector(broken, scene, rng, plan, out, say).go()
     out.differences = _compare(out)
     return out
 
 
 class _Injector:
-    def __init__(self, run: Started, rng: Random, plan: list[Fault], out: Outcome, say: Callable[[str], None]):
-        self.run, self.rng, self.plan, self.out, self.say = run, rng, plan, out, say
-        self.scene = Scene(run.folder)
+    def __init__(
+        self, run: Started, scene: Scene, rng: Random, plan: list[Fault], out: Outcome, say: Callable[[str], None]
+    ):
+        self.run, self.scene, self.rng, self.plan, self.out, self.say = run, scene, rng, plan, out, say
         self._later: list[tuple[float, int, Callable[[], None]]] = []
 
     def go(self) -> None:

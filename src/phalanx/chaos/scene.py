@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.chaos.network import Network
+
 Event = dict[str, Any]
 
 
@@ -15,6 +17,9 @@ class Scene:
     """`look` reads what was added to the events since it was last asked."""
 
     folder: Path
+    door: Path = Path()  # where orders to processes are left
+    network: Network | None = None
+    beat_s: float = 5.0
     workers: dict[int, Event] = field(default_factory=dict)  # by rank: pid, node, worker
     services: dict[tuple[str, str], int] = field(default_factory=dict)  # node, name -> pid
     agents: dict[str, int] = field(default_factory=dict)  # node -> pid; the controller is one of them
@@ -25,6 +30,10 @@ class Scene:
     rows: list[Event] = field(default_factory=list)  # of the metrics
     _at: int = 0
     _metrics_at: int = 0
+
+    @staticmethod
+    def number(node: str) -> int:
+        return int(node.rpartition("-")[2])
 
     def look(self) -> list[Event]:
         new = []

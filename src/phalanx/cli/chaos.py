@@ -26,11 +26,15 @@ def chaos_run(
 ) -> None:
     """Run the job twice, once with faults, and compare weights and ledger. Exits with 1 if they differ."""
     from phalanx.chaos import run
-    from phalanx.chaos.faults import FAULTS
+    from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK
+    from phalanx.chaos.network import why_not
     from phalanx.spec import load
 
     resolved = load(job, sets or [])
     chosen = [kind.strip() for kind in kinds.split(",")] if kinds else list(FAULTS)
+    if not kinds and (why := why_not()):
+        chosen = [kind for kind in chosen if kind not in ON_THE_NETWORK]
+        print(f"without {' and '.join(ON_THE_NETWORK)}: {why}")
     out = run.run(job, sets or [], resolved.job, seed, faults, chosen, lambda text: print(text, flush=True))
     print("\n" + run.table(out) + "\n")
     if len(out.faults) < faults:

@@ -12,6 +12,7 @@ import typer
 from phalanx.cli.chaos import chaos_app
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.data import data_app
+from phalanx.cli.hardware import hardware_app
 from phalanx.cli.nodes import nodes_app, scale
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(chaos_app, name="chaos")
 app.add_typer(nodes_app, name="nodes")
+app.add_typer(hardware_app, name="hardware")
 app.command("scale")(scale)
 
 

@@ -24,12 +24,15 @@ def shares(form: Form, homes: dict[str, list[str]]) -> dict[str, dict[str, Any]]
         for node in {form.places[rank // form.ranks_per_place], source.node}:
             sources.setdefault(node, {})[rank] = codec.encode(source)
     size, get, none = form.ranks_per_place, form.crew.get, repeat(0)
+    ranks = range(size * (max(form.places) + 1))
+    flat = [*form.crew.values()] if len(form.crew) == len(ranks) else [*map(get, ranks, none)]
+    flat += [0] * size  # of no place
     made = {}
     for home, nodes in homes.items():
         places = [seats.get(node, -1) for node in nodes]
         workers: list[int] = []
         for place in places:
-            workers.extend(map(get, range(place * size, place * size + size), none))
+            workers += flat[place * size : place * size + size] if place >= 0 else flat[-size:]
         own = {node: sources[node] for node in nodes if node in sources}
         made[home] = {"nodes": nodes, "places": places, "workers": workers, "sources": own, "command": common}
     return made

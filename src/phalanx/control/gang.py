@@ -64,6 +64,11 @@ class Gang(Forming):
         elif not self._refuses(event) and getattr(self, "_on_" + type(event).__name__)(event):
             self._advance()
 
+    @property
+    def calm(self) -> bool:
+        """Nothing is under way."""
+        return self.phase == "ended" or (self.phase == "running" and self.stepped and not self.pausing)
+
     def outstanding(self) -> list[Command]:
         """What was said and not answered. To be said again after a while, and by a new controller at once."""
         out: list[Command] = []
@@ -131,7 +136,7 @@ class Gang(Forming):
                 self._say(messages.Pause(self.generation, self._crew_nodes()))
         busy = self.phase in ("forming", "halting", "asking", "saving") or self.starting or self.killed
         if (busy or (self.phase == "running" and (self.pausing or not self.stepped))) and "resend" not in self.timers:
-            self._timer("resend", self.policy.resend_ns)
+            self._timer("resend", self._again_ns)
 
     # -- running
 

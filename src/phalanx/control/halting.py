@@ -11,6 +11,8 @@ from phalanx.control.roll import Roll
 from phalanx.control.sources import Copy, Lineage
 from phalanx.control.staffing import Staffing
 
+EACH_NS = 1_000_000  # of patience, per node
+
 
 @dataclass
 class Halting(Staffing):
@@ -89,7 +91,12 @@ class Halting(Staffing):
         elif not quiet:
             self._say(messages.Halt(self.generation, self._roll.nodes()))
         if "resend" not in self.timers:
-            self._timer("resend", self.policy.resend_ns)
+            self._timer("resend", self._again_ns)
+
+    @property
+    def _again_ns(self) -> int:
+        """Until what is not answered is said again: many take longer to answer, and would only be kept from it."""
+        return self.policy.resend_ns + len(self.members.nodes) * EACH_NS
 
     def _resolve(self) -> None:
         """All that are left of the generation are parked: which was its last step? A step counts when all of them have

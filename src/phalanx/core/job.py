@@ -110,6 +110,7 @@ class RunConfig:
     device: str = "auto"
     threads: int = 0  # CPU threads per rank; 0: cores / ranks
     hang_timeout_s: float = 0.0  # 0: derived from the measured step time
+    hosts: str = ""  # a file: where nodes start and listen
 
 
 @dataclass(frozen=True, slots=True)

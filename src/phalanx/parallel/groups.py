@@ -197,17 +197,18 @@ def break_connections() -> None:
 
 def serve_store(channel: Any, args: dict[str, Any]) -> None:
     """The rendezvous store, in a process of its own: it lives on no rank. torch would listen on every
-    interface; a socket that is bound already keeps it on loopback."""
-    with socket.create_server((LOOPBACK, 0), backlog=4096) as listener:
+    interface; a socket that is bound already keeps it on one, loopback unless told otherwise."""
+    host = str(args.get("host", LOOPBACK))
+    with socket.create_server((host, 0), backlog=4096) as listener:
         port = listener.getsockname()[1]
         server = dist.TCPStore(
-            LOOPBACK,
+            host,
             port,
             is_master=True,
             wait_for_workers=False,
             timeout=TIMEOUT,
             master_listen_fd=os.dup(listener.fileno()),  # the store closes its own copy
         )
-    channel.send({"type": "store", "host": LOOPBACK, "port": server.port})
+    channel.send({"type": "store", "host": host, "port": server.port})
     while channel.recv() is not None:
         pass

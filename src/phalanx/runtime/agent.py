@@ -37,7 +37,7 @@ AGAIN_S = (0.1, 5.0)  # before a service that died is started again: first, and 
 REASON_CHARS = 1000
 
 #: The client's first command. `dir`: for this agent's own small files. `worker` and each of `services`: {"entry",
-#: "args"}. `halt_s` and `leave_s` may be left out.
+#: "args"}; both are also told the `host` to listen at. It, `halt_s` and `leave_s` may be left out.
 SERVE: Schemas = {
     "serve": {
         "name": str,
@@ -152,6 +152,7 @@ class Agent(Node):
         logs: str,
         worker: dict[str, Any],
         services: dict[str, Any],
+        host: str = "127.0.0.1",
         halt_s: float = HALT_S,
         leave_s: float = LEAVE_S,
     ) -> None:
@@ -164,11 +165,11 @@ class Agent(Node):
         self.secret = load_secret(Path(secret), create=False)
         self.aggregators = [(str(host), int(port)) for host, port in aggregators]
         self.folder, self.logs = Path(dir), Path(logs)
-        self.entry, self.args = str(worker["entry"]), dict(worker["args"])
+        self.entry, self.args = str(worker["entry"]), {**worker["args"], "host": str(host)}
         for folder in (self.folder, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         for key, about in services.items():
-            self.services[key] = Service(key, str(about["entry"]), dict(about["args"]))
+            self.services[key] = Service(key, str(about["entry"]), {**about["args"], "host": str(host)})
             self._serve(self.services[key])
 
     def _serve(self, service: Service) -> None:

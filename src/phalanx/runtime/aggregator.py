@@ -39,6 +39,7 @@ TICK_S = 0.25
 STALL_S = 1.0  # between two ticks: beyond that it was not the nodes that were silent
 SUMMARY_S = 5.0
 BUNDLE_S = 0.002  # in which reports are gathered
+BULK_S = 0.05  # in which those that all nodes make are, as long as more come
 BUNDLE = 500  # reports
 BULK = ("Parked", "Ready")  # what all nodes report at once
 NAMED = 8  # nodes in a summary
@@ -162,6 +163,8 @@ class Aggregator:
         self._bundle: list[tuple[Message, Session | None]] = []  # reports, and the agents who wait for an answer
         self._bulk: dict[str, tuple[Message, Session | None]] = {}  # those that can wait, by node
         self._bulk_sent = 0  # the last such bundle that was not acknowledged
+        self._bulk_since = 0.0  # when the first of them came
+        self._steps = (0, -1)  # generation, step: the last that was passed on
         self._passed: deque[tuple[int, Session, int]] = deque()  # number to the controller, agent, its number
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
         ours, theirs = tls or (None, None)
@@ -211,9 +214,9 @@ class Aggregator:
         while self._passed and self._passed[0][0] <= number:
             _, agent, theirs = self._passed.popleft()
             agent.ack(theirs)
-        if number >= self._bulk_sent:
+        if self._bulk_sent and number >= self._bulk_sent:
             self._bulk_sent = 0
-            self._send_bulk()
+            self._send_idle(0)
 
     def _ordered(self, controller: Session, number: int, body: Message) -> None:
         if body["type"] == "expect":
@@ -237,8 +240,14 @@ class Aggregator:
                 self.server.forget(e.node)
 
     def _gather(self, item: Message, agent: Session | None = None) -> None:
-        if item["type"] == "event" and item["event"].get("kind") in BULK:
+        kind = item["event"].get("kind") if item["type"] == "event" else ""
+        if kind in BULK:
             self._gather_bulk(item, agent)
+            return
+        if agent and kind == "StepsDone" and self._is_known(item["event"]):
+            self._send_bulk()  # what it said before
+            self._passed.append((self.link.outbox.last, agent, item["number"]))
+            self._acked(self.link.outbox.acked)
             return
         if not self._bundle:
             self._loop.after(BUNDLE_S, self._send)
@@ -248,11 +257,20 @@ class Aggregator:
         if len(self._bundle) >= BUNDLE:
             self._send()
 
+    def _is_known(self, event: Message) -> bool:
+        """All nodes say which steps are done: it is passed on once."""
+        generation, step = event.get("generation"), event.get("step")
+        if not isinstance(generation, int) or not isinstance(step, int):
+            return False  # the controller refuses it
+        known, self._steps = (generation, step) <= self._steps, max((generation, step), self._steps)
+        return known
+
     def _gather_bulk(self, item: Message, agent: Session | None) -> None:
         if item["node"] in self._bulk:
             self._send_bulk()
         if not self._bulk:
-            self._loop.after(BUNDLE_S, self._send_idle)
+            self._bulk_since = time.monotonic()
+            self._loop.after(BUNDLE_S, partial(self._send_idle, 0))
         self._bulk[item["node"]] = (item, agent)
         if len(self._bulk) >= BUNDLE:
             self._send_bulk()
@@ -262,8 +280,11 @@ class Aggregator:
         if bundle:
             self._pass([item for item, _ in bundle], bundle)
 
-    def _send_idle(self) -> None:
-        if not self._bulk_sent:
+    def _send_idle(self, seen: int) -> None:
+        """When no more come, or have come for long enough."""
+        if len(self._bulk) > seen and time.monotonic() < self._bulk_since + BULK_S:
+            self._loop.after(BUNDLE_S, partial(self._send_idle, len(self._bulk)))
+        elif not self._bulk_sent:
             self._send_bulk()
 
     def _send_bulk(self) -> None:
@@ -411,9 +432,18 @@ class Roster:
             body["numbers"] = [*compress(numbers, news)]
         return any(news)
 
-    def home(self, node: str) -> str:
-        """The aggregator that reaches it; "": none."""
-        return self._nodes[node][2] if node in self._nodes else ""
+    def homes(self, nodes: Iterable[str]) -> dict[str, list[str]]:
+        """By the aggregator that reaches them; those that none does are left out."""
+        homes: dict[str, list[str]] = {}
+        known = self._nodes
+        for node in nodes:
+            home = known[node][2] if node in known else ""
+            if home in homes:
+                homes[home].append(node)
+            else:
+                homes[home] = [node]
+        homes.pop("", None)
+        return homes
 
     def expected(self, aggregator: str) -> dict[str, int]:
         return {node: known[0] for node, known in self._nodes.items() if known[2] == aggregator}

@@ -15,9 +15,11 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.runtime import kernel
 from phalanx.runtime.wire import Conn, Message, Schemas, WireError, check
 
 SEND_TIMEOUT_S = 30.0
@@ -34,11 +36,18 @@ EVENTS: Schemas = {
 
 class NodeClient:
     """One node process and its workers. `preload`: modules that the zygote imports before it forks;
-    `env`: added to the environment of all; `log`: where the node and the zygote write, else standard error."""
+    `env`: added to the environment of all; `log`: where the node and the zygote write, else standard error; `prefix`:
+    the command that starts it, where it is not this machine's own."""
 
     module, schemas = "phalanx.runtime.node", EVENTS
 
-    def __init__(self, preload: list[str], env: dict[str, str] | None = None, log: Path | None = None):
+    def __init__(
+        self,
+        preload: list[str],
+        env: dict[str, str] | None = None,
+        log: Path | None = None,
+        prefix: Sequence[str] = (),
+    ):
         self.session = uuid.uuid4().hex
         self.running: dict[int, int] = {}  # worker -> pid, 0 until it has started
         self._lost: Message | None = None
@@ -48,7 +57,7 @@ class NodeClient:
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         stderr = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self.module, str(theirs.fileno()), str(held), *preload],
+            [*prefix, sys.executable, "-P", "-m", self.module, str(theirs.fileno()), str(held), *preload],
             env={**os.environ, **(env or {}), "PYTHONPATH": path, "PHALANX_SESSION": self.session},
             stdin=subprocess.DEVNULL,
             stdout=stderr if stderr is not None else subprocess.DEVNULL,
@@ -159,7 +168,7 @@ class NodeClient:
             code = self.process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"was killed by {kernel.signal_name(-code)}" if code < 0 else f"ended with code {code}"
 
 
 class AgentClient(NodeClient):

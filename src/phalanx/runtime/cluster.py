@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.control.policy import Policy
-from phalanx.core.errors import RunFailed
+from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
 from phalanx.runtime import agent, controller
 from phalanx.runtime.client import AgentClient
@@ -42,6 +42,7 @@ SPARE_S = 60.0  # after which spares are started at the latest
 HOLD_LIMIT_S = 300.0  # that nothing can be done, before the run is given up
 SAME_ERRORS = 3  # of workers in one step, until it is the program that is wrong and not a machine
 FATAL = ("UserError", "FloatingPointError", "DataLost")  # trying again does not help
+LOOPBACK = "127.0.0.1"
 S = 10**9
 
 
@@ -105,6 +106,34 @@ def policy_of(job: Job, save: bool) -> Policy:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node is."""
+
+    host: str = LOOPBACK
+    interface: str = ""  # of torch's own connections; empty: loopback
+    prefix: tuple[str, ...] = ()  # of the command that starts its agent
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.interface) if self.interface else {}
+
+
+def places_of(path: str) -> tuple[str, list[Place]]:
+    """Where the controller listens, and the nodes do."""
+    if not path:
+        return LOOPBACK, [Place()]
+    try:
+        said = json.loads(Path(path).read_bytes())
+        nodes = [Place(str(n["host"]), str(n["interface"]), tuple(map(str, n["prefix"]))) for n in said["nodes"]]
+        if not nodes:
+            raise ValueError("it names no nodes")
+        return str(said["host"]), nodes
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        remedy = '{"host": "10.0.0.1", "nodes": [{"host": "10.0.0.2", "interface": "eth0", "prefix": []}, ...]}'
+        raise UserError(f"cannot be used: {error!r}", field="run.hosts", value=path, remedy=f"write {remedy}") from None
+
+
 class Cluster:
     def __init__(
         self,
@@ -120,6 +149,7 @@ class Cluster:
         self.job, self.run_dir, self.preload, self.on_event, self.stop = job, run_dir, preload, on_event, stop
         self.gently: Callable[[], bool] = lambda: False
         self.folder = run_dir / "control"
+        self.host, self.places = places_of(job.run.hosts)
         self.serving: dict[str, Any] = {}
         self.limit = HangLimit(job.layout.world_size, job.run.hang_timeout_s)
         self.saving = Saving(job, self._to_keeper, self._to_ranks, lambda event: self.on_event({"rank": -1, **event}))
@@ -214,6 +244,10 @@ class Cluster:
             self._controller = None
         self._selector.close()
 
+    def _place(self, name: str) -> Place:
+        """Nodes beyond those that the file names are like the last of them."""
+        return self.places[min(self._number(name), len(self.places) - 1)]
+
     def _start_controller(self) -> None:
         logs = self.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -223,6 +257,8 @@ class Cluster:
             str(self.folder / "secret"),
             "--aggregate",
             "--attached",
+            "--host",
+            self.host,
             "--beat-s",
             str(self.job.recovery.beat_s),
         ]
@@ -243,7 +279,10 @@ class Cluster:
 
     def _start_agent(self, name: str) -> None:
         logs = self.run_dir / "logs"
-        client = self.agents[name] = AgentClient(self.preload, env=environment(), log=logs / f"{name}.log")
+        place = self._place(name)
+        client = self.agents[name] = AgentClient(
+            self.preload, env=environment() | place.environment, log=logs / f"{name}.log", prefix=place.prefix
+        )
         self._selector.register(client, selectors.EVENT_READ, lambda: self._on_agent(name))
         client.serve(
             name=name,
@@ -253,6 +292,7 @@ class Cluster:
             beat_s=self.job.recovery.beat_s,
             dir=str(self.folder / name),
             logs=str(logs / name),
+            host=place.host,
             **self.serving,
         )
         client.watch(self.limit.limit_s)

@@ -33,16 +33,21 @@ from phalanx.control.policy import Policy
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.core.store import sync_folder
+from phalanx.runtime import kernel
 from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, SEEN, Aggregator, Roster, event_of
 from phalanx.runtime.journal import Fenced, Journal, JournalError
 from phalanx.runtime.secret import READ, Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
+URGENT_S = 0.1  # that a decision is waited for, before others are heard
+ENDING = (signal.SIGTERM, signal.SIGINT)
+TIDY_S = 15.0
 RETRY_S = 1.0  # while the journal cannot be written
 TEXT_CHARS = 1000  # of a reason, where it is printed
 UNREAD_LINES = 1000  # that nobody takes from standard output
 SNAPSHOT_EVERY = 10_000  # entries
+LATE = 4  # times as many, and a snapshot does not wait for a quiet moment any longer
 
 #: From users. Posted, and answered by "done" or "refused"; "status" is answered by "status".
 ASKED: Schemas = {"ask": {"event": dict}, "status": {}}
@@ -213,10 +218,7 @@ def orders(commands: list[Command], roster: Roster) -> dict[str, list[Message]]:
     """By aggregator. What is for a node that none is known to reach is left out."""
     out: dict[str, list[Message]] = {}
     for command in commands:
-        homes: dict[str, list[str]] = {}
-        for node in command.to:
-            homes.setdefault(roster.home(node), []).append(node)
-        homes.pop("", None)
+        homes = roster.homes(command.to)
         if isinstance(command, Form):
             for home, share in fanout.shares(command, homes).items():
                 out.setdefault(home, []).append({"type": "form", **share})
@@ -441,20 +443,26 @@ class Controller:
             print(f"refused, from {self.state.refused}", file=sys.stderr, flush=True)
             self.state.refused = ""
         if not self._trouble:
-            self._write_down()
+            self._write_down(urgent=any(command.to for command in said))
 
-    def _write_down(self) -> None:
+    def _write_down(self, urgent: bool = False) -> None:
+        """`urgent`: somebody waits for what was decided, so nothing else is read before it is durable and said."""
         try:
             while self._unwritten:
                 heard = self._unwritten[0]
                 if heard.is_news:
                     self.journal.append(heard.kind, heard.entry, heard.time_ns)
                 self._waiting.append((self.journal.number, self._unwritten.popleft()))
-            if self.journal.snapshot_due:
-                self.journal.snapshot(self.state.to_bytes())
+            if urgent:
+                with contextlib.suppress(TimeoutError):
+                    self.journal.wait(self.journal.number, URGENT_S)
         except JournalError as error:
             self._troubled(error)
         self._settle()
+        late = self.journal.number - self.journal.snapshot_number >= LATE * self.journal.snapshot_every
+        if self.journal.snapshot_due and not self._trouble and (late or self.gang.calm):
+            with contextlib.suppress(JournalError):  # heard of by the next entry
+                self.journal.snapshot(self.state.to_bytes())
 
     def _settle(self) -> None:
         """Send what has become durable, and tell those who caused it that they were heard."""
@@ -547,6 +555,16 @@ def ask(folder: Path, secret: Secret, message: Message, timeout_s: float = 10.0)
     return answers[0]
 
 
+def tidy(controller: Controller) -> None:
+    """A gang is a million objects. To look for garbage among them takes longer than any decision, so it is done when
+    nothing is under way, and only among what is new."""
+    gc.disable()
+    if controller.gang.calm:
+        gc.collect()
+        gc.freeze()
+    controller.loop.after(TIDY_S, partial(tidy, controller))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m phalanx.runtime.controller")
     parser.add_argument("--dir", type=Path, required=True, help="with gang.json; the journal is kept there")
@@ -557,22 +575,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--beat-s", type=float, default=BEAT_S, help="between two heartbeats of an agent")
     parser.add_argument("--attached", action="store_true", help="end when standard input does")
     args = parser.parse_args(argv)
-    gc.set_threshold(50_000, 20, 100)  # a gang is a million objects: looking through them takes a while
     try:
         controller = Controller(
             args.dir, load_secret(args.secret, create=False), args.host, args.port, args.aggregate, args.beat_s
         )
     except (JournalError, UserError, OSError) as error:
         sys.exit(f"the controller cannot start: {error}")
+    tidy(controller)
     signals, wakeup = socket.socketpair()
     for end in (signals, wakeup):
         end.setblocking(False)
     signal.set_wakeup_fd(wakeup.fileno())
 
     def stop(mask: int) -> None:
-        controller.over = signal.Signals(signals.recv(1)[0]).name
+        numbers = {*signals.recv(4096)} & {*ENDING}
+        if numbers:
+            controller.over = kernel.signal_name(min(numbers))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDING:
         signal.signal(number, lambda *_: None)  # what matters is the number in the socket
     controller.loop.watch(signals, READ, stop)
 
@@ -583,7 +603,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.attached:
         controller.loop.watch(0, READ, hear)
     controller.run()
-    if controller.over not in (signal.SIGTERM.name, signal.SIGINT.name):
+    if controller.over not in [number.name for number in ENDING]:
         sys.exit(controller.over)
 
 

@@ -92,7 +92,7 @@ class Journal:
             try:
                 self._db = undo.enter_context(contextlib.closing(_open(self.path)))
                 self.term, self._number, self._hash = self._take_over()
-                self._snapshot_number = self._db.execute("SELECT max(number) FROM snapshot").fetchone()[0] or 0
+                self.snapshot_number = self._db.execute("SELECT max(number) FROM snapshot").fetchone()[0] or 0
             except sqlite3.Error as error:
                 raise _explained(self.path, error) from None
             undo.pop_all()
@@ -129,13 +129,13 @@ class Journal:
         """Of all that was appended until now."""
         with self._news:
             self._raise_trouble()
-            chain, self._snapshot_number = self._hash, self._number
+            chain, self.snapshot_number = self._hash, self._number
             self._snapshots.append((self._number, chain, state, _digest(chain, self._number, state)))
             self._news.notify_all()
 
     @property
     def snapshot_due(self) -> bool:
-        return self._number - self._snapshot_number >= self.snapshot_every
+        return self._number - self.snapshot_number >= self.snapshot_every
 
     @property
     def number(self) -> int:

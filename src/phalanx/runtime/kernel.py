@@ -16,6 +16,14 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
+def signal_name(number: int) -> str:
+    """Real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def die_with_parent(parent: int) -> None:
     """SIGKILL for this process when `parent` ends, however it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -25,6 +25,7 @@ from phalanx.runtime import kernel
 from phalanx.runtime.watch import Watch
 from phalanx.runtime.wire import Conn, Message, Schemas, WireError, check
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SLOTS = 256  # workers on one node at a time
 CLIENT_BACKLOG_BYTES = 16 << 20  # unread by the client: workers are not read either, and wait in send
 WORKER_BACKLOG_BYTES = 128 << 20  # unread by a worker: it is given up
@@ -86,7 +87,7 @@ class Node:
         self.signals.setblocking(False)
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno())
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        for number in (*ENDING, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)  # what matters is the number in the socket
         self.zygote, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.zygote.setblocking(False)
@@ -142,8 +143,8 @@ class Node:
 
     def _on_signal(self, mask: int) -> None:
         for number in self.signals.recv(4096):
-            if number != signal.SIGCHLD:
-                raise Stop(f"the node process was ended by {signal.Signals(number).name}")
+            if number in ENDING:
+                raise Stop(f"the node process was ended by {kernel.signal_name(number)}")
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # the zygote, or what a worker left behind
                 if ended[0] == self.zygote_pid:
@@ -258,7 +259,7 @@ class Node:
                 "type": "exit",
                 "worker": worker,
                 "code": code if code >= 0 else None,
-                "signal": signal.Signals(-code).name if code < 0 else None,
+                "signal": kernel.signal_name(-code) if code < 0 else None,
                 "error": error or w.error,
                 "progress": w.progress.read().to_dict(),
             },
@@ -279,7 +280,7 @@ class Node:
 
 def _how(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"killed by {kernel.signal_name(-code)}" if code < 0 else f"exit code {code}"
 
 
 def main(argv: list[str], kind: type[Node] = Node) -> None:

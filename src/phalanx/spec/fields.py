@@ -366,6 +366,11 @@ class RunSection(Section):
     hang_timeout_s: float = option(
         RUN.hang_timeout_s, "Seconds without a step until a run counts as hung; 0 derives it from the step time.", ge=0
     )
+    hosts: Annotated[str, AfterValidator(os.path.expanduser)] = option(
+        RUN.hosts,
+        "A file that says at which addresses nodes listen, and how their processes start (see docs/recovery.md); "
+        "without one, all is on loopback. With recovery only.",
+    )
 
 
 class JobFile(Section):

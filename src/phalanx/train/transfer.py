@@ -34,7 +34,7 @@ NAMES_BYTES = 1 << 24  # of the tensors
 class Giver:
     """`host`: where it listens."""
 
-    def __init__(self, token: str, device: Device, host: str = "127.0.0.1"):
+    def __init__(self, token: str, device: Device, host: str):
         self._token, self._device = token, device
         self._offer: tuple[int, int, State] | None = None  # generation, step
         self._changed = threading.Condition()

@@ -130,7 +130,7 @@ class Worker:
         coord = job.layout.coord(self.rank)
         self.state = State.create(job, self.family, coord, self.device)
         self.member = Member(int(args.get("worker", self.rank)), job.train.steps, generation=-1)
-        self.giver = transfer.Giver(args["token"], self.device) if "token" in args else None
+        self.giver = transfer.Giver(args["token"], self.device, args["host"]) if "token" in args else None
         self.commands = Commands(channel)
         self.groups: Groups | None = None
         self.engine: Engine | None = None

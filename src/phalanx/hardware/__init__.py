@@ -1,0 +1,7 @@
+"""The catalogue of chips, nodes, fabrics and sites, each figure with its source, and the clusters made of them.
+Packaged as TOML; users lay their own entries over it. Knows no torch and no pydantic."""
+
+from phalanx.hardware.catalogue import Catalogue, cluster, load
+from phalanx.hardware.nouns import Chip, Cluster, Fabric, Node, Price, ScaleUp, Site, Tier
+
+__all__ = ["Catalogue", "Chip", "Cluster", "Fabric", "Node", "Price", "ScaleUp", "Site", "Tier", "cluster", "load"]
