@@ -358,7 +358,7 @@ def test_a_copy_is_the_same_bit_for_bit(server):
         push(address(server), "token", rank, a_slot(OLD, rank))
         push(address(server), "token", rank, a_slot(NEW, rank))
     for rank in (0, 1):
-        back = fetch(address(server), "token", rank)
+        back, _ = fetch(address(server), "token", rank)
         assert back.header() == faults.header_of(rank, NEW)
         assert bytes(back.image) == faults.image_of(ENTRIES, PLANS[rank], NEW).tobytes()
 
@@ -367,7 +367,7 @@ def test_the_newest_three_are_kept_whatever_comes_in_which_order(server):
     for step in (4, 5, 9, 6):
         push(address(server), "token", 0, a_slot(step))
     assert len(server.copies[0]) == 3
-    assert fetch(address(server), "token", 0).header()["step"] == 9
+    assert fetch(address(server), "token", 0)[0].header()["step"] == 9
 
 
 def test_who_has_no_token_gets_and_leaves_nothing(server):
@@ -377,7 +377,7 @@ def test_who_has_no_token_gets_and_leaves_nothing(server):
             push(address(server), token, 0, a_slot(NEW))
         with pytest.raises(OSError):
             fetch(address(server), token, 0)
-    assert fetch(address(server), "token", 0).header()["step"] == OLD
+    assert fetch(address(server), "token", 0)[0].header()["step"] == OLD
     assert len(server.copies[0]) == 1
 
 
@@ -404,11 +404,11 @@ def test_a_push_that_is_cut_leaves_the_copy_before(server, part):
         assert 0.8 * slot.size < slot.image_bytes
         cut_push(server, slot, int(part * slot.size))
         wait_for(lambda: not [t for t in threading.enumerate() if "_serve" in t.name])
-        back = fetch(address(server), "token", 0)
+        back, _ = fetch(address(server), "token", 0)
         assert back.header()["step"] == step - 1
         assert bytes(back.image) == faults.image_of(entries, plan, step - 1).tobytes()
         push(address(server), "token", 0, slot)
-    assert fetch(address(server), "token", 0).header()["step"] == NEW + 2
+    assert fetch(address(server), "token", 0)[0].header()["step"] == NEW + 2
 
 
 @pytest.mark.parametrize("at", ["image", "hashes", "seal"])
@@ -429,7 +429,7 @@ def test_a_copy_that_is_damaged_on_the_way_is_refused_and_the_one_before_stays(s
     with pytest.raises(BadCheckpoint, match=r"seal|xxh3"):
         fetch(address(server), "token", 0)  # on the way back as well
     monkeypatch.undo()
-    assert fetch(address(server), "token", 0).header()["step"] == OLD
+    assert fetch(address(server), "token", 0)[0].header()["step"] == OLD
 
 
 def test_two_pushes_of_a_rank_at_once_are_both_whole(server):
@@ -453,7 +453,7 @@ def test_two_pushes_of_a_rank_at_once_are_both_whole(server):
         for thread in threads:
             thread.join()
     assert failed == []
-    back = fetch(address(server), "token", 0)
+    back, _ = fetch(address(server), "token", 0)
     assert back.header()["step"] in (4, 5) and bytes(back.image) == bytes(slots[back.header()["step"]].image)
 
 

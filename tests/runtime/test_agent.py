@@ -272,7 +272,7 @@ def test_a_node_that_is_replaced_gives_its_state_to_the_next(cluster):
     (served,) = c.bodies("served")
     assert served["worker"] == old["worker"] and served["step"] == form["step"] > 0
     (source,) = [b["source"] for b in c.bodies("formed") if b["generation"] == 2]
-    assert source == {"kind": "live", "node": "a", "number": old["worker"], "made": source["made"]}
+    assert source == {"kind": "live", "node": "a", "number": old["worker"], "made": source["made"], "address": ""}
     c.until(lambda: [f["node"] for f in c.facts()] == ["b"])
 
 

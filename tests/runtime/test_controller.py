@@ -249,7 +249,9 @@ def test_what_users_may_ask(play):
 
     assert "Drain.node = 'nobody'" in refused(kind="Drain", node="nobody")
     assert "expected 1 to 2" in refused(kind="Scale", replicas=3)
-    assert "nothing that can be asked for" in refused(kind="NodeJoined", node="b", incarnation=1, domain="", address="")
+    assert "nothing that can be asked for" in refused(
+        kind="NodeJoined", node="b", incarnation=1, domain="", address="", memory=""
+    )
     assert "expected a kind" in refused(kind="Explode")
     assert play.ask({"type": "ask", "event": {"kind": "Drain", "node": "a"}}) == {"type": "done"}
     assert play.ask({"type": "status"})["nodes"]["a"]["drained"]

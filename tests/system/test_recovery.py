@@ -135,11 +135,15 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_with_one_replica_all_go_back_to_the_snapshot_in_memory(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "ranks_per_node", "spares"), [("worker", 2, 0), ("node", 1, 1)], ids=["own memory", "its buddy's"]
+)
+def test_with_one_replica_all_go_back_to_the_snapshot_in_memory(tmp_path, kind, ranks_per_node, spares):
     """No other copy of the rank's state is left; the steps since are a branch of the ledger."""
-    values = JOB | {"layout.replica": 1, "layout.tp": 2, "layout.ranks_per_node": 2, "recovery.spares": 0}
-    values |= {"recovery.on": "true", "train.steps": 120, "checkpoint.memory_every_steps": 7}
-    args = [PHALANX, "chaos", "run", "--faults", "2", "--kinds", "worker", *sets(values)]
+    values = JOB | {"layout.replica": 1, "layout.tp": 2, "layout.ranks_per_node": ranks_per_node}
+    values |= {"recovery.spares": spares, "recovery.on": "true", "train.steps": 120}
+    values |= {"checkpoint.memory_every_steps": 7}
+    args = [PHALANX, "chaos", "run", "--faults", "2", "--kinds", kind, *sets(values)]
     done = subprocess.run(args, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "after 2 faults the weights and all 120 steps of the ledger are bit-identical" in done.stdout

@@ -84,7 +84,7 @@ def case_resume(args):
             if how == "file":
                 resume(job, rank.coord, rank.state, rank.device, args["dir"], name)
             else:
-                resume_from_memory(job, rank.coord, rank.state, rank.device, slot)
+                resume_from_memory(job.layout, rank.coord, rank.state, rank.device, slot)
 
         rank = Rank(job, number, store, args["generation"] * 10 + 1 + i, prepare)
         if args.get("forget_rng"):

@@ -9,6 +9,7 @@ import json
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from phalanx.checkpoint.memory import SLOTS, Slot
@@ -19,12 +20,16 @@ HELLO_BYTES = 1 << 16
 TIMEOUT_S = 60.0
 
 
-class BuddyServer:
-    """Keeps the newest two copies of every rank that was pushed here, and hands them out. On loopback unless told
-    otherwise."""
+Held = tuple[Slot, Any]  # and the layout that it was made in, as JSON
 
-    def __init__(self, token: str, host: str = "127.0.0.1"):
-        self.token, self.copies = token, dict[int, list[Slot]]()
+
+class BuddyServer:
+    """Keeps the newest copies of every rank that was pushed here, and hands them out; so it does with what `own` says
+    that this node has itself of a rank. On loopback unless told otherwise."""
+
+    def __init__(self, token: str, host: str = "127.0.0.1", own: Callable[[int], list[Held]] = lambda rank: []):
+        self.token, self.copies, self._own = token, dict[int, list[Slot]](), own
+        self.layouts: dict[int, Any] = {}  # of the copies
         self._lock = threading.Lock()
         self._taking: dict[int, threading.Lock] = {}  # by rank: both of its slots may be on their way at once
         self._server = socket.create_server((host, 0))
@@ -50,9 +55,10 @@ class BuddyServer:
                 with self._lock:
                     taking = self._taking.setdefault(rank, threading.Lock())
                 with taking:
+                    self.layouts[rank] = hello.get("layout")
                     self._take(conn, rank, int(hello["image_bytes"]), int(hello["own_bytes"]))
             else:
-                self._give(conn, rank)
+                self._give(conn, rank, hello.get("at"))
 
     def _take(self, conn: socket.socket, rank: int, image_bytes: int, own_bytes: int) -> None:
         slot = self._room(rank, image_bytes, own_bytes)
@@ -81,14 +87,16 @@ class BuddyServer:
                 copies.clear()
             return Slot(image_bytes, own_bytes) if len(copies) < SLOTS else copies[0]
 
-    def _give(self, conn: socket.socket, rank: int) -> None:
+    def _give(self, conn: socket.socket, rank: int, at: list[int] | None) -> None:
+        """`at`: a step and its generation; else the newest."""
         with self._lock:
-            whole = [slot for slot in self.copies.get(rank, []) if slot.header()]
+            kept: list[Held] = [(slot, self.layouts.get(rank)) for slot in self.copies.get(rank, [])]
+        whole = [held for held in kept + self._own(rank) if (h := held[0].header()) and at in (None, _at(h))]
         if not whole:
             send(conn, {"error": f"there is no whole copy of rank {rank} here"})
             return
-        slot = max(whole, key=_step)
-        send(conn, {"error": "", "image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes})
+        slot, layout = max(whole, key=lambda held: _step(held[0]))
+        send(conn, {"error": "", "image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes, "layout": layout})
         conn.sendall(slot.memory)
 
     def close(self) -> None:
@@ -96,25 +104,29 @@ class BuddyServer:
         self._server.close()
 
 
+def _at(header: dict[str, Any]) -> list[int]:
+    return [header["step"], header["generation"]]
+
+
 def _step(slot: Slot) -> int:
     header = slot.header()
     return header["step"] if header else -1
 
 
-def push(address: tuple[str, int], token: str, rank: int, slot: Slot) -> None:
+def push(address: tuple[str, int], token: str, rank: int, slot: Slot, layout: Any = None) -> None:
     with socket.create_connection(address, TIMEOUT_S) as conn:
-        sizes = {"image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes}
-        send(conn, {"type": "push", "token": token, "rank": rank, **sizes})
+        about = {"image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes, "layout": layout}
+        send(conn, {"type": "push", "token": token, "rank": rank, **about})
         conn.sendall(slot.memory)
         error = receive(conn)["error"]
     if error:
         raise BadCheckpoint(f"the copy at the buddy node is damaged: {error}")
 
 
-def fetch(address: tuple[str, int], token: str, rank: int) -> Slot:
-    """A rank's newest copy, verified."""
+def fetch(address: tuple[str, int], token: str, rank: int, at: tuple[int, int] | None = None) -> Held:
+    """A rank's copy of a step and its generation, or its newest; verified."""
     with socket.create_connection(address, TIMEOUT_S) as conn:
-        send(conn, {"type": "get", "token": token, "rank": rank})
+        send(conn, {"type": "get", "token": token, "rank": rank, "at": at})
         reply = receive(conn)
         if reply["error"]:
             raise BadCheckpoint(reply["error"])
@@ -123,7 +135,7 @@ def fetch(address: tuple[str, int], token: str, rank: int) -> Slot:
     if slot.header() is None:
         raise BadCheckpoint(f"the copy of rank {rank} came without a seal that holds")
     slot.verify()
-    return slot
+    return slot, reply["layout"]
 
 
 def fill(conn: socket.socket, room: memoryview) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.buddy import BuddyServer, fetch, push
+from phalanx.checkpoint.buddy import BuddyServer, Held, fetch, push
 from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.memory import SLOTS, Slot, check_room, slot_bytes
 from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan, Segment, checkpoint_name, file_name, word_of
@@ -40,6 +40,7 @@ WRITERS = 4
 @dataclass
 class Rank:
     slots: list[Slot]
+    layout: Any = None  # that they are of, as JSON
     conn: socket.socket | None = None
     written: set[str] = field(default_factory=set)  # checkpoints whose file is there, or on its way
 
@@ -47,7 +48,16 @@ class Rank:
 class Keeper:
     """`url`: where checkpoints go. `run`: random, of this run; with the generation and step it names a checkpoint."""
 
-    def __init__(self, channel: Any, url: str, ranks: int, keep: tuple[int, int], token: str, has_buddy: bool):
+    def __init__(
+        self,
+        channel: Any,
+        url: str,
+        ranks: int,
+        keep: tuple[int, int],
+        token: str,
+        has_buddy: bool,
+        host: str = "127.0.0.1",
+    ):
         self.channel, self.keep, self.num_ranks, self.token, self.has_buddy = channel, keep, ranks, token, has_buddy
         self.store = open_store(url)
         self.catalog = Catalog(self.store)
@@ -57,7 +67,7 @@ class Keeper:
         self.lock = threading.Lock()
         self.writers = ThreadPoolExecutor(WRITERS, "phalanx-drain")
         self.hashers = ThreadPoolExecutor(WRITERS, "phalanx-hash")
-        self.server = BuddyServer(token)
+        self.server = BuddyServer(token, host, self._own)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"\0phalanx-keeper-{secrets.token_hex(16)}")
         self.listener.listen(1024)
@@ -115,7 +125,7 @@ class Keeper:
             conn.close()
             return False
         self.base = base
-        self.ranks[rank].conn = conn
+        self.ranks[rank].conn, self.ranks[rank].layout = conn, base["layout"]
         reply = {"type": "welcome", "newest": self._newest(rank)}
         socket.send_fds(conn, [json.dumps(reply).encode()], [slot.fd for slot in slots])
         return True
@@ -214,7 +224,7 @@ class Keeper:
     def _copy(self, rank: int, slot: Slot) -> None:
         assert self.buddy
         try:
-            push(self.buddy, self.token, rank, slot)
+            push(self.buddy, self.token, rank, slot, self.ranks[rank].layout)
         except (OSError, BadCheckpoint) as error:
             self.channel.send({"type": "checkpoint_failed", "rank": rank, "where": "buddy", "reason": str(error)})
 
@@ -276,11 +286,15 @@ class Keeper:
                 self.writers.submit(self._drain_step, rank, int(order["step"]))
         elif kind == "fetch":  # the snapshots of a node that is gone, from its buddy
             for rank in order["ranks"]:
-                self.adopt(int(rank), fetch((order["host"], int(order["port"])), self.token, int(rank)))
+                self.adopt(int(rank), *fetch((order["host"], int(order["port"])), self.token, int(rank)))
 
-    def adopt(self, rank: int, slot: Slot) -> None:
+    def adopt(self, rank: int, slot: Slot, layout: Any = None) -> None:
         others = [Slot(slot.image_bytes, slot.own_bytes) for _ in range(SLOTS - 1)]
-        self.ranks[rank] = Rank([slot, *others])
+        self.ranks[rank] = Rank([slot, *others], layout)
+
+    def _own(self, rank: int) -> list[Held]:
+        found = self.ranks.get(rank)
+        return [(slot, found.layout) for slot in found.slots] if found else []
 
     def steps(self, rank: int) -> list[int]:
         """Whose snapshots are whole."""
@@ -323,7 +337,15 @@ class Keeper:
 
 def main(channel: Any, args: dict[str, Any]) -> None:
     keep = (int(args["keep_last"]), int(args["keep_every"]))
-    Keeper(channel, args["url"], int(args["ranks"]), keep, args["token"], bool(args["has_buddy"])).serve()
+    Keeper(
+        channel,
+        args["url"],
+        int(args["ranks"]),
+        keep,
+        args["token"],
+        bool(args["has_buddy"]),
+        args.get("host", "127.0.0.1"),
+    ).serve()
 
 
 class Line:

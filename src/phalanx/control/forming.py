@@ -112,7 +112,8 @@ class Forming(Halting):
             for rank, step, made in copies:
                 if self.lineage.counts(step, made):
                     held[rank % members.replica_size][step].append((node, rank, made))
-        return Stocks(members.replica_size, where, live, held, dict(self.durable))
+        memories = {node: members.nodes[node].memory for node in self.held if node in members.nodes}
+        return Stocks(members.replica_size, where, live, held, dict(self.durable), memories)
 
     def _on_Held(self, event: messages.Held) -> bool:
         if self.phase != "asking" or event.generation != self.generation:

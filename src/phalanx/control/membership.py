@@ -19,6 +19,7 @@ class Node:
     incarnation: int
     domain: str
     address: str = ""
+    memory: str = ""
     dead: bool = False
     drained: bool = False
     fault: str = ""  # why it should be replaced, and the rung of the ladder that this is
@@ -110,8 +111,8 @@ class Membership:
 
     # -- nodes
 
-    def join(self, name: str, incarnation: int, domain: str, address: str = "") -> None:
-        self.nodes[name] = Node(incarnation, domain, address)
+    def join(self, name: str, incarnation: int, domain: str, address: str = "", memory: str = "") -> None:
+        self.nodes[name] = Node(incarnation, domain, address, memory)
         self.alive += 1
         self.spares.add(name)
 

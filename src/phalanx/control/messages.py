@@ -69,6 +69,7 @@ class NodeJoined(Event):
     incarnation: int
     domain: str = ""  # of failure
     address: str = ""  # of its rendezvous store
+    memory: str = ""  # where its snapshots are given out
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +374,7 @@ class Source:
     node: str = ""
     number: int = 0  # of the worker, or of the rank
     made: int = 0  # in which generation; there may be an abandoned one of the same step
+    address: str = ""  # of that memory
 
 
 @dataclass(frozen=True, slots=True)

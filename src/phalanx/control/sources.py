@@ -66,6 +66,7 @@ class Stocks:
     live: dict[int, dict[int, tuple[str, int]]]  # step -> rank -> the node and the worker that has it
     held: dict[int, dict[int, list[tuple[str, int, int]]]]  # coordinate -> step -> node, rank, generation
     durable: dict[int, int]  # step -> generation
+    memories: dict[str, str]  # node -> the address of its memory
 
     def newest(self, limit: int | None) -> tuple[int, dict[int, Source]]:
         """The last step, up to `limit`, that all ranks can have, and from where those that lack it get it."""
@@ -92,7 +93,7 @@ class Stocks:
                 sources[rank] = Source("live", *live[next_one])
             elif kept := self.held.get(rank % size, {}).get(step):
                 name, whose, made = min(kept, key=lambda copy: (copy[0] != node, copy[1] < rank, copy))
-                sources[rank] = Source("memory", name, whose, made)
+                sources[rank] = Source("memory", name, whose, made, self.memories.get(name, ""))
             elif step in self.durable:
                 sources[rank] = Source("durable", made=self.durable[step])
             else:

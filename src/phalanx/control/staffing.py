@@ -74,12 +74,12 @@ class Staffing:
             if event.incarnation == node.incarnation:
                 answer = messages.Fence if node.dead else messages.Welcome
                 self._say(answer(event.node, event.incarnation))
-                node.address = event.address
+                node.address, node.memory = event.address, event.memory
                 self._clear(event.node)
             return False
         if node and not node.dead:
             self._lose_node(event.node, f"came back as incarnation {event.incarnation}", back=True)
-        self.members.join(event.node, event.incarnation, event.domain, event.address)
+        self.members.join(event.node, event.incarnation, event.domain, event.address, event.memory)
         self._say(messages.Welcome(event.node, event.incarnation))
         return True
 

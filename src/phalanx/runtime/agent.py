@@ -118,7 +118,7 @@ class Agent(Node):
         """With each incarnation."""
         self._welcome = False
         self._joined = self._stepped = 0  # the numbers of posts
-        self._address = ""  # of the store, as it was last said
+        self._address = ("", "")  # of the store and the keeper, as they were last said
         self._gathered: dict[tuple[Any, ...], dict[int, str]] = {}
         self._asks: list[int] = []  # generations, for which the keeper was asked what it holds
         self._halted = -1
@@ -237,10 +237,11 @@ class Agent(Node):
         store, link = self.services["store"].said, self.link
         if link is None or link.session is None or store is None or link.outbox.acked < self._joined:
             return
-        address = f"{store['host']}:{store['port']}"
+        keeper = self.services["keeper"].said if "keeper" in self.services else None
+        address = (f"{store['host']}:{store['port']}", f"{self.args['host']}:{keeper['port']}" if keeper else "")
         if not self._welcome or address != self._address:
             self._address = address
-            self._joined = self._post(messages.NodeJoined(self.name, self.incarnation, self.domain, address))
+            self._joined = self._post(messages.NodeJoined(self.name, self.incarnation, self.domain, *address))
 
     def _post(self, event: Event) -> int:
         """After what was gathered: the order in which things happened is kept."""

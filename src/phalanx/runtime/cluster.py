@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.control.policy import Policy
+from phalanx.core.checkpoint import buddies
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
 from phalanx.runtime import agent, controller
@@ -75,7 +76,7 @@ def launch(
         "token": secrets.token_hex(16),
         "resume": resume,
         "checkpoints": checkpoints,
-        "keeper": {"run": cluster.saving.run, "data_version": data_version},
+        "keeper": {"run": cluster.saving.run, "data_version": data_version, "token": cluster.saving.token},
     }
     services: dict[str, Any] = {"store": {"entry": store_entry, "args": {}}}
     if data_entry:
@@ -177,6 +178,20 @@ class Cluster:
     def nodes(self) -> list[str]:
         return [f"node-{i}" for i in range(num_nodes(self.job.layout) + self.job.recovery.spares + self.added)]
 
+    @property
+    def _has_buddies(self) -> bool:
+        """Other replicas are the copies, where there are some."""
+        return self.job.layout.replica == 1 and len(self.nodes) > 1
+
+    def _pair_keepers(self) -> None:
+        """Each with a buddy, of those that are there."""
+        there = sorted(self.saving.keepers)
+        for at, other in zip(there, buddies([str(node) for node in there]), strict=True):
+            if other is not None:
+                peer = there[other]
+                where = {"host": self._place(self.nodes[peer]).host, "port": self.saving.keepers[peer]["port"]}
+                self._to_keeper(at, {"type": "buddy", **where})
+
     def keeper_args(self, url: str) -> dict[str, Any]:
         c, layout = self.job.checkpoint, self.job.layout
         return {
@@ -185,7 +200,7 @@ class Cluster:
             "keep_last": c.keep_last,
             "keep_every": c.keep_every,
             "token": self.saving.token,
-            "has_buddy": False,
+            "has_buddy": self._has_buddies,
         }
 
     # -- from the first process to the last
@@ -407,6 +422,8 @@ class Cluster:
             client.close()
             del self.agents[name]
             self.saving.keepers.pop(self._number(name), None)
+            if self._has_buddies:
+                self._pair_keepers()
             self._tell_node(name, f"died: {event['reason']}")
             if not self.ended:
                 self._again[name] = time.monotonic() + self.job.recovery.restart_s
@@ -434,6 +451,8 @@ class Cluster:
         if worker == KEEPER:
             if kind in SAVING:
                 self.saving.on_keeper(self._number(name), body)
+            if kind == "keeper" and self._has_buddies:
+                self._pair_keepers()
             return
         if kind == "error":
             failure = self.failures[worker] = Failure(worker)

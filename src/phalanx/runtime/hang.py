@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import re
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from phalanx.observe.progress import QUIET, Reading
@@ -45,7 +46,8 @@ class Evidence(NamedTuple):
         """For others: inside torch.distributed, in a wait(), or at a line that calls a collective. What waits in
         C++ has no Python frame of its own, hence the look at the source line."""
         frames = [m.groupdict() for m in _FRAME.finditer(self.stack)]
-        if any("torch/distributed" in f["file"] or f["function"] == "wait" for f in frames[:3]):
+        inside = takewhile(lambda f: "/torch/" in f["file"] or f["function"] == "wait", frames)
+        if any("torch/distributed" in f["file"] or f["function"] == "wait" for f in islice(inside, 3)):
             return True
         return bool(frames) and bool(_WAITS.search(linecache.getline(frames[0]["file"], int(frames[0]["line"]))))
 

@@ -18,7 +18,7 @@ from phalanx.checkpoint.memory import Slot
 from phalanx.checkpoint.torch_state import Snapshotter, load, load_slot, set_rng_state
 from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan
 from phalanx.core.job import Job
-from phalanx.core.layout import Coord
+from phalanx.core.layout import Coord, Layout
 from phalanx.core.store import open_store
 from phalanx.observe.progress import Phase
 from phalanx.parallel.device import Device
@@ -132,11 +132,12 @@ def resume_from_checkpoint(
     raise BadCheckpoint(f"there is no checkpoint of step {step}, generation {generation}, at {url}")
 
 
-def resume_from_memory(job: Job, coord: Coord, state: State, device: Device, slot: Slot) -> int:
-    """Go on from this rank's own snapshot; returns its step."""
+def resume_from_memory(layout: Layout, coord: Coord, state: State, device: Device, slot: Slot) -> int:
+    """Go on from a snapshot of this rank, or of its peer in another replica; returns its step. `layout` and `coord`:
+    in which it was made."""
     header = slot.header()
     if header is None:
         raise BadCheckpoint("there is no whole snapshot in memory")
-    state.restore(partial(load_slot, slot, state.entries, job.layout, coord), header["step"], header["step"])
+    state.restore(partial(load_slot, slot, state.entries, layout, coord), header["step"], header["step"])
     set_rng_state(device, base64.b64decode(header["rng"]))
     return state.step

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 import torch._dynamo  # torch's optimizers import it; here the ranks get it with the fork
 
+from phalanx.checkpoint.buddy import fetch
 from phalanx.checkpoint.torch_state import rng_state, set_rng_state
 from phalanx.control.member import Member
 from phalanx.control.messages import Source
 from phalanx.core.checkpoint import BadCheckpoint
 from phalanx.core.job import Job
-from phalanx.core.layout import Coord
+from phalanx.core.layout import Coord, Layout
 from phalanx.data.feed import Feed
 from phalanx.data.samples import digest, places_of, unpack
 from phalanx.model.family import Batch, check_family, load_family
@@ -287,15 +288,11 @@ class Worker:
             return
         self._wait_for_snapshot()
         if source.kind == "memory":
-            if source.node != self.args.get("node") or source.number != job.layout.rank(coord):
-                raise BadCheckpoint(f"the snapshot of rank {source.number} is on node {source.node}")
-            self._keep_line(job, coord, self.member.generation)
-            assert self.saver
-            slots = self.saver.snapshots.line.slots
-            found = [s for s in slots if (h := s.header()) and (h["step"], h["generation"]) == (step, source.made)]
-            if not found:
-                raise BadCheckpoint(f"the snapshot of step {step} is not in memory any more")
-            resume_from_memory(job, coord, self.state, self.device, found[0])
+            self._drop_saver()
+            token = self.args["keeper"]["token"]
+            slot, made = fetch(_address(source.address), token, source.number, (step, source.made))
+            layout = Layout(**made)
+            resume_from_memory(layout, layout.coord(source.number), self.state, self.device, slot)
         elif source.made or (step and not self.args.get("resume")):
             url = self.args["checkpoints"]
             resume_from_checkpoint(job, coord, self.state, self.device, url, step, source.made)
