@@ -15,6 +15,8 @@ from tests.runtime.conftest import WORKERS, Tree
 
 WAITING = 'most recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 3 in all_reduce\n'
 BUSY = 'most recent call first):\n  File "/x/model.py", line 3 in forward\n'
+# Code that a library of collectives has called does not wait for others.
+CALLED_BACK = BUSY.replace("line 3 in forward", "line 9 in hook") + WAITING.partition("\n")[2]
 
 
 def evidence(worker, stack=WAITING, state="S", step=5, micro=0, counter=9):
@@ -31,6 +33,7 @@ def evidence(worker, stack=WAITING, state="S", step=5, micro=0, counter=9):
             [2],
             "in forward (/x/model.py:3), while the others",
         ),
+        ([evidence(0), evidence(1, stack=CALLED_BACK)], [1], "in hook (/x/model.py:9), while the others"),
         ([evidence(0), evidence(1, step=4), evidence(2)], [1], "is furthest behind"),
         ([evidence(0, micro=1), evidence(1, micro=1), evidence(2)], [2], "is furthest behind"),
         ([evidence(0), evidence(1)], [0, 1], "none is behind"),
