@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
@@ -29,14 +30,14 @@ QUICK = dict(
 class Controller:
     """The process, its lines, and its end."""
 
-    def __init__(self, folder: Path, secret: Path, *more: str):
+    def __init__(self, folder: Path, secret: Path, *more: str, log: IO[bytes] | None = None):
         command = ["--dir", str(folder), "--secret", str(secret), "--beat-s", str(BEAT_S), *more]
         self.lines: list[dict] = []
         self._rest = b""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "phalanx.runtime.controller", *command],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=log or subprocess.PIPE,
         )
 
     def read(self, timeout: float = 0.0) -> list[dict]:
@@ -63,7 +64,8 @@ class Controller:
             self.process.kill()
         self.process.wait()
         self.process.stdout.close()
-        self.process.stderr.close()
+        if self.process.stderr:
+            self.process.stderr.close()
 
 
 class Cluster:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -72,8 +73,8 @@ class Play:
         write_plan(self.folder, LAYOUT, 100, 0, Policy(**QUICK))
         self.loop, self.controllers = Loop(), []
 
-    def start(self, *more):
-        new = Controller(self.folder, self.secret.path, *more)
+    def start(self, *more, log=None):
+        new = Controller(self.folder, self.secret.path, *more, log=log)
         self.controllers.append(new)
         path = self.folder / "controller.json"
         wait_for(
@@ -406,6 +407,23 @@ def test_while_the_journal_cannot_be_written_nothing_is_said(play, monkeypatch, 
     again.close()
     os.close(reading)
     os.close(writing)
+
+
+def test_a_full_disk_stops_neither_the_controller_nor_those_who_wait_for_it(play, tmp_path):
+    """Its log is on that disk too."""
+    with (tmp_path / "log").open("wb") as log:
+        play.start("--aggregate", log=log)
+    a, b = play.agent("a"), play.agent("b")
+    workers = play.launched(a, b)
+    controller = play.controllers[0].process
+    old = resource.prlimit(controller.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    last = a.post(messages.WorkersUp("a", 1, (workers["a"][1],)))
+    enough = time.monotonic() + 0.5
+    play.until(lambda: time.monotonic() > enough)
+    assert controller.poll() is None and a.link.outbox.acked < last
+    resource.prlimit(controller.pid, resource.RLIMIT_FSIZE, old)
+    b.post(messages.WorkersUp("b", 1, (workers["b"][1],)))
+    play.until(lambda: a.of("Form") and b.of("Form"))
 
 
 def heard(state, item, at=0):

@@ -21,7 +21,7 @@ from phalanx.control import codec, messages
 from phalanx.control.messages import Command, Event
 from phalanx.core.store import sync_folder
 from phalanx.observe.progress import Progress, Reading
-from phalanx.runtime import hang
+from phalanx.runtime import hang, kernel
 from phalanx.runtime.aggregator import COMMANDS as ORDERED
 from phalanx.runtime.health import Health
 from phalanx.runtime.node import COMMANDS, Node, Worker, main
@@ -405,7 +405,7 @@ class Agent(Node):
         try:
             command = self._command_of(body["command"])
         except ValueError as error:  # of another release, perhaps
-            print(f"a command was not understood: {error}", file=sys.stderr, flush=True)
+            kernel.complain(f"a command was not understood: {error}")
         else:
             getattr(self, "obey_" + type(command).__name__, lambda command: None)(command)
 

@@ -440,7 +440,7 @@ class Controller:
         entry = {**news, "decisions": [brief(command) for command in said]}
         self._unwritten.append(Heard(kind, entry, now, said, session, number))
         if self.state.refused:
-            print(f"refused, from {self.state.refused}", file=sys.stderr, flush=True)
+            kernel.complain(f"refused, from {self.state.refused}")
             self.state.refused = ""
         if not self._trouble:
             self._write_down(urgent=any(command.to for command in said))
@@ -490,7 +490,7 @@ class Controller:
         elif not self._trouble:
             self.loop.after(RETRY_S, self._retry)
             if str(error) != self._complained:
-                print(error, file=sys.stderr, flush=True)
+                kernel.complain(error)
         self._trouble = self._complained = str(error)
 
     def _retry(self) -> None:
