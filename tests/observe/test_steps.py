@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from phalanx.observe.steps import StepTable
 
 
-def report(step=0, time_s=1.0, loss_sums=(), tokens=0, grad_norm=0.5, lr=1e-3):
+def report(step=0, time_s=1.0, loss_sums=(), tokens=0, grad_norm=0.5, lr=1e-3, generation=0):
     whole = {"loss_sums": list(loss_sums), "tokens": tokens, "data_digest": "e"} if tokens else None
     return {
         "type": "step", "step": step, "time_s": time_s, "grad_norm": grad_norm, "lr": lr, "whole": whole,
+        "generation": generation,
         "data_wait_s": time_s / 8, "data_ready": int(2 * time_s) + 1, "served": {"a": 4} if tokens else {},
     }  # fmt: skip
 
@@ -31,7 +32,7 @@ def test_a_row_comes_when_the_last_rank_has_reported():
         "tokens_per_s": 400.0, "mfu": 0.2,
         "data_wait_s": 0.25, "data_ready": 2, "data_digest": "e", "generation": 0, "served": {"a": 8},
     }  # fmt: skip
-    assert list(table._open) == [1], "a finished step is still in memory"
+    assert list(table._open) == [(0, 1)], "a finished step is still in memory"
     assert table.events == []
 
 
@@ -48,10 +49,24 @@ def test_when_ranks_are_gone_the_others_have_reported_what_counted():
     for rank in (1, 2):  # rank 0 died
         table.add(rank, report(step=4, loss_sums=[3.0], tokens=2 if rank == 2 else 0))
         table.add(rank, report(step=5))
-    (row,) = table.settle(5, world_size=2)
+    (row,) = table.settle(1, 5, world_size=2)
     assert (row["step"], row["loss"]) == (4, 1.5) and not table._open, "step 5 is redone"
-    table.add(1, report(step=5))
-    assert table.add(2, report(step=5, loss_sums=[1.0], tokens=1))["loss"] == 1.0
+    assert table.add(1, report(step=4, generation=1)) is None and not table._open, "it is settled"
+    table.add(1, report(step=5, generation=1))
+    assert table.add(2, report(step=5, loss_sums=[1.0], tokens=1, generation=1))["loss"] == 1.0
+
+
+def test_reports_may_come_before_the_word_that_their_generation_has_begun():
+    """Ranks and controller speak by different ways."""
+    table = StepTable(world_size=3, tokens_per_step=1)
+    table.add(0, report(step=5))  # of the step that broke
+    for step in (5, 6):
+        for rank in (1, 2):
+            assert table.add(rank, report(step=step, loss_sums=[3.0], tokens=2, generation=1)) is None
+    table.add(1, report(step=7, generation=1))
+    assert table.settle(1, 5, world_size=2) == []
+    assert [(row["step"], row["loss"]) for row in table.complete()] == [(5, 1.5), (6, 1.5)]
+    assert table.add(2, report(step=7, loss_sums=[1.0], tokens=1, generation=1))["step"] == 7
 
 
 @pytest.mark.parametrize("sums", [[math.inf, -math.inf], [math.nan, 1.0], [1.7e308, 1.7e308]])

@@ -120,7 +120,8 @@ class _Run:
         self.running: set[int] = set()
         self.facts: dict[int, dict[str, Any]] = {}
         self.mistakes: dict[int, str] = {}  # rank -> the text of a UserError it raised
-        self.form: dict[str, Any] = {"generation": 0}  # of the gang, where that may change
+        # Of the gang, where that may change.
+        self.form: dict[str, Any] = {"generation": 0, "replicas": range(job.layout.replica)}
         self.lost = ""  # why the data service gave up
         self.table: StepTable | None = None
         self.num_steps, self.first_loss = 0, 0.0
@@ -149,6 +150,7 @@ class _Run:
             "wall_s": time.monotonic() - started,
             "start_s": ended["start_s"],
             "digests": [d["digest"] for d in ended["done"]],
+            "peak_memory_bytes": max((d["memory_bytes"] for d in ended["done"]), default=0),
             "run_dir": str(self.record.path),
         }
 
@@ -301,11 +303,14 @@ class _Run:
             step, replicas = self.form["step"], len(self.form["replicas"])
             of = f"{replicas} of {self.job.layout.replica} replicas"
             self.listener.note(f"going on from step {step:,} with {of}: {self.form['reason']}")
-            for row in self.table.settle(step, replicas * self.job.layout.replica_size) if self.table else ():
+            size = replicas * self.job.layout.replica_size
+            for row in self.table.settle(self.form["generation"], step, size) if self.table else ():
                 self._on_row(row)
             for later in [s for s in self.heads if s > step]:  # abandoned
                 del self.heads[later]
                 self.num_steps -= 1
+            for row in self.table.complete() if self.table else ():
+                self._on_row(row)
 
     def _on_checkpoint_event(self, event: dict[str, Any]) -> None:
         self.record.event(event)
@@ -346,6 +351,10 @@ class _Run:
     def _enter(self, row: dict[str, Any]) -> None:
         """The step, in the ledger."""
         step = row["step"]
+        if step not in self.heads:  # that no step is missing is checked elsewhere; here it must not end the run
+            self.record.event({"type": "ledger gap", "step": step})
+            self.listener.note(f"step {step}: nobody has reported the step before it; the ledger has a gap")
+            self.heads[step] = next(reversed(self.heads.values()), GENESIS)
         record = Record(
             step=step,
             previous=self.heads[step],
@@ -369,6 +378,7 @@ class _Run:
         flops = job.model.flops_per_token(job.train.seq_len) if counted else 6 * first["num_params"]
         peak = sum(f["peak_flops"] for f in self.facts.values())
         self.table = StepTable(job.layout.world_size, job.tokens_per_step, flops, peak)
+        self.table.settle(self.form["generation"], 0, len(self.form["replicas"]) * job.layout.replica_size)
         facts = {
             "num_params": first["num_params"],
             "device": first["device"],

@@ -16,23 +16,36 @@ class StepTable:
         self.world_size, self.tokens_per_step = world_size, tokens_per_step
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.events: list[dict[str, Any]] = []  # what was noticed on the way; the caller takes them out
-        self._open: dict[int, dict[int, dict[str, Any]]] = {}
+        self._open: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}  # generation, step -> by rank
+        self._since = (0, 0)  # the generation, and the step that it goes on from
 
-    def settle(self, step: int, world_size: int) -> list[dict[str, Any]]:
-        """The gang goes on from `step` with so many ranks: rows of steps that counted and that somebody who is gone has
-        not reported. What was said of later steps never happened."""
-        self.world_size = world_size
-        rows = [self._row(s, self._open[s]) for s in sorted(self._open) if s < step]
-        self._open.clear()
-        return rows
+    def settle(self, generation: int, step: int, world_size: int) -> list[dict[str, Any]]:
+        """A new generation goes on from `step` with so many ranks: rows of steps that counted and that somebody who is
+        gone has not reported. What earlier ones said of later steps never happened."""
+        self.world_size, self._since = world_size, (generation, step)
+        counted: dict[int, dict[int, dict[str, Any]]] = {}
+        for (_, at), reports in sorted(self._open.items()):
+            if at < step:
+                counted.setdefault(at, {}).update(reports)
+        self._open = {key: reports for key, reports in self._open.items() if key[0] >= generation and key[1] >= step}
+        return [self._row(at, dict(sorted(reports.items()))) for at, reports in sorted(counted.items())]
+
+    def complete(self) -> list[dict[str, Any]]:
+        """Rows of the new generation whose reports were there before anybody said that it had begun."""
+        return [row for key in sorted(self._open) if (row := self._close(key))]
 
     def add(self, rank: int, message: dict[str, Any]) -> dict[str, Any] | None:
         """One rank's report of a step; the step's row when it was the last one missing."""
-        reports = self._open.setdefault(message["step"], {})
-        reports[rank] = message
-        if len(reports) < self.world_size:
+        key = (int(message.get("generation", 0)), int(message["step"]))
+        if key[0] < self._since[0] or key[1] < self._since[1]:
+            return None  # too late: it is settled
+        self._open.setdefault(key, {})[rank] = message
+        return self._close(key)
+
+    def _close(self, key: tuple[int, int]) -> dict[str, Any] | None:
+        if key[0] > self._since[0] or len(self._open[key]) < self.world_size:
             return None
-        return self._row(message["step"], dict(sorted(self._open.pop(message["step"]).items())))
+        return self._row(key[1], dict(sorted(self._open.pop(key).items())))
 
     def _row(self, step: int, reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
         self._compare_norms(step, reports)

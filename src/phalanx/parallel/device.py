@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import signal
 import time
 from dataclasses import dataclass
@@ -62,6 +63,12 @@ class Device:
     def synchronize(self) -> None:
         if not self.is_cpu:
             torch.accelerator.synchronize(self.torch)
+
+    def peak_memory_bytes(self) -> int:
+        """That the allocator has held at a time; without an accelerator, that this process has."""
+        if self.is_cpu:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(torch.accelerator.max_memory_reserved(self.torch))
 
     def new_stream(self) -> torch.Stream | None:
         return None if self.is_cpu else torch.Stream(self.torch)

@@ -20,7 +20,7 @@ from typing import Any
 from phalanx.control import codec, messages
 from phalanx.control.messages import Command, Event
 from phalanx.core.store import sync_folder
-from phalanx.observe.progress import Progress, Reading
+from phalanx.observe.progress import Reading
 from phalanx.runtime import hang, kernel
 from phalanx.runtime.aggregator import COMMANDS as ORDERED
 from phalanx.runtime.health import Health
@@ -378,7 +378,7 @@ class Agent(Node):
         super().hung(event)
         culprits = [self.mates[number] for number in event["workers"] if number in self.mates]
         why = f"hangs: it {event['reason']}"
-        if _waits(event):
+        if event["waits"]:
             readings = {mate.number: self.workers[mate.number].progress.read() for mate in culprits}
             patience_s = (hang.SOLO_FACTOR - 1) * self.watch.limit_ns / 1e9
             self.loop.after(patience_s, partial(self._still_hung, readings, why))
@@ -591,13 +591,6 @@ def _how(event: Message) -> str:
     if event["signal"]:
         return f"was killed by {event['signal']}"
     return f"exited with code {event['code']}"
-
-
-def _waits(event: Message) -> bool:
-    """Whether the first of the culprits stood in a collective, or in a wait, when it was asked."""
-    text = event["log_tail"]
-    stack = text[text.rfind("most recent call first") :] if "most recent call first" in text else ""
-    return hang.Evidence(event["worker"], Progress().read(), "S", stack).waits
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ EVENTS: Schemas = {
     "started": {"worker": int, "pid": int},
     "message": {"worker": int, "body": dict},
     "exit": {"worker": int, "code": (int, type(None)), "signal": (str, type(None)), "error": str, "progress": dict},
-    "hang": {"worker": int, "workers": list, "reason": str, "progress": dict, "log_tail": str},
+    "hang": {"worker": int, "workers": list, "reason": str, "progress": dict, "log_tail": str, "waits": bool},
     "node_lost": {"reason": str},
 }
 

@@ -103,6 +103,7 @@ class Watch:
             "reason": reason,
             "progress": readings[culprits[0]].to_dict(),
             "log_tail": _tail(present[culprits[0]].log),
+            "waits": next(e.waits for e in evidence if e.worker == culprits[0]),
         }
 
 

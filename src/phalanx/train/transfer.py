@@ -60,7 +60,10 @@ class Giver:
                 conn, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(conn,), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(conn,), daemon=True).start()
+            except RuntimeError:  # no more threads can be had: who asks is better off elsewhere
+                conn.close()
 
     def _serve(self, conn: socket.socket) -> None:
         with conn, contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -452,7 +452,10 @@ class Worker:
     def _end(self) -> None:
         self.channel.progress.mark(Phase.done)
         self._drop_saver()
-        self.channel.send({"type": "done", "digest": self.state.digest(), "step": self.state.step})
+        memory = self.device.peak_memory_bytes()
+        self.channel.send(
+            {"type": "done", "digest": self.state.digest(), "step": self.state.step, "memory_bytes": memory}
+        )
         self._leave_groups()
 
 
