@@ -51,7 +51,7 @@ def written(columns: int | None, steps: int = 6, rows=(), fails: bool = False, *
     environment = {"TERM": "xterm-256color", **env}
     console = PlainConsole(file=out, width=columns, force_terminal=columns is not None, _environ=environment)
     job = Job(layout=Layout(shard=2, tp=2), train=TrainConfig(steps=steps, reduction="exact"))
-    with Console(job, console) as view:
+    with Console(job, out=console) as view:
         view.starting(Path(SUMMARY["run_dir"]))
         view.status("reading the text: 3.0 MB " + "x" * 200)
         view.note("corpus: 1,000,046 byte tokens from /data/[bold]/:smile:")

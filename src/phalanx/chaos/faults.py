@@ -208,6 +208,8 @@ def snapshot(scene: Scene, rng: Random, later: Later) -> str:
             if "memfd:phalanx-snapshot" in os.readlink(fd):
                 with fd.open("r+b") as file:
                     size = file.seek(0, os.SEEK_END)
+                    if not size:
+                        continue  # it is being made
                     place = rng.randrange(size)
                     file.seek(place)
                     byte = file.read(1)

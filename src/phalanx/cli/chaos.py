@@ -28,9 +28,9 @@ def chaos_run(
     from phalanx.chaos import run
     from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK
     from phalanx.chaos.network import why_not
-    from phalanx.spec import load
+    from phalanx.cli.auto import resolve
 
-    resolved = load(job, sets or [])
+    resolved, _ = resolve(job, sets or [])
     chosen = [kind.strip() for kind in kinds.split(",")] if kinds else list(FAULTS)
     if not kinds and (why := why_not()):
         chosen = [kind for kind in chosen if kind not in ON_THE_NETWORK]

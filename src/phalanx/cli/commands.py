@@ -9,11 +9,13 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.calibrate import calibrate
 from phalanx.cli.chaos import chaos_app
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.data import data_app
 from phalanx.cli.hardware import hardware_app
 from phalanx.cli.nodes import nodes_app, scale
+from phalanx.cli.plan import plan_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,7 +31,9 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(chaos_app, name="chaos")
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(hardware_app, name="hardware")
+app.add_typer(plan_app, name="plan")
 app.command("scale")(scale)
+app.command("calibrate")(calibrate)
 
 
 @app.callback(invoke_without_command=True)
@@ -57,9 +61,9 @@ def train(
     ] = "",
 ) -> None:
     """Train. With no arguments: a small model on the Python library's own sources, on this machine."""
-    from phalanx.spec import load
+    from phalanx.cli.auto import resolve
 
-    resolved = load(job, sets or [])
+    resolved, forecast = resolve(job, sets or [])
     if explain:
         from phalanx.cli.explain import print_explanation
 
@@ -69,7 +73,7 @@ def train(
     from phalanx.cli.run import run_job
 
     try:
-        with Console(resolved.job) as console:
+        with Console(resolved.job, forecast) as console:
             run_job(resolved.job, resolved.origins, console, resume)
     except KeyboardInterrupt as stopped:
         with contextlib.suppress(OSError):  # the terminal may be gone

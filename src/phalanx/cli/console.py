@@ -15,6 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cli.auto import Forecast
 from phalanx.core.job import Job
 
 PLAIN_EVERY_S = 5.0
@@ -50,8 +51,10 @@ def percent(share: float | None) -> str:
 
 
 class Console:
-    def __init__(self, job: Job, out: rich.console.Console | None = None):
-        self.job, self.out = job, out or PlainConsole()
+    """`forecast`: of a layout that was planned."""
+
+    def __init__(self, job: Job, forecast: Forecast | None = None, out: rich.console.Console | None = None):
+        self.job, self.forecast, self.out = job, forecast, out or PlainConsole()
         self._live: Live | None = None
         self._view: RenderableType | None = None
         self._last_plain = -PLAIN_EVERY_S
@@ -67,6 +70,8 @@ class Console:
 
     def starting(self, run_dir: Path) -> None:
         self._line(f"{self.job.name} on {self.job.layout.describe()}")
+        for line in self.forecast.why if self.forecast else ():
+            self._line(line)
         self._line(f"record: {run_dir}")
         if self.out.is_interactive:
             self._live = Live(console=self.out, refresh_per_second=8, transient=True)
@@ -107,6 +112,7 @@ class Console:
             "loss": f"{s['first_loss']:.3f} -> {s['last_loss']:.3f} nats per token (mean of the last {averaged})",
             "unigram entropy": f"{s['unigram_entropy']:.3f} nats; the loss is {compared} it",
             "speed": speed + (f", MFU {percent(s['mfu'])}" if "mfu" in s else ""),
+            **({"forecast": self.forecast.compared(s)} if self.forecast else {}),
             "time": f"{duration(s['wall_s'])}, of which {s['start_s']:.1f} s to start the ranks",
             "determinism": self.job.promise,
             "record": s["run_dir"],

@@ -142,7 +142,8 @@ class ModelSection(Section):
 
 
 class LayoutSection(Section):
-    """How the ranks are arranged: replica x pp x shard x cp x tp of them."""
+    """How the ranks are arranged: replica x pp x shard x cp x tp of them. Without any degree, or with layout = "auto",
+    the planner chooses."""
 
     ranks: int | None = option(None, "The expected number of ranks; checked against the product of the degrees.", ge=1)
     replica: int = option(LAYOUT.replica, "Whole copies of the model; they exchange gradients only.", ge=1)

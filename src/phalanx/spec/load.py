@@ -24,6 +24,7 @@ from phalanx.spec.presets import PRESETS
 
 KeyPath = tuple[str, ...]
 QUICKSTART = "quickstart.toml"
+PLANNED_TOO = {"ranks", "ranks_per_node", "cp_style"}  # of the layout, what may be given though it is planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Resolved:
 
     job: Job
     origins: dict[str, str]
+    auto: bool = False  # no degree of the layout is given: it is the planner's to choose
+    ranks: int | None = None  # for which it is to be
 
 
 class Given(NamedTuple):
@@ -87,6 +90,8 @@ def _resolve(given: dict[KeyPath, Given]) -> Resolved:
         found = [item.origin for other, item in given.items() if other[: len(path)] == path]
         return ", ".join(dict.fromkeys(found)) or "default"
 
+    if (asked := given.get(("layout",))) and asked.value == "auto":
+        given = {path: item for path, item in given.items() if path != ("layout",)}
     nested: dict[str, Any] = {}
     for path, item in given.items():
         table = nested
@@ -101,7 +106,8 @@ def _resolve(given: dict[KeyPath, Given]) -> Resolved:
 
     job = Job.from_dict(spec.model_dump(exclude=INPUT_ONLY))
     ranks = spec.layout.ranks
-    if ranks not in (None, job.layout.world_size):
+    auto = not {path[1] for path in given if path[0] == "layout" and len(path) > 1} - PLANNED_TOO
+    if not auto and ranks not in (None, job.layout.world_size):
         remedy = f"set layout.ranks = {job.layout.world_size}, or degrees whose product is {ranks}"
         raise UserError(f"the degrees give {job.layout.describe()}", field="layout.ranks", value=ranks, remedy=remedy)
     compat.check(job)
@@ -109,7 +115,7 @@ def _resolve(given: dict[KeyPath, Given]) -> Resolved:
     for name, value in job.to_dict().items():
         for path in [(name, field) for field in value] if isinstance(value, dict) else [(name,)]:
             origins[".".join(path)] = origin(path)
-    return Resolved(job, origins)
+    return Resolved(job, origins, auto, ranks)
 
 
 def _read(path: Path | None) -> Iterator[tuple[KeyPath, Given]]:

@@ -239,7 +239,7 @@ class Engine:
     def _sum_over_tp(self, grads: list[Tensor]) -> None:
         """Small and rare, so gathered and added in rank order: the same bits for any sharding."""
         flat = torch.cat([g.reshape(-1) for g in grads])
-        first, *others = all_gather(flat, 0, self.groups.tp).view(-1, flat.numel())
+        first, *others = all_gather(flat, 0, self.groups.tp).view(self.job.layout.tp, -1)
         total = first.clone()
         for row in others:
             total.add_(row)

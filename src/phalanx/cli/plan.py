@@ -1,0 +1,129 @@
+"""`phalanx plan`: a layout for a model on a cluster, with what it needs and costs; the arithmetic behind it, and how
+well the predictions do on published runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+plan_app = typer.Typer(invoke_without_command=True, help="The best layout of a model on a cluster, and its cost.")
+Json = Annotated[bool, typer.Option("--json", help="For programs: SI units.")]
+File = Annotated[Path | None, typer.Option("--hardware-file", metavar="FILE", help="Hardware of your own, as TOML.")]
+
+
+@plan_app.callback()
+def plan(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|JOB.toml", help="A preset, a published model, or a job file.")
+    ] = "",
+    gpus: Annotated[int, typer.Option(help="How many chips there are.", show_default=False)] = 0,
+    hardware: Annotated[str, typer.Option(metavar="NAME", help="A chip or node of `phalanx hardware ls`.")] = "",
+    tokens: Annotated[str, typer.Option(help="To train on, such as 15T; 20 per parameter if left out.")] = "",
+    global_batch: Annotated[
+        int, typer.Option(help="Sequences per step; about 1,024 tokens per chip if left out.", show_default=False)
+    ] = 0,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence; the job file's, or 8192.", show_default=False)] = 0,
+    objective: Annotated[str, typer.Option(metavar="time|step|cost", help="What is to be least.")] = "time",
+    days: Annotated[float, typer.Option(help="The most that a run may take.", show_default=False)] = 0.0,
+    pin: Annotated[str, typer.Option(metavar="tp=8,pp=4", help="Degrees that are given.")] = "",
+    compare: Annotated[
+        list[str] | None, typer.Option(metavar="tp=8,pp=4", help="Beside the best: the best with these; repeatable.")
+    ] = None,
+    precision: Annotated[str, typer.Option(metavar="bf16,fp8", help="Precisions to choose from.")] = "bf16",
+    schedules: Annotated[str, typer.Option(help="Pipeline schedules to choose from, or all.")] = "",
+    margin: Annotated[float, typer.Option(help="Share of memory that must stay free.")] = 0.05,
+    use: Annotated[float, typer.Option(help="Share of the chips that must be used.")] = 0.95,
+    wide_tp: Annotated[
+        bool, typer.Option("--wide-tp", help="Tensor parallelism beyond a scale-up domain too.")
+    ] = False,
+    software: Annotated[str, typer.Option(help="Whose speed to expect: phalanx, megatron, torchtitan, …")] = "phalanx",
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Speeds that `phalanx calibrate` measured on such hardware.")
+    ] = None,
+    fabric: Annotated[str, typer.Option(metavar="NAME", help="The network; the usual one of the node.")] = "",
+    site: Annotated[str, typer.Option(metavar="NAME", help="Where it stands: power, price, grid.")] = "",
+    failures: Annotated[
+        float, typer.Option(help="Per 1000 node-days; the published ones if left out.", show_default=False)
+    ] = 0.0,
+    explain: Annotated[bool, typer.Option("--explain", help="Every term with its formula.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Pictures, as one page.")] = None,
+    as_json: Json = False,
+    hardware_file: File = None,
+) -> None:
+    """Find the best layout. For example: phalanx plan --model llama3-405b --gpus 16384 --hardware h100 --tokens 15T"""
+    if context.invoked_subcommand:
+        return
+    if not (model or gpus or hardware):
+        print(context.get_help())
+        raise typer.Exit
+    from phalanx.cli.plan_ask import Options, ask
+    from phalanx.cli.plan_text import as_dict, print_answer
+
+    options = Options(
+        model, gpus, hardware, tokens, global_batch, seq, objective, days, pin, tuple(compare or ()), precision,
+        schedules, margin, use, wide_tp, software, fabric, site, failures, hardware_file, calibration,
+    )  # fmt: skip
+    answer = ask(options)
+    if html:
+        _write(html, answer)
+    if as_json:
+        _print_json(as_dict(answer))
+    else:
+        print_answer(answer, explain)
+        if html:
+            print(f"\npicture: {html}")
+
+
+@plan_app.command("arithmetic")
+def arithmetic(as_json: Json = False) -> None:
+    """The figures that very large runs are estimated with, each with its formula."""
+    from phalanx.hardware import load
+    from phalanx.plan.arithmetic import lines
+
+    rows = lines(load())
+    if as_json:
+        _print_json([{"quantity": r.quantity, "formula": r.formula, "result": r.result, **r.figures} for r in rows])
+        return
+    from phalanx.cli.hardware import _print_table
+
+    _print_table([["quantity", "formula", "result"], *([r.quantity, r.formula, r.result] for r in rows)])
+
+
+@plan_app.command("validate")
+def validate_command(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="Published runs, 28 columns (docs/planner.md).")],
+    as_json: Json = False,
+    rows: Annotated[bool, typer.Option("--rows", help="Every row: measured, predicted, memory.")] = False,
+    hardware_file: File = None,
+) -> None:
+    """Score the predictions on runs that were really run."""
+    from phalanx.hardware import load
+    from phalanx.plan.validate import validate
+
+    result = validate(runs, load(hardware_file))
+    if as_json:
+        _print_json(result.to_json())
+        return
+    from phalanx.cli.plan_text import print_validation
+
+    print_validation(result, rows)
+
+
+def _print_json(what: Any) -> None:
+    import json
+
+    print(json.dumps(what, indent=2))
+
+
+def _write(path: Path, answer: Any) -> None:
+    from phalanx.core.errors import UserError
+    from phalanx.plan.html import page
+
+    try:
+        path.write_text(page(answer), encoding="utf-8")
+    except OSError as error:
+        remedy = "name a file in a folder that is there and that you may write to"
+        raise UserError(f"cannot be written: {error.strerror}", field="html", value=str(path), remedy=remedy) from None

@@ -1,0 +1,186 @@
+"""From the options of `phalanx plan` to a question for the planner: names looked up, numbers checked, what was left out
+filled in and noted."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from phalanx.core.errors import UserError
+from phalanx.core.shape import ModelConfig
+from phalanx.hardware import Cluster, load
+from phalanx.plan.answer import Answer, answer
+from phalanx.plan.calibrated import profile_from
+from phalanx.plan.candidates import PRECISIONS, SCHEDULES
+from phalanx.plan.machine import PEAKS, Machine
+from phalanx.plan.model import ModelShape
+from phalanx.plan.names import known_model
+from phalanx.plan.objective import OBJECTIVES
+from phalanx.plan.planner import Request, usual_batch, usual_tokens
+from phalanx.plan.presets import published, published_shape
+from phalanx.plan.profiles import FRAMEWORKS, OWN, Profile, default_profile
+from phalanx.plan.refuse import parse_pins
+from phalanx.plan.space import COMPILED, Ask, Limits
+
+SEQ = 8192
+SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    model: str
+    gpus: int
+    hardware: str
+    tokens: str = ""
+    global_batch: int = 0
+    seq: int = 0
+    objective: str = "time"
+    days: float = 0.0
+    pin: str = ""
+    compare: tuple[str, ...] = ()
+    precision: str = "bf16"
+    schedules: str = ""
+    margin: float = 0.05
+    use: float = 0.95
+    wide_tp: bool = False
+    software: str = OWN
+    fabric: str = ""
+    site: str = ""
+    failures: float = 0.0
+    hardware_file: Path | None = None
+    calibration: Path | None = None
+
+
+class Model(NamedTuple):
+    name: str
+    shape: ModelShape
+    batch: int = 0  # 0: not given
+    tokens: float = 0.0
+
+
+def ask(options: Options) -> Answer:
+    _check(options)
+    catalogue = load(options.hardware_file)
+    cluster = catalogue.cluster(options.hardware, options.gpus, options.fabric or None, options.site or None)
+    return answer(request(options, cluster), catalogue, options.compare)
+
+
+def request(options: Options, cluster: Cluster) -> Request:
+    model = find_model(options.model, options.seq)
+    shape, assumed = model.shape, []
+    batch = options.global_batch or model.batch
+    limits = Limits(
+        margin=options.margin,
+        use=options.use,
+        tolerance=0.0 if batch else Limits().tolerance,
+        tp_domain=not options.wide_tp,
+        schedules=_names(options.schedules, "schedules", SCHEDULES) if options.schedules else COMPILED,
+        precisions=_precisions(options.precision, cluster),
+        engine=options.software == OWN,
+        pins=parse_pins(options.pin),
+    )
+    if not batch:
+        batch = usual_batch(cluster.num_chips, int(shape.seq))
+        assumed.append(f"a batch of about {batch:,} sequences (--global-batch)")
+    tokens = parse_count(options.tokens) if options.tokens else model.tokens
+    if not tokens:
+        tokens = usual_tokens(shape)
+        assumed.append(f"{tokens / 1e12:.3g} T tokens, 20 for each active parameter (--tokens)")
+    profile = _profile(options, cluster, model)
+    asked = Ask(shape, cluster, profile, batch, limits, options.software == OWN, options.failures)
+    return Request(model.name, asked, tokens, options.objective, options.days or math.inf, tuple(assumed))
+
+
+def _profile(options: Options, cluster: Cluster, model: Model) -> Profile:
+    """As calibrated, or what such software reached on such chips elsewhere."""
+    experts, family = bool(model.shape.experts), str(known_model(model.name).get("name", ""))
+    profile = default_profile(cluster.node.chip.name, experts, family, options.software)
+    if options.calibration:
+        profile = profile_from(options.calibration, Machine.of(cluster))
+    # The engine splits norms and residuals over tp (docs/parallelism.md).
+    return replace(profile, sequence_parallel=True) if options.software == OWN else profile
+
+
+def find_model(name: str, seq: int = 0) -> Model:
+    """A job file, a preset of the engine, or a published model."""
+    if name.endswith(".toml") or Path(name).is_file():
+        return _of_job(Path(name), seq)
+    from phalanx.spec import PRESETS
+
+    said = name.lower()
+    if said in PRESETS:
+        known = {f.name for f in fields(ModelConfig)}
+        config = ModelConfig(**{k: v for k, v in PRESETS[said].items() if k in known})
+        return Model(said, ModelShape.from_config(config, seq or SEQ))
+    if said in published():
+        return Model(said, published_shape(said, seq or SEQ))
+    names = [*PRESETS, *(n for n in published() if n not in PRESETS)]
+    near = [n for n in names if said in n] or difflib.get_close_matches(said, names, n=4, cutoff=0.5)
+    listing = f"did you mean {', '.join(near)}?" if near else f"there is {', '.join(names)};"
+    remedy = f"{listing} a job file's own model goes by the path of the file"
+    raise UserError("no such model", field="model", value=name, remedy=remedy)
+
+
+def _of_job(path: Path, seq: int) -> Model:
+    from phalanx.spec import load as load_job
+
+    job = load_job(path).job
+    if job.model.family not in ("dense", "moe"):
+        remedy = "plan models of the dense or the moe family"
+        raise UserError(
+            "the planner does not know its sizes", field="model.family", value=job.model.family, remedy=remedy
+        )
+    length = seq or job.train.seq_len
+    shape = ModelShape.from_config(job.model, length)
+    return Model(job.name, shape, job.train.global_batch, float(job.train.steps) * job.train.global_batch * length)
+
+
+def parse_count(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)", text.strip().lower().replace(",", ""))
+    if not found or float(found[1]) <= 0:
+        raise UserError("that is no number of tokens", field="tokens", value=text, remedy="such as 15T, 300B or 1e12")
+    return float(found[1]) * SIZES[found[2]]
+
+
+def _names(text: str, what: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = known if text == "all" else tuple(filter(None, (part.strip() for part in text.split(","))))
+    unknown = [n for n in names if n not in known]
+    if unknown or not names:
+        raise UserError(f"no such {what}", field=what, value=text, remedy=f"some of {', '.join(known)}")
+    return names
+
+
+def _precisions(text: str, cluster: Cluster) -> tuple[str, ...]:
+    names, chip = _names(text, "precision", PRECISIONS), cluster.node.chip
+    for name in names:
+        # Only TPUs train in int8 for want of fp8.
+        able = [p for p in PEAKS[name] if p != "int8" or chip.name.startswith("tpu")]
+        if name != "fp32" and not any(p in chip.peak for p in able):
+            remedy = f"{chip.name} computes in {', '.join(chip.peak)}"
+            raise UserError("the chip has no such precision", field="precision", value=name, remedy=remedy)
+    return names
+
+
+def _check(o: Options) -> None:
+    """What typer does not know: which numbers make sense."""
+    for field, value, what in (("model", o.model, "llama3-8b"), ("hardware", o.hardware, "h100")):
+        if not value:
+            raise UserError("it is missing", field=field, value=value, remedy=f"--{field}, such as {what}")
+    if o.gpus < 1:
+        raise UserError("at least one chip", field="gpus", value=o.gpus, remedy="--gpus, such as 64")
+    for field, number in (("global_batch", o.global_batch), ("seq", o.seq), ("days", o.days), ("failures", o.failures)):
+        if number < 0 or not math.isfinite(number):
+            raise UserError("not below 0", field=field, value=number, remedy="leave it out, or give a number above 0")
+    for field, share in (("margin", o.margin), ("use", o.use)):
+        if not 0 <= share < 1 and not (field == "use" and share == 1):
+            raise UserError("that is no share", field=field, value=share, remedy="a number from 0 to 1, such as 0.05")
+    if o.objective not in OBJECTIVES:
+        ways = "; ".join(f"{name}: {what}" for name, what in OBJECTIVES.items())
+        raise UserError("no such objective", field="objective", value=o.objective, remedy=ways)
+    if o.software not in FRAMEWORKS:
+        remedy = f"one of {', '.join(FRAMEWORKS)}"
+        raise UserError("nothing is known of it", field="software", value=o.software, remedy=remedy)

@@ -1,0 +1,1 @@
+"""The planner: what a layout costs on a cluster, and which one is best."""

@@ -1,0 +1,141 @@
+"""A plan: the chosen layout with its predicted memory, step time, goodput and bill. Immutable, JSON, hashed; what the
+search, the cost model and the catalogue say, put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from phalanx.plan.goodput import goodput
+from phalanx.plan.model import CONVENTIONS, ModelShape
+from phalanx.plan.money import Bill, bill
+from phalanx.plan.objective import best
+from phalanx.plan.search import SLACK, Found
+from phalanx.plan.space import Ask
+
+# Llama 3 405B trained with 16 M tokens a step on 16,384 GPUs (arXiv:2407.21783), MegaScale with 12.6 M on 12,288
+# (arXiv:2402.15627): 1,024 a chip. Smaller clusters have batches of about 4 M.
+TOKENS_PER_CHIP, LEAST_TOKENS = 1024, 4e6
+TOKENS_PER_PARAM = 20  # arXiv:2203.15556
+MFU_PEAK = "of the chip's dense peak in the precision of the matmuls"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    model: str
+    params: float
+    hardware: str
+    fabric: str
+    site: str
+    profile: str
+    chips: int  # of the cluster
+    used: int  # by the layout; the others stand by
+    layout: dict[str, Any]
+    global_batch: int  # samples
+    seq: int
+    micro_batches: int  # of a rank
+    step_s: float
+    step_low_s: float  # P5
+    step_high_s: float  # P95
+    seconds: dict[str, float]  # of a step, by term
+    memory: dict[str, float]  # bytes of the fullest rank, by term
+    memory_bytes: float
+    capacity_bytes: float
+    mfu: dict[str, float]  # by FLOP convention
+    tokens_per_s: float  # of the job, while it trains
+    goodput: dict[str, float]
+    goodput_low: float  # with the high failure rate and the slower recovery
+    bill: Bill
+    bill_high: Bill  # P95
+
+    @property
+    def margin(self) -> float:
+        return 1 - self.memory_bytes / self.capacity_bytes
+
+    @property
+    def hash(self) -> str:
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"hash": self.hash, **dataclasses.asdict(self), "margin": self.margin}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    model: str
+    ask: Ask
+    tokens: float
+    objective: str = "time"
+    days: float = math.inf  # the most that the cheapest run may take
+    assumed: tuple[str, ...] = field(default=())  # what the user left out
+
+
+def usual_batch(chips: int, seq: int) -> int:
+    return max(1, round(max(LEAST_TOKENS, TOKENS_PER_CHIP * chips) / seq))
+
+
+def usual_tokens(shape: ModelShape) -> float:
+    return float(TOKENS_PER_PARAM * shape.active_params)
+
+
+def find(request: Request, ask: Ask | None = None, slack: float = SLACK) -> Found:
+    """The best layouts, or those of a changed question."""
+    return best(ask or request.ask, request.objective, slack, request.days * 86_400 / request.tokens)
+
+
+def plan_of(request: Request, found: Found, row: int = 0) -> Plan:
+    """The plan of one layout that was found."""
+    ask, c, costs = found.ask, found.candidates.take([row]), _row(found, row)
+    cluster, profile = ask.cluster, ask.profile
+    usual = goodput(cluster, c, costs, ask.contains, rate=ask.failures)
+    high = goodput(cluster, c, costs, ask.contains, "high", ask.failures)
+    share, low_share = float(usual.share[0]), float(high.share[0])
+    step = float(costs.step_s[0])
+    rate = float(costs.tokens[0]) / step
+    # Two causes of a longer run, unrelated: their logarithms add up in squares.
+    worse = math.exp(math.hypot(profile.high, math.log(max(share, 1e-300) / max(low_share, 1e-300))))
+    start = float(usual.start_s[0])
+    p50 = bill(cluster, request.tokens, rate * share, start)
+    return Plan(
+        model=request.model,
+        params=float(ask.shape.params),
+        hardware=cluster.node.name,
+        fabric=cluster.fabric.name,
+        site=cluster.site.name,
+        profile=profile.name,
+        chips=cluster.num_chips,
+        used=int(c.world[0]),
+        layout=found.candidates.row(row),
+        global_batch=int(found.batch[row]),
+        seq=int(ask.shape.seq),
+        micro_batches=int(costs.micro_batches[0]),
+        step_s=step,
+        step_low_s=step * math.exp(profile.low),
+        step_high_s=step * math.exp(profile.high),
+        seconds={name: float(s[0]) for name, s in costs.seconds.items()},
+        memory={name: float(b[0]) for name, b in costs.memory.items()},
+        memory_bytes=float(costs.memory_bytes[0]),
+        capacity_bytes=float(costs.capacity_bytes[0]),
+        mfu={name: float(costs.mfu(name)[0]) for name in CONVENTIONS},
+        tokens_per_s=rate,
+        goodput={f.name: np.asarray(getattr(usual, f.name))[0].item() for f in dataclasses.fields(usual)},
+        goodput_low=low_share,
+        bill=p50,
+        bill_high=bill(cluster, request.tokens, rate * share / worse, start),
+    )
+
+
+def _row(found: Found, row: int) -> Any:
+    """Costs of one row, as columns of length one."""
+    parts = {}
+    for f in dataclasses.fields(found.costs):
+        value = getattr(found.costs, f.name)
+        parts[f.name] = {k: v[row : row + 1] for k, v in value.items()} if isinstance(value, dict) else value[[row]]
+    return type(found.costs)(**parts)

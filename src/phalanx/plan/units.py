@@ -1,0 +1,148 @@
+"""Who talks to whom and who holds what in this engine, from the layout alone: the ranks of every group, every parameter
+of the built-in decoders, and the units in which parameters are gathered and gradients reduced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.core.errors import UserError
+from phalanx.core.held import Held
+from phalanx.core.layout import Coord, Layout
+from phalanx.core.shape import ModelConfig, balance
+
+EMBEDDING_COST = 0.1  # as in parallel/stages.py
+AXES = ("tp", "cp", "shard", "state", "pp", "ep", "edp", "inside")
+
+
+def members(layout: Layout, coord: Coord, axis: str) -> range:
+    """The ranks of a group, numbered inside the replica. `state`: over which a stage's state is sharded; `edp`: over
+    which its experts are; `inside`: all of the replica."""
+    me = layout.inside(coord)
+    stride, size = {
+        "tp": (1, layout.tp),
+        "cp": (layout.tp, layout.cp),
+        "shard": (layout.cp * layout.tp, layout.shard),
+        "state": (layout.tp, layout.cp * layout.shard),
+        "pp": (layout.stage_size, layout.pp),
+        "ep": (1, layout.ep),
+        "edp": (layout.ep, layout.stage_size // layout.ep),
+        "inside": (1, layout.replica_size),
+    }[axis]
+    first = me - me // stride % size * stride
+    return range(first, first + size * stride, stride)
+
+
+def names(layout: Layout, coord: Coord, experts: bool) -> dict[range, str]:
+    """What each group of a rank is called; one that serves several axes has the names of all."""
+    out: dict[range, str] = {}
+    for axis in AXES:
+        ranks = members(layout, coord, axis)
+        if len(ranks) == 1 or (axis == "state" and layout.cp == 1) or (axis in ("ep", "edp") and not experts):
+            continue
+        out[ranks] = f"{out[ranks]}/{axis}" if ranks in out else axis
+    return out
+
+
+def tensors(model: ModelConfig, layout: Layout) -> list[Held]:
+    """Every parameter of a built-in decoder, in the module's order, and the stage that has it."""
+    if model.family not in ("dense", "moe"):
+        raise UserError(
+            "the planner knows the layers of the dense and the moe family alone",
+            field="model.family",
+            value=model.family,
+            remedy='plan for the "dense" or "moe" model that comes nearest to it',
+        )
+    stage_of = _stages(model, layout)
+    last = layout.num_stages - 1
+    out = [Held("embed.weight", (model.vocab_size, model.dim), 0, 0)]
+    for layer in range(model.num_layers):
+        for name, shape, tp_dim, experts in _layer(model, layer):
+            out.append(Held(f"layers.{layer}.{name}", shape, tp_dim, stage_of[layer], experts))
+    out.append(Held("norm.weight", (model.dim,), None, last))
+    if not model.tied:
+        out.append(Held("head.weight", (model.vocab_size, model.dim), 0, last))
+    return out
+
+
+def _layer(c: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...], int | None, int]]:
+    """Name, shape, the dim that TP splits, and how many experts' rows it has."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    yield "attention_norm.weight", (c.dim,), None, 0
+    yield "attention.wq.weight", (q, c.dim), 0, 0
+    yield "attention.wk.weight", (kv, c.dim), 0, 0
+    yield "attention.wv.weight", (kv, c.dim), 0, 0
+    yield "attention.wo.weight", (c.dim, q), 1, 0
+    yield "ffn_norm.weight", (c.dim,), None, 0
+    if not has_experts(c, layer):
+        yield from _ffn("ffn", c.dim, c.ffn_dim)
+        return
+    width, number = c.expert_width, c.num_experts
+    yield "moe.gate.weight", (number, c.dim), None, 0
+    for name, rows, cols in (("w1", width, c.dim), ("w2", c.dim, width), ("w3", width, c.dim)):
+        yield f"moe.experts.{name}", (number * rows, cols), None, number
+    if c.shared_experts:
+        yield from _ffn("moe.shared", c.dim, c.shared_experts * width)
+
+
+def _ffn(name: str, dim: int, inner: int) -> Iterator[tuple[str, tuple[int, ...], int | None, int]]:
+    yield f"{name}.w1.weight", (inner, dim), 0, 0
+    yield f"{name}.w2.weight", (dim, inner), 1, 0
+    yield f"{name}.w3.weight", (inner, dim), 0, 0
+
+
+def has_experts(c: ModelConfig, layer: int) -> bool:
+    return c.family == "moe" and layer >= c.dense_layers
+
+
+def _stages(c: ModelConfig, layout: Layout) -> list[int]:
+    """The stage of every layer: runs of nearly equal cost, in matrix parameters that a token meets."""
+    if layout.num_stages == 1:
+        return [0] * c.num_layers
+    costs = []
+    for layer in range(c.num_layers):
+        matrices = [(math.prod(shape), experts) for _, shape, _, experts in _layer(c, layer) if len(shape) > 1]
+        costs.append(sum(numel * (c.top_k / c.num_experts if experts else 1.0) for numel, experts in matrices))
+    costs[0] += EMBEDDING_COST * c.vocab_size * c.dim
+    costs[-1] += c.vocab_size * c.dim
+    counts = balance(costs, layout.num_stages)
+    return [stage for stage, count in enumerate(counts) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is gathered and reduced in one call: a layer, its experts, or what a stage has beside its layers."""
+
+    name: str
+    stage: int
+    axis: str
+    parts: int  # ranks that share it
+    slice_numel: int  # elements of a rank's slice, rows padded to the longest
+
+    @property
+    def numel(self) -> int:
+        return self.parts * self.slice_numel
+
+
+def units(held: list[Held], layout: Layout, coord: Coord) -> list[Unit]:
+    """Of this rank, in the order in which backward passes are done with them."""
+    slices: dict[tuple[int, int, str], list[Held]] = {}
+    for h in held:
+        if h.held_by(layout, coord):
+            layer = int(h.name.split(".")[1]) if h.name.startswith("layers.") else -1
+            slices.setdefault((h.stage, layer, "edp" if h.experts else "state"), []).append(h)
+    out = []
+    for (stage, layer, axis), some in slices.items():
+        parts = len(members(layout, coord, axis))
+        part = layout.in_stage(coord) % layout.ep if axis == "edp" else coord.tp
+        name = f"layers.{layer}" if layer >= 0 else "ends"
+        numel = sum(_slice(h, layout, part, parts) for h in some)
+        out.append(Unit(name + (".experts" if axis == "edp" else ""), stage, axis, parts, numel))
+    where = {(u.name, u.stage): i for i, u in enumerate(out)}
+    return sorted(out, key=lambda u: (-u.stage, u.name == "ends", -where[u.name, u.stage]))
+
+
+def _slice(held: Held, layout: Layout, part: int, parts: int) -> int:
+    r0, r1, c0, c1 = held.split_bounds(layout, part)
+    return -(-(r1 - r0) // parts) * (c1 - c0) * held.inner

@@ -1,0 +1,225 @@
+"""Calibration: what the ranks of this machine really reach, in a few minutes. Matrix products by shape and precision,
+attention, memory and collectives are timed on all ranks at once, as in training, each as often as the time allows; the
+slowest rank's times are kept. `plan.calibrated` makes a machine and a profile of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from phalanx.core.errors import UserError
+from phalanx.parallel.device import Device
+from phalanx.parallel.groups import TIMEOUT, connect_store
+from phalanx.plan.calibrated import FORMAT
+
+SAMPLE_S = 2e-3  # a sample repeats a short call until it lasts as long: clocks and launches have a price
+SAMPLES = (3, 40)  # at least, at most
+SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.1, "collectives": 0.35}  # of the time
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is timed."""
+
+    sides: tuple[int, ...]  # rows, columns and inner widths of products, in every combination
+    sequences: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    heads: int
+    stream_bytes: tuple[int, ...]
+    message_bytes: tuple[int, ...]
+
+
+CPU = Grid((128, 512, 1536), (256, 1024), (64, 128), 4, (1 << 20, 1 << 25), tuple(1 << e for e in (12, 15, 18, 21, 24)))
+ACCELERATOR = Grid(
+    (1024, 4096, 12288), (2048, 8192), (64, 128), 16, (1 << 26, 1 << 30), tuple(1 << e for e in (12, 16, 20, 24, 28))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    section: str
+    what: dict[str, Any]  # goes into the file
+    prepare: Callable[[], Callable[[], object]]  # makes the tensors; the result is what is timed
+
+
+def cases(grid: Grid, device: Device, ranks: int) -> Iterator[Case]:
+    where = device.torch
+    for dtype, (m, n, k) in itertools.product(DTYPES, itertools.product(grid.sides, repeat=3)):
+        yield Case("matmul", {"dtype": dtype, "m": m, "n": n, "k": k}, partial(_product, dtype, (m, n, k), where))
+    for length, width, backward in itertools.product(grid.sequences, grid.head_dims, (False, True)):
+        what = {"batch": 1, "heads": grid.heads, "seq": length, "head_dim": width, "backward": backward}
+        yield Case("attention", what, partial(_attention, (1, grid.heads, length, width), backward, where))
+    for size in grid.stream_bytes:
+        yield Case("memory", {"size_bytes": 3 * size}, partial(_stream, size, where))
+    for kind, size in itertools.product(COLLECTIVES, grid.message_bytes):
+        if ranks > 1:
+            numel = -(-size // (4 * ranks)) * ranks  # of fp32, in equal slices
+            call = {"kind": kind, "ranks": ranks, "size_bytes": 4 * numel}
+            yield Case("collectives", call, partial(_collective, kind, numel, ranks, where))
+
+
+def _product(dtype: str, shape: tuple[int, int, int], where: torch.device) -> Callable[[], object]:
+    m, n, k = shape
+    a, b = (torch.randn(*size, device=where).to(DTYPES[dtype]) for size in ((m, k), (n, k)))
+    return lambda: F.linear(a, b)
+
+
+def _attention(shape: tuple[int, ...], backward: bool, where: torch.device) -> Callable[[], object]:
+    """Causal, in bf16."""
+    q, k, v = (torch.randn(shape, device=where, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3))
+    if not backward:
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    grad = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+
+def _stream(size_bytes: int, where: torch.device) -> Callable[[], object]:
+    """Two read, one written."""
+    a, b, out = (torch.ones(size_bytes // 4, device=where) for _ in range(3))
+    return lambda: torch.add(a, b, out=out)
+
+
+def _collective(kind: str, numel: int, ranks: int, where: torch.device) -> Callable[[], object]:
+    """As FSDP2 and the reducer call them; the whole buffer has `numel` elements."""
+    group: Any = dist.group.WORLD
+    whole, other, part = (torch.zeros(n, device=where) for n in (numel, numel, numel // ranks))
+    calls: dict[str, Callable[[], Any]] = {
+        "all-reduce": lambda: group.allreduce([whole]),
+        "all-gather": lambda: group._allgather_base(whole, part),
+        "reduce-scatter": lambda: group._reduce_scatter_base(part, whole),
+        "all-to-all": lambda: group.alltoall_base(other, whole, [], []),
+    }
+    return lambda: calls[kind]().wait()
+
+
+class Stopwatch:
+    """Times a call on all ranks. How often is agreed upon, since a collective waits for everybody."""
+
+    def __init__(self, device: Device, ranks: int):
+        self.device, self.ranks = device, ranks
+
+    def time(self, run: Callable[[], object], budget_s: float) -> dict[str, Any]:
+        run()
+        (once,) = self._slowest([self._sample(run, 1)])
+        inner = max(1, math.ceil(SAMPLE_S / once))
+        number = min(max(SAMPLES[0], int(budget_s / (once * inner))), SAMPLES[1])
+        samples = sorted(self._sample(run, inner) for _ in range(number))
+        low, median, high = self._slowest([samples[number * q // 4] for q in (1, 2, 3)])
+        return {"median_s": median, "low_s": low, "high_s": high, "samples": number}
+
+    def _sample(self, run: Callable[[], object], times: int) -> float:
+        self.device.synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        self.device.synchronize()
+        return (time.perf_counter() - start) / times
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        values = torch.tensor(seconds, dtype=torch.float64, device=self.device.torch)
+        if self.ranks > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values.tolist()
+
+
+def measure(
+    device: Device, ranks: int, grid: Grid, seconds: float, tell: Callable[[str, int, int], None]
+) -> dict[str, list[dict[str, Any]]]:
+    """Every case, by section: what it was and how long it took."""
+    watch, listed = Stopwatch(device, ranks), list(cases(grid, device, ranks))
+    found: dict[str, list[dict[str, Any]]] = {section: [] for section in SHARES}
+    number = {section: sum(case.section == section for case in listed) for section in SHARES}
+    for done, case in enumerate(listed):
+        tell(case.section, done, len(listed))
+        budget_s = seconds * SHARES[case.section] / number[case.section]
+        found[case.section].append(case.what | watch.time(case.prepare(), budget_s))
+    return found
+
+
+def describe(device: Device, ranks: int) -> dict[str, Any]:
+    """The machine: enough to know later which one it was."""
+    total, units = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks, 1
+    if not device.is_cpu:
+        properties = torch.get_device_module(device.torch).get_device_properties(device.torch)
+        total, units = properties.total_memory, getattr(properties, "multi_processor_count", 1)
+    peak, source = (0.0, "none published") if device.is_cpu else device.peak_flops(torch.bfloat16)
+    return {
+        "device": device.describe(),
+        "host": _processor(),
+        "backend": device.backend,
+        "ranks": ranks,
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": total,  # of one rank
+        "units": units,  # that tiles of a product are dealt to
+        "peak_flops": peak,
+        "peak_source": source,
+    }
+
+
+def _processor() -> str:
+    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+# -- processes: started by `phalanx calibrate` -------------------------------------------------------------------------
+
+
+def probe(channel: Any, args: dict[str, Any]) -> None:
+    """How many ranks there may be."""
+    refused, count = "", 0
+    try:
+        device = Device.pick(args["device"], 0, 1)
+        count = 0 if device.is_cpu else torch.accelerator.device_count()
+    except UserError as error:
+        refused = error.message
+    cores = len(os.sched_getaffinity(0))
+    channel.send({"type": "probe", "accelerators": count, "cores": cores, "refused": refused})
+    channel.send({"type": "done"})
+
+
+def main(channel: Any, args: dict[str, Any]) -> None:
+    rank, ranks = args["rank"], args["ranks"]
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    device = Device.pick(args["device"], rank, ranks)
+    if ranks > 1:
+        store = dist.PrefixStore("calibrate", connect_store(args["store"]["host"], args["store"]["port"]))
+        dist.init_process_group(device.backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+
+    def tell(section: str, done: int, total: int) -> None:
+        if rank == 0:
+            channel.send({"type": "progress", "section": section, "done": done, "total": total})
+
+    found = measure(device, ranks, CPU if device.is_cpu else ACCELERATOR, args["seconds"], tell)
+    if rank == 0:
+        head = {"format": FORMAT, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        calibration = {**head, "machine": describe(device, ranks), "versions": versions, **found}
+        channel.send({"type": "calibration", "calibration": calibration})
+    if ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    channel.send({"type": "done"})

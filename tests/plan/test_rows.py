@@ -1,0 +1,173 @@
+"""Reading published runs: what a row says, what it leaves open, and what is wrong with it."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from phalanx.core.errors import UserError
+from phalanx.hardware import load
+from phalanx.plan.model import ModelShape
+from phalanx.plan.reading import read_runs
+from phalanx.plan.rows import flops_counted
+from phalanx.plan.runs import COLUMNS
+from phalanx.plan.validate import validate
+
+CATALOGUE = load()
+ROW = {
+    "source": "somebody's table", "model": "Llama-3.1-70B", "params_b": "70.6", "layers": "80", "hidden": "8192",
+    "heads": "64", "kv_heads": "8", "ffn": "28672", "vocab": "128256", "seq_len": "8192", "gpu": "H100-80GB-SXM",
+    "num_gpus": "64", "tp": "4", "pp": "4", "vpp": "5", "cp": "2", "ep": "1", "dp": "2", "zero_stage": "1",
+    "micro_batch": "1", "global_batch": "128", "precision": "bf16", "recompute": "none", "tflops_per_gpu": "",
+    "mfu": "", "tokens_per_s_per_gpu": "", "step_time_s": "14.66", "notes": "",
+}  # fmt: skip
+GPT3 = ModelShape.of(96, 12288, 96, 49152, 51200, 2048, gated=False, tied=True)
+
+
+def table(tmp_path: Path, *rows: dict, columns=COLUMNS) -> Path:
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(ROW | row for row in rows)
+    return path
+
+
+def one(tmp_path: Path, **row):
+    runs, bad = read_runs(table(tmp_path, row), CATALOGUE)
+    assert not bad, bad
+    return runs[0]
+
+
+def test_a_complete_row_leaves_nothing_open(tmp_path):
+    run = one(tmp_path)
+    assert len(run.options) == 1 and run.stratum == "dense bf16, complete" and run.step_s == 14.66
+    assert run.options[0].layout["shard"] == 2 and run.cluster.num_chips == 64
+    assert float(run.shape.params) / 1e9 == pytest.approx(70.6, rel=0.01)
+
+
+def test_the_step_from_whatever_is_given(tmp_path):
+    """14.66 s are 1,117.6 tokens/s and GPU, and 54.3 % of 989 TFLOP/s with attention in full."""
+    rate = one(tmp_path, step_time_s="", tokens_per_s_per_gpu="1117.6")
+    mfu = one(tmp_path, step_time_s="", mfu="0.5432", notes="MFU uses FULL attention FLOPs")
+    tflops = one(tmp_path, step_time_s="", tflops_per_gpu="537.2", notes="full-attention FLOPs")
+    for run in (rate, mfu, tflops):
+        assert run.step_s == pytest.approx(14.66, rel=0.015)
+    assert one(tmp_path, step_time_s="", mfu="54.32%").step_s == pytest.approx(mfu.step_s)
+
+
+def test_conventions_differ_as_the_notes_say():
+    full = flops_counted(GPT3, "full-attention FLOPs", "")
+    assert flops_counted(GPT3, "model FLOPs with CAUSAL-halved attention", "") < full
+    assert flops_counted(GPT3, "FULL (non-causal) attention", "") == full
+    assert flops_counted(GPT3, "hardware-FLOP convention", "full") == pytest.approx(4 / 3 * full, rel=0.01)
+
+
+def test_what_is_missing_is_marginalised(tmp_path):
+    run = one(tmp_path, vpp="", micro_batch="", recompute="", zero_stage="")
+    kinds = {key: {o.layout[key] for o in run.options} for key in ("vpp", "micro_batch", "recompute", "zero")}
+    assert kinds == {
+        "vpp": {1, 2, 4, 5, 10},
+        "micro_batch": {1, 2, 4},
+        "recompute": {"none", "selective", "full"},
+        "zero": {0, 1},
+    }
+    assert run.stratum == "dense bf16, incomplete"
+
+
+def test_experts_are_read_from_the_notes(tmp_path):
+    run = one(
+        tmp_path,
+        model="x",
+        params_b="",
+        ffn="1024",
+        tp="1",
+        pp="1",
+        vpp="",
+        cp="1",
+        ep="8",
+        dp="64",
+        notes="MoE 64 experts top-4",
+    )
+    assert (run.shape.experts, run.shape.top_k, run.shape.expert_ffn) == (64, 4, 1024) and run.stratum == "MoE"
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("A100-SXM4-40GB", "a100-40"), ("A100-80GB 400W", "a100-80"), ("NVIDIA GB200 NVL72", "gb200"), ("B200", "b200"),
+        ("TPU v5 lite", "tpu-v5e"), ("TPU v5p-512", "tpu-v5p"), ("H200-141GB-SXM", "h200"), ("AMD MI300X", "mi300x"),
+    ],
+)  # fmt: skip
+def test_chips_by_what_people_call_them(tmp_path, said, meant):
+    assert one(tmp_path, gpu=said).chip == meant
+
+
+def test_slices_and_groups_of_sharding(tmp_path):
+    run = one(tmp_path, tp="1", pp="1", vpp="", cp="1", dp="64", zero_stage="3", notes="FSDP=16 then DP across")
+    assert {(o.layout["shard"], o.layout["replica"]) for o in run.options} == {(16, 4)}
+    tpu = one(
+        tmp_path,
+        gpu="TPU v5p",
+        tp="",
+        pp="",
+        vpp="",
+        cp="",
+        dp="",
+        micro_batch="",
+        recompute="",
+        zero_stage="",
+        notes="2 slice(s)",
+    )
+    assert {o.layout["replica"] for o in tpu.options} == {2} and len({o.layout["tp"] for o in tpu.options}) > 1
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"gpu": "H10"}, "H10"),
+        ({"gpu": ""}, "gpu is empty"),
+        ({"num_gpus": ""}, "num_gpus is empty"),
+        ({"num_gpus": "many"}, "num_gpus = 'many' is no number"),
+        ({"num_gpus": "-8"}, "num_gpus = '-8' is not a sensible number"),
+        ({"tp": "2.5"}, "tp = '2.5' is not a whole number"),
+        ({"tp": "3"}, "does not divide 64 GPUs"),
+        ({"micro_batch": "100"}, "is more than global_batch 128"),
+        ({"step_time_s": ""}, "to compare with"),
+        ({"step_time_s": "nan"}, "not a sensible number"),
+        ({"model": "x", "layers": "", "params_b": ""}, "the sizes of 'x'"),
+    ],
+)
+def test_a_bad_row_says_why_and_the_others_go_on(tmp_path, row, reason):
+    runs, bad = read_runs(table(tmp_path, {}, row, {}), CATALOGUE)
+    assert len(runs) == 2 and [b.row for b in bad] == [3] and reason in bad[0].reason
+
+
+def test_a_bad_file_is_the_users_mistake(tmp_path):
+    with pytest.raises(UserError, match="no column notes"):
+        validate(table(tmp_path, {}, columns=COLUMNS[:-1]))
+    with pytest.raises(UserError, match="cannot be read"):
+        validate(tmp_path / "nowhere.csv")
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(UserError):
+        validate(tmp_path / "bytes.csv")
+    with pytest.raises(UserError, match="no row can be used"):
+        validate(table(tmp_path, {"gpu": "H10"}))
+
+
+def test_a_table_nobody_has_seen(tmp_path):
+    """Other sources, chips and gaps: sane figures, none missing."""
+    rows = [
+        {"gpu": "MI300X", "source": "a blog"}, {"gpu": "H200", "precision": "fp8", "step_time_s": "8"},
+        {"gpu": "Gaudi3", "step_time_s": "20"}, {"gpu": "NVIDIA GH200 96GB", "vpp": "", "micro_batch": ""},
+        {"gpu": "B200", "model": "Mixtral-8x22B", "layers": "", "hidden": "", "heads": "", "kv_heads": "", "ffn": "",
+         "vocab": "", "params_b": "", "seq_len": "4096", "tp": "2", "pp": "4", "vpp": "", "cp": "1", "ep": "8",
+         "step_time_s": "5"},
+        {"gpu": "A100-80GB", "notes": "OOM", "step_time_s": ""},
+    ]  # fmt: skip
+    result = validate(table(tmp_path, *rows))
+    assert not result.bad and len(result.rows) == 6
+    assert all(0.05 < row.predicted_s < 500 and row.low_s < row.predicted_s < row.high_s for row in result.rows)
+    figures = result.to_json()
+    assert figures["rows"] == 6 and set(figures["by_source"]) == {"a blog", "somebody's table"}
+    assert {"median_abs_error", "p95_abs_error", "bias", "rank_correlation", "coverage"} <= set(figures)

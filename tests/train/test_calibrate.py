@@ -1,0 +1,207 @@
+"""Calibration: what is timed on real processes comes back as figures that the planner can use. A profile that does not
+give back what was measured makes every plan for that machine wrong by as much."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.core.errors import UserError
+from phalanx.core.job import Job
+from phalanx.core.layout import Layout
+from phalanx.hardware import load
+from phalanx.parallel.device import Device
+from phalanx.parallel.groups import TIMEOUT, connect_store
+from phalanx.plan import calibrated
+from phalanx.plan.calibrated import FORMAT, inputs_from, machine_from, profile_from, read
+from phalanx.plan.candidates import Candidates
+from phalanx.plan.compute import work
+from phalanx.plan.cost import evaluate
+from phalanx.plan.machine import Machine
+from phalanx.plan.model import ModelShape
+from phalanx.plan.profiles import CONSTANTS, Profile
+from phalanx.train.calibrate import COLLECTIVES, SAMPLES, Grid, describe, measure
+
+PHALANX = Path(sys.executable).with_name("phalanx")
+TINY = Grid((8, 24), (16,), (8,), 2, (4096,), (64, 4096))
+HOST = Device(torch.device("cpu"), "gloo")
+
+
+def case_measure(args):
+    """On each rank of the pool."""
+    ranks = Job.from_dict(args["job"]).layout.world_size
+    store = connect_store(args["store"]["host"], args["store"]["port"])
+    store = dist.PrefixStore(f"calibrate{args['generation']}", store)
+    dist.init_process_group("gloo", store=store, rank=args["rank"], world_size=ranks, timeout=TIMEOUT)
+    told = []
+    found = measure(HOST, ranks, TINY, 0.05, lambda *progress: told.append(progress))
+    found["told"] = told
+    dist.destroy_process_group()
+    return found
+
+
+def file_of(folder, **sections):
+    """A calibration as `phalanx calibrate` writes it."""
+    path = folder / "calibration.json"
+    head = {"format": FORMAT, "date": "2026-01-01", "machine": describe(HOST, 2), "versions": {}}
+    path.write_text(json.dumps(head | sections))
+    return path
+
+
+def test_ranks_time_everything_together(pool, tmp_path):
+    first, second = pool.run("tests.train.test_calibrate:case_measure", Job(layout=Layout(shard=2)))
+    told, _ = first.pop("told"), second.pop("told")
+    assert first == second, "the slowest rank's times, so the same on all"
+    sizes = {section: len(rows) for section, rows in first.items()}
+    assert sizes == {"matmul": 2 * 2**3, "attention": 2, "memory": 1, "collectives": len(COLLECTIVES) * 2}
+    assert [done for _, done, _ in told] == list(range(sum(sizes.values())))
+    for row in (row for rows in first.values() for row in rows):
+        assert 0 < row["low_s"] <= row["median_s"] <= row["high_s"] and SAMPLES[0] <= row["samples"] <= SAMPLES[1]
+    profile = profile_from(file_of(tmp_path, **first))
+    assert all(0 < getattr(profile, name) < 1e4 for name in ("matmul", "other", "attention", "network"))
+    assert profile.low < 0 < profile.high
+
+
+def test_one_rank_has_no_collectives(tmp_path):
+    found = measure(HOST, 1, TINY, 0.01, lambda *_: None)
+    assert found["collectives"] == [] and found["matmul"] and not dist.is_initialized()
+    assert profile_from(file_of(tmp_path, **found, machine=describe(HOST, 1))).network == 1.0
+
+
+# -- the planner's side -----------------------------------------------------------------------------------------------
+
+TRUTH = Profile(matmul=0.6, other=0.8, attention=0.5, network=0.7)
+
+
+def synthetic(folder, machine, truth=TRUTH, k=CONSTANTS):
+    """As if a machine did exactly what the formulas say, with these efficiencies."""
+    timed = {"median_s": 1.0, "low_s": 1.0, "high_s": 1.0}
+    products = [
+        {"dtype": dtype, "m": m, "n": n, "k": k}
+        for dtype in ("bf16", "fp32") for m in (512, 8192) for n in (1000, 8192) for k in (512, 8192)
+    ]  # fmt: skip
+    attentions = [
+        {"batch": 1, "heads": 16, "seq": seq, "head_dim": width, "backward": backward}
+        for seq in (2048, 8192) for width in (64, 128) for backward in (False, True)
+    ]  # fmt: skip
+    calls = [{"kind": kind, "ranks": 8, "size_bytes": 8 << e} for kind in COLLECTIVES for e in (9, 15, 25)]
+    sections = {"matmul": products, "attention": attentions, "memory": [{"size_bytes": 3 << 30}], "collectives": calls}
+    for section, rows in sections.items():
+        for row in rows:
+            row |= timed
+        kind = calibrated.KINDS[section]
+        names = [f.name for f in dataclasses.fields(kind)]
+        predict = {"matmul": calibrated._products, "attention": calibrated._attentions,
+                   "memory": calibrated._streams, "collectives": calibrated._calls}[section]  # fmt: skip
+        made = [kind(**{name: row[name] for name in names}) for row in rows]
+        for row, seconds in zip(rows, predict(made, machine, truth, k), strict=True):
+            row |= {"median_s": float(seconds), "low_s": 0.9 * seconds, "high_s": 1.1 * seconds}
+    node = {"device": "H100", "host": "x", "backend": "nccl", "ranks": 8, "memory_bytes": 80 << 30, "units": 132}
+    return file_of(folder, machine=node | {"peak_flops": 989e12}, **sections)
+
+
+def h100(chips=8):
+    return Machine.of(load().cluster("h100", chips))
+
+
+def test_efficiencies_are_found_again(tmp_path):
+    """On a catalogue machine, of which the measured node is one."""
+    profile = profile_from(synthetic(tmp_path, h100()), h100())
+    for name in ("matmul", "other", "attention", "network"):
+        assert getattr(profile, name) == pytest.approx(getattr(TRUTH, name), rel=1e-3), name
+    assert (profile.low, profile.high) == (-calibrated.LEAST_ERROR, calibrated.LEAST_ERROR)
+    larger = profile_from(synthetic(tmp_path, h100()), h100(1024))
+    assert larger.matmul == pytest.approx(0.6, rel=1e-3)
+
+
+def test_a_calibrated_machine_can_be_planned_for(tmp_path):
+    """And a wrong inner width is found out: these products lose no speed when they are narrow."""
+    path = synthetic(tmp_path, h100(), k=dataclasses.replace(CONSTANTS, k_half=32.0))
+    machine, profile, k = inputs_from(path, h100())
+    assert k.k_half == 32.0 and profile.matmul == pytest.approx(0.6, rel=1e-3)
+    for on in (machine, inputs_from(path)[0]):
+        costs = evaluate(ModelShape.of(8, 2048, 16, 8192, 32000, 4096), on, Candidates.of(shard=8), 64, profile, k)
+        assert costs.valid.all() and 0 < sum(costs.seconds.values()) < 60
+
+
+def test_attention_is_counted_as_the_cost_model_does():
+    shape, one = ModelShape.of(1, 2048, 16, 8192, 32000, 4096), np.array([1])
+    on = work(shape, h100(), TRUTH, CONSTANTS, one, one, one, one, one, np.array([0]))
+    rows = [calibrated.Attention(1.0, 1.0, 1.0, 1, 16, 4096, 128, backward) for backward in (False, True)]
+    predicted = calibrated._attentions(rows, h100(), TRUTH, CONSTANTS)
+    assert predicted == pytest.approx([on.attention_f[0], on.attention_b[0]])
+
+
+def test_the_machine_gives_back_what_was_measured(tmp_path):
+    """Without a catalogue: the fitted profile on the measured machine predicts the measured times."""
+    path = synthetic(tmp_path, h100())
+    found = read(path)
+    machine, profile = machine_from(found), profile_from(path)
+    assert machine.memory_bytes_per_s == pytest.approx(0.8 * h100().memory_bytes_per_s, rel=1e-2)
+    for predict, rows in ((calibrated._products, found.matmul), (calibrated._calls, found.collectives)):
+        error = np.log(predict(rows, machine, profile, CONSTANTS) / [x.median_s for x in rows])
+        assert np.median(np.abs(error)) < 0.15
+    assert machine.ceiling[0] == max(x.flops / x.median_s for x in found.matmul if x.dtype == "bf16")
+    assert machine.peak[0] == pytest.approx(989e12)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda d: "{", "not JSON"),
+        (lambda d: json.dumps([1]), "format"),
+        (lambda d: json.dumps(d | {"format": "other"}), "format"),
+        (lambda d: json.dumps({k: v for k, v in d.items() if k != "memory"}), "memory is missing"),
+        (lambda d: json.dumps(d | {"machine": None}), "machine is missing"),
+        (lambda d: json.dumps(d | {"attention": []}), "attention"),
+        (lambda d: json.dumps(d | {"collectives": []}), "8 ranks and no collectives"),
+        (lambda d: json.dumps(d | {"memory": [{**d["memory"][0], "median_s": -1}]}), r"memory\[0\].median_s is -1"),
+        (lambda d: json.dumps(d | {"memory": [{**d["memory"][0], "median_s": math.nan}]}), "median_s is nan"),
+        (lambda d: json.dumps(d | {"memory": [{**d["memory"][0], "size_bytes": "x"}]}), "size_bytes is 'x'"),
+        (lambda d: json.dumps(d | {"matmul": [{**d["matmul"][0], "dtype": "int3"}]}), "dtype is 'int3'"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, spoil, said):
+    path = synthetic(tmp_path, h100())
+    path.write_text(spoil(json.loads(path.read_text())))
+    with pytest.raises(UserError, match=said) as refused:
+        read(path)
+    assert refused.value.value == str(path) and "phalanx calibrate" in refused.value.remedy
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        profile_from(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("option", [("--minutes", "0"), ("--ranks", "-1"), ("--out", "no/such/folder/x.json")])
+def test_a_users_mistake_is_one_message(option, tmp_path):
+    done = subprocess.run([PHALANX, "calibrate", *option], capture_output=True, text=True, timeout=30, cwd=tmp_path)
+    assert done.returncode == 2 and option[0] in done.stderr and "remedy" in done.stderr
+    assert "Traceback" not in done.stderr and not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_unknown_device_is_refused(tmp_path):
+    command = [PHALANX, "calibrate", "--device", "abacus"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2 and "--device = 'abacus': no such device" in done.stderr
+    assert "Traceback" not in done.stderr and not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_command_measures_this_machine(tmp_path):
+    command = [PHALANX, "calibrate", "--minutes", "0.05", "--device", "cpu", "--ranks", "2", "--out", "here.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("measuring collectives") == 1 and "written to here.json" in done.stdout
+    found = read(tmp_path / "here.json")
+    assert found.machine.ranks == 2 and found.machine.backend == "gloo"
+    assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
