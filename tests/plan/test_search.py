@@ -57,7 +57,7 @@ def test_nothing_in_the_whole_space_is_better(catalogue, model, gpus):
     assert found.costed < len(layouts) == found.considered
 
 
-@pytest.mark.parametrize("model, gpus", [("llama3-70b", 256), ("mixtral-8x7b", 64)])
+@pytest.mark.parametrize("model, gpus", [("llama3-70b", 256), ("mixtral-8x7b", 64), ("llama3-8b", 131072)])
 def test_no_child_is_below_the_bound_of_its_core(catalogue, model, gpus):
     """What the search leaves out unseen rests on this."""
     ask = asked(catalogue, model, gpus)

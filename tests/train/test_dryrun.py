@@ -50,6 +50,11 @@ CASES = [
     ("1f1b, last stage", job(DEEP, micro=3, replica=8, pp=4, shard=64, tp=2), -1),
     slow("gpipe", job(DEEP, micro=2, pp=4, shard=4, schedule="gpipe"), 5),
     ("interleaved", job(DEEP, micro=2, replica=2, pp=2, shard=4, schedule="interleaved"), -1),
+    (
+        "interleaved, selective recomputation",
+        job(DEEP, micro=2, pp=2, shard=2, schedule="interleaved", train={"recompute": "selective"}),
+        -1,
+    ),
     slow("interleaved, ZeRO-2", job(DEEP, micro=2, pp=2, shard=4, schedule="interleaved", zero=2), 0),
     ("interleaved-zb", job(DEEP, micro=2, pp=2, shard=4, schedule="interleaved-zb"), 0),
     ("zbv, both ends of the model", job(DEEP, micro=2, pp=2, shard=4, schedule="zbv"), 0),

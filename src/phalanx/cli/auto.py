@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,9 +72,8 @@ def _planned(
     from phalanx.plan.space import Ask, Limits
 
     job = resolved.job
-    pins: dict[str, Any] = {"recompute": job.train.recompute} if _given(resolved, "train.recompute") else {}
-    if _given(resolved, "train.micro_batch"):
-        pins["micro_batch"] = job.train.micro_batch
+    kept = [name for name in ("micro_batch", "recompute") if resolved.origins[f"train.{name}"] != "default"]
+    pins = {name: getattr(job.train, name) for name in kept}
     precision = "bf16" if job.train.precision == "bf16" else "fp32"
     limits = Limits(use=1.0, tolerance=0.0, tp_domain=False, precisions=(precision,), pins=pins)
     ask = Ask(ModelShape.from_config(job.model, job.train.seq_len), cluster, profile, job.train.global_batch, limits)
@@ -86,7 +85,7 @@ def _planned(
     for row in range(min(TRIED, len(found))):
         plan = plan_of(request, found, row)
         try:
-            taken = load(path, [*sets, *_settings(plan, resolved)])
+            taken = load(path, [*sets, *settings(plan, kept)])
         except UserError as error:  # what the planner does not know of the engine
             refusal = refusal or error
             continue
@@ -107,8 +106,8 @@ def _planned(
     raise refusal
 
 
-def _settings(plan: Plan, resolved: Resolved) -> Iterator[str]:
-    """Of the job, for a plan."""
+def settings(plan: Plan, kept: Collection[str] = ()) -> Iterator[str]:
+    """Of the job, for a plan; but those of the training that are `kept`."""
     layout = plan.layout
     sizes = {name: layout[name] for name in ("replica", "shard", "tp", "pp", "cp", "ep")}
     sizes["zero"] = max(1, layout["zero"])
@@ -117,14 +116,9 @@ def _settings(plan: Plan, resolved: Resolved) -> Iterator[str]:
         sizes["chunks"] = layout["vpp"]
     for name, size in sizes.items():
         yield f"layout.{name}={size}"
-    if not _given(resolved, "train.micro_batch"):
-        yield f"train.micro_batch={layout['micro_batch']}"
-    if not _given(resolved, "train.recompute"):
-        yield f"train.recompute={layout['recompute']}"
-
-
-def _given(resolved: Resolved, name: str) -> bool:
-    return resolved.origins[name] != "default"
+    for name in ("micro_batch", "recompute"):
+        if name not in kept:
+            yield f"train.{name}={layout[name]}"
 
 
 # -- the machine

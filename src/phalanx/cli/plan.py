@@ -50,6 +50,9 @@ def plan(
     ] = 0.0,
     explain: Annotated[bool, typer.Option("--explain", help="Every term with its formula.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Pictures, as one page.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Run one rank's program on tensors without values, and compare.")
+    ] = False,
     as_json: Json = False,
     hardware_file: File = None,
 ) -> None:
@@ -75,6 +78,11 @@ def plan(
         print_answer(answer, explain)
         if html:
             print(f"\npicture: {html}")
+    if dry_run:
+        from phalanx.cli.plan_dry import dry
+
+        if not dry(answer.plan, model):
+            raise typer.Exit(1)
 
 
 @plan_app.command("arithmetic")

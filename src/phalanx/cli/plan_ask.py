@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,11 +98,9 @@ def request(options: Options, cluster: Cluster) -> Request:
 def _profile(options: Options, cluster: Cluster, model: Model) -> Profile:
     """As calibrated, or what such software reached on such chips elsewhere."""
     experts, family = bool(model.shape.experts), str(known_model(model.name).get("name", ""))
-    profile = default_profile(cluster.node.chip.name, experts, family, options.software)
     if options.calibration:
-        profile = profile_from(options.calibration, Machine.of(cluster))
-    # The engine splits norms and residuals over tp (docs/parallelism.md).
-    return replace(profile, sequence_parallel=True) if options.software == OWN else profile
+        return profile_from(options.calibration, Machine.of(cluster))
+    return default_profile(cluster.node.chip.name, experts, family, options.software)
 
 
 def find_model(name: str, seq: int = 0) -> Model:

@@ -78,7 +78,7 @@ DEFAULT = Profile()
 # What is assumed of the software of published runs (bytes: as published peaks and sizes of batches that ran have it);
 # what is not said here is Profile's default.
 FRAMEWORKS: dict[str, dict[str, float | bool]] = {
-    "phalanx": {"sequence_parallel": False, "pipeline_keeps": False},
+    "phalanx": {"pipeline_keeps": False},
     "torchtitan": {"kept_products": 0.5},
     "megatron": {"hides_tp": 0.6, "grad_bytes": 2.0, "logit_bytes": 6.0},
     "megascale": {"hides_tp": 0.8, "logit_bytes": 10.0},

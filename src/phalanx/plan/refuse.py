@@ -81,9 +81,10 @@ def _too_large(ask: Ask, catalogue: Catalogue) -> UserError:
 def _least_bytes(ask: Ask) -> float:
     """Of any layout: each core with all of its data ranks as one shard, or as its pins say."""
     pins = ask.limits.pins
-    if not pins.keys() & {"shard", "replica"}:
-        ask = replace(ask, limits=replace(ask.limits, pins=pins | {"replica": 1}))
-    found, batch = children(ask, *cores(ask))
+    lean = replace(ask, limits=replace(ask.limits, pins={"replica": 1} | pins))
+    found, batch = children(lean, *cores(lean))
+    if not len(found):
+        found, batch = children(ask, *cores(ask))
     costs = evaluate_rows(ask, found, batch)
     return float(np.min(costs.memory_bytes[costs.valid], initial=np.inf))
 

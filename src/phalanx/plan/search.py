@@ -1,5 +1,5 @@
-"""Finds the best layouts, exhaustively: every one is either costed in full, or stands behind a lower bound that is
-worse than what was found (all of its time but the gradient traffic, which sharding decides). Deterministic: among
+"""Finds the best layouts, exhaustively: every one is either costed in full, or stands behind a lower bound (all of its
+time but what sharding decides: gradients, gathers, optimizer) that is worse than what was found. Deterministic: among
 equals the first in the order of the axes wins."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLACK = 1.25  # layouts within so much of the best are kept: runners-up, and the
 KEPT = 20_000
 NEAR = 1.5  # cores whose bound is within so much of the best are kept for another look
 ACTIVE = ("dp", "fsdp", "optimizer", "straggler")  # terms that sharding changes: left out of the bound
-SHARED = ("activations", "logits", "buffers", "context")  # bytes that sharding does not change
+SHARED = ("activations", "logits", "context")  # bytes that sharding does not change
 
 Space = tuple[Candidates, NDArray]  # cores, and the global batch of each
 # Value of each candidate, less is better; never below the seconds a token takes times `scale`.

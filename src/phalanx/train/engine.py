@@ -193,19 +193,24 @@ class Engine:
         if half == "both":
             set_micro_batch(model, layout.zero, self.reducer.exact, last)
             run()
-            self._batches[micro].cache.clear()
+            self._forget(stage, micro)
         else:
             if stage not in self._halves:
                 self._halves[stage] = Halves(model, self._deferred)
             set_half(model, layout.zero, half, last)
             if half == "inputs":
                 self._halves[stage].inputs(micro, run)
-                self._batches[micro].cache.clear()
+                self._forget(stage, micro)
                 return
             self._halves[stage].weights(micro, reduce=layout.zero > 1 or self.reducer.exact or last)
         if not last:
             for _, param in self._wrapped[stage]:
                 param.grad = None
+
+    def _forget(self, stage: int, micro: int) -> None:
+        """What layers share of a micro-batch, after the last backward here: the rank's first stage comes last."""
+        if stage == min(self.stages):
+            self._batches[micro].cache.clear()
 
     def update(self, result: StepResult) -> None:
         apply(self.job, self.state, result)
