@@ -47,7 +47,15 @@ def _bits(pool, folder, layout, **options):
     return fingerprint(assemble(job, str(folder / "run"))) | {"losses": losses, "norms": answers[0]["norms"]}
 
 
-@pytest.mark.parametrize("options", [dict(), dict(precision="bf16"), dict(zero=1)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        pytest.param(dict(precision="bf16"), marks=pytest.mark.slow),
+        pytest.param(dict(zero=1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_exact_tree_gives_the_same_bits_whichever_way_it_goes(pool, tmp_path, options):
     want = _bits(pool, tmp_path, (1, 1, 1), **options)
     for layout, per_node in (((4, 1, 1), 2), ((1, 4, 1), 2), ((1, 8, 1), 4), ((2, 4, 1), 2), ((4, 2, 1), 4)):

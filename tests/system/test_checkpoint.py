@@ -236,6 +236,7 @@ def test_a_checkpoint_that_failed_does_not_cost_those_after_it(outcomes, name):
     assert out["made"] >= len(out["ended"].rows) - 2, "what is in memory is written when a rank dies, as ever"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["disk slow"])
 def test_the_last_retention_is_not_left_out(outcomes, name):
     """Though it takes its time when the run is over."""

@@ -107,6 +107,7 @@ def test_the_library_trains_a_model_of_ones_own(tmp_path):
     assert Path(tmp_path, summary["run_dir"], "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_exact_gives_the_same_bits_over_splits_with_nothing_else_set(tmp_path):
     """Through the command: what a rank derives from the number of ranks (its threads) must not show."""
     options = {"train.steps": 3, "train.micro_batch": 2, "train.global_batch": 4, "data.max_mb": 1}

@@ -13,6 +13,7 @@ SHORT = {"train.steps": 3, "train.precision": "fp64", "train.seq_len": 64, "trai
 ONE = {"layout.pp": 1, "layout.cp": 1, "layout.tp": 1, "layout.ep": 1}
 
 
+@pytest.mark.slow
 def test_the_loss_curve_is_that_of_one_process(tmp_path):
     eight = train(tmp_path / "eight", EXAMPLE, *sets(SHORT))
     one = train(tmp_path / "one", EXAMPLE, *sets(SHORT | ONE))

@@ -70,6 +70,7 @@ def test_survivors_keep_their_processes_and_every_sample_is_trained_once(chaos):
     assert [last[step] for step in range(STEPS)] == [[4 * step, 4 * step + 4] for step in range(STEPS)]
 
 
+@pytest.mark.slow
 def test_nodes_are_drained_and_added_and_replicas_scaled(tmp_path):
     command = Command(tmp_path, *sets(JOB | {"train.steps": 100_000}))
     command.wait_until(command.rows)

@@ -77,7 +77,7 @@ def test_a_worker_dies_in_a_step_and_is_replaced(at, text, tmp_path, clean):
     "layout",
     [
         pytest.param(dict(replica=2, tp=2, ranks_per_node=2), marks=pytest.mark.slow),
-        dict(replica=2, pp=2, ranks_per_node=2, schedule="zbv"),
+        pytest.param(dict(replica=2, pp=2, ranks_per_node=2, schedule="zbv"), marks=pytest.mark.slow),
         pytest.param(dict(replica=2, shard=2, zero=1, ranks_per_node=1), marks=pytest.mark.slow),
     ],
     ids=["tp", "pipeline", "zero 1, a node per rank"],

@@ -58,7 +58,7 @@ PAIRS = {
 }
 
 
-SLOW = {"moe: ZB-V -> shard 2", "replica 2 x shard 2 x tp 2 -> 1", "tp 2 x pp 2 -> shard 3"}
+SLOW = {"moe: all axes at once", "moe: ZB-V -> shard 2", "replica 2 x shard 2 x tp 2 -> 1", "tp 2 x pp 2 -> shard 3"}
 
 
 @pytest.mark.parametrize(
