@@ -22,6 +22,12 @@ from tests.control.sim.world import Proc
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("seed", [2077, 2737, 3773, 4421])
+def test_fewer_replicas_while_a_node_is_being_replaced(seed):
+    """The one that was to take over must not stay at a place that nobody wants."""
+    seeds.run(seed)
+
+
 def test_a_thousand_seeds():
     failed, faults, rungs = [], 0, set()
     for seed in range(1000):

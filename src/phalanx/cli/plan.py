@@ -23,7 +23,8 @@ def plan(
     hardware: Annotated[str, typer.Option(metavar="NAME", help="A chip or node of `phalanx hardware ls`.")] = "",
     tokens: Annotated[str, typer.Option(help="To train on, such as 15T; 20 per parameter if left out.")] = "",
     global_batch: Annotated[
-        int, typer.Option(help="Sequences per step; about 1,024 tokens per chip if left out.", show_default=False)
+        int,
+        typer.Option(help="Sequences per step; 1,024 tokens per chip, 4 M at least, if left out.", show_default=False),
     ] = 0,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence; the job file's, or 8192.", show_default=False)] = 0,
     objective: Annotated[str, typer.Option(metavar="time|step|cost", help="What is to be least.")] = "time",
@@ -81,7 +82,7 @@ def plan(
     if dry_run:
         from phalanx.cli.plan_dry import dry
 
-        if not dry(answer.plan, model):
+        if not dry(answer.plan, model, to_stderr=as_json):
             raise typer.Exit(1)
 
 
@@ -93,7 +94,7 @@ def arithmetic(as_json: Json = False) -> None:
 
     rows = lines(load())
     if as_json:
-        _print_json([{"quantity": r.quantity, "formula": r.formula, "result": r.result, **r.figures} for r in rows])
+        _print_json([{**r.figures, "quantity": r.quantity, "formula": r.formula, "result": r.result} for r in rows])
         return
     from phalanx.cli.hardware import _print_table
 
@@ -102,7 +103,9 @@ def arithmetic(as_json: Json = False) -> None:
 
 @plan_app.command("validate")
 def validate_command(
-    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="Published runs, 28 columns (docs/planner.md).")],
+    runs: Annotated[
+        Path, typer.Argument(metavar="RUNS.csv", help="Published runs; columns as in plan/published_runs.csv.")
+    ],
     as_json: Json = False,
     rows: Annotated[bool, typer.Option("--rows", help="Every row: measured, predicted, memory.")] = False,
     hardware_file: File = None,

@@ -59,7 +59,7 @@ class Model(NamedTuple):
     name: str
     shape: ModelShape
     batch: int = 0  # 0: not given
-    tokens: float = 0.0
+    steps: int = 0
 
 
 def ask(options: Options) -> Answer:
@@ -86,7 +86,7 @@ def request(options: Options, cluster: Cluster) -> Request:
     if not batch:
         batch = usual_batch(cluster.num_chips, int(shape.seq))
         assumed.append(f"a batch of about {batch:,} sequences (--global-batch)")
-    tokens = parse_count(options.tokens) if options.tokens else model.tokens
+    tokens = parse_count(options.tokens) if options.tokens else model.steps * batch * float(shape.seq)
     if not tokens:
         tokens = usual_tokens(shape)
         assumed.append(f"{tokens / 1e12:.3g} T tokens, 20 for each active parameter (--tokens)")
@@ -134,7 +134,7 @@ def _of_job(path: Path, seq: int) -> Model:
         )
     length = seq or job.train.seq_len
     shape = ModelShape.from_config(job.model, length)
-    return Model(job.name, shape, job.train.global_batch, float(job.train.steps) * job.train.global_batch * length)
+    return Model(job.name, shape, job.train.global_batch, job.train.steps)
 
 
 def parse_count(text: str) -> float:
@@ -157,6 +157,8 @@ def _precisions(text: str, cluster: Cluster) -> tuple[str, ...]:
     for name in names:
         # Only TPUs train in int8 for want of fp8.
         able = [p for p in PEAKS[name] if p != "int8" or chip.name.startswith("tpu")]
+        if name in ("nvfp4", "mxfp8"):  # block scales came with the chips that have fp4
+            able = ["nvfp4"]
         if name != "fp32" and not any(p in chip.peak for p in able):
             remedy = f"{chip.name} computes in {', '.join(chip.peak)}"
             raise UserError("the chip has no such precision", field="precision", value=name, remedy=remedy)

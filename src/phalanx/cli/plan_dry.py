@@ -3,6 +3,7 @@ what the plan counts."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from phalanx.cli.auto import settings
@@ -12,7 +13,7 @@ from phalanx.plan.planner import Plan
 MICRO = 2  # micro-batches: they are alike
 
 
-def dry(plan: Plan, model: str) -> bool:
+def dry(plan: Plan, model: str, to_stderr: bool = False) -> bool:
     """Prints the report; whether plan and program agree."""
     from phalanx.spec import PRESETS, load
     from phalanx.train.dryrun import dry_run
@@ -27,5 +28,5 @@ def dry(plan: Plan, model: str) -> bool:
     sets += [f"train.global_batch={plan.global_batch}", *settings(plan)]
     job = load(path, sets).job
     report = dry_run(job, job.layout.world_size // 2, MICRO)
-    print("\n" + report.text())
+    print("\n" + report.text(), file=sys.stderr if to_stderr else sys.stdout)
     return not report.differences

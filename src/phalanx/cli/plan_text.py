@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from typing import Any
 
@@ -49,9 +50,10 @@ def print_answer(answer: Answer, explain: bool) -> None:
     if explain:
         out.head(f"speeds and traits expected: {plan.profile}")
         out.table(words.profile_rows(answer.request.ask.profile))
-        out.head("in a job file")
-        for text in words.job_lines(plan, bool(answer.request.ask.shape.tied)):
-            out.line(f"  {text}" if text else "")
+        if plan.layout["precision"] in ("bf16", "fp32"):  # that the engine has
+            out.head("in a job file")
+            for text in words.job_lines(plan, bool(answer.request.ask.shape.tied)):
+                out.line(f"  {text}" if text else "")
     out.head(
         f"{answer.considered:,} layouts, {answer.costed:,} of them costed in full and the others proven worse, "
         f"in {answer.search_s:.2f} s of CPU time"
@@ -175,12 +177,16 @@ def print_validation(result: Validation, rows: bool) -> None:
 
 
 def _run(r: RowResult) -> list[str]:
-    times = [words.seconds_text(s) for s in (r.published_s, r.predicted_s, r.low_s, r.high_s)]
+    published = words.seconds_text(r.published_s) if math.isfinite(r.published_s) else "-"
+    times = [published, *(words.seconds_text(s) for s in (r.predicted_s, r.low_s, r.high_s))]
+    error = f"{r.error:+.1%}" if math.isfinite(r.error) else "out of memory"
     fits = [f"{r.memory_bytes / 1e9:.0f} GB", "yes" if r.fits else "no"]
-    return [str(r.row), r.model, r.chip, f"{r.gpus:,}", *times, f"{r.error:+.1%}", *fits]
+    return [str(r.row), r.model, r.chip, f"{r.gpus:,}", *times, error, *fits]
 
 
 def _score(s: Any) -> list[str]:
+    if not s.rows:
+        return ["0", *["-"] * 8]
     rank = "-" if s.rank_correlation is None else f"{s.rank_correlation:.2f}"
     return [
         str(s.rows), f"{s.median_abs_error:.1%}", f"{s.mean_abs_error:.1%}", f"{s.p95_abs_error:.1%}", f"{s.bias:+.1%}",

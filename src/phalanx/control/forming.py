@@ -250,6 +250,8 @@ class Forming(Halting):
                 self._release(number, "old")
             if place.now and not active & {rank // size for rank in place.now.workers}:
                 unwanted = members.nodes[place.now.node].drained or not members.replicas_at(number)
+                if place.next and not members.replicas_at(number):
+                    self._release(number, "next")  # or it would move up
                 if unwanted:
                     self._release(number, "now")
         if self.surplus:

@@ -165,7 +165,8 @@ def job_lines(plan: Plan, tied: bool = False) -> list[str]:
     pipe = [f'schedule = "{at["schedule"]}"', f"chunks = {at['vpp']}"] if at["pp"] > 1 else []
     train = [
         f"seq_len = {plan.seq}", f"global_batch = {plan.global_batch}", f"micro_batch = {at['micro_batch']}",
-        f'recompute = "{at["recompute"]}"', f"bucket_mb = {at['bucket_bytes'] / 1e6:g}",
+        f'precision = "{at["precision"]}"', f'recompute = "{at["recompute"]}"',
+        f"bucket_mb = {at['bucket_bytes'] / 1e6:g}",
     ]  # fmt: skip
     model = ["[model]", "tied = false", ""] if tied and at["pp"] > 1 else []
     return [*model, "[layout]", *layout, *pipe, "", "[train]", *train]

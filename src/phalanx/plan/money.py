@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.core.errors import UserError
 from phalanx.hardware import Cluster
 
 # Of the node's rated power in training: arXiv:2506.14551, 8 x H100, the most intensive runs at 76 % of 10.2 kW.
+LONGEST_S = 3e11  # ten thousand years
 DRAWN = 0.76
 
 
@@ -40,6 +42,13 @@ def watts(cluster: Cluster) -> float | None:
 
 def bill(cluster: Cluster, tokens: float, tokens_per_s: float, start_s: float = 0.0) -> Bill:
     """`tokens_per_s` of the job, failures included. All chips are paid for, those that stand by too."""
+    if not tokens_per_s * LONGEST_S > tokens:
+        raise UserError(
+            "with so many failures the run makes no progress",
+            field="failures",
+            value=f"{tokens_per_s:.3g} tokens/s are left of what was asked for",
+            remedy="take fewer chips, or software that goes on without what failed (--software phalanx)",
+        )
     seconds = start_s + tokens / tokens_per_s
     hours = seconds / 3600
     price, power, site = cluster.node.dollars_per_chip_hour, watts(cluster), cluster.site

@@ -49,8 +49,7 @@ class RowReader:
         self.out_of_memory = bool(re.search(OUT_OF_MEMORY, self.notes, re.I))
 
     def run(self) -> Run:
-        about = f"{self.text['source']} {self.text['model']}"
-        software = next((name for name, pattern in SOFTWARE if re.search(pattern, about, re.I)), "")
+        software = self._software()
         if software == "megatron-2022" and self.text["zero_stage"] == "3":
             software = "zero3-2021"  # the paper's baseline is other software
         shape = self._shape(software)
@@ -68,6 +67,16 @@ class RowReader:
             chip, shape, cluster, options, batch, step_s, self._stratum(shape, chip, precision), self._traits(),
             self._peak_bytes(), self.out_of_memory,
         )  # fmt: skip
+
+    def _software(self) -> str:
+        """That the row names, or its notes do; else what is usual for such a layout on such a chip."""
+        for about in (f"{self.text['source']} {self.text['model']}", self.notes):
+            for name, pattern in SOFTWARE:
+                if re.search(pattern, about, re.I):
+                    return name
+        if self._chip().startswith("tpu"):
+            return "maxtext"
+        return "torchtitan" if self.text["zero_stage"] == "3" and self.text["pp"] in ("", "1") else "megatron"
 
     def _number(self, name: str) -> float | None:
         value = self.text[name]

@@ -89,9 +89,12 @@ def stage_counts(ask: Ask) -> list[int]:
 
 
 def chunk_counts(ask: Ask, pp: int) -> list[int]:
-    """Chunks of the model on a pipeline rank: 1, and those that leave every stage at least one layer."""
-    most = int(ask.shape.layers) // pp
-    usual = {v for v in (*divisors(most), 2, 3, 4) if v <= min(most, MOST_CHUNKS)}
+    """Chunks of the model on a pipeline rank: 1, and those that cut the layers, or the layers and both ends, evenly:
+    with uneven chunks ranks wait for each other more than the formula for the bubble knows."""
+    layers = int(ask.shape.layers)
+    most = layers // pp
+    even = [v for v in range(2, min(most, MOST_CHUNKS) + 1) if not layers % (pp * v) or not (layers + 2) % (pp * v)]
+    usual = {1, *even}
     return _pinned(ask, "vpp", sorted(usual) if pp > 1 else [1], lambda v: v <= most if pp > 1 else v == 1)
 
 

@@ -57,6 +57,9 @@ class Score:
 
     @classmethod
     def of(cls, rows: list[RowResult]) -> Score:
+        if not rows:  # runs that went out of memory have no time
+            nan = float("nan")
+            return cls(0, nan, nan, nan, nan, None, nan, nan, nan)
         error = np.array([row.error for row in rows])
         out = np.abs([row.left_out_error for row in rows])
         size = np.abs(error)
@@ -84,14 +87,16 @@ class Validation:
         return self.total.p95_abs_error
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        lost = [row for row in self.rows if row.out_of_memory]
+        return _clean({
             "rows": len(self.rows),
             **{f.name: getattr(self.total, f.name) for f in fields(Score) if f.name != "rows"},
             "by_source": {name: asdict(score) for name, score in self.by_source.items()},
             "by_stratum": {name: asdict(score) for name, score in self.by_stratum.items()},
+            "out_of_memory": {"rows": len(lost), "refused": sum(not row.fits for row in lost)},
             "predictions": [asdict(row) for row in self.rows],
             "unreadable": [asdict(row) for row in self.bad],
-        }
+        })  # fmt: skip
 
 
 def validate(path: Path, catalogue: Catalogue | None = None) -> Validation:
@@ -156,6 +161,15 @@ def _ranks(values: NDArray) -> NDArray:
     """Mean rank among equals."""
     _, back, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[back]
+
+
+def _clean(value: Any) -> Any:
+    """JSON has no word for what is no number."""
+    if isinstance(value, dict):
+        return {key: _clean(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_clean(each) for each in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def _figure(value: float | np.floating) -> float:
