@@ -16,6 +16,7 @@ from phalanx.plan.goodput import goodput
 from phalanx.plan.model import CONVENTIONS, ModelShape
 from phalanx.plan.money import Bill, bill
 from phalanx.plan.objective import best
+from phalanx.plan.profiles import fitted
 from phalanx.plan.search import SLACK, Found
 from phalanx.plan.space import Ask
 
@@ -98,9 +99,14 @@ def plan_of(request: Request, found: Found, row: int = 0) -> Plan:
     high = goodput(cluster, c, costs, ask.contains, "high", ask.failures)
     share, low_share = float(usual.share[0]), float(high.share[0])
     step = float(costs.step_s[0])
+    mfu = {name: float(costs.mfu(name)[0]) for name in CONVENTIONS}
+    early, late = profile.low, profile.high
+    if found.candidates.row(row)["precision"] in ("fp8", "mxfp8", "nvfp4"):  # such runs are less well known
+        off = fitted().error_of("fp8", False)
+        early, late = min(early, off[0]), max(late, off[1])
     rate = float(costs.tokens[0]) / step
     # Two causes of a longer run, unrelated: their logarithms add up in squares.
-    worse = math.exp(math.hypot(profile.high, math.log(max(share, 1e-300) / max(low_share, 1e-300))))
+    worse = math.exp(math.hypot(late, math.log(max(share, 1e-300) / max(low_share, 1e-300))))
     start = float(usual.start_s[0])
     p50 = bill(cluster, request.tokens, rate * share, start)
     return Plan(
@@ -117,13 +123,13 @@ def plan_of(request: Request, found: Found, row: int = 0) -> Plan:
         seq=int(ask.shape.seq),
         micro_batches=int(costs.micro_batches[0]),
         step_s=step,
-        step_low_s=step * math.exp(profile.low),
-        step_high_s=step * math.exp(profile.high),
+        step_low_s=step * max(math.exp(early), mfu["causal"]),  # no faster than the chip's peak
+        step_high_s=step * math.exp(late),
         seconds={name: float(s[0]) for name, s in costs.seconds.items()},
         memory={name: float(b[0]) for name, b in costs.memory.items()},
         memory_bytes=float(costs.memory_bytes[0]),
         capacity_bytes=float(costs.capacity_bytes[0]),
-        mfu={name: float(costs.mfu(name)[0]) for name in CONVENTIONS},
+        mfu=mfu,
         tokens_per_s=rate,
         goodput={f.name: np.asarray(getattr(usual, f.name))[0].item() for f in dataclasses.fields(usual)},
         goodput_low=low_share,
