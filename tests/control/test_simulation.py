@@ -28,6 +28,14 @@ def test_fewer_replicas_while_a_node_is_being_replaced(seed):
     seeds.run(seed)
 
 
+def test_a_late_form_does_not_make_a_worker_drop_what_it_has_voted_for():
+    """Seed 74477: it served as a source of its own generation once more, and a committed step was silently undone."""
+    seeds.run(74477)
+    member = Member(1, steps=9)
+    member.form(2, 0, None)
+    assert not member.may_serve(2) and not member.may_serve(1) and member.may_serve(3)
+
+
 def test_a_thousand_seeds():
     failed, faults, rungs = [], 0, set()
     for seed in range(1000):

@@ -102,6 +102,8 @@ class Trainee:
         self.channel.send({"type": "ready", "generation": generation, "step": step, "digest": digest})
 
     def on_serve(self, generation, step, store):
+        if not self.member.may_serve(generation):
+            return
         self.channel.send({"type": "served", "generation": generation, "step": step})
         with suppress(ValueError):
             self.member.settle(step)

@@ -31,6 +31,11 @@ class Member:
             self.step = self.prepared = -1
         return True
 
+    def may_serve(self, generation: int) -> bool:
+        """Whether it may settle for a generation without forming it, for others to take its state. Not for one that it
+        is in or was: that word is late, and what it has prepared since may count."""
+        return generation > self.generation
+
     def settle(self, step: int) -> bool:
         """Go on from `step` with what it holds. True after the prepared step was taken: its gradients are to be applied
         now. ValueError: it does not hold that step."""

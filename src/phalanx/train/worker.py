@@ -205,6 +205,8 @@ class Worker:
     def _on_serve(self, message: dict[str, Any]) -> None:
         """It has no place in the next generation, but somebody who does takes its state from here."""
         generation, step = int(message["generation"]), int(message["step"])
+        if not self.member.may_serve(generation):
+            return
         with contextlib.suppress(ValueError):
             self._settle(step)
             self._offer(generation, step, message["store"])

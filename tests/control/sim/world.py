@@ -490,7 +490,8 @@ class Proc:
     # -- forming
 
     def serve(self, form):
-        if self.up and not self.stuck and self.member.phase in ("parked", "restoring"):
+        m = self.member
+        if self.up and not self.stuck and m.phase in ("parked", "restoring") and m.may_serve(form.generation):
             self.settle(form.step)
 
     def settle(self, step):
