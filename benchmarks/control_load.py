@@ -208,6 +208,11 @@ def main():
         f"\nby failures it was full {broke}, as a gang breaks only when it runs"
         f"\ndecisions over {P99_BAR_MS:.0f} ms followed from: {', '.join(slow) or 'nothing'}"
     )
+    for kind in sorted({kind for kind, *_ in load["latencies"]}):
+        took = [here for of, _, here, _ in load["latencies"] if of == kind]
+        print(
+            f"  {len(took):4} decisions after {kind}: median {quantile(took, 0.5):.0f} ms, longest {max(took):.0f} ms"
+        )
     finish(
         "control_load",
         load["controller"] < CPU_BAR and p99 < P99_BAR_MS and load["decisions"] > 0,

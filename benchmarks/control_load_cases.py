@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from phalanx.control import messages
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.runtime import controller
@@ -84,7 +85,7 @@ class Node:
     def opened(self, session):
         self.beat()
         if not self.welcome:
-            self.post("NodeJoined", domain=rack(self.number), address="")
+            self.post("NodeJoined", domain=rack(self.number))
 
     def beat(self):
         if self.link:
@@ -93,10 +94,8 @@ class Node:
             self.fleet.beats += 1
 
     def post(self, kind, **fields):
-        event = {"kind": kind, "node": self.name, "incarnation": self.incarnation, **fields}
-        if kind == "StepsDone":
-            del event["node"], event["incarnation"]
-        self.link.post({"type": "event", "event": event})
+        who = {} if kind == "StepsDone" else {"node": self.name, "incarnation": self.incarnation}
+        self.link.post({"type": "event", "event": getattr(messages, kind)(**who, **fields).to_dict()})
         self.fleet.events += 1
 
     def park(self):

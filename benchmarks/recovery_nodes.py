@@ -94,8 +94,8 @@ class Run:
         os.kill(self.scene.agents["controller"], signal.SIGKILL)
 
     def stop(self):
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(30)
+        self.process.terminate()  # a benchmark in the background may have SIGINT ignored
+        self.process.wait(60)
 
 
 def main():

@@ -357,7 +357,14 @@ def test_what_all_say_at_once_travels_as_one_and_is_overtaken(cluster):
     wrong, both = bundles[2][1]
     assert wrong["node"] == "e" and both["type"] == "many" and both["numbers"] == [1, 1]
     assert sorted(e.node for e in Event.from_dict(event_of(both)).parts()) == ["b", "c"]
+    for name in "bc":
+        parked(name, generation=2)
+        parked(name, generation=3)
+    cluster.run(0.1)
     cluster.controller.sessions["r1"].ack(bundles[2][0])
+    cluster.until(lambda: len(bundles) == 4)
+    assert [item["numbers"] for item in bundles[3][1]] == [[2, 2], [3, 3]], "who says two things holds nobody up"
+    cluster.controller.sessions["r1"].ack(bundles[3][0])
     for agent in agents.values():
         agent.flush(10)
 

@@ -23,12 +23,12 @@ def plan(
     hardware: Annotated[str, typer.Option(metavar="NAME", help="A chip or node of `phalanx hardware ls`.")] = "",
     tokens: Annotated[str, typer.Option(help="To train on, such as 15T; 20 per parameter if left out.")] = "",
     global_batch: Annotated[
-        int,
-        typer.Option(help="Sequences per step; 1,024 tokens per chip, 4 M at least, if left out.", show_default=False),
-    ] = 0,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence; the job file's, or 8192.", show_default=False)] = 0,
+        int | None,
+        typer.Option(help="Sequences per step; 1,024 tokens per chip, 4 M at least, if left out."),
+    ] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence; the job file's, or 8192.")] = None,
     objective: Annotated[str, typer.Option(metavar="time|step|cost", help="What is to be least.")] = "time",
-    days: Annotated[float, typer.Option(help="The most that a run may take.", show_default=False)] = 0.0,
+    days: Annotated[float | None, typer.Option(help="The most that a run may take.")] = None,
     pin: Annotated[str, typer.Option(metavar="tp=8,pp=4", help="Degrees that are given.")] = "",
     compare: Annotated[
         list[str] | None, typer.Option(metavar="tp=8,pp=4", help="Beside the best: the best with these; repeatable.")
@@ -46,9 +46,7 @@ def plan(
     ] = None,
     fabric: Annotated[str, typer.Option(metavar="NAME", help="The network; the usual one of the node.")] = "",
     site: Annotated[str, typer.Option(metavar="NAME", help="Where it stands: power, price, grid.")] = "",
-    failures: Annotated[
-        float, typer.Option(help="Per 1000 node-days; the published ones if left out.", show_default=False)
-    ] = 0.0,
+    failures: Annotated[float | None, typer.Option(help="Per 1000 node-days; the published ones if left out.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Every term with its formula.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Pictures, as one page.")] = None,
     dry_run: Annotated[

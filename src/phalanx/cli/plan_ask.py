@@ -36,10 +36,10 @@ class Options:
     gpus: int
     hardware: str
     tokens: str = ""
-    global_batch: int = 0
-    seq: int = 0
+    global_batch: int | None = None
+    seq: int | None = None
     objective: str = "time"
-    days: float = 0.0
+    days: float | None = None
     pin: str = ""
     compare: tuple[str, ...] = ()
     precision: str = "bf16"
@@ -50,7 +50,7 @@ class Options:
     software: str = OWN
     fabric: str = ""
     site: str = ""
-    failures: float = 0.0
+    failures: float | None = None
     hardware_file: Path | None = None
     calibration: Path | None = None
 
@@ -60,6 +60,7 @@ class Model(NamedTuple):
     shape: ModelShape
     batch: int = 0  # 0: not given
     steps: int = 0
+    assumed: tuple[str, ...] = ()  # what a job file says otherwise
 
 
 def ask(options: Options) -> Answer:
@@ -70,8 +71,8 @@ def ask(options: Options) -> Answer:
 
 
 def request(options: Options, cluster: Cluster) -> Request:
-    model = find_model(options.model, options.seq)
-    shape, assumed = model.shape, []
+    model = find_model(options.model, options.seq or 0)
+    shape, assumed = model.shape, list(model.assumed)
     batch = options.global_batch or model.batch
     limits = Limits(
         margin=options.margin,
@@ -81,7 +82,7 @@ def request(options: Options, cluster: Cluster) -> Request:
         schedules=_names(options.schedules, "schedules", SCHEDULES) if options.schedules else COMPILED,
         precisions=_precisions(options.precision, cluster),
         engine=options.software == OWN,
-        pins=parse_pins(options.pin),
+        pins=parse_pins(options.pin, "pin"),
     )
     if not batch:
         batch = usual_batch(cluster.num_chips, int(shape.seq))
@@ -91,7 +92,7 @@ def request(options: Options, cluster: Cluster) -> Request:
         tokens = usual_tokens(shape)
         assumed.append(f"{tokens / 1e12:.3g} T tokens, 20 for each active parameter (--tokens)")
     profile = _profile(options, cluster, model)
-    asked = Ask(shape, cluster, profile, batch, limits, options.software == OWN, options.failures)
+    asked = Ask(shape, cluster, profile, batch, limits, options.software == OWN, options.failures or 0.0)
     return Request(model.name, asked, tokens, options.objective, options.days or math.inf, tuple(assumed))
 
 
@@ -134,12 +135,13 @@ def _of_job(path: Path, seq: int) -> Model:
         )
     length = seq or job.train.seq_len
     shape = ModelShape.from_config(job.model, length)
-    return Model(job.name, shape, job.train.global_batch, job.train.steps)
+    assumed = ("the file's model, batch, sequence and steps, not its layout (--pin) and precision (--precision)",)
+    return Model(job.name, shape, job.train.global_batch, job.train.steps, assumed)
 
 
 def parse_count(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)", text.strip().lower().replace(",", ""))
-    if not found or float(found[1]) <= 0:
+    if not found or not 0 < float(found[1]) * SIZES[found[2]] <= 1e18:
         raise UserError("that is no number of tokens", field="tokens", value=text, remedy="such as 15T, 300B or 1e12")
     return float(found[1]) * SIZES[found[2]]
 
@@ -172,9 +174,12 @@ def _check(o: Options) -> None:
             raise UserError("it is missing", field=field, value=value, remedy=f"--{field}, such as {what}")
     if o.gpus < 1:
         raise UserError("at least one chip", field="gpus", value=o.gpus, remedy="--gpus, such as 64")
-    for field, number in (("global_batch", o.global_batch), ("seq", o.seq), ("days", o.days), ("failures", o.failures)):
-        if number < 0 or not math.isfinite(number):
-            raise UserError("not below 0", field=field, value=number, remedy="leave it out, or give a number above 0")
+    numbers = {"global_batch": o.global_batch, "seq": o.seq, "days": o.days, "failures": o.failures}
+    for field, number in numbers.items():
+        if number is not None and not 1e-6 <= number <= 1e12:
+            raise UserError(
+                "not a sensible number", field=field, value=number, remedy="leave it out, or give one above 0"
+            )
     for field, share in (("margin", o.margin), ("use", o.use)):
         if not 0 <= share < 1 and not (field == "use" and share == 1):
             raise UserError("that is no share", field=field, value=share, remedy="a number from 0 to 1, such as 0.05")

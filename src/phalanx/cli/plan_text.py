@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from phalanx.cli.console import PlainConsole
+from phalanx.core.errors import UserError
 from phalanx.plan import explain as words
 from phalanx.plan.answer import Answer
 from phalanx.plan.planner import Plan
@@ -81,6 +82,9 @@ def _advice(answer: Answer, out: _Lines) -> None:
     if answer.compared:
         out.head("compared")
         for text, other in answer.compared:
+            if isinstance(other, UserError):
+                out.line(f"  {text} -> {other}")
+                continue
             out.line(f"  {text} -> {words.layout_text(other)}; {words.choices_text(other)}")
             out.line(f"    step {words.seconds_text(other.step_s)}, {other.memory_bytes / 1e9:.1f} GB")
             out.line(f"    {words.reason_text(plan, other)}")
@@ -152,7 +156,10 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         "pareto": [brief(p) for p in answer.pareto],
         "binds": list(answer.binds),
         "changes": [dataclasses.asdict(c) for c in answer.changes],
-        "compared": [{"asked": text, **(brief(p) or {})} for text, p in answer.compared],
+        "compared": [
+            {"asked": text, **({"impossible": str(p)} if isinstance(p, UserError) else brief(p) or {})}
+            for text, p in answer.compared
+        ],
         "considered": answer.considered,
         "costed": answer.costed,
         "search_s": answer.search_s,

@@ -178,7 +178,7 @@ class _Run:
                 "resume": start.place if start else None,
                 "data_version": self.data_version,
                 "ledger": self.heads.get,
-                "preload": [WORKER.partition(":")[0]],
+                "preload": [WORKER.replace(":main", ":prepare")],
                 "run_dir": self.record.path,
                 "on_event": self._on_event,
                 "stop": lambda: self.stop.asked,

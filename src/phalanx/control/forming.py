@@ -92,10 +92,30 @@ class Forming(Halting):
             # Most often: whoever is left has the last step. So only the others need one, and only of their coordinates.
             new, workers = filterfalse(self._roll.parked.__contains__, crew.values()), self.members.workers
             others = {workers[worker].rank: worker for worker in new}
-            sources = self._stocks(others).at(self.committed) if others else {}
+            sources = self._from_parked(others)
+            if sources is None:
+                sources = self._stocks(others).at(self.committed)
             if sources is not None:
                 return self.committed, sources
         return self._stocks(crew).newest(self.committed if self.certain else None)
+
+    def _from_parked(self, ranks: dict[int, int]) -> dict[int, Source] | None:
+        """For ranks that lack the last step, which all that have parked have: of each the next of its coordinate that
+        has. None: there is none of some."""
+        assert self._roll
+        at, workers, parked = self.members.at, self.members.workers, self._roll.parked
+        size = self.members.replica_size
+        world = (max(self.members.wanted, default=-1) + 1) * size
+        sources = {}
+        for rank, worker in ranks.items():
+            if self.lineage.step_of(workers[worker].copy) == self.committed:
+                continue
+            peers = (at.get(peer % world, 0) for peer in range(rank + size, rank + world, size))
+            found = next(filter(parked.__contains__, peers), None)
+            if found is None:
+                return None
+            sources[rank] = Source("live", workers[found].node, found)
+        return sources
 
     def _stocks(self, crew: dict[int, int]) -> Stocks:
         """All that the ranks of a crew, or of some of it, could go on from."""

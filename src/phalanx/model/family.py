@@ -177,6 +177,17 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
+_built: list[tuple[Family, ModelConfig, nn.Module]] = []
+
+
+def skeleton(family: Family, config: ModelConfig) -> nn.Module:
+    """The model without values, to be looked at only: the last one is kept."""
+    if not (_built and _built[0][0] is family and _built[0][1] == config):
+        with torch.device("meta"):
+            _built[:] = [(family, config, family.build(config))]
+    return _built[0][2]
+
+
 def check_family(family: Family, config: ModelConfig) -> None:
     """Refuse a description that does not fit its model: what would fail deep inside a step, or would
     train something else without a word."""
@@ -185,8 +196,7 @@ def check_family(family: Family, config: ModelConfig) -> None:
         raise _refusal(config.family, message, remedy)
 
     try:
-        with torch.device("meta"):
-            model = family.build(config)
+        model = skeleton(family, config)
     except UserError:
         raise
     except Exception as error:

@@ -38,7 +38,7 @@ class Device:
         if wanted == "auto":
             wanted = accelerator.type if accelerator else "cpu"
         if wanted == "cpu":
-            _avoid_broken_amx()
+            avoid_broken_amx()
             cores = len(os.sched_getaffinity(0))
             return Device(torch.device("cpu"), "gloo", min(1.0, cores / (torch.get_num_threads() * local_ranks)))
         if accelerator is None or accelerator.type != wanted:
@@ -171,7 +171,8 @@ def _choose_deterministic_kernels() -> None:
 
 
 @cache
-def _avoid_broken_amx() -> None:
+@cache
+def avoid_broken_amx() -> None:
     """Some virtual machines advertise Intel's AMX and then refuse its instructions, which kills the
     process at its first bf16 matmul. A child tries it; if it dies, oneDNN is told to stay below."""
     cpuinfo = Path("/proc/cpuinfo")

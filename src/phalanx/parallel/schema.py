@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-
 from phalanx.core.held import Held
 from phalanx.core.layout import Layout
 from phalanx.core.shape import ModelConfig
-from phalanx.model.family import Family
+from phalanx.model.family import Family, skeleton
 from phalanx.parallel.stages import cut_stages, stage_of
 from phalanx.parallel.tensor import SPLIT_DIM
 
 
 def describe(family: Family, config: ModelConfig, layout: Layout | None = None) -> list[Held]:
     """Every parameter of the model, tied ones once, in the module's order."""
-    with torch.device("meta"):
-        model = family.build(config)
+    model = skeleton(family, config)
     stages = cut_stages(family, model, config, layout or Layout())
     infos = []
     for name, param in model.named_parameters():
@@ -31,8 +28,7 @@ def describe(family: Family, config: ModelConfig, layout: Layout | None = None) 
 
 def describe_buffers(family: Family, config: ModelConfig, layout: Layout) -> list[tuple[Held, float]]:
     """Every buffer, with its first value."""
-    with torch.device("meta"):
-        model = family.build(config)
+    model = skeleton(family, config)
     stages = cut_stages(family, model, config, layout)
     return [
         (Held(name, tuple(buffer.shape), stage=stage_of(name, stages), whole=True), family.buffer_start(name))

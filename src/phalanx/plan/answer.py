@@ -23,7 +23,7 @@ class Answer:
     pareto: tuple[Plan, ...]  # faster against less memory
     binds: tuple[str, ...]
     changes: tuple[Change, ...]
-    compared: tuple[tuple[str, Plan], ...]
+    compared: tuple[tuple[str, Plan | UserError], ...]  # the best with those degrees, or why there is none
     considered: int
     costed: int
     search_s: float  # of CPU time
@@ -31,6 +31,7 @@ class Answer:
 
 def answer(request: Request, catalogue: Catalogue, compare: tuple[str, ...] = ()) -> Answer:
     """A UserError where nothing fits, with what would."""
+    asked = {text: parse_pins(text, "compare") for text in compare}
     began = time.process_time()
     found = find(request)
     took = time.process_time() - began
@@ -42,13 +43,11 @@ def answer(request: Request, catalogue: Catalogue, compare: tuple[str, ...] = ()
         raise UserError("no layout is that fast", field="days", value=request.days, remedy=remedy)
     second = runner_up(found)
     gains = changes(request, found, catalogue)
-    others = []
-    for text in compare:
-        ask = replace(found.ask, limits=replace(request.ask.limits, pins=request.ask.limits.pins | parse_pins(text)))
+    others: list[tuple[str, Plan | UserError]] = []
+    for text, pins in asked.items():
+        ask = replace(found.ask, limits=replace(request.ask.limits, pins=request.ask.limits.pins | pins))
         rivals = find(request, ask)
-        if not len(rivals):
-            raise impossible(ask, catalogue)
-        others.append((text, plan_of(request, rivals)))
+        others.append((text, plan_of(request, rivals) if len(rivals) else impossible(ask, catalogue)))
     rows = found.pareto()[:PARETO]
     return Answer(
         request, plan, None if second is None else plan_of(request, found, second),

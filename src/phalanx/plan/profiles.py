@@ -96,7 +96,7 @@ TRAITS = (
 # (arXiv:2407.08608, figure 5). On Ampere, llm-foundry's long samples show 0.8 of what others reach.
 FLASH_2 = {"llm-foundry", "torchtitan", "phalanx"}
 SLOWER = {"llm-foundry"}
-HOPPER = {"h100", "h200", "h800", "gh200"}
+HOPPER = {"h100", "h100-hbm2e", "h200", "h800", "gh200"}
 OWN = "phalanx"
 LIKE = {OWN: "torchtitan"}  # no published runs of its own; built of the same parts: FSDP2, DTensor, torch.compile
 

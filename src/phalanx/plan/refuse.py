@@ -22,21 +22,21 @@ NAMED = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "precision": PRECISIONS}
 PINS = (*(f.name for f in fields(Candidates) if f.name != "etp"), "dp")  # dp: replica x shard
 
 
-def parse_pins(text: str) -> dict[str, int | float | str]:
-    """ "tp=8,pp=4,recompute=full" """
+def parse_pins(text: str, field: str) -> dict[str, int | float | str]:
+    """ "tp=8,pp=4,recompute=full"; `field`: the option that says it."""
     pins: dict[str, int | float | str] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in item.partition("="))
         if name not in PINS or not equals:
-            raise UserError("no such axis", field="compare", value=item, remedy=f"name=value of {', '.join(PINS)}")
+            raise UserError("no such axis", field=field, value=item, remedy=f"name=value of {', '.join(PINS)}")
         if name in NAMED:
             if value not in NAMED[name]:
                 remedy = f"one of {', '.join(NAMED[name])}"
-                raise UserError(f"no such {name}", field="compare", value=item, remedy=remedy)
+                raise UserError(f"no such {name}", field=field, value=item, remedy=remedy)
             pins[name] = value
         elif not value.isdecimal() or (int(value) < 1 and name != "zero") or (name == "zero" and int(value) > 3):
             remedy = "zero is 0 to 3, every other degree a whole number from 1 on"
-            raise UserError("that is no degree", field="compare", value=item, remedy=remedy)
+            raise UserError("that is no degree", field=field, value=item, remedy=remedy)
         else:
             pins[name] = int(value)
     return pins
@@ -94,13 +94,14 @@ def _lighter(ask: Ask, catalogue: Catalogue) -> Iterator[tuple[str, Ask]]:
     if ask.limits.pins:
         yield "leave the layout to the search", replace(ask, limits=replace(ask.limits, pins={}))
     yield "set the margin to 0", replace(ask, limits=replace(ask.limits, margin=0.0))
-    for size in sorted({c.memory_bytes for c in catalogue.chips.values()}):
-        if size > ask.cluster.node.chip.memory_bytes:
-            other = ask.on(with_memory(ask.cluster, size))
-            if len(search(other, slack=1.0)):
-                names = [c.name for c in catalogue.chips.values() if c.memory_bytes == size]
-                yield f"take chips with {size / 1e9:.0f} GB ({', '.join(names[:3])})", other
-                break
+    own = ask.cluster.node.chip
+    larger = [c for c in catalogue.chips.values() if c.vendor == own.vendor and c.memory_bytes > own.memory_bytes]
+    for size in sorted({c.memory_bytes for c in larger}):
+        other = ask.on(with_memory(ask.cluster, size))
+        if len(search(other, slack=1.0)):
+            names = [c.name for c in larger if c.memory_bytes == size]
+            yield f"take chips with {size / 1e9:.0f} GB ({', '.join(names[:3])})", other
+            break
     for times in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         chips = times * ask.cluster.num_chips
         other = replace(ask.on(resized(ask.cluster, times * ask.cluster.nodes)), batch=max(ask.batch, chips // 8))

@@ -16,9 +16,11 @@ from phalanx.plan.runs import Option, RowError, Run
 
 # What a table calls a chip -> hardware of the catalogue; the first whose pattern is found wins.
 CHIPS = (
+    (r"h100.*(96 ?gb|hbm2e)", "h100-hbm2e"),
     *((name, name) for name in ("gb300", "gb200", "gh200", "b300", "b200", "h200", "h800", "h100")),
     (r"a100.*(?<!\d)40 ?gb", "a100-40"),
-    (r"a100|a800", "a100-80"),
+    (r"a100", "a100-80"),
+    (r"a800", "a800"),
     *((name, name) for name in ("mi355x", "mi325x", "mi300x", "mi250x", "v100", "gaudi3", "gaudi2", "trn2")),
     (r"trainium ?2", "trn2"),
     (r"tpu.*v5p|^v5p", "tpu-v5p"),
@@ -36,7 +38,18 @@ SOFTWARE = (
     ("megatron", r"megatron|nemo|dgxc|llama 3 herd|megascale|bridge"),
 )
 OUT_OF_MEMORY = r"\bOOM\b|out of memory|ran out of"
-PRECISIONS = (("nvfp4", "fp4"), ("mxfp8", "mx"), ("fp8", "fp8|float8|f8"), ("fp32", "^(fp32|float32|tf32)$"))
+PRECISIONS = (
+    ("nvfp4", "fp4"), ("mxfp8", "mx"), ("fp8", "fp8|float8|f8"), ("fp32", "^(fp32|float32|tf32)$"),
+    ("bf16", "^$|16|half|mixed|amp"),
+)  # fmt: skip
+RECOMPUTED = (  # the first whose pattern is found at the beginning, and then anywhere
+    ("full", r"full|yes|true|block|uniform|all\b"),
+    ("none", r"none|no\b|not|false|0$|off\b"),
+    (
+        "selective",
+        r".*(selective|partial|minimal|save|remat|recomp|attn|attention|core|mlp|moe|norm|layer|act|proj|op\b)",
+    ),
+)
 LIMITS = {"layers": 10_000, "hidden": 10**6, "heads": 10**5, "kv_heads": 10**5, "ffn": 10**7, "vocab": 10**8}
 LIMIT = 10**8  # of other whole numbers
 Weighed = list[tuple[int, float]]
@@ -86,8 +99,8 @@ class RowReader:
             number = float(value.replace(",", "").rstrip("%"))
         except ValueError as error:
             raise RowError(f"{name} = {value!r} is no number") from error
-        if not 0 <= number < 1e18:
-            raise RowError(f"{name} = {value!r} is not a sensible number")
+        if not 0 <= number < 1e18 or (number == 0 and name != "zero_stage"):
+            raise RowError(f"{name} = {value!r} is not a sensible number; leave it empty where it is not known")
         return number / 100 if value.endswith("%") else number
 
     def _count(self, name: str) -> int:
@@ -133,7 +146,19 @@ class RowReader:
 
     def _precision(self) -> str:
         text = self.text["precision"].lower()
-        return next((name for name, pattern in PRECISIONS if re.search(pattern, text)), "bf16")
+        found = next((name for name, pattern in PRECISIONS if re.search(pattern, text)), None)
+        if found is None:
+            raise RowError(f"precision = {text!r} is none of {', '.join(name for name, _ in PRECISIONS)}")
+        return found
+
+    def _recompute(self) -> list[tuple[str, float]]:
+        text = self.text["recompute"]
+        if not text:
+            return [(mode, 1.0) for mode in RECOMPUTE]
+        found = next((mode for mode, pattern in RECOMPUTED if re.match(pattern, text, re.I)), None)
+        if found is None:
+            raise RowError(f"recompute = {text!r} is none of {', '.join(RECOMPUTE)}")
+        return [(found, 1.0)]
 
     def _options(self, shape: ModelShape, gpus: int, precision: str, tpu: bool) -> tuple[tuple[Option, ...], int]:
         tp, pp, cp, ep = (self._count(n) or 1 for n in ("tp", "pp", "cp", "ep"))
@@ -153,10 +178,12 @@ class RowReader:
         if tpu and not self.text["tp"]:  # XLA shards as it is told, and the row does not say how
             tps = [(t, 1.0) for t in (1, 2, 4, 8, 16) if shard % t == 0 and shape.heads >= t]
         zeros: Weighed = [(self._count("zero_stage"), 1.0)] if zero else [(3, 1.0)] if tpu else [(1, 0.8), (0, 0.2)]
+        if self._count("zero_stage") > 3:
+            raise RowError(f"zero_stage = {zero!r} is none of 0, 1, 2, 3")
         vpp = self._count("vpp")
         vpps: Weighed = [(vpp, 1.0)] if vpp else _chunks(int(shape.layers), pp)
         options = []
-        choices = itertools.product(micros, vpps, _recompute(self.text["recompute"]), zeros, tps)
+        choices = itertools.product(micros, vpps, self._recompute(), zeros, tps)
         for (b, wb), (v, wv), (mode, wm), (z, wz), (t, wt) in choices:
             etp = self._etp(shape, t, ep, tp * cp * shard)
             layout: dict[str, int | str | float] = {
@@ -269,14 +296,6 @@ def _chunks(layers: int, pp: int) -> Weighed:
     slots = layers if layers % pp == 0 else layers + 2
     more = [v for v in range(2, 13) if slots % (pp * v) == 0]
     return [(1, 1.0)] + [(v, 1.0 / len(more)) for v in more]
-
-
-def _recompute(text: str) -> list[tuple[str, float]]:
-    if not text:
-        return [(mode, 1.0) for mode in RECOMPUTE]
-    words = (("full|yes|true|block|uniform|all", "full"), ("no|false|0", "none"))
-    found = next((mode for pattern, mode in words if re.match(pattern, text, re.I)), "selective")
-    return [(found, 1.0)]
 
 
 def _as_stated(cluster: Cluster, gpu: str, notes: str) -> Cluster:

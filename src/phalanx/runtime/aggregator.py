@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ class Aggregator:
         self.beats: dict[str, Message] = {}  # the last of each node
         self._loop, self._closed = loop, False
         self._bundle: list[tuple[Message, Session | None]] = []  # reports, and the agents who wait for an answer
-        self._bulk: dict[str, tuple[Message, Session | None]] = {}  # those that can wait, by node
+        self._bulk: list[dict[str, tuple[Message, Session | None]]] = []  # that can wait: a node's first, second …
         self._bulk_sent = 0  # the last such bundle that was not acknowledged
         self._bulk_since = 0.0  # when the first of them came
         self._steps = (0, -1)  # generation, step: the last that was passed on
@@ -251,8 +251,8 @@ class Aggregator:
             return
         if not self._bundle:
             self._loop.after(BUNDLE_S, self._send)
-        if agent and item["node"] in self._bulk:
-            self._bundle.append(self._bulk.pop(item["node"]))  # nobody overtakes himself
+        if agent:
+            self._bundle += [layer.pop(item["node"]) for layer in self._bulk if item["node"] in layer]  # not overtaken
         self._bundle.append((item, agent))
         if len(self._bundle) >= BUNDLE:
             self._send()
@@ -266,14 +266,18 @@ class Aggregator:
         return known
 
     def _gather_bulk(self, item: Message, agent: Session | None) -> None:
-        if item["node"] in self._bulk:
-            self._send_bulk()
-        if not self._bulk:
+        if not self._num_bulk():
             self._bulk_since = time.monotonic()
             self._loop.after(BUNDLE_S, partial(self._send_idle, 0))
-        self._bulk[item["node"]] = (item, agent)
-        if len(self._bulk) >= BUNDLE:
+        depth = 1 + max((i for i, layer in enumerate(self._bulk) if item["node"] in layer), default=-1)
+        if depth == len(self._bulk):
+            self._bulk.append({})
+        self._bulk[depth][item["node"]] = (item, agent)
+        if self._num_bulk() >= BUNDLE:
             self._send_bulk()
+
+    def _num_bulk(self) -> int:
+        return sum(map(len, self._bulk))
 
     def _send(self) -> None:
         bundle, self._bundle = self._bundle, []
@@ -282,16 +286,17 @@ class Aggregator:
 
     def _send_idle(self, seen: int) -> None:
         """When no more come, or have come for long enough."""
-        if len(self._bulk) > seen and time.monotonic() < self._bulk_since + BULK_S:
-            self._loop.after(BUNDLE_S, partial(self._send_idle, len(self._bulk)))
+        if self._num_bulk() > seen and time.monotonic() < self._bulk_since + BULK_S:
+            self._loop.after(BUNDLE_S, partial(self._send_idle, self._num_bulk()))
         elif not self._bulk_sent:
             self._send_bulk()
 
     def _send_bulk(self) -> None:
         self._send()  # what an agent said before
-        bulk, self._bulk = [*self._bulk.values()], {}
-        if bulk:
-            self._bulk_sent = self._pass(self._merged([item for item, _ in bulk]), bulk)
+        layers, self._bulk = [[*layer.values()] for layer in self._bulk], []
+        if any(layers):
+            items = [item for layer in layers for item in self._merged([item for item, _ in layer])]
+            self._bulk_sent = self._pass(items, [*chain.from_iterable(layers)])
 
     def _pass(self, items: list[Message], bundle: list[tuple[Message, Session | None]]) -> int:
         number = self.link.post({"type": "reports", "items": items})

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from phalanx.observe.progress import RECORD_BYTES, Progress
 from phalanx.runtime import kernel
@@ -108,7 +108,7 @@ def _run(channel: Channel) -> int:
     return 0
 
 
-def entry(name: str) -> Callable[[Channel, dict[str, Any]], object]:
+def entry(name: str) -> Callable[..., object]:
     """The function behind "package.module:function"."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)

@@ -38,12 +38,16 @@ def main(argv: list[str]) -> None:
 
 
 def preload(modules: list[str]) -> None:
+    """Import modules; of "module:function", call the function too."""
     # OpenBLAS starts its threads when numpy is imported, and threads do not survive a fork. Workers get the
     # variable back as it was: libraries that read it later, after the fork, may use threads.
     before = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for name in modules:
-        importlib.import_module(name)
+        if ":" in name:
+            worker.entry(name)()
+        else:
+            importlib.import_module(name)
     if before is None:
         del os.environ["OPENBLAS_NUM_THREADS"]
     else:

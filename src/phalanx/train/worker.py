@@ -33,7 +33,7 @@ from phalanx.data.feed import Feed
 from phalanx.data.samples import digest, places_of, unpack
 from phalanx.model.family import Batch, check_family, load_family
 from phalanx.observe.progress import Phase
-from phalanx.parallel.device import Device
+from phalanx.parallel.device import Device, avoid_broken_amx
 from phalanx.parallel.groups import Groups, break_connections, connect_store, lost_peers
 from phalanx.parallel.shard import COMPUTE_DTYPE
 from phalanx.train import transfer
@@ -50,6 +50,11 @@ def main(channel: Any, args: dict[str, Any]) -> None:
         worker.train_at_once(args["form"])
     else:
         worker.serve()
+
+
+def prepare() -> None:
+    """In the zygote, once: what each worker would have to find out anew."""
+    avoid_broken_amx()
 
 
 class Halted(RuntimeError):
