@@ -39,12 +39,13 @@ def phalanx(tmp_path):
 
 
 def test_a_plan_on_a_screen(phalanx):
-    done = phalanx(*SMALL, "--tokens", "1T", "--compare", "tp=8,pp=2", "--explain")
+    done = phalanx(*SMALL, "--tokens", "1T", "--compare", "tp=8,pp=2", "--compare", "tp=3", "--explain")
     assert done.returncode == 0, done.stderr
     out = done.stdout
     for part in ("layout", "= 64 chips", "memory of the fullest chip", "optimizer", "matmul", "MTBF", "goodput",
                  "1 T tokens", "MWh", "t CO2", "P95", "what binds", "what would help", "why the next best lost",
-                 "compared", "tp=8,pp=2 ->", "12 B (fp32 master", "sqrt(2 C M)", "[layout]", "layouts,"):  # fmt: skip
+                 "compared", "tp=8,pp=2 ->", "tp=3 -> tp = 3: no layout",
+                 "12 B (fp32 master", "sqrt(2 C M)", "[layout]", "layouts,"):  # fmt: skip
         assert part in out, part
     assert "assumed: a batch" in out and "assumed: 1" not in out
 
@@ -115,7 +116,7 @@ def phalanx_in_process(monkeypatch, tmp_path):
         ((*SMALL, "--pin", "tq=8"), "pin = 'tq=8': no such axis"),
         ((*SMALL, "--compare", "tq=8"), "compare = 'tq=8': no such axis"),
         ((*SMALL, "--software", "nobody"), "one of phalanx"),
-        ((*SMALL, "--compare", "tp=3"), "it can be 1, 2, 4, 8"),
+        ((*SMALL, "--pin", "tp=3"), "it can be 1, 2, 4, 8"),
         ((*SMALL, "--objective", "cost", "--tokens", "15T", "--days", "3"), "no layout is that fast"),
         ((*SMALL, "--pin", "tp=64,pp=64"), "4,096 ranks"),
         ((*SMALL, "--html", "/nowhere/at/all.html"), "cannot be written"),

@@ -33,11 +33,11 @@ def test_dense_bf16_with_complete_plans(result):
     score = result.by_stratum["dense bf16, complete"]
     assert score.rows >= 180
     assert score.median_abs_error <= 0.05 and score.p95_abs_error <= 0.20
-    assert score.left_out_median <= 0.10 and score.left_out_p95 <= 0.22
+    assert score.left_out_median <= 0.10 and score.left_out_p95 <= 0.20
 
 
 @pytest.mark.parametrize(
-    ("stratum", "left_out"), [("fp8", 0.12), ("MoE", 0.12), ("dense bf16, incomplete", 0.12), ("TPU", 0.15)]
+    ("stratum", "left_out"), [("fp8", 0.12), ("MoE", 0.12), ("dense bf16, incomplete", 0.12), ("TPU", 0.18)]
 )
 def test_the_other_kinds(result, stratum, left_out):
     score = result.by_stratum[stratum]

@@ -97,6 +97,7 @@ TRAITS = (
 FLASH_2 = {"llm-foundry", "torchtitan", "phalanx"}
 SLOWER = {"llm-foundry"}
 HOPPER = {"h100", "h100-hbm2e", "h200", "h800", "gh200"}
+SAME = {"h100-hbm2e": "h100", "a800": "a100-80"}  # chips with the other's processor
 OWN = "phalanx"
 LIKE = {OWN: "torchtitan"}  # no published runs of its own; built of the same parts: FSDP2, DTensor, torch.compile
 
@@ -142,6 +143,7 @@ def fitted() -> Fitted:
 def keys_of(framework: str, chip: str, family: str = "", source: str = "") -> dict[str, str]:
     """The factors that a run's numbers are the product of, by level. A model of experts has one for the path that its
     software has for it."""
+    chip = SAME.get(chip, chip)
     return {
         "all": "all",
         "software": framework,
