@@ -97,6 +97,7 @@ def test_experts_are_read_from_the_notes(tmp_path):
     [
         ("A100-SXM4-40GB", "a100-40"), ("A100-80GB 400W", "a100-80"), ("NVIDIA GB200 NVL72", "gb200"), ("B200", "b200"),
         ("TPU v5 lite", "tpu-v5e"), ("TPU v5p-512", "tpu-v5p"), ("H200-141GB-SXM", "h200"), ("AMD MI300X", "mi300x"),
+        ("H100-96GB-HBM2e 500W", "h100-hbm2e"), ("H100-80GB-SXM", "h100"), ("A800-80GB", "a800"),
     ],
 )  # fmt: skip
 def test_chips_by_what_people_call_them(tmp_path, said, meant):

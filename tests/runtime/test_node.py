@@ -157,6 +157,20 @@ def test_a_preload_that_fails_is_the_reason(tmp_path):
         assert "not_there" in (tmp_path / "node.log").read_text()
 
 
+def test_a_preloaded_function_is_called_once_for_all_workers(tmp_path, monkeypatch):
+    (tmp_path / "once.py").write_text(
+        "import os\nat = 0\ndef prepare():\n    global at\n    at = os.getpid()\n"
+        "def tell(channel, args):\n    channel.send({'prepared': at, 'me': os.getpid()})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with NodeClient(["once:prepare"], log=tmp_path / "node.log") as client:
+        tree, told = Tree(client, tmp_path), []
+        for worker in (0, 1):
+            client.spawn(worker, "once:tell", {}, tree.log(worker))
+            told.append(tree.until("message", worker)["body"])
+    assert told[0]["prepared"] == told[1]["prepared"] not in (0, told[0]["me"], told[1]["me"])
+
+
 def test_a_preload_that_starts_threads_is_refused(tmp_path, monkeypatch):
     (tmp_path / "threaded.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()\n")
     monkeypatch.syspath_prepend(tmp_path)
