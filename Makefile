@@ -30,9 +30,10 @@ test-pairs: setup
 test-s3: setup
 	PHALANX_TEST_S3=radosgw $(BIN)/python -m pytest tests/data/test_s3.py
 
-# Two hundred faults to the real processes of one run; then the control plane in a hundred thousand simulated worlds.
+# Two hundred faults to the real processes of one run, some while it starts, restores and saves for the last time; then
+# the control plane in a hundred thousand simulated worlds.
 soak: setup
-	$(BIN)/phalanx chaos run --seed 1 --faults 200 --set train.steps=3000 --set model.dim=16 --set model.num_layers=1 \
+	$(BIN)/phalanx chaos run --seed 1 --faults 200 --phases start,restore,save --set train.steps=3000 --set model.dim=16 --set model.num_layers=1 \
 		--set model.num_heads=2 --set model.num_kv_heads=2 --set model.ffn_dim=32 --set train.seq_len=32 --set train.global_batch=4 \
 		--set train.micro_batch=2 --set data.max_mb=0.1 --set run.hang_timeout_s=2 --set recovery.restart_s=1 \
 		--set checkpoint.memory_every_steps=20 --set recovery.beat_s=1

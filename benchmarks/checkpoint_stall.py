@@ -36,7 +36,7 @@ from checkpoint_cases import DCP_OPTIONS, Ranks
 
 from phalanx.checkpoint.files import Reader
 from phalanx.core.store import Folder
-from phalanx.runtime.client import NodeClient
+from phalanx.runtime.bare import BareClient
 
 WORLD, SHAPE = 4, (8, 5632, 2048)  # tensors, rows, columns: of weights, and of each moment
 MATMUL = (1024, 8)  # size, how many a step
@@ -49,7 +49,7 @@ class Keeper:
     """The keeper's process, and a thread that does what a coordinator does: commits when all ranks' files are there."""
 
     def __init__(self, folder: Path):
-        self._node = NodeClient(["phalanx.checkpoint.keeper"], log=folder / "node.log")
+        self._node = BareClient(["phalanx.checkpoint.keeper"], log=folder / "node.log")
         args = {"url": str(folder / "ours"), "ranks": WORLD, "keep_last": 2, "keep_every": 0}
         args |= {"token": secrets.token_hex(16), "has_buddy": False}
         self._log = folder / "keeper.log"

@@ -23,7 +23,7 @@ from statistics import median
 
 from phalanx.core.job import CollectivesConfig
 from phalanx.core.shape import ModelConfig
-from phalanx.parallel.policy import choose
+from phalanx.parallel.algorithms import choose
 from tests.cases import make_job
 from tests.pool import Pool
 

@@ -1,7 +1,7 @@
 """The control plane under the reports of 100,000 GPUs: 12,500 nodes and 20 spares, each with a connection of its own
 over loopback to one of 25 aggregators, and those to a controller that is pinned to one core. Every connection is
-authenticated; the journal and the control machine are the real ones, the nodes are numbers in a few processes, which
-answer commands as agents do.
+authenticated; the journal, the control machine and the agents are the real ones; the nodes live in a few processes, and
+their workers do no work.
 
 Each node sends a heartbeat with its step report every 5 s. Ten times a minute something fails: by turns a worker, which
 its agent reports at once, and a node, which falls silent and comes back as a spare half a minute later. When a member
@@ -42,19 +42,21 @@ FULL = 0.9  # of the controller's core
 class Fleet:
     """All processes."""
 
-    def __init__(self, folder: Path, stack: ExitStack):
+    def __init__(self, folder: Path, stack: ExitStack, replicas: int, spares: int, aggregators: int):
         self.folder, self.stack = folder, stack
+        self.members = LAYOUT.replica_size * replicas // LAYOUT.ranks_per_node
+        self.size = self.members + spares
         self.bus = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         self.bus.bind(str(folder / "driver"))
         secret = folder / "secret"
-        self.controller = self.spawn("control", folder, secret, min(os.sched_getaffinity(0)))
+        self.controller = self.spawn("control", folder, secret, min(os.sched_getaffinity(0)), replicas)
         host, port = json.loads(self.controller.stdout.readline())
-        self.aggregators = [self.spawn("aggregate", secret, f"rack-{i}", host, port) for i in range(AGGREGATORS)]
+        self.aggregators = [self.spawn("aggregate", secret, f"rack-{i}", host, port) for i in range(aggregators)]
         addresses = [json.loads(a.stdout.readline()) for a in self.aggregators]
         self.generators = [self.spawn("generate", folder, i, GENERATORS, secret) for i in range(GENERATORS)]
         for i, generator in enumerate(self.generators):
-            mine = list(range(i, NODES + SPARES, GENERATORS))
-            where = [addresses[number * AGGREGATORS // (NODES + SPARES)] for number in mine]
+            mine = list(range(i, self.size, GENERATORS))
+            where = [addresses[number * aggregators // self.size] for number in mine]
             generator.stdin.write(json.dumps({"nodes": mine, "addresses": where}) + "\n")
             generator.stdin.flush()
             generator.stdout.readline()  # it listens
@@ -119,7 +121,7 @@ class Fleet:
     def plan(self, seconds, per_minute):
         dice, plan, count = random.Random(1), [], round(seconds * per_minute / 60)
         for i in range(count):
-            at, number = time.monotonic() + (i + 0.5) * seconds / count, dice.randrange(NODES)
+            at, number = time.monotonic() + (i + 0.5) * seconds / count, dice.randrange(self.members)
             plan.append([at, "node" if i % 2 else "worker", number])
             if i % 2:
                 plan.append([at + BACK_S, "back", number])
@@ -154,20 +156,26 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60.0, help="of the window with ten failures a minute")
     parser.add_argument("--no-ramp", action="store_true", help="leave out where it would break")
+    parser.add_argument("--smoke", action="store_true", help="a small fleet, for some seconds: that it runs at all")
     args = parser.parse_args()
+    replicas, spares, aggregators = (2, 2, 2) if args.smoke else (LAYOUT.replica, SPARES, AGGREGATORS)
+    args.no_ramp |= args.smoke
+    args.seconds = 6.0 if args.smoke else args.seconds
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = (NODES + SPARES) // GENERATORS + 100
     if hard < wanted:
         sys.exit(f"{hard} open files are allowed per process, and {wanted} are needed: raise `ulimit -Hn`")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     print(
-        f"{machine()}\n{LAYOUT.describe()}; {NODES + SPARES:,} nodes, each with a socket; {AGGREGATORS} aggregators\n"
+        f"{machine()}\n{replicas} replicas of {LAYOUT.replica_size:,} ranks and {spares} spare nodes, each node with a "
+        f"socket; {aggregators} aggregators\n"
     )
     with ExitStack() as stack:
-        fleet = Fleet(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="control-load-"))), stack)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="control-load-")))
+        fleet = Fleet(folder, stack, replicas, spares, aggregators)
         began = time.monotonic()
-        fleet.until(lambda: fleet.counted()["connected"] == NODES + SPARES, 120, "not all nodes are connected")
-        fleet.until(lambda: fleet.ask()["nodes"] == NODES + SPARES, 60, "not all nodes have joined")
+        fleet.until(lambda: fleet.counted()["connected"] == fleet.size, 120, "not all nodes are connected")
+        fleet.until(lambda: fleet.ask()["nodes"] == fleet.size, 60, "not all nodes have joined")
         joined_s = time.monotonic() - began
         began = time.monotonic()
         fleet.until(lambda: fleet.ask()["stepped"], 180, "the gang did not start")
@@ -178,10 +186,11 @@ def main():
             f"{'':24}{'beats/s':>9}{'reports/s':>10}{'gens':>6}{'controller':>12}{'aggregators':>12}{'nodes':>9}"
             f"{'decided':>8}{'p50 ms':>8}{'p99 ms':>8}{'cpu ms':>8}{'edges':>9}{'whole':>9}{'GB/h':>9}"
         )
-        steady = fleet.window(10)
+        steady = fleet.window(3 if args.smoke else 10)
         row("heartbeats alone", steady)
-        load = fleet.window(args.seconds, FAILURES_PER_MINUTE)
-        row(f"{FAILURES_PER_MINUTE} failures a minute", load)
+        rate = 30 if args.smoke else FAILURES_PER_MINUTE
+        load = fleet.window(args.seconds, rate)
+        row(f"{rate} failures a minute", load)
         broke = f"not at {RAMP[-1]}x" if not args.no_ramp else "not tried"
         for factor in () if args.no_ramp else RAMP:
             w = fleet.window(15, FAILURES_PER_MINUTE * factor)
@@ -215,9 +224,9 @@ def main():
         )
     finish(
         "control_load",
-        load["controller"] < CPU_BAR and p99 < P99_BAR_MS and load["decisions"] > 0,
-        nodes=NODES + SPARES,
-        ranks=LAYOUT.world_size,
+        not args.smoke and load["controller"] < CPU_BAR and p99 < P99_BAR_MS and load["decisions"] > 0,
+        nodes=fleet.size,
+        ranks=replicas * LAYOUT.replica_size,
         beats_per_s=round(load["beats"]),
         controller_cores=round(load["controller"], 3),
         controller_steady_cores=round(steady["controller"], 4),

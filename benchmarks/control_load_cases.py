@@ -1,7 +1,8 @@
 """The processes of control_load.py: the controller, aggregators, and generators that each are some thousand nodes.
 
-Nodes obey the protocol of control.messages without doing any work: workers are numbers, states a step. When a member
-of the gang breaks, its generator tells the others, and all members park, as they would when their groups break."""
+A node is the real agent; its workers do no work: they are numbers, and say at once what workers say. A generation does
+one step. When a member of the gang breaks, its generator tells the others, and all members park, as they would when
+their groups break."""
 
 import hashlib
 import heapq
@@ -10,13 +11,19 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from phalanx.control import messages
+from phalanx.control import agent as machine
+from phalanx.control import codec, messages
+from phalanx.control.agent import Agent, Service
+from phalanx.control.fold import Plan
+from phalanx.control.liveness import event_of
+from phalanx.control.messages import Command, Failure
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.runtime import controller
-from phalanx.runtime.aggregator import COMMANDS, Aggregator, event_of
+from phalanx.runtime.aggregator import COMMANDS, Aggregator
 from phalanx.runtime.secret import READ, Identity, load_secret
 from phalanx.runtime.transport import Link, Loop
 
@@ -73,9 +80,11 @@ class Node:
 
     def start(self):
         self.incarnation += 1
-        self.workers, self.generation, self.step, self.running, self.welcome = {}, 0, 0, False, False
+        store = Service({"host": self.name, "port": 1})
+        self.agent = Agent(self.name, rack(self.number), {"store": store}, incarnation=self.incarnation)
+        self.generation, self.step, self.running = 0, 0, False
         me = Identity("agent", self.name, self.incarnation)
-        how = {"on_open": self.opened, "seed": self.number}
+        how = {"on_open": self.opened, "on_close": self.closed, "on_ack": self.agent.acknowledged, "seed": self.number}
         self.link = Link(self.fleet.loop, self.fleet.secret, me, [self.address], COMMANDS, self.commanded, **how)
 
     def die(self):
@@ -84,83 +93,88 @@ class Node:
 
     def opened(self, session):
         self.beat()
-        if not self.welcome:
-            self.post("NodeJoined", domain=rack(self.number))
+        self.agent.connected(time.monotonic_ns())
+        self.act()
+
+    def closed(self, session):
+        self.agent.disconnected()
 
     def beat(self):
         if self.link:
-            at = {"generation": self.generation, "step": self.step, "counter": self.step, "step_ns": 5 * 10**9}
-            self.link.tell({"type": "beat", "visit": self.link.visits, **at})
+            said = self.agent.beat(time.monotonic_ns())
+            self.link.tell({"type": "beat", "visit": self.link.visits, "counter": self.step, **said})
             self.fleet.beats += 1
+            self.act()
 
-    def post(self, kind, **fields):
-        who = {} if kind == "StepsDone" else {"node": self.name, "incarnation": self.incarnation}
-        self.link.post({"type": "event", "event": getattr(messages, kind)(**who, **fields).to_dict()})
-        self.fleet.events += 1
+    def act(self):
+        """What the agent wants, at once."""
+        while self.link and (actions := self.agent.take()):
+            for action in actions:
+                if isinstance(action, machine.Post):
+                    self.link.post({"type": "event", "event": action.event.to_dict()})
+                    self.fleet.events += 1
+                elif isinstance(action, machine.Spawn):
+                    self.agent.worker_said(time.monotonic_ns(), action.number, {"type": "up"})
+                elif isinstance(action, machine.End):
+                    self.agent.ended(time.monotonic_ns(), action.number, Failure(signal="SIGKILL"))
+                elif isinstance(action, machine.Send):
+                    self.tell(action.number, action.body)
+                elif isinstance(action, machine.Alarm) and action.name == "gather":
+                    self.fleet.later(action.at_ns, self.number, self.incarnation)
+                elif isinstance(action, machine.Reboot):
+                    self.die()
+                    self.start()
+
+    def flush(self, incarnation):
+        if self.link and incarnation == self.incarnation:
+            self.agent.fire(time.monotonic_ns(), "gather")
+            self.act()
+
+    def tell(self, worker, body):
+        """A worker hears its agent."""
+        kind = body["type"]
+        if kind == "form" and body["generation"] >= self.generation:
+            self.generation, self.step, self.running = body["generation"], body["step"], True
+            # No work is done, so replicas have the same states.
+            about = {"generation": self.generation, "step": self.step, "digest": DIGESTS[body["rank"] % len(DIGESTS)]}
+            self.say(worker, {"type": "ready", **about})
+        elif kind == "start" and body["generation"] == self.generation and self.running:
+            if self.agent.done < (self.generation, self.step + 1):
+                self.say(worker, {"type": "step", "generation": self.generation, "step": self.step, "time_s": 5.0})
+        elif kind in ("halt", "pause") and body["generation"] == self.generation:
+            self.running = False
+            self.say(worker, self.parked())
+
+    def say(self, worker, body):
+        self.agent.worker_said(time.monotonic_ns(), worker, body)
+
+    def parked(self):
+        step = max(self.step, self.agent.done[1]) if self.agent.done[0] == self.generation else self.step
+        held = {"step": step, "prepared": step, "made": self.generation, "why": None}
+        return {"type": "parked", "generation": self.generation, **held}
 
     def park(self):
+        """Its groups are broken."""
         if self.link and self.running:
             self.running = False
-            self.post("Parked", generation=self.generation, workers=self.alive(), **self.held())
-
-    def held(self):
-        return {"step": self.step, "prepared": self.step, "made": self.generation}
-
-    def alive(self):
-        return sorted(self.workers.values())
+            for worker in list(self.agent.mates):
+                self.say(worker, self.parked())
+            self.act()
 
     def break_worker(self):
-        if self.link and self.running:
-            rank = min(self.workers)
-            worker = self.workers.pop(rank)
-            self.post("WorkerDied", worker=worker, reason="signal 9")
+        if self.link and self.running and self.agent.mates:
+            self.agent.ended(time.monotonic_ns(), min(self.agent.mates), Failure(signal="SIGKILL"))
+            self.act()
             return True
         return False
 
     def commanded(self, session, number, body):
-        command = body["command"]
-        getattr(self, "do_" + command["kind"], lambda command: None)(command)
-
-    def do_Welcome(self, command):
-        self.welcome = True
-
-    def do_Launch(self, command):
-        new = {int(rank): worker for rank, worker in command["workers"].items()}
-        self.workers.update(new)
-        self.post("WorkersUp", workers=sorted(new.values()))
-
-    def do_Kill(self, command):
-        for worker in command["workers"]:
-            self.workers = {r: w for r, w in self.workers.items() if w != worker}
-            self.post("WorkerDied", worker=worker, reason="killed")
-
-    def do_Form(self, command):
-        crew = command["crew"]
-        if command["generation"] <= self.generation or not crew:
-            return
-        self.generation, self.step, self.running = command["generation"], command["step"], True
-        # No step is ever done, so replicas have the same states.
-        digests = {str(worker): DIGESTS[int(rank) % len(DIGESTS)] for rank, worker in crew.items()}
-        self.post("Ready", generation=self.generation, step=self.step, digests=digests)
-
-    def do_Start(self, command):
-        if command["generation"] == self.generation and self.running:
-            self.post("StepsDone", generation=self.generation, step=self.step)
-
-    def do_Halt(self, command):
-        if command["generation"] == self.generation and self.workers:
-            self.running = False
-            self.post("Parked", generation=self.generation, workers=self.alive(), **self.held())
-
-    do_Pause = do_Halt
-
-    def do_Ask(self, command):
-        self.post("Held", generation=command["generation"], copies=[])
-
-    def do_Fence(self, command):
-        if command["incarnation"] == self.incarnation:
-            self.die()
-            self.start()
+        if body["type"] == "command":
+            known = messages.KINDS[body["command"]["kind"]]
+            absent = {"nodes": [self.name], "crew": {}, "places": {}, "sources": {}, "buddies": {}}
+            filled = {k: v for k, v in absent.items() if k in codec.hints(known)}
+            self.agent.obey(time.monotonic_ns(), Command.from_dict({**filled, **body["command"]}))
+            self.act()
 
 
 class Fleet:
@@ -193,9 +207,14 @@ class Fleet:
                 elif what == "beat":
                     self.nodes[number].beat()
                     heapq.heappush(self.queue, (when + self.beat_s, "beat", number, None))
+                elif what == "flush":
+                    self.nodes[number].flush(more)
                 else:
                     self.act(what, number)
             self.loop.turn(min(0.5, max(0.0, self.queue[0][0] - time.monotonic())) if self.queue else 0.5)
+
+    def later(self, at_ns, number, incarnation):
+        heapq.heappush(self.queue, (at_ns / 1e9, "flush", number, incarnation))
 
     def act(self, what, number):
         node = self.nodes[number]
@@ -269,9 +288,9 @@ class Measured(controller.Controller):
                 self.latencies.append((event["kind"].removeprefix("Many"), *(ns / 1e6 for ns in about)))
 
 
-def control(folder, secret, core):
+def control(folder, secret, core, layout):
     os.sched_setaffinity(0, {core})
-    controller.write_plan(Path(folder), LAYOUT, 10**9, policy=Policy(save=False))
+    controller.write_plan(Path(folder), Plan(layout, 10**9, 0, 0, Policy(save=False)))
     measured = Measured(Path(folder), load_secret(Path(secret)), printer=controller.Printer(os.open(os.devnull, 1)))
     controller.tidy(measured)
     print(json.dumps(measured.server.address), flush=True)
@@ -294,7 +313,7 @@ def control(folder, secret, core):
             "commands": measured.commands,
             "phase": gang.phase,
             "nodes": len(gang.members.nodes),
-            "stepped": gang.stepped,
+            "stepped": gang.gen.stepped,
             "generation": gang.generation,
             "latencies": latencies,
         }
@@ -318,8 +337,8 @@ def main():
         print("ready", flush=True)
         fleet.run()
     else:
-        folder, secret, core = args
-        control(folder, secret, int(core))
+        folder, secret, core, replicas = args
+        control(folder, secret, int(core), replace(LAYOUT, replica=int(replicas)))
 
 
 if __name__ == "__main__":

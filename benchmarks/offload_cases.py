@@ -82,7 +82,7 @@ def main():
     job = Job.from_dict(json.loads(sys.argv[1]))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     state.DIGEST_LIMIT_BYTES = 1 << 40
-    device = Device.pick(job.run.device, 0, 64)  # first: it chooses among kernels before one has run
+    device = Device.pick(job.run.device, 0, 64, share=True)  # first: it chooses among kernels before one has run
     peak = Peak(device)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = Rank(job, 0, store, 1)

@@ -327,7 +327,7 @@ class Rank:
         self.job, self.coord = job, job.layout.coord(rank)
         self.store, self.generation = store, generation
         self.family = load_family(job.model.family)
-        self.device = Device.pick(job.run.device, 0, local_ranks=64)  # so that ranks may share one
+        self.device = Device.pick(job.run.device, 0, 64, share=True)  # so that ranks may share one
         self.state = State.create(job, self.family, self.coord, self.device)
         prepare(self)
         self.build()

@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from phalanx.runtime.client import NodeClient
+from phalanx.runtime.bare import BareClient
 
 STORE = -1
 PRELOAD = ["phalanx.train.worker", "phalanx.model.dense", "tests.cases"]
@@ -21,7 +21,7 @@ class Pool:
     def __init__(self, size: int = 8, threads: int = 1):
         self.size, self.generation = size, 0
         self._logs = tempfile.TemporaryDirectory(prefix="phalanx-pool-")
-        self._node = NodeClient(PRELOAD, env={"GLOO_SOCKET_IFNAME": "lo"})
+        self._node = BareClient(PRELOAD, env={"GLOO_SOCKET_IFNAME": "lo"})
         self._spawn(STORE, "phalanx.parallel.groups:serve_store", {})
         self.store = self._wait({STORE}, 60)[STORE]
         self.store_pid = self._node.running[STORE]

@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 
 def train(job: Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> dict[str, Any]:
     """Run a job, given as a mapping or as a job file, on this machine; returns its summary."""
-    from phalanx.cli.console import Console
-    from phalanx.cli.run import run_job
+    from phalanx.run.console import Console
+    from phalanx.run.training import run_job
     from phalanx.spec import from_mapping, load
 
     resolved = from_mapping(job) if isinstance(job, Mapping) else load(Path(job), list(sets))

@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.files import Reader, write_whole
-from phalanx.checkpoint.keeper import Keeper, Line
+from phalanx.checkpoint.keeper import Keeper, Line, Rank
 from phalanx.checkpoint.memory import Slot
 from phalanx.core.checkpoint import BadCheckpoint, Entry, Manifest, Plan, checkpoint_name
 from phalanx.core.held import Held
@@ -166,7 +167,16 @@ def lines_to(keeper, entries, layout=LAYOUT) -> list[Line]:
 
 def header_of(rank, step, mark="aa", world_size=LAYOUT.world_size) -> dict:
     said = {"checkpoint": checkpoint_name(step, mark), "rank": rank, "world_size": world_size, "step": step}
-    return {**said, "generation": 0, "rng": base64.b64encode(RNG).decode()}
+    return {**said, "generation": 0, "seal": seal_of(step), "rng": base64.b64encode(RNG).decode()}
+
+
+def about(step, mark="aa") -> dict:
+    return {"checkpoint": checkpoint_name(step, mark), "step": step, "generation": 0}
+
+
+def seal_of(step) -> str:
+    """What all ranks say alike of a step."""
+    return json.dumps({"cursor": 4 * step, "ledger": "", "updates": step}, sort_keys=True)
 
 
 def fill(slot: Slot, entries, plan: Plan, rank: int, step: int, mark="aa", seal=True) -> None:
@@ -185,13 +195,13 @@ def adopt(keeper, entries, step, mark="aa", layout=LAYOUT) -> None:
     for rank, plan in enumerate(plans_of(entries, layout)):
         slot = Slot(plan.image_bytes, plan.own_bytes)
         fill(slot, entries, plan, rank, step, mark)
-        keeper.adopt(rank, slot)
+        keeper.ranks[rank] = Rank([slot], json.loads(json.dumps(asdict(layout))))
 
 
 def order_of(shards, step, mark="aa") -> dict:
-    """The launcher's, once all ranks' files are written."""
+    """The node's, once all ranks' files are written."""
     files = [(s["size"], s["root"]) for s in sorted(shards, key=lambda s: s["rank"])]
-    about = {"step": step, "generation": 0, "cursor": 4 * step, "ledger": ""}
+    about = {"step": step, "generation": 0, "seal": seal_of(step)}
     return {"type": "commit", "checkpoint": checkpoint_name(step, mark), "files": files, **about}
 
 
@@ -252,10 +262,12 @@ class Again(Command):
         """Of the launcher, "rank N" or "keeper-N", which are told by the logs that they write; 0: not there."""
         if who == "launcher":
             return self.process.pid
-        log = f"rank-{int(who.split()[1]):05d}.log" if who.startswith("rank") else f"{who}.log"
+        node, log = "*", f"rank-{int(who.split()[1]):05d}.log" if who.startswith("rank") else "keeper.log"
+        if who.startswith("keeper"):
+            node = f"node-{who.split('-')[1]}"
         for pid in alive_with(self.token):
             with contextlib.suppress(OSError):
-                if os.path.basename(os.readlink(f"/proc/{pid}/fd/2")) == log:
+                if Path(os.readlink(f"/proc/{pid}/fd/2")).match(f"{node}/{log}"):
                     return pid
         return 0
 

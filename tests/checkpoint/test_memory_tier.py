@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import buddy
+from phalanx.checkpoint import buddy, memory
 from phalanx.checkpoint.buddy import BuddyServer, fetch, push
 from phalanx.checkpoint.catalog import Catalog
-from phalanx.checkpoint.memory import SEAL_BYTES, Slot, check_room
+from phalanx.checkpoint.keeper import Rank
+from phalanx.checkpoint.memory import SEAL_BYTES, Slot
 from phalanx.core.checkpoint import BadCheckpoint, buddies
 from phalanx.core.errors import UserError
 from phalanx.core.store import Folder
@@ -115,7 +116,7 @@ def snapshot(line, rank, number, step, durable=True, spoil=lambda slot: None):
     line.wait_free(number)
     faults.fill(line.slots[number], ENTRIES, PLANS[rank], rank, step)
     spoil(line.slots[number])
-    line.done(number, durable)
+    line.done(number, durable, faults.about(step))
 
 
 def commit(keeper, step):
@@ -199,7 +200,12 @@ def copied(line, rank, number, step, spoil=lambda image: None):
     slot.break_seal()
     slot.array()[:] = image
     spoil(slot.array())
-    line.done(number, True, {"header": faults.header_of(rank, step), "sum": sum_on_device(ENTRIES, PLANS[rank], image)})
+    line.done(
+        number,
+        True,
+        faults.about(step),
+        {"header": faults.header_of(rank, step), "sum": sum_on_device(ENTRIES, PLANS[rank], image)},
+    )
 
 
 def test_what_a_device_has_copied_is_sealed_by_the_keeper(keeper, lines):
@@ -256,7 +262,7 @@ def test_what_did_not_arrive_as_it_was_on_the_device_is_never_sealed(keeper, lin
 def held(keeper):
     keeper.channel.sent.clear()
     keeper.order({"type": "held"})
-    return keeper.channel.of("held")[0]["steps"]
+    return [(rank, step) for rank, step, _ in keeper.channel.of("held")[0]["copies"]]
 
 
 def test_a_rank_that_dies_in_a_snapshot_leaves_the_one_before(keeper, lines):
@@ -265,13 +271,13 @@ def test_a_rank_that_dies_in_a_snapshot_leaves_the_one_before(keeper, lines):
         snapshot(line, rank, 1, OLD + 1, durable=False)
     for line in lines:
         line.wait_free(0)
-    assert held(keeper) == {"0": [OLD, OLD + 1], "1": [OLD, OLD + 1]}
+    assert held(keeper) == [(0, OLD), (0, OLD + 1), (1, OLD), (1, OLD + 1)]
     slot = lines[1].slots[0]  # the older one is written over, and only half of it
     slot.break_seal()
     slot.array()[: slot.image_bytes // 2] = 255
     lines[1].close()
-    assert held(keeper) == {"0": [OLD, OLD + 1], "1": [OLD + 1]}
-    keeper.order({"type": "drain", "step": OLD + 1})
+    assert held(keeper) == [(0, OLD), (0, OLD + 1), (1, OLD + 1)]
+    keeper.order({"type": "write", "step": OLD + 1, "generation": 0})
     wait_for(lambda: len(keeper.channel.of("shard")) == 2)
     commit(keeper, OLD + 1)
     assert faults.load_newest(Catalog(keeper.store))[1] == faults.state_of(ENTRIES, OLD + 1)
@@ -309,12 +315,39 @@ def test_what_is_being_written_may_be_asked_for_again(keeper, lines, monkeypatch
     monkeypatch.setattr(os, "pwrite", slow)
     for rank, line in enumerate(lines):
         snapshot(line, rank, 0, NEW)
-    wait_for(lambda: held(keeper) == {"0": [NEW], "1": [NEW]})
-    keeper.order({"type": "drain", "step": NEW})
+    wait_for(lambda: held(keeper) == [(0, NEW), (1, NEW)])
+    keeper.order({"type": "write", "step": NEW, "generation": 0})
     wait_for(lambda: len({m["rank"] for m in keeper.channel.of("shard")}) == 2)
-    keeper.order({"type": "drain", "step": NEW})  # and when it is there
-    keeper.writers.shutdown()
+    keeper.channel.sent.clear()
+    keeper.order({"type": "write", "step": NEW, "generation": 0})  # and when it is there: it is reported again
+    wait_for(lambda: len({m["rank"] for m in keeper.channel.of("shard")}) == 2)
     assert not keeper.channel.of("checkpoint_failed")
+
+
+def test_a_commit_that_is_asked_for_again_is_answered_again(keeper, lines):
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, NEW)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+    order = faults.order_of(keeper.channel.of("shard"), NEW)
+    keeper.order(order)
+    wait_for(lambda: keeper.channel.of("committed"))
+    keeper.order(order)
+    wait_for(lambda: len(keeper.channel.of("committed")) == 2)
+    keeper.committed.clear()  # as for a keeper that was started again
+    keeper.order(order)
+    wait_for(lambda: len(keeper.channel.of("committed")) == 3)
+    keeper.committed.clear()
+    keeper.order({**order, "files": [(1, "another"), (1, "another")]})
+    (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
+    assert "another checkpoint has this name" in failed["reason"] and failed["rank"] == -1
+
+
+def test_what_is_not_in_memory_any_more_cannot_be_written(keeper, lines):
+    snapshot(lines[0], 0, 0, NEW, durable=False)
+    lines[0].wait_free(0)
+    keeper.order({"type": "write", "step": OLD, "generation": 0})
+    (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
+    assert failed["gone"] and failed["step"] == OLD
 
 
 def test_a_stranger_is_sent_away_and_the_keeper_goes_on(keeper):
@@ -331,10 +364,31 @@ def test_a_stranger_is_sent_away_and_the_keeper_goes_on(keeper):
     assert len(faults.lines_to(keeper, ENTRIES)) == 2
 
 
-def test_snapshots_that_do_not_fit_are_refused():
-    check_room(4, 1000, 2, available=8000)
-    with pytest.raises(UserError, match="the snapshots of 4 ranks need"):
-        check_room(4, 1000, 2, available=7999)
+def test_a_host_holds_all_slots_or_one_or_refuses():
+    assert memory.num_slots(4, 1000, False, available=12_000) == memory.SLOTS
+    assert memory.num_slots(4, 1000, True, available=23_999) == 1
+    assert memory.num_slots(4, 1000, True, available=24_000) == memory.SLOTS
+    assert memory.num_slots(4, 1000, False, available=4000) == 1
+    with pytest.raises(UserError, match="a snapshot of 4 ranks needs"):
+        memory.num_slots(4, 1000, False, available=3999)
+
+
+def test_with_room_for_one_snapshot_checkpoints_are_still_written(keeper, monkeypatch):
+    size = memory.slot_bytes(PLANS[0].image_bytes, PLANS[0].own_bytes)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * size)
+    lines = faults.lines_to(keeper, ENTRIES)
+    assert [len(line.slots) for line in lines] == [1, 1]
+    (said,) = keeper.channel.of("checkpoint_memory")
+    assert (said["slots"], said["wanted"]) == (1, memory.SLOTS)
+    for step in (OLD, NEW):
+        for rank, line in enumerate(lines):
+            snapshot(line, rank, 0, step)
+        wait_for(lambda step=step: len([m for m in keeper.channel.of("shard") if m["step"] == step]) == 2)
+        commit(keeper, step)
+    for line in lines:
+        line.close()
+    with pytest.raises((OSError, BadCheckpoint)):
+        push((ADDRESS, keeper.server.port), keeper.token, 7, a_slot(), None)
 
 
 # -- the buddy
@@ -460,7 +514,7 @@ def test_two_pushes_of_a_rank_at_once_are_both_whole(server):
 KEEPER = """
 import os, sys, threading
 from tests.checkpoint import faults
-from phalanx.checkpoint.keeper import Keeper
+from phalanx.checkpoint.keeper import Keeper, Rank
 class Channel(faults.Channel):
     def send(self, message):
         super().send(message)
@@ -495,13 +549,12 @@ def test_the_snapshots_of_a_node_that_is_gone_come_from_its_buddy(tmp_path):
         with faults.a_keeper(tmp_path / "c") as third:
             faults.adopt(third, ENTRIES, 1)  # it knows the run, but not this state
             third.ranks.clear()
-            third.order({"type": "fetch", "ranks": [0, 1], "host": ADDRESS, "port": port})
             for rank, plan in enumerate(PLANS):
-                slot = third.ranks[rank].slots[0]
-                slot.verify()
+                slot, layout = fetch((ADDRESS, int(port)), "token", rank)
+                third.ranks[rank] = Rank([slot], layout)
                 assert slot.header() == faults.header_of(rank, NEW)
                 assert bytes(slot.image) == faults.image_of(ENTRIES, plan, NEW).tobytes()
-            third.order({"type": "drain", "step": NEW})
+            third.order({"type": "write", "step": NEW, "generation": 0})
             wait_for(lambda: len(third.channel.of("shard")) == 2)
             third._commit(faults.order_of(third.channel.of("shard"), NEW))
         got = faults.load_newest(Catalog(Folder(tmp_path / "c")))
@@ -521,8 +574,7 @@ def test_a_buddy_that_is_gone_costs_the_copy_only(keeper, lines):
     for rank, line in enumerate(lines):
         snapshot(line, rank, 0, NEW)
     wait_for(lambda: len(keeper.channel.of("shard")) == 2)
-    failed = keeper.channel.of("checkpoint_failed")
-    assert len(failed) == 2 and {f["where"] for f in failed} == {"buddy"}
+    assert len(keeper.channel.of("buddy_failed")) == 2 and not keeper.channel.of("checkpoint_failed")
     commit(keeper, NEW)
 
 

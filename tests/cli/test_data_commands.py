@@ -16,8 +16,8 @@ from phalanx.cli.data import _bar, data_app
 from phalanx.cli.served import print_mix, print_where
 from phalanx.core.errors import UserError
 from phalanx.core.job import DataConfig, Job, TrainConfig
-from phalanx.data.run import RunData
 from phalanx.data.samples import digest
+from phalanx.data.selection import RunData
 from tests.data.sets import flip
 from tests.data.texts import lines, train_bpe, words
 
@@ -323,7 +323,7 @@ def test_a_command_that_is_stopped_says_a_word(tmp_path, capsys, monkeypatch, bu
 
 
 def test_the_progress_of_packed_input_is_that_of_its_text(capsys, monkeypatch):
-    monkeypatch.setattr("phalanx.cli.console.PLAIN_EVERY_S", -1.0)
+    monkeypatch.setattr("phalanx.run.console.PLAIN_EVERY_S", -1.0)
     with _bar("building") as told:
         told(0, 2_000_000, "7.5 MB of text")
     assert capsys.readouterr().err == "building: 0.0 of 2.0 MB, 7.5 MB of text\n"

@@ -1,6 +1,6 @@
 """Every order of events there can be, for a gang so small that all can be tried: three nodes with one rank each and a
-spare, two steps, and a budget of things that go wrong. The control code and the workers' half of the protocol are the
-real ones; between them is a bag of messages, any of which may be next.
+spare, two steps, and a budget of things that go wrong. The gang, the agents and the workers' half of the protocol are
+the real ones; between them is a bag of messages, any of which may be next.
 
 Time stands still: all time-outs are nought, and a timer fires when nothing else can happen, or early, if the budget
 has it. A state is hashed whole, so each is looked at once.
@@ -12,24 +12,28 @@ import pickle
 from operator import attrgetter
 from typing import NamedTuple
 
+from phalanx.control import agent as machine
 from phalanx.control import invariants, messages
+from phalanx.control.agent import Agent, Service
 from phalanx.control.gang import Gang
 from phalanx.control.member import Member
-from phalanx.control.messages import Form, Note, SetTimer, TimerFired
+from phalanx.control.messages import Ended, Failure, Form, Note, Report, SetTimer, Source, TimerFired
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 
-TIMES = ("gather", "wait", "park", "pause", "form", "launch", "ask", "resend", "deaths", "silence", "link")
-POLICY = Policy(**{f"{name}_ns": int(name == "gather") for name in TIMES}, save=False)
+TIMES = ("gather", "wait", "hold", "lease", "park", "pause", "form", "launch", "ask", "resend", "deaths", "silence")
+# Nothing is waited for but a beginning; nothing is given up for having been tried often.
+POLICY = Policy(
+    **{f"{name}_ns": int(name == "gather") for name in TIMES}, backoff_ns=0, attempts=10**6, strikes=10**6, save=False
+)
 pack = attrgetter(*Member.__dataclass_fields__)
 GENERATION = [*Member.__dataclass_fields__].index("generation")
 EARLY = ("park", "form", "launch")  # timers that may fire while answers are under way
 
 
-class Agent(NamedTuple):
-    incarnation: int = 1
+class Host(NamedTuple):
+    agent: int  # its number in the table
     alive: bool = True
-    last: int = 0  # the last worker that it was told of
 
 
 class Worker(NamedTuple):
@@ -44,7 +48,7 @@ class Worker(NamedTuple):
 
 class State(NamedTuple):
     gang: int
-    agents: tuple  # of (name, Agent)
+    hosts: tuple  # of (name, Host)
     workers: tuple  # of (number, Worker)
     net: frozenset  # of (node or "", message)
     votes: frozenset  # of (generation, step, worker)
@@ -81,14 +85,17 @@ class Table:
 class Model:
     def __init__(self, replicas=3, spares=1, steps=2, deaths=1, lies=0, hurries=0, repeats=0):
         self.steps = steps
-        self.gangs, self.messages, self.memo, self.voids = Table(), Table(), {}, {}
+        self.gangs, self.agents, self.messages, self.memo, self.voids = Table(), Table(), Table(), {}, {}
         gang = Gang.of(Layout(replica=replicas, ranks_per_node=1), steps, POLICY)
         names = [f"n{i}" for i in range(replicas + spares)]
+        nobody = Host(self._agent(Agent("", "", {})))
         state = State(
-            self._gang(gang), tuple((n, Agent()) for n in names), (), frozenset(), frozenset(), (), (), 0, 0, 0, 0
+            self._gang(gang), tuple((n, nobody) for n in names), (), frozenset(), frozenset(), (), (), 0, 0, 0, 0
         )
         for name in names:
-            state = self.hear(state, messages.NodeJoined(name, 1, name))
+            agent = Agent(name, name, {"store": Service({"host": name, "port": 1})}, incarnation=1)
+            agent.connected(0)
+            state = self.acted(state, name, agent)
         while self.phase(state) != "running" or state.net:  # without faults there is one way to begin
             state = next(after for _, after in self.moves(state))
         self.first = state._replace(deaths=deaths, lies=lies, hurries=hurries, repeats=repeats)
@@ -132,7 +139,8 @@ class Model:
 
     def held(self, state):
         gang = self.gang(state)
-        return gang.phase == "gathering" and bool(gang.said) and not gang.members.spares and not gang.starting
+        idle = not gang.members.spares and not gang.staff.starting
+        return gang.phase == "gathering" and bool(gang.desk.said) and idle
 
     def way(self, came, state):
         steps = []
@@ -160,7 +168,8 @@ class Model:
             before = (gang.generation, gang.members.last_worker)
             commands = gang.apply(0, event)
             invariants.check(gang, before)
-            self.memo[key] = self._gang(gang), [c for c in commands if not isinstance(c, (SetTimer, Note))]
+            said = [c for c in commands if not isinstance(c, (SetTimer, Note, Report, Ended))]
+            self.memo[key] = self._gang(gang), said
         number, commands = self.memo[key]
         state = state._replace(gang=number)
         for command in commands:
@@ -169,7 +178,8 @@ class Model:
                 state = self.send(state, *command.parts().items())
             else:
                 state = self.send(state, *((node, command) for node in command.to))
-        if self.phase(state) == "ended":
+        ending = self.gang(state).ending
+        if self.phase(state) == "ended" and ending.ok:
             must(len(state.history) == self.steps, f"it ended after {len(state.history)} steps")
         return state
 
@@ -199,7 +209,8 @@ class Model:
         if gang.phase == "ended":
             return []
         if not moves:
-            moves = [(f"timer {t}", self.hear(state, TimerFired(t))) for t in sorted(gang.timers)]
+            timers = [t for t in sorted(gang.desk.timers) if t != "hold"]  # it would give up, and nothing has failed
+            moves = [(f"timer {t}", self.hear(state, TimerFired(t))) for t in timers]
             moves = [(label, after) for label, after in moves if after != state]
         return [(label, self.tidy(after)) for label, after in moves + list(self.faults(state, gang))]
 
@@ -225,7 +236,7 @@ class Model:
 
     def late(self, gang, event):
         workers = getattr(event, "workers", (getattr(event, "worker", 10**9),))
-        known = gang.members.workers.keys() | gang.killed.keys()
+        known = gang.members.workers.keys() | gang.staff.killed.keys()
         return getattr(event, "generation", 10**9) < gang.generation or all(
             worker not in known and worker <= gang.members.last_worker for worker in workers
         )
@@ -239,26 +250,26 @@ class Model:
 
     def faults(self, state, gang):
         if state.deaths:
-            for number, worker in state.workers:
-                after = self.drop(state._replace(deaths=state.deaths - 1), number)
-                died = messages.WorkerDied(worker.node, dict(state.agents)[worker.node].incarnation, number)
-                yield f"worker {number} dies", self.say(after, died)
-            for name, agent in state.agents:
-                if agent.alive:
+            for number, _ in state.workers:
+                after = self.kill(state._replace(deaths=state.deaths - 1), number)
+                yield f"worker {number} dies", after
+            for name, host in state.hosts:
+                if host.alive:
                     after = state._replace(deaths=state.deaths - 1)
                     for number, worker in state.workers:
                         after = self.drop(after, number) if worker.node == name else after
-                    after = self.agent(after, name, agent._replace(alive=False))
+                    after = self.host(after, name, host._replace(alive=False))
                     after = after._replace(net=frozenset(item for item in after.net if item[0] != name))
-                    yield f"node {name} dies", self.say(after, messages.NodeDead(name, agent.incarnation, "it is"))
+                    incarnation = self.agent(state, name).incarnation
+                    yield f"node {name} dies", self.say(after, messages.NodeDead(name, incarnation, "it is"))
         if state.lies:
-            for name, agent in state.agents:
-                if agent.alive:
-                    lie = messages.NodeDead(name, agent.incarnation, "it is not")
+            for name, host in state.hosts:
+                if host.alive:
+                    lie = messages.NodeDead(name, self.agent(state, name).incarnation)
                     yield f"node {name} is declared dead", self.say(state._replace(lies=state.lies - 1), lie)
         if state.hurries:
             for timer in EARLY:
-                if timer in gang.timers:
+                if timer in gang.desk.timers:
                     yield (
                         f"timer {timer}, early",
                         self.hear(state._replace(hurries=state.hurries - 1), TimerFired(timer)),
@@ -272,15 +283,66 @@ class Model:
         node, message = item[0], self.messages.items[item[1]]
         if not node:
             return self.hear(state, message)
-        agent = dict(state.agents)[node]
-        if not agent.alive:
+        if not dict(state.hosts)[node].alive:
             return state
-        return getattr(self, "on_" + type(message).__name__)(state, node, agent, message)
+        agent = self.agent(state, node)
+        agent.obey(0, message)
+        return self.acted(state, node, agent)
 
     # -- agents
 
-    def agent(self, state, name, agent):
-        return state._replace(agents=tuple((n, agent if n == name else a) for n, a in state.agents))
+    def _agent(self, agent):
+        agent.now_ns, agent.alarms = 0, {}  # time stands still, and what was posted is heard
+        agent.posted = agent.acked = agent.joined = agent.stepped = agent.halted = 0
+        return self.agents.number(pickle.dumps(agent), pickle.dumps(agent))
+
+    def agent(self, state, name):
+        """A copy, to be changed."""
+        return pickle.loads(self.agents.items[dict(state.hosts)[name].agent])
+
+    def host(self, state, name, host):
+        return state._replace(hosts=tuple((n, host if n == name else h) for n, h in state.hosts))
+
+    def acted(self, state, name, agent):
+        """Carry out what an agent wants, at once."""
+        while True:
+            agent.fire(agent.alarms.get("gather", 0), "gather")
+            actions = agent.take()
+            if not actions:
+                host = dict(state.hosts)[name]
+                return self.host(state, name, host._replace(agent=self._agent(agent)))
+            for action in actions:
+                if isinstance(action, machine.Post):
+                    state = self.say(state, action.event)
+                    agent.acknowledged(agent.posted)
+                elif isinstance(action, machine.Spawn):
+                    member = Member(action.number, self.steps)
+                    state = self.put(state, action.number, Worker(name, action.args["rank"], pack(member)))
+                    agent.worker_said(0, action.number, {"type": "up"})
+                elif isinstance(action, machine.End):
+                    state = self.drop(state, action.number)
+                    agent.ended(0, action.number, Failure(signal="SIGKILL"))
+                elif isinstance(action, machine.Reboot):
+                    agent.booted(0, agent.incarnation + 1)
+                    agent.connected(0)
+                elif isinstance(action, machine.Send) and action.number in dict(state.workers):
+                    state, said = self.tell(state, action.number, action.body)
+                    for body in said:
+                        agent.worker_said(0, action.number, body)
+
+    def kill(self, state, number):
+        name = dict(state.workers)[number].node
+        agent = self.agent(state, name)
+        agent.ended(0, number, Failure(signal="SIGKILL"))
+        return self.acted(self.drop(state, number), name, agent)
+
+    def spoke(self, state, number, member):
+        """A worker reports where it stands."""
+        name = dict(state.workers)[number].node
+        agent, said = self.agent(state, name), member.standing()
+        if said:
+            agent.worker_said(0, number, said)
+        return self.acted(state, name, agent)
 
     def put(self, state, number, worker, member=None):
         if member is not None:
@@ -290,92 +352,32 @@ class Model:
     def drop(self, state, number):
         return state._replace(workers=tuple(item for item in state.workers if item[0] != number))
 
-    def here(self, state, name):
-        return [(number, worker, Member(*worker.member)) for number, worker in state.workers if worker.node == name]
-
-    def on_Welcome(self, state, name, agent, command):
-        return state
-
-    on_Release = on_Leave = on_Welcome
-
-    def on_Fence(self, state, name, agent, command):
-        if command.incarnation != agent.incarnation:
-            return state
-        for number, _, _ in self.here(state, name):
-            state = self.drop(state, number)
-        agent = agent._replace(incarnation=agent.incarnation + 1)
-        return self.say(self.agent(state, name, agent), messages.NodeJoined(name, agent.incarnation, name))
-
-    def on_Launch(self, state, name, agent, command):
-        if command.incarnation != agent.incarnation:
-            return state
-        ((rank, number),) = command.workers.items()
-        if number > agent.last:
-            for old, _, _ in self.here(state, name):
-                state = self.drop(state, old)
-            state = self.agent(state, name, agent._replace(last=number))
-            state = self.put(state, number, Worker(name, rank, pack(Member(number, self.steps))))
-        elif number not in dict(state.workers):
-            return self.say(state, messages.WorkerDied(name, agent.incarnation, number))
-        return self.say(state, messages.WorkersUp(name, agent.incarnation, (number,)))
-
-    def on_Kill(self, state, name, agent, command):
-        for number in command.workers:
-            state = self.drop(state, number)
-            agent = agent._replace(last=max(agent.last, number))
-            state = self.say(state, messages.WorkerDied(name, agent.incarnation, number))
-        return self.agent(state, name, agent)
-
-    def on_Halt(self, state, name, agent, command):
-        for number, worker, member in self.here(state, name):
-            if member.halt(command.generation):
-                state = self.parked(self.put(state, number, worker, member), number)
-        return state
-
-    def parked(self, state, number):
-        worker = dict(state.workers)[number]
-        m, incarnation = Member(*worker.member), dict(state.agents)[worker.node].incarnation
-        event = messages.Parked(worker.node, incarnation, m.generation, (number,), m.step, m.prepared, m.made)
-        return self.say(state, event)
-
-    def on_Pause(self, state, name, agent, command):
-        for number, worker, member in self.here(state, name):
-            member.ask_pause(command.generation)
-            state = self.put(state, number, worker, member)
-            state = self.parked(state, number) if member.phase == "parked" else state
-        return state
-
-    def on_Form(self, state, name, agent, form):
-        for number, worker, member in self.here(state, name):
-            serves = any(s.kind == "live" and s.number == number for s in form.sources.values())
-            if serves and member.phase in ("parked", "restoring"):
-                state = self.settle(state, number, worker, member, form.step)
-        for rank, number in form.crew.items():
-            worker = dict(state.workers).get(number)
-            if worker is None:
-                state = self.say(state, messages.WorkerDied(name, agent.incarnation, number))
-                continue
-            member, source = Member(*worker.member), form.sources.get(rank)
-            if member.form(form.generation, form.step, source):
-                state = self.put(
-                    state, number, worker._replace(peers=len(form.replicas), task=(form.step, source)), member
-                )
-            elif member.generation == form.generation and member.phase == "ready":
-                state = self.ready(state, number)
-        return state
-
-    def on_Start(self, state, name, agent, command):
-        for number, worker, member in self.here(state, name):
-            if member.start(command.generation):
+    def tell(self, state, number, body):
+        """A worker hears its agent; what it says at once."""
+        worker, kind = dict(state.workers)[number], body["type"]
+        member, said = Member(*worker.member), None
+        if kind == "form":
+            source = Source(**body["source"]) if body["source"] else None
+            if member.form(body["generation"], body["step"], source):
+                worker = worker._replace(peers=len(body["replicas"]), task=(body["step"], source))
+            elif member.generation == body["generation"]:
+                said = member.standing()
+        elif kind == "serve" and member.phase in ("parked", "restoring") and member.may_serve(body["generation"]):
+            state = self.settle(state, number, worker, member, body["step"])
+            return state, []
+        elif kind == "start":
+            if member.start(body["generation"]):
                 others = [w for n, w in state.workers if n != number and w.rank == worker.rank]
                 same = [m for w in others if (m := Member(*w.member)).phase == "running"]
                 must(all(m.generation != member.generation for m in same), "two workers are one rank")
-            state = self.put(state, number, worker, member)
-            state = self.parked(state, number) if member.phase == "parked" else state
-        return state
-
-    def on_Ask(self, state, name, agent, command):
-        return self.say(state, messages.Held(name, agent.incarnation, command.generation, ()))
+            elif member.phase == "parked":
+                said = member.standing()
+        elif kind == "halt":
+            said = member.standing() if member.halt(body["generation"]) else None
+        elif kind == "pause":
+            member.ask_pause(body["generation"])
+            said = member.standing() if member.phase == "parked" else None
+        return self.put(state, number, worker, member), [said] if said else []
 
     # -- workers
 
@@ -399,11 +401,11 @@ class Model:
                 after = self.apply(state, worker, step)
                 m.commit(pause)
                 after = self.put(after, number, worker._replace(chain=(*worker.chain, worker.next)), m)
-                yield f"{number} applies {step}", self.parked(after, number) if m.phase == "parked" else after
+                yield f"{number} applies {step}", self.spoke(after, number, m) if m.phase == "parked" else after
             if sum(p.phase in ("ready", "running") for p in peers) < worker.peers:
                 m = Member(*worker.member)
                 m.halt(g)
-                yield f"{number} has lost a peer", self.parked(self.put(state, number, worker, m), number)
+                yield f"{number} has lost a peer", self.spoke(self.put(state, number, worker, m), number, m)
 
     @staticmethod
     def may_commit(votes, peers):
@@ -413,8 +415,8 @@ class Model:
         """The judge: a step is committed once, after the one before it, and all who have it have the same."""
         made = worker.next
         must(len(worker.chain) == step - 1, f"step {step} is applied to {len(worker.chain)}")
-        if any(generation > made and step > last for generation, last in state.branches):
-            return state  # by one that was given up and does not know it
+        replaced = any(generation > made and step > last for generation, last in state.branches)
+        must(not replaced, f"step {step} is committed in generation {made}, which was replaced")
         history = state.history if len(state.history) >= step else (*state.history, made)
         must(
             history[:step] == (*worker.chain, made), f"step {step} of {(*worker.chain, made)} is not that of {history}"
@@ -433,8 +435,8 @@ class Model:
 
     def restore(self, state, workers, number, worker, member):
         step, source = worker.task
-        name, g = worker.node, member.generation
-        missing = messages.Missing(name, dict(state.agents)[name].incarnation, g, number)
+        if member.lacks:
+            return
         if source is None:
             after = self.settle(state, number, worker, member, step)
             worker = dict(after.workers)[number]
@@ -446,17 +448,15 @@ class Model:
             after, chain = state, donor.chain if donor else None
         else:
             after, chain = state, () if step == 0 else None
-        if chain is None:
-            if ("", self.messages.number(repr(missing), missing)) not in state.net:
-                yield f"{number} does not get its state", self.say(state, missing)
-            return
         member = Member(*worker.member)
+        if chain is None:
+            member.lack("it is not there")
+            yield (
+                f"{number} does not get its state",
+                self.spoke(self.put(state, number, worker, member), number, member),
+            )
+            return
         member.restored(step)
-        yield f"{number} is ready", self.ready(self.put(after, number, worker._replace(chain=chain), member), number)
-
-    def ready(self, state, number):
-        worker = dict(state.workers)[number]
-        m, incarnation = Member(*worker.member), dict(state.agents)[worker.node].incarnation
-        return self.say(
-            state, messages.Ready(worker.node, incarnation, m.generation, m.step, {number: str(worker.chain)})
-        )
+        member.digest = str(chain)
+        after = self.put(after, number, worker._replace(chain=chain), member)
+        yield f"{number} is ready", self.spoke(after, number, member)

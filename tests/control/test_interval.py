@@ -1,8 +1,6 @@
 """The checkpoint interval: near the best there is, never shorter than can be, and explained."""
 
-import ast
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -124,11 +122,3 @@ def test_explain_does_not_cite_what_it_did_not_use():
     m = Measured(S, S, 0, 0, mtbf_ns(8, 6.5))
     assert "6.5 per 1000" in "\n".join(explain(m, 8, 6.5)) and "Llama" not in "\n".join(explain(m, 8, 6.5))
     assert "nodes" not in "\n".join(explain(m))
-
-
-def test_it_is_pure():
-    """Contract 1: what the twin proves about it is true of what runs."""
-    tree = ast.parse(Path(interval.__file__).read_text())
-    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imported == {"__future__", "math", "dataclasses"}

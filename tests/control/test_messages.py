@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.control import codec, fanout
 from phalanx.control.gang import Gang
 from phalanx.control.membership import Membership, Node, Worker
-from phalanx.control.messages import KINDS, Command, Event, Form, ManyParked, ManyReady, Parked, Ready, Source
+from phalanx.control.messages import KINDS, Command, Event, Failure, Form, ManyParked, ManyReady, Parked, Ready, Source
 from phalanx.control.policy import Policy
 from phalanx.control.sources import Copy
 from phalanx.core.layout import Layout
@@ -29,8 +30,10 @@ SIMPLE = {int: st.integers(0, 99), str: st.text(max_size=5), bool: st.booleans()
 def values(kind):
     if kind in SIMPLE:
         return SIMPLE[kind]
-    if kind is Source:
-        return st.builds(Source, *(values(k) for k in codec.hints(Source).values()))
+    if kind in (Source, Failure):
+        return st.builds(kind, *(values(k) for k in codec.hints(kind).values()))
+    if type(None) in get_args(kind):
+        return st.none() | values(get_args(kind)[0])
     origin, args = kind.__origin__, kind.__args__
     if origin is dict:
         return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
@@ -80,7 +83,7 @@ PARKED = Parked("n0", 1, 2, (3,), 4, 5, 2).to_dict()
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"kind": "Rung"}, "expected a kind of DeviceWarning"),
+        ({"kind": "Rung"}, "expected a kind of Cost"),
         ({"kind": 3}, "expected a kind of"),
         ({"step": "4"}, "Parked.step = '4': expected int"),
         ({"step": True}, "Parked.step = 'True': expected int"),
@@ -126,24 +129,25 @@ def test_of_many_each_is_there_again(kind):
 
 def test_a_command_is_no_event():
     with pytest.raises(ValueError, match="Event"):
-        Event.from_dict(Form(1, 0, (0,), {0: 1}, {0: "n"}, 1, "", {}, False, 0, (), -1, "", ("n",)).to_dict())
+        Event.from_dict(Form(1, 0, (0,), {0: 1}, {0: "n"}, 1, "", {}, {}, False, 0, -1, "", ("n",)).to_dict())
 
 
 def test_each_node_gets_its_part_of_a_form():
     places, crew = {0: "a", 1: "b"}, {0: 1, 1: 2, 2: 3, 3: 4}
     sources = {2: Source("live", "a", 1), 3: Source("memory", "c", 3)}
-    form = Form(5, 7, (0, 1), crew, places, 2, "", sources, False, 7, (), 2, "", ("a", "b", "c"))
+    form = Form(5, 7, (0, 1), crew, places, 2, "", sources, {"b": "c:1"}, False, 7, 2, "", ("a", "b", "c"))
     parts = form.parts()
     assert {node: part.crew for node, part in parts.items()} == {"a": {0: 1, 1: 2}, "b": {2: 3, 3: 4}, "c": {}}
     assert {node: sorted(part.sources) for node, part in parts.items()} == {"a": [2], "b": [2, 3], "c": [3]}
     assert parts["b"].places == {1: "b"} and parts["b"].nodes == ("b",) and parts["b"].step == 7
+    assert [part.buddies for part in parts.values()] == [{}, {"b": "c:1"}, {}]
 
 
 def test_a_form_in_columns_is_the_same_for_each_node():
     """Also where a place has ranks of replicas that take no part, and for a node that is only a source."""
     places, crew = {0: "a", 1: "b", 3: "d"}, {0: 1, 1: 2, 2: 3, 7: 4}
     sources = {2: Source("live", "a", 1), 7: Source("memory", "c", 3), 1: Source("durable", made=2)}
-    form = Form(5, 7, (0, 1), crew, places, 2, "s", sources, True, 7, (("a", "b"),), 2, "why", ("a", "b", "c", "d"))
+    form = Form(5, 7, (0, 1), crew, places, 2, "s", sources, {"a": "d:2"}, True, 7, 2, "why", ("a", "b", "c", "d"))
     told = {}
     for share in fanout.shares(form, {"r1": ["a", "c"], "r2": ["d", "b"]}).values():
         told |= fanout.parts(json.loads(json.dumps(share)))

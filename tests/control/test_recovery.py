@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.control.messages import DeviceWarning, Drain, LinkLost, Scale, Stop
+from phalanx.control.messages import Drain, Scale, Stop
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from tests.control.sim.world import MS, QUICK, S, Setting, World
@@ -24,17 +24,17 @@ def a_gang(replicas=2, shards=1, per_node=1, nodes=2, steps=20, snapshot_every=1
 
 def until_step(world, step):
     world.run(stop=lambda: len(world.ledger.history) >= step)
-    assert len(world.ledger.history) >= step, (world.gang.phase, world.gang.said)
+    assert len(world.ledger.history) >= step, (world.gang.phase, world.gang.desk.said)
 
 
 def until(world, true, seconds=100):
     world.run(until=world.now + seconds * S, stop=true)
-    assert true(), (world.gang.phase, world.gang.said)
+    assert true(), (world.gang.phase, world.gang.desk.said)
 
 
 def to_the_end(world):
     world.run(until=world.now + 300 * S)
-    assert world.over, (world.gang.phase, world.gang.said, world.gang.committed)
+    assert world.over, (world.gang.phase, world.gang.desk.said, world.gang.committed)
     final = {c: world.ledger.states[c, world.gang.steps] for c in range(world.size)}
     world.ledger.finish(world.gang.steps, world.now, final)
     return world.controller.forms
@@ -45,7 +45,12 @@ def the_worker(world, rank):
 
 
 def tell(world, event):
-    world.controller.hear(event)
+    world.controller.ask(event)
+
+
+def warn(world, name, sign, count):
+    world.nodes[name].agent.warn(sign, count)
+    world.nodes[name].act()
 
 
 def test_undisturbed_there_is_one_generation():
@@ -58,8 +63,8 @@ def test_undisturbed_there_is_one_generation():
 
 def test_a_device_that_warns_is_swapped_at_a_step_boundary_and_nothing_is_lost():
     world = a_gang(replicas=1, nodes=2)
-    warned = the_worker(world, 0).agent.name
-    tell(world, DeviceWarning(warned, 1, "ecc", 100))
+    warned = the_worker(world, 0).node.name
+    warn(world, warned, "ecc", 100)
     first, swapped = to_the_end(world)
     assert swapped.rung == 0 and "ecc at 100" in swapped.reason
     assert warned in first.places.values() and warned not in swapped.places.values()
@@ -68,14 +73,14 @@ def test_a_device_that_warns_is_swapped_at_a_step_boundary_and_nothing_is_lost()
 
 def test_without_a_spare_it_is_kept():
     world = a_gang(nodes=2)
-    tell(world, DeviceWarning("n0", 1, "ecc", 100))
+    warn(world, "n0", "ecc", 100)
     assert len(to_the_end(world)) == 1
     assert (0, "node n0 should be replaced: ecc at 100") in world.controller.notes
 
 
 def test_a_few_errors_are_no_warning():
     world = a_gang(nodes=3)
-    tell(world, DeviceWarning("n0", 1, "ecc", 2))
+    warn(world, "n0", "ecc", 2)
     assert len(to_the_end(world)) == 1
 
 
@@ -85,18 +90,18 @@ def test_a_few_errors_are_no_warning():
 def test_a_worker_dies_and_the_others_go_on_at_once_while_it_is_restarted_in_place():
     world = a_gang()
     survivor, victim = the_worker(world, 0), the_worker(world, 1)
-    victim.die("was killed")
+    victim.die("SIGKILL")
     _, degraded, healed = to_the_end(world)
     assert degraded.replicas == (0,) and degraded.rung == 1 and "rank 1" in degraded.reason
     assert degraded.crew == {0: survivor.number} == {0: healed.crew[0]}, "survivors keep their processes"
-    assert healed.replicas == (0, 1) and healed.places[1] == victim.agent.name
+    assert healed.replicas == (0, 1) and healed.places[1] == victim.node.name
     assert healed.sources[1].kind == "live" and healed.sources[1].number == survivor.number
     assert not world.ledger.undone
 
 
 def test_the_only_copy_comes_back_from_the_nodes_own_memory():
     world = a_gang(replicas=1, nodes=1)
-    the_worker(world, 0).die("was killed")
+    the_worker(world, 0).die("SIGKILL")
     _, again = to_the_end(world)
     assert again.rung == 1 and again.sources[0].kind == "memory" and again.sources[0].node == "n0"
     assert again.step >= 4
@@ -107,19 +112,19 @@ def test_a_worker_that_hangs_is_ended_and_restarted():
     until(world, lambda: not the_worker(world, 1).applying)
     the_worker(world, 1).hang()
     _, degraded, healed = to_the_end(world)
-    assert degraded.rung == 1 and "hangs in its step" in degraded.reason
+    assert degraded.rung == 1 and "hangs: it stands still in its step" in degraded.reason
     assert healed.replicas == (0, 1)
 
 
 def test_a_worker_that_dies_again_and_again_makes_a_bad_node():
     world = a_gang(nodes=3, steps=60)
-    node = the_worker(world, 1).agent
+    node = the_worker(world, 1).node
     for _ in range(3):
         until(world, lambda: 1 in {p.rank for p in world.procs() if p.member.phase == "running"})
-        the_worker(world, 1).die("was killed")
+        the_worker(world, 1).die("SIGKILL")
     forms = to_the_end(world)
     assert forms[-1].rung == 2 and node.name not in forms[-1].places.values()
-    assert any("workers died on it 3 times" in text for _, text in world.controller.notes)
+    assert any("it failed 3 times" in text for _, text in world.controller.notes)
 
 
 # -- rungs 2 and 3
@@ -128,7 +133,7 @@ def test_a_worker_that_dies_again_and_again_makes_a_bad_node():
 def test_a_node_dies_and_the_spare_takes_its_place():
     world = a_gang(nodes=3)
     (spare,) = world.gang.members.spares
-    the_worker(world, 1).agent.die(proved=True)
+    the_worker(world, 1).node.power_off(proved=True)
     _, degraded, healed = to_the_end(world)
     assert degraded.rung == 2 and degraded.replicas == (0,)
     assert healed.places[1] == spare and healed.sources[1].kind == "live" and not world.ledger.undone
@@ -136,14 +141,14 @@ def test_a_node_dies_and_the_spare_takes_its_place():
 
 def test_a_node_that_merely_falls_silent_is_given_up_after_a_while():
     world = a_gang(nodes=4)
-    the_worker(world, 1).agent.die()
+    the_worker(world, 1).node.power_off()
     _, degraded, healed = to_the_end(world)
     assert degraded.rung == 2 and "is silent" in degraded.reason and healed.replicas == (0, 1)
 
 
 def test_without_a_spare_the_others_go_on_and_a_node_that_returns_is_taken_back():
     world = a_gang(steps=60)
-    the_worker(world, 0).agent.die(proved=True, back=10 * S)
+    the_worker(world, 0).node.power_off(proved=True, back=10 * S)
     _, degraded, healed = to_the_end(world)
     assert degraded.rung == 3 and degraded.replicas == (1,) and "there is no spare" in degraded.reason
     assert healed.replicas == (0, 1) and healed.step > degraded.step + 5 and not world.ledger.undone
@@ -152,7 +157,7 @@ def test_without_a_spare_the_others_go_on_and_a_node_that_returns_is_taken_back(
 def test_a_replica_over_several_nodes_is_left_out_as_a_whole_and_its_survivors_stay():
     world = a_gang(shards=2, nodes=5)
     stays = the_worker(world, 3)
-    the_worker(world, 2).agent.die(proved=True)
+    the_worker(world, 2).node.power_off(proved=True)
     _, degraded, healed = to_the_end(world)
     assert set(degraded.crew) == {0, 1}
     assert healed.crew[3] == stays.number and {s.kind for s in healed.sources.values()} == {"live"}
@@ -163,7 +168,7 @@ def test_two_broken_replicas_make_one_whole_state():
     world = a_gang(shards=2, nodes=4)
     committed = len(world.ledger.history)
     for rank in (0, 3):
-        the_worker(world, rank).die("was killed")
+        the_worker(world, rank).die("SIGKILL")
     forms = to_the_end(world)
     assert forms[1].step >= committed and not world.ledger.undone
     assert {s.kind for s in forms[1].sources.values()} == {"live"}
@@ -171,14 +176,14 @@ def test_two_broken_replicas_make_one_whole_state():
 
 def test_a_job_may_ask_to_wait_for_the_spare():
     world = a_gang(nodes=3, wait_ns=20 * S)
-    the_worker(world, 1).agent.die(proved=True)
+    the_worker(world, 1).node.power_off(proved=True)
     _, healed = to_the_end(world)
     assert healed.replicas == (0, 1)
 
 
 def test_but_not_for_ever():
     world = a_gang(wait_ns=5 * S)
-    the_worker(world, 1).agent.die(proved=True)
+    the_worker(world, 1).node.power_off(proved=True)
     _, degraded = to_the_end(world)
     assert degraded.replicas == (0,)
 
@@ -187,17 +192,17 @@ def test_but_not_for_ever():
 
 
 def test_the_buddys_memory_serves_when_all_replicas_lose_a_coordinate():
-    world = a_gang(replicas=1, nodes=3, domains=3, shards=2)
-    the_worker(world, 0).agent.die(proved=True)
+    world = a_gang(replicas=1, nodes=3, domains=3, shards=2, buddies=True)
+    the_worker(world, 0).node.power_off(proved=True)
     forms = to_the_end(world)
-    assert forms[1].sources[0].kind == "memory" and forms[1].sources[0].node in world.agents
+    assert forms[1].sources[0].kind == "memory" and forms[1].sources[0].node in world.nodes
 
 
 def test_when_memory_is_lost_too_all_go_back_to_the_checkpoint_and_what_is_abandoned_is_named():
     world = a_gang(replicas=1, shards=2, nodes=2, steps=30)
-    until(world, lambda: len(world.ledger.history) >= 8 and any(step == 5 for step, _ in world.gang.durable))
-    for agent in list(world.agents.values()):
-        agent.die(proved=True, back=2 * S)
+    until(world, lambda: len(world.ledger.history) >= 8 and any(step == 5 for step, _ in world.gang.commits.durable))
+    for node in list(world.nodes.values()):
+        node.power_off(proved=True, back=2 * S)
     forms = to_the_end(world)
     back = forms[1]
     assert back.rung == 4 and back.branch and back.step == 5
@@ -205,36 +210,15 @@ def test_when_memory_is_lost_too_all_go_back_to_the_checkpoint_and_what_is_aband
     assert world.ledger.undone >= 3
 
 
-# -- rung 5
-
-
-def test_a_lost_link_is_avoided():
-    world = a_gang()
-    tell(world, LinkLost("n0", "n1"))
-    _, avoiding = to_the_end(world)
-    assert avoiding.rung == 5 and avoiding.avoid == (("n0", "n1"),) and avoiding.crew == {**avoiding.crew}
-
-
-def test_a_node_whose_links_stay_down_is_moved():
-    world = a_gang(replicas=3, nodes=4, steps=60)
-    (spare,) = world.gang.members.spares
-    bad, *others = sorted(set(world.agents) - {spare})
-    for other in others:
-        tell(world, LinkLost(bad, other))
-    forms = to_the_end(world)
-    assert forms[-1].rung == 5 and spare in forms[-1].places.values() and bad not in forms[-1].places.values()
-    assert not world.ledger.undone
-
-
 # -- rung 6
 
 
 def test_below_the_minimum_the_gang_waits_and_says_so():
     world = a_gang(min_replicas=2, steps=30)
-    the_worker(world, 1).agent.die(proved=True, back=60 * S)
+    the_worker(world, 1).node.power_off(proved=True, back=60 * S)
     until(world, lambda: any(rung == 6 for rung, _ in world.controller.notes))
     held = len(world.ledger.history)
-    assert world.gang.said == "1 replicas are whole, and 2 must be; 1 places have no node"
+    assert world.gang.desk.said == "1 replicas are whole, and 2 must be; 1 places have no node"
     world.run(until=world.now + 20 * S)
     assert len(world.ledger.history) == held and the_worker(world, 0).member.phase == "parked"
     forms = to_the_end(world)
@@ -244,13 +228,13 @@ def test_below_the_minimum_the_gang_waits_and_says_so():
 # -- the network
 
 
-def test_a_cut_between_the_controller_and_everybody_stops_nothing():
-    world = a_gang(nodes=3, steps=60)
-    world.cut |= set(world.agents)
+def test_a_cut_between_the_controller_and_everybody_stops_nothing_until_the_lease_ends():
+    world = a_gang(nodes=3, steps=60, lease_ns=60 * S)
+    world.cut |= set(world.nodes)
     before = len(world.ledger.history)
     world.run(until=world.now + 25 * S)
     assert len(world.ledger.history) > before + 20
-    assert world.gang.members.alive == 3 and "it must be the network" in world.gang.said
+    assert world.gang.members.alive == 3 and world.gang.staff.noted
     world.cut.clear()
     assert len(to_the_end(world)) == 1
 
@@ -265,7 +249,7 @@ def test_a_slow_network_is_no_reason():
 
 def test_a_node_that_was_given_up_and_lives_is_fenced_and_comes_back():
     world = a_gang(nodes=3, steps=60)
-    cut = the_worker(world, 1).agent
+    cut = the_worker(world, 1).node
     world.cut.add(cut.name)
     until(world, lambda: world.gang.generation >= 3)
     assert world.gang.form.replicas == (0, 1)
@@ -288,7 +272,7 @@ def test_a_dead_controller_stops_nothing():
 
 def test_a_drained_node_is_taken_over_from_and_may_go():
     world = a_gang(nodes=3)
-    drained = the_worker(world, 0).agent.name
+    drained = the_worker(world, 0).node.name
     tell(world, Drain(drained))
     _, moved = to_the_end(world)
     assert drained not in moved.places.values() and moved.replicas == (0, 1) and not world.ledger.undone
@@ -296,7 +280,7 @@ def test_a_drained_node_is_taken_over_from_and_may_go():
 
 def test_without_a_spare_a_drained_node_takes_its_replica_along():
     world = a_gang()
-    drained = the_worker(world, 1).agent
+    drained = the_worker(world, 1).node
     tell(world, Drain(drained.name))
     _, smaller = to_the_end(world)
     assert smaller.replicas == (0,) and not drained.procs and not world.ledger.undone
@@ -325,14 +309,14 @@ def test_a_stop_saves_and_leaves(durable_every):
     tell(world, Stop(30 * S))
     until(world, lambda: world.over)
     step = world.gang.committed
-    assert 4 <= step < 20 and world.gang.said == f"done after step {step}"
+    assert 4 <= step < 20 and world.controller.ended.reason == f"stopped after step {step}"
     assert any(saved == step for saved, _ in world.durables)
 
 
 def test_a_stop_that_cannot_save_leaves_in_time():
     world = a_gang()
-    world.cut |= set(world.agents)
+    world.cut |= set(world.nodes)
     began = world.now
     tell(world, Stop(5 * S))
     until(world, lambda: world.over)
-    assert world.now - began <= 5 * S + MS and "too short" in world.gang.said
+    assert world.now - began <= 5 * S + MS and "too short" in world.controller.ended.reason

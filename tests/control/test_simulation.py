@@ -5,39 +5,36 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from phalanx.control import agent, gang
+from phalanx.control.fold import Poison
 from phalanx.control.gang import Gang
+from phalanx.control.generation import Generation
 from phalanx.control.member import Member
 from phalanx.control.membership import Membership
+from phalanx.control.messages import Form, Ready
 from phalanx.control.roll import Roll
 from phalanx.control.sources import Copy, Lineage
 from tests.control.sim import seeds
 from tests.control.sim.__main__ import attempt, main
-from tests.control.sim.world import Proc
+from tests.control.sim.nodes import Proc
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("seed", [2077, 2737, 3773, 4421])
-def test_fewer_replicas_while_a_node_is_being_replaced(seed):
-    """The one that was to take over must not stay at a place that nobody wants."""
-    seeds.run(seed)
-
-
 def test_a_late_form_does_not_make_a_worker_drop_what_it_has_voted_for():
-    """Seed 74477: it served as a source of its own generation once more, and a committed step was silently undone."""
-    seeds.run(74477)
+    """It served as a source of its own generation once more, and a committed step was silently undone."""
     member = Member(1, steps=9)
     member.form(2, 0, None)
     assert not member.may_serve(2) and not member.may_serve(1) and member.may_serve(3)
 
 
 def test_a_thousand_seeds():
-    failed, faults, rungs = [], 0, set()
+    failed, faults, rungs, causes = [], 0, set(), Counter()
     for seed in range(1000):
         _, result, error = attempt(seed)
         if result is None:
@@ -45,8 +42,10 @@ def test_a_thousand_seeds():
         else:
             faults += len(result.faults)
             rungs |= result.rungs
+            causes[result.cause] += 1
     assert not failed, "\n".join(failed[:5])
-    assert faults > 3000 and rungs == {-1, 0, 1, 2, 3, 4, 5, 6}, "the seeds have become tame"
+    assert faults > 3000 and rungs == {-1, 0, 1, 2, 3, 4, 6}, "the seeds have become tame"
+    assert causes["done"] > 800 and causes["failed"] and causes["start"], causes
 
 
 def test_a_seed_is_the_same_world_wherever_it_runs():
@@ -70,29 +69,36 @@ def test_the_command_tells_of_a_seed_and_of_many(capsys):
 # -- planted bugs
 
 
+def plant(monkeypatch, kind, make):
+    """Another handler of a kind of events, made of the true one."""
+    monkeypatch.setattr(gang, "HANDLERS", {**gang.HANDLERS, kind: make(gang.HANDLERS[kind])})
+
+
 def caught(most=300):
     """The first seed that fails, and what the judge says."""
     for seed in range(most):
         try:
             seeds.run(seed)
-        except AssertionError as error:
+        except (AssertionError, Poison) as error:
             return str(error) or repr(error)
     pytest.fail("nobody sees it")
 
 
-def test_a_worker_that_accepts_an_old_generation_is_caught(monkeypatch):
+def test_a_node_that_accepts_an_old_generation_is_caught(monkeypatch):
+    """Its agent passes on a late Form, and its worker obeys."""
+
+    def form_up(self, form):
+        for mate in self.mates.values():
+            mate.formed = 0
+        pass_on(self, form)
+
     def form(self, generation, step, source):
         self.generation = min(self.generation, generation - 1)
-        return original(self, generation, step, source)
+        return obey(self, generation, step, source)
 
-    original = Member.form
+    pass_on, obey = agent.OBEY[Form], Member.form
+    monkeypatch.setitem(agent.OBEY, Form, form_up)
     monkeypatch.setattr(Member, "form", form)
-    caught()
-
-
-def test_a_controller_that_accepts_an_old_generation_is_caught(monkeypatch):
-    original = Gang._on_Parked
-    monkeypatch.setattr(Gang, "_on_Parked", lambda g, e: original(g, replace(e, generation=g.generation)))
     caught()
 
 
@@ -104,8 +110,8 @@ def test_a_commit_before_the_last_vote_is_caught(monkeypatch):
 def test_a_decision_before_the_last_is_parked_is_caught(monkeypatch):
     def halt(self, quiet=False):
         original(self, quiet)
-        if self.phase == "halting" and len(self.waiting) == 1:
-            self.waiting.clear()
+        if self.phase == "halting" and len(self.gen.waiting) == 1:
+            self.gen.waiting.clear()
             self._resolve()
 
     original = Gang._halt
@@ -124,15 +130,17 @@ def test_a_spare_given_to_two_places_is_caught(monkeypatch):
 
 
 def test_a_start_before_the_last_is_ready_is_caught(monkeypatch):
-    def on_ready(self, event):
-        changed = original(self, event)
-        if self.phase == "forming" and len(self.waiting) == 1:
-            self.waiting.clear()
-            self._start()
-        return changed
+    def early(on):
+        def on_ready(self, event):
+            changed = on(self, event)
+            if self.phase == "forming" and len(self.gen.waiting) == 1:
+                self.gen.waiting.clear()
+                self._start()
+            return changed
 
-    original = Gang._on_Ready
-    monkeypatch.setattr(Gang, "_on_Ready", on_ready)
+        return on_ready
+
+    plant(monkeypatch, Ready, early)
     caught()
 
 
@@ -141,12 +149,12 @@ def test_a_prepared_step_that_is_thrown_away_is_caught(monkeypatch):
         for worker in self.members.workers.values():
             if worker.copy:
                 worker.copy = Copy(worker.copy.step, worker.copy.step, worker.copy.made)
-        self._roll = Roll.of(self.form, self.members.workers)
+        self.gen.roll = Roll.of(self.form, self.members.workers)
         original(self)
 
     original = Gang._resolve
     monkeypatch.setattr(Gang, "_resolve", resolve)
-    assert "silently undone" in caught()
+    assert "undone" in caught() or "abandoned" in caught()
 
 
 def test_a_prepared_step_that_was_redone_and_is_applied_is_caught(monkeypatch):
@@ -165,7 +173,7 @@ def test_a_loss_that_is_not_recorded_is_caught(monkeypatch):
 
 
 def test_a_state_that_differs_and_is_not_compared_is_caught(monkeypatch):
-    monkeypatch.setattr(Gang, "_wrong", lambda self, coordinate: [])
+    monkeypatch.setattr(Generation, "wrong", lambda self, coordinate: [])
     assert "another state" in caught()
 
 
@@ -174,9 +182,9 @@ def test_a_state_that_depends_on_the_order_of_a_fold_is_caught(monkeypatch):
     monkeypatch.setattr(Gang, "from_bytes", staticmethod(lambda data: Gang.of(*WHERE)))
     original = Gang.of
 
-    def of(layout, steps, policy, start=0):
+    def of(layout, steps, policy, start=0, generation=0):
         WHERE[:] = [layout, steps, policy]
-        return original(layout, steps, policy, start)
+        return original(layout, steps, policy, start, generation)
 
     monkeypatch.setattr(Gang, "of", staticmethod(of))
     assert "folds to another state" in caught()

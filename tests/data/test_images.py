@@ -9,8 +9,8 @@ from phalanx.core.image import ImageShape
 from phalanx.core.job import DataConfig, Job, RunConfig, TrainConfig
 from phalanx.core.shape import ModelConfig
 from phalanx.data.images import CLASSES, Images, pattern
-from phalanx.data.run import RunData
 from phalanx.data.samples import unpack
+from phalanx.data.selection import RunData
 from phalanx.data.source import prepare
 
 SHAPE = ImageShape(size=12, patch=4, channels=2)

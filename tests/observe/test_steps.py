@@ -30,7 +30,7 @@ def test_a_row_comes_when_the_last_rank_has_reported():
         "step": 0, "loss": 1.5, "grad_norm": 0.5, "lr": 1e-3, "target_tokens": 400,
         "time_s": 2.0, "time_min_s": 0.5, "time_median_s": 1.25, "slowest_rank": 3,
         "tokens_per_s": 400.0, "mfu": 0.2,
-        "data_wait_s": 0.25, "data_ready": 2, "data_digest": "e", "generation": 0, "served": {"a": 8},
+        "data_wait_s": 0.25, "data_ready": 2, "data_digest": "e", "generation": 0, "record": "", "served": {"a": 8},
     }  # fmt: skip
     assert list(table._open) == [(0, 1)], "a finished step is still in memory"
     assert table.events == []

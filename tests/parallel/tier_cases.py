@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.job import CollectivesConfig
+from phalanx.parallel.algorithms import ALGORITHMS
 from phalanx.parallel.groups import _standalone
-from phalanx.parallel.policy import ALGORITHMS
 from phalanx.parallel.reduce import StepFailed
 from phalanx.parallel.replica import Cross
 from phalanx.parallel.tiers import Peers, TieredAllGather, TieredReduceScatter

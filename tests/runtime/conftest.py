@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.runtime.client import NodeClient
+from phalanx.runtime.bare import BareClient
+from tests.runtime.cluster import LONG_S
 
 WORKERS = "tests.runtime.workers"
 
 
 class Tree:
-    """A node client with the waiting that tests need."""
+    """A client of a bare node, with the waiting that tests need."""
 
-    def __init__(self, client: NodeClient, logs: Path):
+    def __init__(self, client: BareClient, logs: Path):
         self.client, self.logs = client, logs
         self.pids: dict[int, int] = {}
 
@@ -24,23 +25,26 @@ class Tree:
     def log(self, worker: int) -> Path:
         return self.logs / f"{worker}.log"
 
-    def until(self, kind: str, worker: int | None = None, timeout: float = 10.0) -> dict:
+    def until(self, kind: str, worker: int | None = None, timeout: float = LONG_S) -> dict:
         """The next event of a kind; everything before it is passed over."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            event = self.client.events(max(0.0, deadline - time.monotonic()))
-            if event and event["type"] == "started":
+        return self.all_until(kind, worker, timeout)[-1]
+
+    def all_until(self, kind: str, worker: int | None = None, timeout: float = LONG_S) -> list[dict]:
+        deadline, seen = time.monotonic() + timeout, []
+        while event := self.client.events(max(0.0, deadline - time.monotonic())):
+            seen.append(event)
+            if event["type"] == "started":
                 self.pids[event["worker"]] = event["pid"]
-            if event and event["type"] == kind and worker in (None, event.get("worker")):
-                return event
-            if event and event["type"] == "node_lost":
+            if event["type"] == kind and worker in (None, event.get("worker")):
+                return seen
+            if event["type"] == "node_lost":
                 break
-        raise AssertionError(f"no {kind} event of worker {worker}; last: {event}")
+        raise AssertionError(f"no {kind} event of worker {worker}; last: {seen[-3:]}")
 
 
 @pytest.fixture
 def tree(tmp_path):
-    with NodeClient([WORKERS]) as client:
+    with BareClient([WORKERS]) as client:
         yield Tree(client, tmp_path)
 
 
@@ -56,7 +60,7 @@ def alive_with(token: str) -> dict[int, str]:
     return found
 
 
-def wait_gone(token: str, timeout: float = 2.0) -> dict[int, str]:
+def wait_gone(token: str, timeout: float = LONG_S) -> dict[int, str]:
     """What is left after a while; {} as soon as nothing is."""
     deadline = time.monotonic() + timeout
     while (left := alive_with(token)) and time.monotonic() < deadline:

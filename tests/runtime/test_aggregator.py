@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.control import fanout
+from phalanx.control.liveness import Edge, Liveness, Roster, event_of
 from phalanx.control.messages import Command, Event, Form, ManyParked, Parked
 from phalanx.runtime import aggregator as module
-from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, Edge, Liveness, Roster, event_of, summary
+from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, summary
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server
-from phalanx.runtime.wire import WireError, check
+from phalanx.runtime.wire import check
 
 SECRET = Secret(Path("secret"), bytes(range(32)))
 S = 10**9
@@ -164,7 +165,7 @@ def test_of_many_those_that_were_heard_before_are_left_out():
 def test_columns_that_do_not_fit_are_refused(change):
     body = many(1, 1)
     body["event"] |= change
-    with pytest.raises(WireError):
+    with pytest.raises(ValueError, match=r"many\.event"):
         Roster().take("r1", body)
 
 
@@ -260,7 +261,7 @@ class Cluster:
             Identity("agent", name, incarnation),
             addresses,
             COMMANDS,
-            lambda session, number, body: got.append(body["command"]["value"]),
+            lambda session, number, body: got.append(body["command"]["value"]) if "command" in body else None,
             on_open=beat if beats else lambda session: None,
             seed=len(self.agents),
         )
@@ -268,14 +269,14 @@ class Cluster:
             again()
         return link
 
-    def command(self, aggregator, nodes, value, **each):
-        order = {"type": "command", "nodes": nodes, "command": {"value": value}, "each": each}
+    def command(self, aggregator, nodes, value):
+        order = {"type": "command", "nodes": nodes, "command": {"value": value}}
         self.controller.sessions[aggregator].post({"type": "commands", "items": [order]})
 
     def kill(self, name):
         self.agents.pop(name).close()
 
-    def until(self, happened, timeout=10.0):
+    def until(self, happened, timeout=60.0):
         deadline = time.monotonic() + timeout
         while not happened():
             assert time.monotonic() < deadline, self.news
@@ -305,26 +306,39 @@ def test_the_controller_hears_edges_and_no_beats(cluster):
         cluster.agent(name)
     cluster.run(0.6)
     assert sorted(cluster.news) == [(name, "seen") for name in "abc"]
-    cluster.kill("b")
+    silent = cluster.agents.pop("b")
     cluster.until(lambda: cluster.of("b") == ["seen", "suspect", "dead"])
     cluster.until(lambda: cluster.summaries[-1]["nodes"] == 2)
     assert cluster.of("a") == cluster.of("c") == ["seen"]
+    silent.close()
     cluster.agent("b", incarnation=2)
     cluster.until(lambda: cluster.of("b") == ["seen", "suspect", "dead", "seen"])
+
+
+def test_a_connection_that_ends_is_told_unless_there_is_a_new_one_at_once(cluster):
+    cluster.BEAT_S = 1.0  # in which a busy machine connects
+    r2 = cluster.aggregate("r2")
+    cluster.agent("a", r2), cluster.agent("b", r2)
+    cluster.until(lambda: len(cluster.news) == 2)
+    cluster.kill("a")
+    r2.server.sessions["b"].conn.sock.shutdown(2)
+    cluster.until(lambda: cluster.of("a") == ["seen", "gone"])
+    cluster.run(0.2)
+    assert cluster.of("b") == ["seen", "seen"]
 
 
 def test_what_agents_post_and_are_told_passes_through(cluster):
     a, b = cluster.agent("a"), cluster.agent("b")
     for i in range(50):
         a.post({"type": "event", "event": {"value": i}})
-    a.flush(10)
+    a.flush(60)
     cluster.until(lambda: cluster.roster.homes(["b"]) == {"r1": ["b"]})
     for i in range(50):
         cluster.command("r1", ["b"], i)
-    cluster.command("r1", ["a", "nobody", "b"], 50, a={"value": 51})
+    cluster.command("r1", ["a", "nobody", "b"], 50)
     cluster.until(lambda: len(cluster.commands["b"]) == 51)
     assert [v for v in cluster.of("a") if v != "seen"] == list(range(50))
-    assert cluster.commands == {"a": [51], "b": list(range(51))} and b.outbox.last == 0
+    assert cluster.commands == {"a": [50], "b": list(range(51))} and b.outbox.last == 0
 
 
 def test_what_all_say_at_once_travels_as_one_and_is_overtaken(cluster):
@@ -366,7 +380,7 @@ def test_what_all_say_at_once_travels_as_one_and_is_overtaken(cluster):
     assert [item["numbers"] for item in bundles[3][1]] == [[2, 2], [3, 3]], "who says two things holds nobody up"
     cluster.controller.sessions["r1"].ack(bundles[3][0])
     for agent in agents.values():
-        agent.flush(10)
+        agent.flush(60)
 
 
 def test_which_steps_are_done_is_passed_on_once_and_all_hear_that_it_was_heard(cluster):
@@ -391,40 +405,19 @@ def test_which_steps_are_done_is_passed_on_once_and_all_hear_that_it_was_heard(c
     done("b", 4)
     done("c", 3)
     for agent in agents.values():
-        agent.flush(10)
+        agent.flush(60)
     assert said == [("a", "StepsDone", 4), ("b", "WorkerDied", None)], "in order, and no old news"
     done("c", 5)
-    agents["c"].flush(10)
+    agents["c"].flush(60)
     assert said[2:] == [("c", "StepsDone", 5)]
-
-
-def test_an_agent_says_two_such_things_in_order(cluster):
-    """Though the first waits."""
-    heard = []
-
-    def hear(session, number, body):
-        for item in body.get("items", ()):
-            heard.extend(e.generation for e in events(item) if cluster.roster.take("r1", item))
-
-    def events(item):
-        said = Event.from_dict(event_of(item)) if item["type"] != "edge" else None
-        return [*said.parts()] if isinstance(said, ManyParked) else [said] if said else []
-
-    cluster.controller._on_message = hear
-    a = cluster.agent("a")
-    for generation in range(5):
-        a.post({"type": "event", "event": Parked("a", 1, generation, (1,), 3, 3, 0).to_dict()})
-    cluster.until(lambda: len(heard) >= 4)
-    cluster.controller.sessions["r1"].ack(cluster.aggregators["r1"].link.outbox.last)
-    cluster.until(lambda: heard == [0, 1, 2, 3, 4])
 
 
 def test_a_form_in_columns_is_each_nodes_own(cluster):
     got = []
     a = cluster.agent("a")
-    a._on_message = lambda session, number, body: got.append(body["command"])
+    a._on_message = lambda session, number, body: got.append(body["command"]) if "command" in body else None
     cluster.until(lambda: cluster.roster.homes(["a"]) == {"r1": ["a"]})
-    form = Form(1, 0, (0,), {0: 5, 1: 6}, {0: "a", 1: "b"}, 1, "", {}, False, 0, (), -1, "", ("a", "b"))
+    form = Form(1, 0, (0,), {0: 5, 1: 6}, {0: "a", 1: "b"}, 1, "", {}, {}, False, 0, -1, "", ("a", "b"))
     share = fanout.shares(form, {"r1": ["a", "b"]})["r1"]
     cluster.controller.sessions["r1"].post({"type": "commands", "items": [{"type": "form", **share}]})
     cluster.until(lambda: got)
@@ -439,7 +432,7 @@ def test_an_agent_hears_that_it_was_heard_when_the_controller_has(cluster):
     with pytest.raises(TimeoutError):
         a.flush(0.3)
     cluster.controller.sessions["r1"].ack(cluster.aggregators["r1"].link.outbox.last)
-    a.flush(10)
+    a.flush(60)
 
 
 def test_an_aggregator_that_is_killed_loses_nothing(cluster):
@@ -455,7 +448,7 @@ def test_an_aggregator_that_is_killed_loses_nothing(cluster):
         cluster.aggregators["r1"].close()
         cluster.aggregate("r1", port)
     for agent in agents:
-        agent.flush(10)
+        agent.flush(60)
     for i, name in enumerate("abc"):
         assert [v for v in cluster.of(name) if isinstance(v, int)] == list(range(i, count, 3))
     cluster.run(0.3)
@@ -474,15 +467,16 @@ def test_a_node_that_dies_with_its_aggregator_is_missed_by_the_next(cluster):
 
 
 def test_a_node_that_moves_to_another_aggregator_is_not_dead(cluster):
-    first, second = cluster.aggregators["r1"], cluster.aggregate("r2")
+    cluster.BEAT_S = 1.0  # in which a busy machine connects
+    first, second = cluster.aggregate("r2"), cluster.aggregate("r3")
     cluster.agent("a", first, second)
-    cluster.until(lambda: cluster.roster.homes(["a"]) == {"r1": ["a"]})
-    first.server.sessions["a"].conn.sock.shutdown(2)
     cluster.until(lambda: cluster.roster.homes(["a"]) == {"r2": ["a"]})
+    first.server.sessions["a"].conn.sock.shutdown(2)
+    cluster.until(lambda: cluster.roster.homes(["a"]) == {"r3": ["a"]})
     cluster.until(lambda: "a" not in first.liveness.nodes)
     cluster.run(0.1)
     assert cluster.of("a") == ["seen", "seen"]
-    cluster.command("r2", ["a"], 9)
+    cluster.command("r3", ["a"], 9)
     cluster.until(lambda: cluster.commands["a"] == [9])
 
 
@@ -512,7 +506,7 @@ def test_a_controller_that_is_away_misses_no_edge(cluster):
         port=old.address[1],
         positions=old.positions(),
     )
-    cluster.until(lambda: cluster.of("b") == ["seen", "suspect", "dead"])
+    cluster.until(lambda: cluster.of("b") == ["seen", "gone"])
     assert cluster.of("a") == ["seen"]
 
 
@@ -526,7 +520,7 @@ def test_it_runs_as_a_process(cluster, tmp_path):
         where = json.loads(process.stdout.readline())
         a = cluster.agent("a", *[type("At", (), {"server": type("Of", (), {"address": tuple(where)})})])
         a.post({"type": "event", "event": {"value": 4}})
-        a.flush(10)
+        a.flush(60)
         assert cluster.roster.homes(["a"]) == {"r9": ["a"]} and 4 in cluster.of("a")
         assert SECRET.key.hex().encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert SECRET.key.hex().encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
@@ -534,9 +528,3 @@ def test_it_runs_as_a_process(cluster, tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-def test_it_starts_without_torch_pydantic_and_numpy():
-    code = "import sys, phalanx.runtime.aggregator, phalanx.runtime.journal; print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "pydantic", "numpy", "rich", "typer"} & set(modules)

@@ -1,4 +1,4 @@
-"""Whoever is killed, whenever: nothing stays behind. Each case kills one real process of a real tree."""
+"""Kill any process at any time: nothing stays behind. Each case kills one real process of a real tree."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from phalanx.runtime import kernel
-from phalanx.runtime.client import NodeClient
+from phalanx.runtime.bare import BareClient
+from tests.runtime.cluster import wait_for
 from tests.runtime.conftest import alive_with, wait_gone
 
 CLIENT = """
-import sys
+import signal, sys
 from pathlib import Path
-from phalanx.runtime.client import NodeClient
+from phalanx.runtime.bare import BareClient
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
 logs = Path(sys.argv[1])
-with NodeClient(["tests.runtime.workers"], log=logs / "node.log") as client:
+with BareClient(["tests.runtime.workers"], log=logs / "node.log") as client:
     for worker, entry in enumerate(sys.argv[2:]):
         client.spawn(worker, "tests.runtime.workers:" + entry, {}, logs / "w.log")
     silent = len(sys.argv[2:])
@@ -31,6 +33,7 @@ with NodeClient(["tests.runtime.workers"], log=logs / "node.log") as client:
         if not silent:
             print("up", flush=True)
 """
+PARTS = {"node": "-m phalanx.runtime.bare", "zygote": "-m phalanx.runtime.zygote"}
 
 
 class Victim:
@@ -50,9 +53,8 @@ class Victim:
         assert self.client.stdout.readline() == b"up\n"
 
     def find(self, part: str) -> int:
-        parts = {"node": "runtime.node", "zygote": "runtime.zygote"}
-        pids = sorted(pid for pid, line in alive_with(self.token).items() if parts[part] in line)
-        return pids[0] if pids else 0  # a worker has the zygote's command line, and comes after it
+        """A worker has the zygote's command line, and comes after it."""
+        return min((pid for pid, line in alive_with(self.token).items() if PARTS[part] in line), default=0)
 
     def end(self) -> None:
         for pid in alive_with(self.token):
@@ -74,9 +76,8 @@ def victim(tmp_path):
 ])  # fmt: skip
 def test_one_death_ends_all(victim, who, number):
     victim.wait_up()
-    deadline = time.monotonic() + 5  # a process amid its exec shows no environment
-    while len(alive_with(victim.token)) != 7:  # client, node, zygote, three workers, one child of a worker
-        assert time.monotonic() < deadline, alive_with(victim.token)
+    # Client, node, zygote, three workers, one child of a worker. A process amid its exec shows no environment.
+    wait_for(lambda: len(alive_with(victim.token)) == 7)
     os.kill(victim.client.pid if who == "client" else victim.find(who), number)
     assert wait_gone(victim.token) == {}
     assert list(victim.scratch.iterdir()) == [], "a file was left behind"
@@ -89,11 +90,8 @@ def test_the_tree_falls_without_the_help_of_a_living_client(victim):
     node = victim.find("node")
     victim.client.send_signal(signal.SIGSTOP)
     os.kill(node, signal.SIGKILL)
-    deadline = time.monotonic() + 2
     # Only what a worker itself had started is beyond the kernel's order: the client sees to it when it wakes.
-    while left := [x for x in alive_with(victim.token).values() if "phalanx.runtime." in x and "-m" in x]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
+    wait_for(lambda: not any(part in x for x in alive_with(victim.token).values() for part in PARTS.values()))
     victim.client.send_signal(signal.SIGCONT)
     assert wait_gone(victim.token) == {}
 
@@ -101,10 +99,8 @@ def test_the_tree_falls_without_the_help_of_a_living_client(victim):
 def test_a_zygote_amid_its_imports_goes_with_its_node(tmp_path, monkeypatch):
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    client = NodeClient(["slow_module"])
-    deadline = time.monotonic() + 5
-    while not any("runtime.zygote" in line for line in alive_with(client.session).values()):
-        assert time.monotonic() < deadline
+    client = BareClient(["slow_module"])
+    wait_for(lambda: any("runtime.zygote" in line for line in alive_with(client.session).values()))
     time.sleep(0.3)
     client.process.kill()
     assert wait_gone(client.session) == {}
@@ -127,10 +123,7 @@ def test_a_kill_at_any_moment_of_the_start(tmp_path):
         v = Victim(tmp_path / str(i), "echo", "deaf")
         try:
             who = ("client", "node", "zygote")[i % 3]
-            deadline = time.monotonic() + 5
-            pid = v.client.pid if who == "client" else 0
-            while not pid and time.monotonic() < deadline:
-                pid = v.find(who)
+            pid = v.client.pid if who == "client" else wait_for(lambda who=who, v=v: v.find(who))
             time.sleep(rng.uniform(0, 0.15))
             os.kill(pid, signal.SIGKILL)
             assert wait_gone(v.token) == {}, who
@@ -142,9 +135,7 @@ def test_a_kill_at_any_moment_of_the_start(tmp_path):
 def test_the_client_is_told_of_the_loss(tree, who, said):
     tree.spawn(0, "echo")
     tree.until("message")
-    line = {"node": "runtime.node", "zygote": "runtime.zygote"}[who]
-    pids = [pid for pid, text in alive_with(tree.client.session).items() if line in text]
-    os.kill(min(pids), signal.SIGKILL)
+    os.kill(min(pid for pid, line in alive_with(tree.client.session).items() if PARTS[who] in line), signal.SIGKILL)
     event = tree.until("node_lost")
     assert said in event["reason"]
     assert tree.client.events(0) == event, "the loss cannot be missed"

@@ -1,198 +1,387 @@
-"""Workers through a real node and zygote: what they are given, what is heard of them."""
+"""Nodes, workers and a controller as real processes, really killed: what the gang loses when one of them goes."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from phalanx.runtime.client import NodeClient
-from tests.runtime.conftest import WORKERS, Tree, wait_gone
+from phalanx.checkpoint.keeper import Keeper
+from phalanx.checkpoint.memory import Slot
+from phalanx.control.messages import Drain, Scale
+from phalanx.control.policy import Policy
+from phalanx.core.layout import Layout
+from phalanx.runtime.controller import read_address
+from phalanx.runtime.node import next_incarnation
+from tests.runtime.cluster import QUICK, TOYS, Cluster, S, wait_for
+from tests.runtime.conftest import alive_with
 
 
-def test_messages_go_both_ways_also_large_ones(tree):
-    tree.spawn(0, "echo", a=1)
-    tree.spawn(7, "echo", a=2)
-    assert tree.client.events(10)["type"] == "started"
-    assert tree.until("message", 7)["body"] == {"hello": {"a": 2}}
-    tree.client.send(7, {"text": "x" * 3_000_000, "nan": float("inf")})  # many times a socket's buffer
-    assert tree.until("message", 7)["body"]["echo"] == {"text": "x" * 3_000_000, "nan": float("inf")}
-    assert tree.client.events(0.05) is None
+@pytest.fixture
+def cluster(tmp_path):
+    made = []
+
+    def make(*nodes, layout=None, options=None, **more):
+        made.append(Cluster(tmp_path, layout or Layout(replica=2, ranks_per_node=1), **more))
+        for name in nodes:
+            made[0].start_node(name, **(options or {}))
+        return made[0]
+
+    yield make
+    for each in made:
+        each.close()
 
 
-def test_worker_process_is_clean(tree):
-    tree.spawn(0, "facts")
-    facts = tree.until("message")["body"]
-    assert facts["session"] == tree.client.session
-    assert facts["group"] and facts["sigint_ignored"] and facts["threads"] == 1
-    assert list(dict.fromkeys(facts["path"])) == list(dict.fromkeys(p or os.getcwd() for p in sys.path))
-    assert facts["fds"] == ["/memfd", "pipe", "socket"], "more than board, lifeline and channel: leaked by the zygote"
-    assert tree.until("exit")["code"] == 0
-    assert tree.log(0).read_text() == "a line without its end"
+def kill(pid, number=signal.SIGKILL):
+    os.kill(pid, number)
 
 
-def test_an_exception_is_told_and_logged(tree):
-    tree.spawn(0, "fail", text="bad luck")
-    assert tree.until("message")["body"] == {"type": "error", "kind": "ValueError", "text": "bad luck"}
-    assert tree.until("exit")["code"] == 1
-    log = tree.log(0).read_text()
-    assert "Traceback" in log and "in fail" in log and log.endswith("ValueError: bad luck\n")
+# -- coming
 
 
-def test_an_entry_that_does_not_exist_is_told(tree):
-    tree.client.spawn(0, "tests.runtime.nowhere:f", {}, tree.log(0))
-    assert tree.until("message")["body"]["kind"] == "ModuleNotFoundError"
+def test_workers_are_told_where_they_stand_and_whom_they_have(cluster):
+    c = cluster("a", "b", layout=Layout(replica=2, shard=2, ranks_per_node=2))
+    form = c.running(1)
+    assert form["replicas"] == [0, 1] and form["step"] == 0 and not form["branch"]
+    facts = c.facts()
+    assert {r: (f["local_rank"], f["local_ranks"]) for r, f in facts.items()} == {
+        0: (0, 2), 1: (1, 2), 2: (0, 2), 3: (1, 2),
+    }  # fmt: skip
+    assert facts[0]["node"] == facts[1]["node"] != facts[2]["node"]
+    assert facts[0]["data"] == facts[1]["data"] != facts[2]["data"] and set(facts[0]["keeper"]) == {"address", "port"}
+    stores = {f"127.0.0.1:{pid}" for name in "ab" for pid in c.service_pids(name, "store")}
+    assert {b["store"] for b in c.bodies("formed")} <= stores, "they meet at the store of a node"
+    assert (c.folder / facts[0]["node"] / "logs" / "rank-00000.log").exists()
+    kinds = {event["body"]["type"] for event in c.of("message")}
+    assert not kinds & {"up", "ready", "parked"}, "what is the controller's is not the launcher's"
+    for node in c.nodes.values():
+        maps = Path(f"/proc/{node.process.pid}/maps").read_text()
+        assert "torch" not in maps and "numpy" not in maps
+    # One of the two on a node is replaced: it has the seat of the one before.
+    kill(facts[1]["pid"])
+    c.running(2)
+    again = c.facts()
+    assert (again[1]["local_rank"], again[1]["local_ranks"]) == (1, 2)
+    assert [again[r]["pid"] for r in (0, 2, 3)] == [facts[r]["pid"] for r in (0, 2, 3)]
+    (source,) = [b["source"] for b in c.bodies("formed") if b["generation"] == 2 and b["source"]]
+    assert source["kind"] == "live" and source["number"] == facts[3]["worker"]
 
 
-def test_a_worker_may_be_ended_by_a_signal_without_a_name(tree):
-    tree.spawn(1, "echo")
-    number = int(signal.SIGRTMIN) + 5
-    tree.until("message", 1)
-    os.kill(tree.pids[1], number)
-    assert tree.until("exit", 1)["signal"] == f"signal {number}"
-    tree.spawn(2, "echo")
-    assert tree.until("started", 2), "the node lives"
+# -- what dies
 
 
-@pytest.mark.parametrize(
-    "function, args, code, signal_name",
-    [
-        ("leave", {"code": 5}, 5, None),
-        ("leave", {"code": "goodbye"}, 1, None),
-        ("die", {"signal": "SIGKILL"}, None, "SIGKILL"),
-        ("die", {"signal": "SIGSEGV"}, None, "SIGSEGV"),
-    ],
-)
-def test_exit_says_how_and_comes_after_the_last_words(tree, function, args, code, signal_name):
-    tree.spawn(0, function, **args)
-    tree.client.send(0, {"never": "read"})  # what a worker leaves unread must not cost its last words
-    kinds = []
-    while not kinds or kinds[-1]["type"] != "exit":
-        kinds.append(tree.client.events(10))
-    assert [e["type"] for e in kinds] == ["started", "message", "exit"]
-    assert (kinds[-1]["code"], kinds[-1]["signal"]) == (code, signal_name)
-    log = tree.log(0).read_text()
-    assert ("Fatal Python error: Segmentation fault" in log) == (signal_name == "SIGSEGV")
-    assert ("goodbye" in log) == (args.get("code") == "goodbye")
+def test_a_worker_that_is_killed_is_replaced_and_the_others_stay(cluster):
+    c = cluster("a", "b")
+    c.running(1)
+    before = c.pids()
+    kill(before[1])
+    form = c.running(2)
+    after = c.pids()
+    assert after[0] == before[0] and after[1] != before[1]
+    assert form["step"] >= 1 and form["rung"] == 1 and not form["branch"] and form["replicas"] == [0, 1]
+    assert "rank 1" in form["reason"] and "SIGKILL" in form["reason"]
+    assert [end["signal"] for end in c.of("exit")] == ["SIGKILL"]
 
 
-def test_death_is_told_within_100_ms(tree):
-    waits = []
-    for worker in range(5):
-        tree.spawn(worker, "echo")
-        tree.until("message", worker)
-        start = time.monotonic()
-        os.kill(tree.pids[worker], signal.SIGKILL)
-        assert tree.until("exit", worker)["signal"] == "SIGKILL"
-        waits.append(time.monotonic() - start)
-    assert min(waits) < 0.1, waits
+def test_a_node_that_is_gone_is_replaced_by_the_spare(cluster):
+    c = cluster("a", "b", "c")
+    c.running(1)
+    c.until(lambda: len(c.status()["nodes"]) == 3)
+    spare = next(n for n, s in c.status()["nodes"].items() if s["spare"])
+    before, lost = c.pids(), c.facts()[1]["node"]
+    kill(c.nodes[lost].process.pid)
+    wait_for(lambda: not os.path.exists(f"/proc/{before[1]}"))
+    form = c.running(2)
+    assert c.pids()[0] == before[0] and c.facts()[1]["node"] == spare
+    assert form["rung"] == 2 and lost in form["reason"]
+    assert c.status()["nodes"][lost]["dead"]
+    # Started again it is a spare, as a later incarnation.
+    c.nodes.pop(lost).close()
+    c.start_node(lost)
+    c.until(lambda: c.status()["nodes"][lost]["spare"])
+    assert (c.folder / lost / "incarnation").read_text() == "2"
 
 
-def test_a_worker_is_respawned_under_its_number_with_a_fresh_record(tree):
-    for _ in range(2):
-        tree.spawn(0, "stand", how="wait", moves=3)
-        tree.until("message")
-        with pytest.raises(ValueError, match="worker 0 is running"):
-            tree.spawn(0, "echo")
-        tree.client.kill(0)
-        assert tree.until("exit")["progress"] == {"phase": "forward", "step": 3, "micro": 0, "counter": 3}
+def test_a_controller_that_is_killed_is_not_missed(cluster):
+    c = cluster("a", "b")
+    c.running(1)
+    before, address = c.pids(), read_address(c.control)
+    c.controller.kill()
+    done = c.steps()
+    c.until(lambda: c.steps() > done + 5)
+    # A worker dies while nobody is there to hear it: it is handled when somebody is.
+    kill(before[0])
+    c.until(lambda: 0 not in c.pids())
+    c.start_controller()
+    form = c.running(2)
+    assert read_address(c.control) == address, "the same ports"
+    (state,) = c.lines("state")
+    assert state["phase"] == "running" and state["generation"] == 1
+    assert c.pids()[1] == before[1] and form["step"] > done
+    times = [line["at_ns"] for each in c.controllers for line in each.lines if "at_ns" in line]
+    assert times == sorted(times), "its time goes on"
+    # And the next death.
+    kill(c.pids()[1])
+    assert c.running(3)["step"] >= form["step"]
 
 
-def test_kill_before_the_fork_and_kill_takes_the_grandchildren(tree):
-    tree.spawn(0, "with_child")
-    tree.client.kill(0)
-    assert tree.until("exit")["signal"] == "SIGKILL"
-    tree.spawn(0, "with_child")
-    child = tree.until("message")["body"]["child"]
-    os.kill(tree.pids[0], signal.SIGKILL)  # not through the node: it must clean up all the same
-    tree.until("exit")
-    deadline = time.monotonic() + 2
-    while os.path.exists(f"/proc/{child}") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not os.path.exists(f"/proc/{child}")
+def test_a_worker_that_is_stopped_is_ended_and_replaced(cluster):
+    c = cluster("a", "b", options={"hang_s": 0.5})
+    c.running(1)
+    before = c.pids()
+    kill(before[1], signal.SIGSTOP)
+    form = c.running(2)
+    assert "hangs" in form["reason"] and "SIGSTOP" in form["reason"] and "rank 1" in form["reason"]
+    assert c.pids()[0] == before[0], "it only waited"
 
 
-def test_a_slow_client_holds_the_talker_back_and_loses_nothing(tree):
-    """60 MB unread: the node keeps a part and lets the talker wait; it still obeys and hears of deaths."""
-    tree.spawn(0, "flood", messages=60, bytes=1_000_000)
-    time.sleep(1.0)
-    tree.spawn(1, "leave", code=0)
-    time.sleep(0.5)
-    events = [tree.client.events(5)]
-    assert Path(f"/proc/{events[0]['pid']}").exists(), "all 60 MB went into the node's memory"
-    while sum(e["type"] == "exit" for e in events) < 2:
-        events.append(tree.client.events(5))
-    assert [e["body"]["i"] for e in events if e["type"] == "message" and e["worker"] == 0] == list(range(60))
-    assert [e["type"] for e in events if e["worker"] == 1] == ["started", "message", "exit"]
+def test_a_worker_that_waits_for_nobody_is_ended_later(cluster):
+    """It may wait for one on another node, so it is given time; but not for ever."""
+    c = cluster("a", layout=Layout(), options={"hang_s": 0.4}, waits_forever=1)
+    assert "hangs" in c.running(2)["reason"]
+    assert [event["final"] for event in c.of("hang")] == [False, True] and len(c.of("exit")) == 1
 
 
-def test_a_deaf_worker_is_given_up_and_a_garbling_one_too(tree):
-    tree.spawn(0, "deaf")
-    tree.spawn(1, "garble")
-    assert "malformed message" in tree.until("exit", 1)["error"]
-    for _ in range(5):
-        tree.client.send(0, {"pad": "x" * (30 << 20)})
-    event = tree.until("exit", 0)
-    assert "unread" in event["error"] and event["signal"] == "SIGKILL"
+def test_a_worker_that_does_not_park_is_ended(cluster):
+    c = cluster("a", "b", options={"halt_s": 0.5}, never_parks=True)
+    c.running(1)
+    before = c.pids()
+    kill(before[1])
+    form = c.running(2)
+    assert "did not leave its groups in 0.5 s" in form["reason"] and c.pids()[0] != before[0]
 
 
-def test_the_limit_is_refused_where_it_is_broken(tree):
-    tree.spawn(0, "echo")
-    with pytest.raises(ValueError, match="over the limit"):
-        tree.client.send(0, {"pad": "x" * (65 << 20)})
-    tree.client.send(0, {"still": "fine"})
-    tree.until("message")
-    assert tree.until("message")["body"] == {"echo": {"still": "fine"}}
+def test_a_node_that_was_given_up_is_fenced_and_comes_back(cluster):
+    c = cluster("a", "b", "c")
+    c.running(1)
+    c.until(lambda: len(c.status()["nodes"]) == 3)
+    lost, pid, worker = (c.facts()[1][key] for key in ("node", "pid", "worker"))
+    kill(c.nodes[lost].process.pid, signal.SIGSTOP)  # its worker goes on
+    form = c.running(2)
+    assert form["rung"] == 2 and os.path.exists(f"/proc/{pid}")
+    kill(c.nodes[lost].process.pid, signal.SIGCONT)
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
+    c.until(lambda: c.status()["nodes"][lost]["spare"])
+    assert [event["incarnation"] for event in c.of("booted", lost)] == [1, 2]
+    assert [event["worker"] for event in c.of("exit", lost)] == [worker], "its services stay"
+    assert c.status()["generation"] == 2
 
 
-def test_a_preload_that_fails_is_the_reason(tmp_path):
-    with NodeClient(["tests.runtime.not_there"], log=tmp_path / "node.log") as client:
-        reason = Tree(client, tmp_path).until("node_lost")["reason"]
-        assert "No module named 'tests.runtime.not_there'" in reason
-        assert "not_there" in (tmp_path / "node.log").read_text()
+def test_when_no_worker_has_the_state_it_comes_from_the_memory_of_nodes(cluster):
+    copies = [[0, 1, 1], [1, 1, 1], [1, 3, 1]]
+    c = cluster("a", "b", options={"services": {"keeper": {"entry": f"{TOYS}:keeper", "args": {"copies": copies}}}})
+    c.running(1)
+    c.until(lambda: c.steps() > 5)
+    for pid in c.pids().values():
+        kill(pid)
+    form = c.running(2)
+    assert form["step"] == 3 and form["branch"], "replicas are copies of each other"
+    sources = {b["worker"]: b["source"] for b in c.bodies("formed") if b["generation"] == 2}
+    assert {s["kind"] for s in sources.values()} == {"memory"} and {s["made"] for s in sources.values()} == {1}
 
 
-def test_a_preloaded_function_is_called_once_for_all_workers(tmp_path, monkeypatch):
-    (tmp_path / "once.py").write_text(
-        "import os\nat = 0\ndef prepare():\n    global at\n    at = os.getpid()\n"
-        "def tell(channel, args):\n    channel.send({'prepared': at, 'me': os.getpid()})\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with NodeClient(["once:prepare"], log=tmp_path / "node.log") as client:
-        tree, told = Tree(client, tmp_path), []
-        for worker in (0, 1):
-            client.spawn(worker, "once:tell", {}, tree.log(worker))
-            told.append(tree.until("message", worker)["body"])
-    assert told[0]["prepared"] == told[1]["prepared"] not in (0, told[0]["me"], told[1]["me"])
+def test_a_service_that_dies_is_started_again(cluster):
+    c = cluster("a", "b")
+    c.running(1)
+    facts = c.facts()
+    # Without its store a node trains on; with the next one, gangs meet there.
+    for name in "ab":
+        kill(c.service_pids(name, "store")[0])
+        c.until(lambda name=name: len(c.service_pids(name, "store")) == 2)
+    done = c.steps()
+    c.until(lambda: c.steps() > done + 5)
+    assert c.pids() == {rank: f["pid"] for rank, f in facts.items()}
+    # Without its data service its workers cannot go on.
+    kill(int(facts[0]["data"]["address"].split("-")[1]))
+    form = c.running(2)
+    assert "its data service died" in form["reason"]
+    again = c.facts()
+    assert again[0]["data"] != facts[0]["data"] and again[1]["pid"] == facts[1]["pid"]
+    stores = {f"127.0.0.1:{c.service_pids(name, 'store')[1]}" for name in "ab"}
+    assert {b["store"] for b in c.bodies("formed") if b["generation"] == 2} <= stores
 
 
-def test_a_preload_that_starts_threads_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "threaded.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with NodeClient(["threaded"], log=tmp_path / "node.log") as client:
-        assert "started 1 threads" in Tree(client, tmp_path).until("node_lost")["reason"]
-    assert wait_gone(client.session) == {}
+def test_a_worker_that_fails_is_told_with_its_error(cluster):
+    c = cluster("a", options={"entry": "broken"}, layout=Layout(), policy=Policy(**{**QUICK, "deaths": 2}))
+    c.until(lambda: c.bodies("error"))
+    assert c.bodies("error")[0]["text"] == "it cannot start"
+    note = c.until(lambda: [n for n in c.lines("note") if "should be replaced" in n["text"]])
+    assert "it failed 2 times" in note[0]["text"]
 
 
-def test_the_environment_is_passed_and_close_can_be_repeated(tmp_path):
-    client = NodeClient([WORKERS], env={"PHALANX_TEST_ONLY": "yes"}, log=tmp_path / "node.log")
-    tree = Tree(client, tmp_path)
-    tree.spawn(0, "echo")
-    tree.until("message")
-    assert b"PHALANX_TEST_ONLY=yes" in Path(f"/proc/{tree.pids[0]}/environ").read_bytes()
-    client.close()
-    client.close()
-    assert wait_gone(client.session, timeout=0.0) == {}, "close returned before everything was gone"
+# -- leases and limits
 
 
-def test_the_node_and_the_launcher_run_without_torch_pydantic_and_numpy():
-    code = "import sys, phalanx.runtime.node, phalanx.runtime.zygote, phalanx.runtime.launch; print(*sys.modules)"
-    modules = set(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    )
-    assert not modules & {"torch", "pydantic", "numpy", "rich", "typer"}
+def test_a_lease_that_ends_parks_the_workers_until_the_controller_is_back(cluster):
+    c = cluster("a", "b", policy=Policy(**QUICK, lease_ns=3 * S), ignores_lease=True)
+    c.running(1)
+    c.controller.kill()
+    c.until(lambda: len(c.bodies("halted")) == 2)
+    done, before = c.steps(), c.pids()
+    c.start_controller()
+    form = c.running(2)
+    assert form["step"] >= done and not form["branch"] and c.pids() == before, "they have kept their state"
+
+
+def test_workers_of_a_stopped_node_stop_voting_when_the_lease_ends(cluster):
+    """Nobody answers, and the only replica may go on: no other begins before it cannot."""
+    c = cluster("a", layout=Layout(), policy=Policy(**QUICK, lease_ns=3 * S))
+    c.running(1)
+    c.start_node("b")
+    c.until(lambda: c.status()["nodes"].get("b", {}).get("spare"))
+    kill(c.nodes["a"].process.pid, signal.SIGSTOP)
+    c.until(lambda: c.status()["phase"] == "fencing")
+    votes = lambda: len(list((c.folder / "votes").glob("1-*")))  # noqa: E731
+    first = votes()
+    c.until(lambda: len(c.lines("form")) == 2)
+    last = votes()
+    assert last > first, "it trained on while it was waited for"
+    c.until(lambda: c.steps(generation=2) >= 5)
+    assert votes() == last, "two generations train at the same time"
+    kill(c.nodes["a"].process.pid, signal.SIGCONT)
+    c.until(lambda: c.status()["nodes"]["a"]["spare"])
+    assert c.bodies("halted")[0]["why"] == {"text": "the lease has ended"}
+
+
+def test_a_node_that_nobody_listens_to_starts_anew_when_its_outbox_is_full(cluster, tmp_path):
+    flood = {"entry": f"{TOYS}:keeper", "args": {"flood": str(tmp_path / "flood")}}
+    c = cluster("a", layout=Layout(), options={"services": {"keeper": flood}})
+    c.running(1)
+    c.controller.kill()
+    (tmp_path / "flood").touch()
+    c.until(lambda: len(c.of("booted")) > 1)
+    c.start_controller()
+    c.running(2)
+    assert not c.of("node_lost") and "acknowledges none" in (c.folder / "a.log").read_text()
+
+
+# -- by hand, and the end
+
+
+def test_a_drained_node_is_replaced_and_a_gang_is_scaled(cluster):
+    c = cluster("a", "b", "c")
+    c.running(1)
+    c.until(lambda: len(c.status()["nodes"]) == 3)
+    node = c.facts()[0]["node"]
+    assert c.ask(Drain(node)) == {"type": "done"}
+    form = c.running(2)
+    assert "drained" in form["reason"] and not form["branch"]
+    c.until(lambda: c.of("released", node))
+    c.until(lambda: c.status()["nodes"][node]["place"] == -1)
+    assert {f["node"] for f in c.facts().values()} == {"a", "b", "c"} - {node}
+    assert c.ask(Scale(1)) == {"type": "done"}
+    assert c.running(3)["replicas"] in ([0], [1])
+    c.until(lambda: len(c.pids()) == 1)
+    assert c.ask(Scale(2)) == {"type": "done"}
+    assert c.running(4)["replicas"] == [0, 1]
+
+
+def test_a_node_that_is_replaced_gives_its_state_to_the_next(cluster):
+    c = cluster("a", layout=Layout())
+    c.running(1)
+    old = c.facts()[0]
+    c.start_node("b")
+    c.until(lambda: "b" in c.status()["nodes"])
+    assert c.ask(Drain("a")) == {"type": "done"}
+    form = c.running(2)
+    served = c.bodies("served")[0]
+    assert served["worker"] == old["worker"] and served["step"] == form["step"] > 0
+    (source,) = [b["source"] for b in c.bodies("formed") if b["generation"] == 2]
+    assert source == {"kind": "live", "node": "a", "number": old["worker"], "made": source["made"], "address": ""}
+    c.until(lambda: [f["node"] for f in c.facts().values()] == ["b"])
+
+
+def test_the_end_is_told_and_who_stays_is_ended(cluster):
+    c = cluster("a", "b", steps=8, options={"leave_s": 0.5}, stays=True)
+    ended = c.until(lambda: c.lines("ended"))[0]
+    assert ended["ok"] and ended["step"] == 8 and "done after step 8" in ended["reason"]
+    c.until(lambda: len(c.of("left")) == 2)
+    assert {event["signal"] for event in c.of("exit")} == {"SIGKILL"}
+    assert c.steps() == 8 and c.status()["phase"] == "ended"
+
+
+def test_nothing_stays_behind(cluster):
+    c = cluster("a", "b")
+    c.running(1)
+    tokens = [node.session for node in c.nodes.values()]
+    assert all(len(alive_with(token)) >= 5 for token in tokens)
+    for node in c.nodes.values():
+        assert node.close()
+    assert not any(alive_with(token) for token in tokens)
+
+
+def test_a_device_that_warns_is_known_to_the_controller(cluster, tmp_path, monkeypatch):
+    fake = tmp_path / "packages"
+    fake.mkdir()
+    fake.joinpath("pynvml.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(str(fake))
+    c = cluster("a", layout=Layout())
+    note = c.until(lambda: [n for n in c.lines("note") if "ecc at" in n["text"]])[0]
+    assert note["text"].startswith("node a should be replaced") and note["rung"] == 0
+
+
+FAKE = """
+class NVMLError(Exception):
+    pass
+
+
+def __getattr__(name):
+    if name.startswith("nvmlDevice") or name.startswith("nvmlEvent"):
+        if name.endswith("Error"):
+            return 8
+        return refuse
+    if name.startswith(("NVML", "nvml")):
+        return 1
+    raise AttributeError(name)
+
+
+def refuse(*args):
+    raise NVMLError
+
+
+def nvmlInit():
+    pass
+
+
+def nvmlDeviceGetCount():
+    return 1
+
+
+def nvmlDeviceGetHandleByIndex(index):
+    return index
+
+
+count = 0
+
+
+def nvmlDeviceGetTotalEccErrors(*args):
+    global count
+    count += 20
+    return count
+"""
+
+
+# -- small parts
+
+
+def test_incarnations_grow(tmp_path):
+    assert [next_incarnation(tmp_path) for _ in range(3)] == [1, 2, 3]
+    tmp_path.joinpath(".incarnation.next").write_text("torn")
+    assert next_incarnation(tmp_path) == 4
+
+
+def test_a_keeper_says_what_it_holds_of_its_own_ranks_and_for_others(tmp_path):
+    said = []
+    channel = SimpleNamespace(send=said.append)
+    keeper = Keeper(channel, str(tmp_path), 1, (1, 0), "token", False)
+    mine, other = keeper._slots(0, 4096, 4096)[0], Slot(4096, 4096)
+    keeper.server.copies[5] = [other, Slot(4096, 4096)]
+    for slot, step, generation in ((mine, 8, 2), (other, 7, 1)):
+        slot.put_hash(0)
+        slot.seal({"step": step, "generation": generation})
+    keeper.order({"type": "held"})
+    keeper.server.close()
+    assert said == [{"type": "held", "copies": [(0, 8, 2), (5, 7, 1)]}]

@@ -1,4 +1,4 @@
-"""Services and workers for the tests of the agent, without torch: the zygote preloads this module. Workers train by
+"""Services and workers for the tests of the node, without torch: the zygote preloads this module. Workers train by
 files in a folder that all share: a vote per step and rank; when all are there, the step is committed."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from phalanx.control.messages import Source
 from phalanx.observe.progress import Phase
 
 POLL_S = 0.005
+SHARD = dict(checkpoint="x", step=1, generation=1, ranks=1, rank=0, size=1, root="", drain_s=0.0)
 
 
 def store(channel, args):
@@ -31,23 +32,26 @@ def data(channel, args):
 
 
 def keeper(channel, args):
-    """Holds what the folder says that it does, and commits what it is told to."""
+    """Holds what its arguments say, and says too much when the file `flood` is there."""
     channel.send({"type": "keeper", "address": f"keeper-{os.getpid()}", "port": 1})
-    while (order := channel.recv()) is not None:
+    flood = Path(args.get("flood", "/nowhere"))
+    while True:
+        try:
+            order = channel.recv(0.1)
+        except TimeoutError:
+            if flood.exists():
+                flood.unlink()
+                for i in range(20):
+                    channel.send({"type": "shard", **SHARD, "seal": f"{i}" + "x" * (4 << 20)})
+            continue
+        if order is None:
+            return
         if order["type"] == "held":
-            channel.send({"type": "held", "steps": {}, "copies": args.get("copies", [])})
-        elif order["type"] == "commit":
-            channel.send({"type": "committed", "step": order["step"], "generation": order["generation"]})
+            channel.send({"type": "held", "copies": args.get("copies", [])})
 
 
 def broken(channel, args):
     raise ValueError("it cannot start")
-
-
-def asleep(channel, args):
-    """Comes up, and never answers again."""
-    channel.send({"type": "up"})
-    time.sleep(60)
 
 
 class Trainee:
@@ -56,7 +60,6 @@ class Trainee:
         self.folder, self.size = Path(args["folder"]), args["replica_size"]
         self.member = Member(args["worker"], args["steps"])
         self.crew: list[int] = []
-        self.lacks = False
 
     def main(self):
         facts = {
@@ -67,27 +70,32 @@ class Trainee:
         while True:
             if self.member.phase == "running":
                 self.step()
-            elif not self.hear(None):
-                return
+            else:
+                self.hear(None)
 
     def hear(self, timeout):
-        """One message. False: it is over."""
+        """One message."""
         try:
             message = self.channel.recv(timeout)
         except TimeoutError:
-            return True
+            return
         if message is None or message["type"] == "leave":
             if message and self.args.get("stays"):
                 time.sleep(60)
             raise SystemExit(0)
         getattr(self, "on_" + message.pop("type"))(**message)
-        return True
+
+    def say(self, digest=""):
+        if said := self.member.standing(digest):
+            self.channel.send(said)
 
     # -- what it is told
 
     def on_form(self, generation, step, replicas, rank, store, source, branch):
         assert rank == self.rank and ":" in store, (rank, store)
         if not self.member.form(generation, step, Source(**source) if source else None):
+            if generation == self.member.generation:
+                self.say()
             return
         self.channel.send({"type": "formed", "generation": generation, "store": store, "source": source})
         self.crew = [r * self.size + i for r in replicas for i in range(self.size)]
@@ -95,11 +103,11 @@ class Trainee:
             try:
                 self.member.settle(step)
             except ValueError as error:
-                self.channel.send({"type": "missing", "generation": generation, "reason": str(error)})
+                self.member.lack(str(error))
+                self.say()
                 return
         self.member.restored(step)
-        digest = hashlib.blake2b(f"{self.rank % self.size}/{step}".encode(), digest_size=8).hexdigest()
-        self.channel.send({"type": "ready", "generation": generation, "step": step, "digest": digest})
+        self.say(hashlib.blake2b(f"{self.rank % self.size}/{step}".encode(), digest_size=8).hexdigest())
 
     def on_serve(self, generation, step, store):
         if not self.member.may_serve(generation):
@@ -109,27 +117,21 @@ class Trainee:
             self.member.settle(step)
 
     def on_start(self, generation):
-        if self.member.start(generation):
-            self.channel.send({"type": "running", "generation": generation, "worker": self.member.worker})
+        if not self.member.start(generation) and self.member.phase == "parked":
+            self.say()
 
     def on_halt(self, generation):
-        if self.args.get("never_parks"):
-            return
-        if self.member.halt(generation):
-            self.park()
+        if not self.args.get("never_parks"):
+            self.leave(generation)
 
     def on_pause(self, generation):
         self.member.ask_pause(generation)
 
-    def on_save(self, generation, step):
-        if self.member.phase == "parked" and self.member.generation == generation:
-            self.channel.send({"type": "saved", "step": step})
-
-    def park(self):
-        m = self.member
-        self.channel.progress.mark(Phase.idle)
-        said = {"generation": m.generation, "step": m.step, "prepared": m.prepared, "made": m.made}
-        self.channel.send({"type": "parked", **said})
+    def leave(self, generation, why=None):
+        if self.member.halt(generation, why):
+            self.channel.progress.mark(Phase.idle)
+            self.channel.send({"type": "halted", "generation": generation, "why": why})
+            self.say()
 
     # -- a step
 
@@ -137,13 +139,16 @@ class Trainee:
         m = self.member
         generation, step = m.generation, m.step + 1
         self.channel.progress.mark(Phase.forward, step=step, micro=0)
-        deadline = time.monotonic() + self.args.get("step_s", 0.02)
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        while time.monotonic() < began + self.args.get("step_s", 0.02):
             self.hear(POLL_S)
             if m.phase != "running":
                 return
         if m.worker == self.args.get("waits_forever"):
             threading.Event().wait(60)
+        if self.channel.progress.lease_ended and not self.args.get("ignores_lease"):
+            self.leave(generation, {"text": "the lease has ended"})
+            return
         pause = m.vote()
         near = self.folder / f".{m.worker}"
         near.write_text("pause" if pause else "yes")
@@ -156,9 +161,11 @@ class Trainee:
                 return
         votes = [(self.folder / f"{generation}-{step}-{rank}").read_text() for rank in self.crew]
         go_on = m.commit("pause" in votes)
-        self.channel.send({"type": "committed", "generation": generation, "step": step})
+        took = {"time_s": time.monotonic() - began}
+        self.channel.send({"type": "step", "generation": generation, "step": step - 1, **took})
         if not go_on:
-            self.park()
+            self.channel.progress.mark(Phase.idle)
+            self.say()
 
 
 def trainee(channel, args):

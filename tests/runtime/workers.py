@@ -95,44 +95,6 @@ def busy_doing_something_else():
     time.sleep(60)
 
 
-def store(channel, args):
-    channel.send({"type": "store", "host": "127.0.0.1", "port": 1234})
-    channel.recv()
-
-
-def rank(channel, args):
-    """A pretended rank. The job's name says what goes wrong, where: "what@rank"."""
-    what, _, where = args["job"]["name"].partition("@")
-    rank, steps = args["rank"], args["job"]["train"]["steps"]
-    assert args["form"]["generation"] == 0 and args["form"]["store"] == "127.0.0.1:1234"
-    channel.send({"type": "ready"})
-    for step in range(steps):
-        channel.progress.mark(Phase.forward, step=step, micro=0)
-        time.sleep(0.01)
-        if step == 2 and what != "fine":
-            if rank == int(where):
-                print("about to misbehave")
-                {
-                    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-                    "memory": lambda: raise_(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")),
-                    "value": lambda: raise_(ValueError("the true cause")),
-                    "slow-value": lambda: (time.sleep(0.1), raise_(ValueError("the true cause"))),
-                    "exit": lambda: os._exit(0),
-                    "sleep": busy_doing_something_else,
-                    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-                }[what]()
-            elif what in ("sleep", "stop"):
-                threading.Event().wait(60)
-            raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:24413")
-        channel.send({"type": "step", "step": step, "time_s": 0.01, "rank": rank})
-    channel.progress.mark(Phase.done)
-    channel.send({"type": "done", "rank": rank})
-
-
-def raise_(error):
-    raise error
-
-
 def torch_rank(channel, args):
     """Two ranks over gloo: reduce once, then rank 1 leaves rank 0 waiting in the next collective."""
     from datetime import timedelta

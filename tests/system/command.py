@@ -24,6 +24,7 @@ TINY = {
     "layout.shard": 1,
     "layout.tp": 2,
     "layout.ranks_per_node": 0,
+    "recovery.on": "false",
     "recovery.spares": 0,
     "train.reduction": "fast",
     "train.seq_len": 32,
@@ -32,7 +33,7 @@ TINY = {
     "train.steps": 100_000,
     "data.max_mb": 0.1,
 }
-GONE_S = 3.0
+GONE_S = 30.0
 
 
 def sets(values: dict[str, object]) -> list[str]:
@@ -48,7 +49,6 @@ class Ended:
     scratch: list[str]  # files in its temporary directory
     shared: list[str]  # named shared memory of its ranks
     runs: list[Path]  # the folders of its runs
-    signalled_s: float = 0.0  # from the signal to the end of everything
     rows: list[dict] = field(default_factory=list)
     summary: dict | None = None
 
@@ -77,7 +77,6 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._signalled_at = 0.0
 
     @property
     def runs(self) -> list[Path]:
@@ -102,7 +101,6 @@ class Command:
         return [event for event in map(json.loads, lines) if event["type"] == kind]
 
     def signal(self, *numbers: int, pid: int | None = None) -> None:
-        self._signalled_at = time.monotonic()
         for number in numbers:
             os.kill(pid or self.process.pid, number)
             time.sleep(0.003 if len(numbers) > 1 else 0)
@@ -111,7 +109,6 @@ class Command:
         try:
             out, err = self.process.communicate(timeout=timeout)
             left = wait_gone(self.token, GONE_S)
-            took_s = time.monotonic() - self._signalled_at
         finally:
             for pid in alive_with(self.token):  # of this command only: nobody else has the token
                 os.kill(pid, 9)
@@ -125,7 +122,6 @@ class Command:
             [p.name for p in self.scratch.iterdir() if not p.name.startswith("torchinductor_")],  # torch's own cache
             [name for name in os.listdir("/dev/shm") if any(pid in name for pid in pids)],
             runs,
-            took_s,
             self.rows(),
             json.loads(summary.read_text()) if summary and summary.exists() else None,
         )

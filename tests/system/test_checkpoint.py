@@ -218,13 +218,11 @@ def test_a_full_disk_does_not_stop_the_run(outcomes, name):
     ended.check_clean()
     assert ended.code == 0 and len(ended.rows) == 160, ended.err
     for failed in out["failed"]:
-        assert failed["where"] == out["disk"] and "No space left on device" in failed["reason"]
-        assert failed["rank"] in (0, 1)
-    lost = {int(failed["checkpoint"].split("-")[1]) for failed in out["failed"]}
-    assert f"checkpoint {out['failed'][0]['checkpoint']} FAILED" in ended.out
-    assert 40 in lost
-    assert out["made"] == sorted({40, 80, 120, 160} - lost), "once there is room again, also the last"
-    assert 160 in out["made"]
+        assert out["disk"] in failed["reason"] and "No space left on device" in failed["reason"]
+        assert failed["rank"] in (0, 1) and failed["checkpoint"].startswith(f"step-{failed['step']:09d}")
+    assert {failed["step"] for failed in out["failed"]} >= {40}
+    assert "the checkpoint of step 40 FAILED" in ended.out
+    assert out["made"][-1] == 160, "once there is room again"
 
 
 @pytest.mark.parametrize("name", ["full, then killed"])
@@ -279,9 +277,7 @@ def test_a_snapshot_that_changed_in_memory_is_never_committed(outcomes, name):
     ended.check_clean()
     assert ended.code == 0, ended.err
     assert out["slots"] == 6
-    assert sorted((f["rank"], f["checkpoint"][:14]) for f in out["failed"]) == [
-        (rank, f"step-{step:09d}") for rank in (0, 1) for step in (10, 20, 30)
-    ]
+    assert {f["checkpoint"][:14] for f in out["failed"]} == {f"step-{step:09d}" for step in (10, 20, 30)}
     for failed in out["failed"]:
         assert "the snapshot in memory: bytes 0 to" in failed["reason"] and "instead of" in failed["reason"]
     assert out["made"] == [40], "the ones after it are well"

@@ -44,7 +44,7 @@ def killed(directory: Path, whom: str, reached, values=(), env=None, delay_s=0.0
         assert ended.code == -9
     else:
         ended.check_clean()
-        name = "the keeper of node 0" if whom.startswith("keeper") else whom
+        name = "the keeper of node-0" if whom.startswith("keeper") else whom
         assert ended.code == 1 and f"{name} was killed by SIGKILL" in ended.err, (point, ended.err)
     return point | {"left": newest(directory), "out": ended.out}
 

@@ -28,7 +28,8 @@ def quickstart(tmp_path_factory):
 
 
 def logged(run, rank):
-    lines = (run / "logs" / f"rank-{rank:05d}.log").read_text().splitlines()
+    (log,) = (run / "logs").glob(f"*/rank-{rank:05d}.log")
+    lines = log.read_text().splitlines()
     return [json.loads(line.removeprefix("TOKENS ")) for line in lines if line.startswith("TOKENS ")]
 
 

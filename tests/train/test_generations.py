@@ -3,10 +3,10 @@
 import dataclasses
 import os
 import signal
+import time
 
 import pytest
 
-from phalanx.control.messages import NodeDead, WorkerStuck
 from phalanx.core.job import DataConfig, Job, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.core.layout import Layout
 from tests.cases import EVEN
@@ -96,16 +96,12 @@ def test_without_a_replacement_the_others_do_its_part_and_take_it_back(text, tmp
     want = undisturbed(job, tmp_path / "clean")
     with lead(job, tmp_path / "run", deaths=1) as c:
         c.until(lambda: len(c.committed) >= 6)
-        for worker in (3, 4):  # the node dies with its workers
-            c.client.kill(worker)
-        c.until(lambda: {3, 4} <= {*c.died})
-        c.tell(NodeDead("n1", 1, "its power supply burnt"))
+        c.burn("n1")
         c.until(lambda: len(c.forms) == 2)
         assert c.forms[1].replicas == (0,) and c.forms[1].crew == {0: 1, 1: 2}
         pids = {w: c.pids[w] for w in (1, 2)}
         c.until(lambda: any(generation == c.forms[1].generation for generation, _, _ in c.committed))
-        c.incarnations["n1"] = 2
-        c.join("n1")  # after repair
+        c.join("n1", incarnation=2)  # after repair
         c.until(lambda: len(c.forms) == 3)
         assert c.forms[2].replicas == (0, 1) and c.forms[2].rung == -1
         assert {s.kind for s in c.forms[2].sources.values()} == {"live"}
@@ -117,7 +113,7 @@ def test_a_stopped_worker_is_killed_and_replaced(text, tmp_path, clean):
     with lead(a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path, wait_ns=60 * 10**9) as c:
         c.until(lambda: len(c.committed) >= 4)
         os.kill(c.pids[2], signal.SIGSTOP)
-        c.tell(WorkerStuck("n0", 1, 2, "it is stopped"))
+        c.homes[2].hung(time.monotonic_ns(), [2], "is stopped")
         assert c.finish() == clean
         assert c.died[0] == 2
 

@@ -72,6 +72,14 @@ def controller(scene: Scene, rng: Random, later: Later) -> str:
     return f"controller, pid {scene.agents['controller']}: SIGKILL"
 
 
+def stopped(scene: Scene, rng: Random, later: Later) -> str:
+    """It lives, and says nothing more."""
+    if "controller" not in scene.agents:
+        raise Impossible
+    _kill(scene.agents["controller"], signal.SIGSTOP)
+    return f"controller, pid {scene.agents['controller']}: SIGSTOP, for good"
+
+
 def hang(scene: Scene, rng: Random, later: Later) -> str:
     rank = _pick(rng, list(scene.workers))
     _kill(scene.workers[rank]["pid"], signal.SIGSTOP)
@@ -134,19 +142,39 @@ def _takes_orders(pid: int) -> bool:
 
 def disk(scene: Scene, rng: Random, later: Later) -> str:
     """No file grows any more, for a process that writes: a full disk, of its own."""
-    there = sorted((f"the keeper of {at}", pid) for (at, name), pid in scene.services.items() if name == "keeper")
+    there = keepers(scene)
     if "controller" in scene.agents:
         there.append(("the controller", scene.agents["controller"]))
     if not there:
         raise Impossible
     name, pid = rng.choice(there)
+    _fill_disk(pid, later)
+    return f"{name}: no file can grow, for {SLOW_S:g} s"
+
+
+def keepers(scene: Scene) -> list[tuple[str, int]]:
+    return sorted((f"the keeper of {at}", pid) for (at, name), pid in scene.services.items() if name == "keeper")
+
+
+def _fill_disk(pid: int, later: Later) -> None:
     try:
         old = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, old[1]))
     except (OSError, ProcessLookupError):
         raise Impossible from None
     later(SLOW_S, partial(_unlimit, pid, old))
-    return f"{name}: no file can grow, for {SLOW_S:g} s"
+
+
+def save(scene: Scene, rng: Random, later: Later) -> str:
+    """The last checkpoint fails at first, and while it does a worker dies."""
+    there = keepers(scene)
+    if not there:
+        raise Impossible
+    for _, pid in there:
+        _fill_disk(pid, later)
+    rank = _pick(rng, list(scene.workers))
+    later(SLOW_S / 2, partial(_kill, scene.workers[rank]["pid"]))
+    return f"no keeper can write, for {SLOW_S:g} s; rank {rank}: SIGKILL meanwhile"
 
 
 def _unlimit(pid: int, limits: tuple[int, int]) -> None:
@@ -228,6 +256,7 @@ FAULTS: dict[str, Callable[[Scene, Random, Later], str]] = {
     "agent": agent,
     "node": node,
     "controller": controller,
+    "stopped": stopped,
     "hang": hang,
     "slow": slow,
     "memory": memory,

@@ -30,6 +30,7 @@ class BuddyServer:
     def __init__(self, token: str, host: str = "127.0.0.1", own: Callable[[int], list[Held]] = lambda rank: []):
         self.token, self.copies, self._own = token, dict[int, list[Slot]](), own
         self.layouts: dict[int, Any] = {}  # of the copies
+        self.most = SLOTS  # copies of a rank
         self._lock = threading.Lock()
         self._taking: dict[int, threading.Lock] = {}  # by rank: both of its slots may be on their way at once
         self._server = socket.create_server((host, 0))
@@ -54,6 +55,8 @@ class BuddyServer:
             if hello["type"] == "push":
                 with self._lock:
                     taking = self._taking.setdefault(rank, threading.Lock())
+                if not self.most:
+                    return
                 with taking:
                     self.layouts[rank] = hello.get("layout")
                     self._take(conn, rank, int(hello["image_bytes"]), int(hello["own_bytes"]))
@@ -85,7 +88,7 @@ class BuddyServer:
             copies = self.copies.setdefault(rank, [])
             if copies and copies[0].image_bytes != image_bytes:
                 copies.clear()
-            return Slot(image_bytes, own_bytes) if len(copies) < SLOTS else copies[0]
+            return Slot(image_bytes, own_bytes) if len(copies) < self.most else copies[0]
 
     def _give(self, conn: socket.socket, rank: int, at: list[int] | None) -> None:
         """`at`: a step and its generation; else the newest."""

@@ -3,8 +3,9 @@ lock with a trainer, and it goes on when a worker dies.
 
 A worker connects by a Unix socket without a name in the file system, says how large its image is, and gets the
 descriptors of its slots. It fills one beside its next forward and backward pass, seals it and says so; the keeper
-verifies and writes the rank's file, tells whoever spawned it, and commits when that says that all ranks are done.
-A keeper with a buddy sends it a copy of every sealed snapshot first, over TCP, behind a token.
+verifies and writes the rank's file, tells its node, and commits the checkpoint when it is told that all ranks are done.
+An order may come twice: what is written already is reported again. A keeper with a buddy sends it a copy of every
+sealed snapshot first, over TCP, behind a token.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from typing import Any
 import numpy as np
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.buddy import BuddyServer, Held, fetch, push
+from phalanx.checkpoint.buddy import BuddyServer, Held, push
 from phalanx.checkpoint.catalog import Catalog
-from phalanx.checkpoint.memory import SLOTS, Slot, check_room, slot_bytes
-from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan, Segment, checkpoint_name, file_name, word_of
+from phalanx.checkpoint.memory import SLOTS, Slot, num_slots, slot_bytes
+from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan, Segment, file_name, word_of
 from phalanx.core.errors import UserError
 from phalanx.core.store import open_store
 
 PACKET_BYTES = 1 << 16
 WRITERS = 4
+KEPT_REPORTS = 16  # of checkpoints, which may be asked for again
 
 
 @dataclass
@@ -42,7 +44,9 @@ class Rank:
     slots: list[Slot]
     layout: Any = None  # that they are of, as JSON
     conn: socket.socket | None = None
-    written: set[str] = field(default_factory=set)  # checkpoints whose file is there, or on its way
+    written: dict[str, dict[str, Any] | None] = field(
+        default_factory=dict
+    )  # checkpoint -> its report; None: on its way
 
 
 class Keeper:
@@ -62,9 +66,11 @@ class Keeper:
         self.store = open_store(url)
         self.catalog = Catalog(self.store)
         self.ranks: dict[int, Rank] = {}
+        self.slots = SLOTS  # of each rank
         self.base: dict[str, Any] | None = None  # of the manifest: what is the same for every checkpoint of the run
         self.buddy: tuple[str, int] | None = None
         self.lock = threading.Lock()
+        self.committed: dict[str, dict[str, Any] | None] = {}  # checkpoint -> its report; None: on its way
         self.writers = ThreadPoolExecutor(WRITERS, "phalanx-drain")
         self.hashers = ThreadPoolExecutor(WRITERS, "phalanx-hash")
         self.server = BuddyServer(token, host, self._own)
@@ -135,18 +141,24 @@ class Keeper:
         if held and (held.slots[0].image_bytes, held.slots[0].own_bytes) == (image, own):
             return held.slots
         if not self.ranks:
-            check_room(self.num_ranks, slot_bytes(image, own), 2 * SLOTS if self.has_buddy else SLOTS)
+            self._set_slots(num_slots(self.num_ranks, slot_bytes(image, own), self.has_buddy))
         try:
-            slots = [Slot(image, own) for _ in range(SLOTS)]
+            slots = [Slot(image, own) for _ in range(self.slots)]
         except OSError as error:
             raise UserError(
-                f"{SLOTS} snapshots of {image / 1e6:,.1f} MB cannot be held in memory: {error.strerror}",
+                f"{self.slots} snapshots of {image / 1e6:,.1f} MB cannot be held in memory: {error.strerror}",
                 field="checkpoint.every_steps",
                 value=0,
                 remedy="raise the limits of this user or container, or set checkpoint.every_steps = -1",
             ) from None
         self.ranks[rank] = Rank(slots)
         return slots
+
+    def _set_slots(self, count: int) -> None:
+        self.slots = count
+        if count < SLOTS:
+            self.server.most = 0
+            self.channel.send({"type": "checkpoint_memory", "rank": -1, "slots": count, "wanted": SLOTS})
 
     def _try_folder(self) -> None:
         """So that a wrong place is known at the start and not at the first checkpoint."""
@@ -185,20 +197,22 @@ class Keeper:
             return False
         said = json.loads(data)
         slot = int(said["slot"])
-        self.writers.submit(self._take, rank, slot, bool(said["durable"]), said["seal"])
+        self.writers.submit(self._take, rank, slot, bool(said["durable"]), said["seal"], said["about"])
         return True
 
     # -- what is done about it
 
-    def _take(self, rank: int, number: int, durable: bool, to_seal: dict[str, Any] | None) -> None:
+    def _take(
+        self, rank: int, number: int, durable: bool, to_seal: dict[str, Any] | None, about: dict[str, Any]
+    ) -> None:
         slot = self.ranks[rank].slots[number]
         try:
             if to_seal and not self._seal(rank, slot, to_seal["header"], int(to_seal["sum"])):
                 return
-            if self.buddy:
+            if self.buddy and self.slots == SLOTS:
                 self._copy(rank, slot)
             if durable:
-                self._drain(rank, slot)
+                self._drain(rank, slot, about)
         finally:
             self._tell(rank, {"slot": number})  # it may be overwritten
 
@@ -216,7 +230,7 @@ class Keeper:
         found = sum((2 * i + 1) * each for i, each in enumerate(sums))
         if (found - want) % (1 << 64):
             reason = f"what the device copied has the sum {found % (1 << 64)} instead of {want % (1 << 64)}"
-            self._failed(rank, header["checkpoint"], reason)
+            self._failed(rank, header, reason, gone=True)
             return False
         slot.seal(header)
         return True
@@ -226,19 +240,25 @@ class Keeper:
         try:
             push(self.buddy, self.token, rank, slot, self.ranks[rank].layout)
         except (OSError, BadCheckpoint) as error:
-            self.channel.send({"type": "checkpoint_failed", "rank": rank, "where": "buddy", "reason": str(error)})
+            self.channel.send({"type": "buddy_failed", "rank": rank, "reason": str(error)})
 
-    def _drain(self, rank: int, slot: Slot) -> None:
-        """The rank's file, from its slot to the disk."""
+    def _drain(self, rank: int, slot: Slot, about: dict[str, Any] | None = None) -> None:
+        """Write the rank's file from its slot. `about`: what the slot should hold."""
         began, header = time.perf_counter(), slot.header()
         if header is None:
-            return self._failed(rank, "?", "the seal of the snapshot in memory does not hold")
+            if about:  # else it was overwritten meanwhile, and the step is not wanted any more
+                self._failed(rank, about, "the seal of the snapshot in memory does not hold", gone=True)
+            return None
         name, written = header["checkpoint"], self.ranks[rank].written
         target = f"{name}/{file_name(rank)}"
         with self.lock:
-            if name in written:  # asked for again, after a failure of the ranks
+            if name in written:
+                if (report := written[name]) is not None:
+                    self.channel.send(report)
                 return None
-            written.add(name)
+            written[name] = None
+            while len(written) > KEPT_REPORTS:
+                del written[next(iter(written))]
         try:
             slot.verify(own=True)
             if rank == 0:
@@ -251,19 +271,23 @@ class Keeper:
             if not isinstance(error, FileExistsError):
                 with contextlib.suppress(OSError):
                     self.store.remove(target)
-            written.discard(name)
-            return self._failed(rank, name, str(error))
+            written.pop(name, None)
+            return self._failed(rank, header, str(error), gone=isinstance(error, BadCheckpoint))
         size = slot.own_bytes + len(tail)
         drain_s = time.perf_counter() - began
-        about = {key: header[key] for key in ("checkpoint", "step", "generation")}
-        root = files.root_of(tail)
-        self.channel.send({"type": "shard", **about, "rank": rank, "size": size, "root": root, "drain_s": drain_s})
+        about = {key: header[key] for key in ("checkpoint", "step", "generation", "seal")}
+        about |= {"rank": rank, "ranks": int(header["world_size"]), "root": files.root_of(tail)}
+        report = {"type": "shard", **about, "size": size, "drain_s": drain_s}
+        with self.lock:
+            written[name] = report
+        self.channel.send(report)
         return None
 
-    def _failed(self, rank: int, name: str, reason: str) -> None:
-        self.channel.send(
-            {"type": "checkpoint_failed", "rank": rank, "checkpoint": name, "where": self.store.url, "reason": reason}
-        )
+    def _failed(self, rank: int, about: dict[str, Any], reason: str, gone: bool = False) -> None:
+        """`gone`: there is nothing any more from which it could be written."""
+        said: dict[str, Any] = {"type": "checkpoint_failed", "rank": rank, "gone": gone}
+        said |= {key: about[key] for key in ("checkpoint", "step", "generation") if key in about}
+        self.channel.send({**said, "reason": f"{self.store.url}: {reason}"})
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         conn = self.ranks[rank].conn
@@ -272,67 +296,89 @@ class Keeper:
                 conn.send(json.dumps(message).encode())
 
     def order(self, order: dict[str, Any]) -> None:
-        """Of whoever spawned this process."""
+        """Obey the node."""
         kind = order.get("type")
         if kind == "commit":
             self.writers.submit(self._commit, order)
         elif kind == "buddy":
             self.buddy = (str(order["host"]), int(order["port"]))
         elif kind == "held":
-            held = {str(rank): self.steps(rank) for rank in self.ranks}
-            self.channel.send({"type": "held", "steps": held, "copies": self.copies()})
-        elif kind == "drain":
-            for rank in self.ranks:
-                self.writers.submit(self._drain_step, rank, int(order["step"]))
-        elif kind == "fetch":  # the snapshots of a node that is gone, from its buddy
-            for rank in order["ranks"]:
-                self.adopt(int(rank), *fetch((order["host"], int(order["port"])), self.token, int(rank)))
-
-    def adopt(self, rank: int, slot: Slot, layout: Any = None) -> None:
-        others = [Slot(slot.image_bytes, slot.own_bytes) for _ in range(SLOTS - 1)]
-        self.ranks[rank] = Rank([slot, *others], layout)
+            self.channel.send({"type": "held", "copies": self.copies()})
+        elif kind == "write":
+            self._write(int(order["step"]), int(order["generation"]))
 
     def _own(self, rank: int) -> list[Held]:
         found = self.ranks.get(rank)
         return [(slot, found.layout) for slot in found.slots] if found else []
 
-    def steps(self, rank: int) -> list[int]:
-        """Whose snapshots are whole."""
-        return [header["step"] for slot in self.ranks[rank].slots if (header := slot.header())]
-
     def copies(self) -> list[tuple[int, int, int]]:
-        """Rank, step and generation of all whole snapshots here: of its own ranks, and those kept for others."""
+        """List rank, step and generation of all whole snapshots here, its own ranks' and those kept for others."""
         slots = [(rank, slot) for rank, held in self.ranks.items() for slot in held.slots]
         slots += [(rank, slot) for rank, kept in list(self.server.copies.items()) for slot in list(kept)]
         found = ((rank, slot.header()) for rank, slot in slots)
         return sorted({(rank, header["step"], header["generation"]) for rank, header in found if header})
 
-    def _drain_step(self, rank: int, step: int) -> None:
-        for slot in self.ranks[rank].slots:
-            if (header := slot.header()) and header["step"] == step:
-                return self._drain(rank, slot)
-        return self._failed(rank, checkpoint_name(step, "?"), "the snapshot in memory is not whole any more")
+    def _write(self, step: int, generation: int) -> None:
+        """From the snapshots in memory."""
+        found = [
+            (rank, slot)
+            for rank, held in self.ranks.items()
+            for slot in held.slots
+            if (header := slot.header()) and (header["step"], header["generation"]) == (step, generation)
+        ]
+        for rank, slot in found:
+            self.writers.submit(self._drain, rank, slot)
+        if not found:
+            about = {"step": step, "generation": generation}
+            self._failed(0, about, "no snapshot of it is in memory any more", gone=True)
 
     def _commit(self, order: dict[str, Any]) -> None:
-        began, name = time.perf_counter(), order["checkpoint"]
-        assert self.base is not None
-        given = {key: order[key] for key in ("step", "generation", "cursor", "ledger")} | {"updates": order["step"]}
-        parts = {"files": order["files"], "made": time.time(), "name": name, **given}
+        name = order["checkpoint"]
+        with self.lock:
+            if name in self.committed:
+                if (report := self.committed[name]) is not None:
+                    self.channel.send(report)
+                return
+            self.committed[name] = None
+            while len(self.committed) > KEPT_REPORTS:
+                del self.committed[next(iter(self.committed))]
+        began = time.perf_counter()
+        parts: dict[str, Any] = {key: order[key] for key in ("step", "generation", "files")}
+        parts |= {"made": time.time(), "name": name, **json.loads(order["seal"])}
         try:
+            if self.base is None:
+                raise OSError("no rank has told this keeper what its checkpoints are of")
             manifest = Manifest.from_json(json.dumps({**self.base, **parts}).encode())
-            files.commit(self.store, manifest)
+            with contextlib.suppress(FileExistsError):
+                files.commit(self.store, manifest)
+            there = files.read_manifest(self.store, name)  # another keeper, or an earlier one here, may have done it
+            if (there.files, there.generation) != (manifest.files, manifest.generation):
+                raise OSError("another checkpoint has this name")
             self.catalog.added(manifest)
         except (OSError, BadCheckpoint) as error:
-            return self._failed(0, name, f"it could not be committed: {error}")
-        commit_s = time.perf_counter() - began
-        said = {"checkpoint": name, "step": order["step"], "generation": order["generation"]}
-        self.channel.send({"type": "committed", **said, "bytes": manifest.size_bytes, "commit_s": commit_s})
+            self.committed.pop(name, None)
+            self._failed(-1, order, f"it could not be committed: {error}")
+            return
+        about = {"checkpoint": name, "step": order["step"], "generation": order["generation"]}
+        report = {"type": "committed", **about, "drain_s": time.perf_counter() - began + self._drain_s(name)}
+        with self.lock:
+            self.committed[name] = report
+        self.channel.send(report)
+        self._retain(name)
+
+    def _drain_s(self, name: str) -> float:
+        """The longest that a rank's file of it took here."""
+        reports = [held.written.get(name) for held in self.ranks.values()]
+        return max((report["drain_s"] for report in reports if report), default=0.0)
+
+    def _retain(self, name: str) -> None:
         try:
             removed = self.catalog.retain(*self.keep, on_event=self.channel.send)
         except OSError as error:
-            return self._failed(0, name, f"older checkpoints could not be removed: {error}")
-        self.channel.send({"type": "retained", "step": order["step"], "names": removed})
-        return None
+            self.channel.send({"type": "checkpoint_not_removed", "checkpoint": name, "reason": str(error)})
+            return
+        if removed:
+            self.channel.send({"type": "checkpoints_removed", "names": removed})
 
 
 def main(channel: Any, args: dict[str, Any]) -> None:
@@ -370,10 +416,11 @@ class Line:
         self.slots = [Slot(image_bytes, own_bytes, fd) for fd in fds]
         self.busy: set[int] = set()  # slots that the keeper still reads
 
-    def done(self, slot: int, durable: bool, to_seal: dict[str, Any] | None = None) -> None:
-        """With filling a slot. `to_seal`: the keeper is to hash it, compare its "sum", and seal it with "header"."""
+    def done(self, slot: int, durable: bool, about: dict[str, Any], to_seal: dict[str, Any] | None = None) -> None:
+        """Say that a slot is filled. `about`: its checkpoint, step and generation; `to_seal`: the keeper is to hash it,
+        compare its "sum", and seal it with "header"."""
         self.busy.add(slot)
-        self._sock.send(json.dumps({"slot": slot, "durable": durable, "seal": to_seal}).encode())
+        self._sock.send(json.dumps({"slot": slot, "durable": durable, "seal": to_seal, "about": about}).encode())
 
     def wait_free(self, slot: int) -> None:
         self.listen(block=False)

@@ -1,6 +1,7 @@
 """The memory tier: snapshots in shared memory that outlives the worker. Each rank has three slots: one that is being
 filled, and two that are whole, as a rank may be one snapshot ahead of another and there must always be a step that all
-have. A slot is valid only while its seal, written last, holds.
+have. A host with less memory gives each rank one slot, which checkpoints are written from: then nothing goes on from
+memory. A slot is valid only while its seal, written last, holds.
 
     slot   | image of the rank | hashes of its chunks | seal: length, blake3, who and when, blake3 of the hashes |
 """
@@ -95,19 +96,22 @@ def slot_bytes(image_bytes: int, own_bytes: int) -> int:
     return image_bytes + -(-count * HASH_BYTES // PAGE_BYTES) * PAGE_BYTES + SEAL_BYTES
 
 
-def check_room(ranks: int, size: int, copies: int, available: int | None = None) -> None:
-    """That this host can hold `copies` slots of each of its ranks: its own, and as many of its buddy's."""
+def num_slots(ranks: int, size: int, has_buddy: bool, available: int | None = None) -> int:
+    """How many slots each of a host's ranks gets: all, or one if the host cannot hold as many of each of its ranks and
+    of its buddy's."""
     available = available_bytes() if available is None else available
-    need = ranks * size * copies
-    if need > available:
-        raise UserError(
-            f"the snapshots of {ranks} ranks need {need / 1e9:.3g} GB of this host's memory ({copies} copies of "
-            f"{size / 1e9:.3g} GB each), and {available / 1e9:.3g} GB are free",
-            field="checkpoint.every_steps",
-            value=0,
-            remedy="raise layout.shard, put fewer ranks on a node, or set checkpoint.every_steps = -1 for a run "
-            "without checkpoints",
-        )
+    if ranks * size * SLOTS * (2 if has_buddy else 1) <= available:
+        return SLOTS
+    if ranks * size <= available:
+        return 1
+    raise UserError(
+        f"a snapshot of {ranks} ranks needs {ranks * size / 1e9:.3g} GB of this host's memory ({size / 1e9:.3g} GB "
+        f"each), and {available / 1e9:.3g} GB are free",
+        field="checkpoint.every_steps",
+        value=0,
+        remedy="raise layout.shard, put fewer ranks on a node, or set checkpoint.every_steps = -1 for a run "
+        "without checkpoints",
+    )
 
 
 def available_bytes() -> int:

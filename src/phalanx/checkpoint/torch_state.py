@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -116,23 +117,25 @@ class Snapshotter:
         self._sums = torch.zeros(len(self.plan.segments), dtype=torch.int64, pin_memory=not device.is_cpu)
         self._images: dict[int, Tensor] = {}  # of the slots, pinned
 
-    def begin(self, step: int, durable: bool, norm: Tensor | None = None) -> None:
+    def begin(self, step: int, durable: bool, norm: Tensor | None = None, about: dict[str, Any] | None = None) -> None:
         """Right after an update, which made the state that of `step`. If the gradient's `norm` was not finite the
-        update was not made, and the snapshot is never sealed."""
+        update was not made, and the snapshot is never sealed. `about`: what all ranks say alike of the step."""
         began = time.perf_counter_ns()
         self._join()
         self._enqueued.clear()
         rng, ready = rng_state(self.device), self.device.mark()
-        self._work = self._thread.submit(self._run, step, rng, durable, norm, ready)
+        seal = json.dumps(about or {}, sort_keys=True)
+        self._work = self._thread.submit(self._run, step, rng, durable, norm, ready, seal)
         self.stall_ns = time.perf_counter_ns() - began
 
     def _pick(self) -> int:
-        """The slot with the oldest snapshot that the keeper is done with, but never the newest that is whole."""
+        """The slot with the oldest snapshot that the keeper is done with, but never the newest that is whole, if there
+        are others."""
         while True:
             self.line.listen(block=False)
             steps = {i: (slot.header() or {"step": -1})["step"] for i, slot in enumerate(self.line.slots)}
             newest = max(steps, key=steps.__getitem__)
-            free = [i for i in steps if i not in self.line.busy and (i != newest or steps[i] < 0)]
+            free = [i for i in steps if i not in self.line.busy and (i != newest or steps[i] < 0 or len(steps) == 1)]
             if free:
                 return min(free, key=steps.__getitem__)
             self.line.listen(block=True)
@@ -165,7 +168,7 @@ class Snapshotter:
     def _join(self) -> None:
         self._work.result()
 
-    def _run(self, step: int, rng: bytes, durable: bool, norm: Tensor | None, ready: Any) -> None:
+    def _run(self, step: int, rng: bytes, durable: bool, norm: Tensor | None, ready: Any, seal: str) -> None:
         try:
             if self.device.is_cpu:
                 time.sleep(0.002)  # until the trainer is at its next pass: before, both would want the interpreter
@@ -184,12 +187,14 @@ class Snapshotter:
                 "world_size": self.source.layout.world_size,
                 "step": step,
                 "generation": self.generation,
+                "seal": seal,
                 "rng": base64.b64encode(rng).decode(),
             }
             if total is None:
                 slot.seal(header)
             self.copy_ns = time.perf_counter_ns() - began
-            self.line.done(number, durable, None if total is None else {"header": header, "sum": total})
+            about = {key: header[key] for key in ("checkpoint", "step", "generation")}
+            self.line.done(number, durable, about, None if total is None else {"header": header, "sum": total})
         finally:
             self._enqueued.set()
 

@@ -28,14 +28,14 @@ def calibrate(
     ranks: Annotated[int, typer.Option(help="Processes; one per accelerator, or up to 4 on the cores.")] = 0,
 ) -> None:
     """Measure this machine: matrix products, attention, memory, collectives."""
-    from phalanx.cli.auto import calibration
+    from phalanx.run.planned import calibration
 
     if out is None:
         out = calibration()
         out.parent.mkdir(parents=True, exist_ok=True)
     _check(out, minutes, ranks)
-    from phalanx.cli.console import PlainConsole
     from phalanx.plan.calibrated import read
+    from phalanx.run.console import PlainConsole
 
     console, told = PlainConsole(stderr=True), {""}
     with console.status("starting") as status:
@@ -71,14 +71,13 @@ def _check(out: Path, minutes: float, ranks: int) -> None:
 def _run(device: str, ranks: int, seconds: float, tell: Tell) -> dict[str, Any]:
     """What rank 0 found; RunFailed with the log of the process that failed."""
     from phalanx.core.errors import UserError
-    from phalanx.runtime.client import NodeClient
-    from phalanx.runtime.gang import Gang
-    from phalanx.runtime.launch import environment
+    from phalanx.runtime.bare import BareClient, Together
+    from phalanx.runtime.cluster import environment
 
     with tempfile.TemporaryDirectory(prefix="phalanx-calibrate-") as folder:
         logs = Path(folder)
-        with NodeClient(["phalanx.train.calibrate"], env=environment(), log=logs / "node.log") as client:
-            gang = Gang(client)
+        with BareClient(["phalanx.train.calibrate"], env=environment(), log=logs / "node.log") as client:
+            gang = Together(client)
             gang.spawn(PROBE, "the probe", "phalanx.train.calibrate:probe", {"device": device}, logs / "probe.log")
             there = _message(gang, "probe", tell)
             if there["refused"]:
@@ -129,8 +128,8 @@ def _dumped(found: dict[str, Any]) -> str:
 
 def summary(found: Any) -> list[str]:
     """The best of each, and what the planner makes of all."""
-    from phalanx.cli.console import flops
     from phalanx.plan.calibrated import inputs_from
+    from phalanx.run.console import flops
 
     node = found.machine
     lines = [f"{node.device} ({node.host}), {node.ranks} rank{'s' if node.ranks > 1 else ''} over {node.backend}"]

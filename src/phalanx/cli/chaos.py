@@ -20,25 +20,35 @@ def chaos_run(
     seed: Annotated[int, typer.Option(help="Which faults, and when.")] = 1,
     faults: Annotated[int, typer.Option(min=1, max=100_000, help="How many.")] = 10,
     kinds: Annotated[str, typer.Option(help="Kinds of faults, with commas between; all by default.")] = "",
+    phases: Annotated[
+        str, typer.Option(help="start, restore, save: one more fault in each, with commas between.")
+    ] = "",
     sets: Annotated[
         list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field of the job; repeatable.")
     ] = None,
 ) -> None:
     """Run the job twice, once with faults, and compare weights and ledger. Exits with 1 if they differ."""
-    from phalanx.chaos import run
+    from phalanx.chaos import campaign
     from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK
     from phalanx.chaos.network import why_not
-    from phalanx.cli.auto import resolve
+    from phalanx.core.errors import UserError
+    from phalanx.run.planned import resolve
 
     resolved, _ = resolve(job, sets or [])
     chosen = [kind.strip() for kind in kinds.split(",")] if kinds else list(FAULTS)
     if not kinds and (why := why_not()):
         chosen = [kind for kind in chosen if kind not in ON_THE_NETWORK]
         print(f"without {' and '.join(ON_THE_NETWORK)}: {why}")
-    out = run.run(job, sets or [], resolved.job, seed, faults, chosen, lambda text: print(text, flush=True))
-    print("\n" + run.table(out) + "\n")
-    if len(out.faults) < faults:
-        print(f"{faults - len(out.faults)} faults found no time or nothing to break")
+    more = [phase.strip() for phase in phases.split(",") if phase]
+    unknown = [phase for phase in more if phase not in campaign.PHASES]
+    if unknown:
+        remedy = f"choose among {', '.join(campaign.PHASES)}"
+        raise UserError("no such phase", field="--phases", value=unknown[0], remedy=remedy)
+    tell = lambda text: print(text, flush=True)  # noqa: E731
+    out = campaign.run(job, sets or [], resolved.job, seed, faults, chosen, tell, more)
+    print("\n" + campaign.table(out) + "\n")
+    if len(out.faults) < faults + len(more):
+        print(f"{faults + len(more) - len(out.faults)} faults found no time or nothing to break")
     print(f"clean   {out.clean}\nbroken  {out.broken}")
     if out.lost_steps:
         print(f"{out.lost_steps} steps were done and abandoned; the ledger keeps them as a branch")

@@ -61,7 +61,7 @@ def train(
     ] = "",
 ) -> None:
     """Train. With no arguments: a small model on the Python library's own sources, on this machine."""
-    from phalanx.cli.auto import resolve
+    from phalanx.run.planned import resolve
 
     resolved, forecast = resolve(job, sets or [])
     if explain:
@@ -69,8 +69,8 @@ def train(
 
         print_explanation(resolved)
         return
-    from phalanx.cli.console import Console
-    from phalanx.cli.run import run_job
+    from phalanx.run.console import Console
+    from phalanx.run.training import run_job
 
     try:
         with Console(resolved.job, forecast) as console:

@@ -277,7 +277,7 @@ def _bar(name: str) -> Iterator[Callable[[int, int | None, str], None]]:
     word."""
     import time
 
-    from phalanx.cli.console import PLAIN_EVERY_S, PlainConsole
+    from phalanx.run.console import PLAIN_EVERY_S, PlainConsole
 
     out = PlainConsole(file=sys.stderr)
     if not out.is_interactive:

@@ -6,8 +6,8 @@ import json
 
 from rich.table import Table
 
-from phalanx.cli.console import PlainConsole
 from phalanx.core.job import Job
+from phalanx.run.console import PlainConsole
 from phalanx.spec import Resolved, explain
 
 WIDE = 110  # columns from which on the meaning of each field has its place

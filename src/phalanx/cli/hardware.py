@@ -62,7 +62,7 @@ def _print_table(lines: list[list[str]]) -> None:
     """Columns side by side; a terminal folds the cells that are too wide for it, a file gets one line each."""
     from rich.table import Table
 
-    from phalanx.cli.console import PlainConsole
+    from phalanx.run.console import PlainConsole
 
     console = PlainConsole()
     if console.is_terminal:

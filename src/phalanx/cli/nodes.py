@@ -21,7 +21,7 @@ def _ask(run: Path, message: dict[str, Any]) -> dict[str, Any]:
     if (run / "summary.json").is_file():
         raise UserError("the run is over", field="run", value=str(run), remedy="name one that is going")
     if not (folder / "controller.json").is_file():
-        remedy = "name the folder of a run with recovery.on or recovery.spares, such as runs/NAME-…"
+        remedy = "name the folder of a run, such as runs/NAME-…"
         raise UserError("it has no controller", field="run", value=str(run), remedy=remedy)
     try:
         answer = controller.ask(folder, load_secret(folder / "secret", create=False), message)
@@ -46,10 +46,15 @@ def nodes_ls(run: Run) -> None:
 
 
 @nodes_app.command("drain")
-def nodes_drain(run: Run, node: Annotated[str, typer.Argument(help="Its name, as `ls` has it.")]) -> None:
-    """Move what runs on a node elsewhere at a step boundary, and do not use it until it is started again."""
-    _ask(run, {"type": "ask", "event": {"kind": "Drain", "node": node}})
-    print(f"{node} leaves at a step boundary, as soon as the run can do without it; see `phalanx nodes ls`")
+def nodes_drain(
+    run: Run,
+    node: Annotated[str, typer.Argument(help="Its name, as `ls` has it.")],
+    off: Annotated[bool, typer.Option("--off", help="Use it again.")] = False,
+) -> None:
+    """Move what runs on a node elsewhere at a step boundary, and use it no more, also after a restart."""
+    _ask(run, {"type": "ask", "event": {"kind": "Drain", "node": node, "off": off}})
+    leaves = f"{node} leaves at a step boundary, as soon as the run can do without it; see `phalanx nodes ls`"
+    print(f"{node} may be used again" if off else leaves)
 
 
 @nodes_app.command("add")

@@ -6,9 +6,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from phalanx.cli.auto import settings
 from phalanx.core.errors import UserError
 from phalanx.plan.planner import Plan
+from phalanx.run.planned import settings
 
 MICRO = 2  # micro-batches: they are alike
 

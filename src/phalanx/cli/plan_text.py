@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
-from phalanx.cli.console import PlainConsole
 from phalanx.core.errors import UserError
 from phalanx.plan import explain as words
 from phalanx.plan.answer import Answer
 from phalanx.plan.planner import Plan
 from phalanx.plan.validate import RowResult, Validation
+from phalanx.run.console import PlainConsole
 
 BAR = 30  # characters of a bar that is the whole
 

@@ -14,20 +14,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from phalanx.cli.console import PlainConsole
-from phalanx.cli.refuse import host_memory_bytes
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.data.address import open_set
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
 from phalanx.data.loader import DataLost, Loader, make_order
 from phalanx.data.order import Order
-from phalanx.data.run import FILE, RunData
 from phalanx.data.samples import digest as digest_of
 from phalanx.data.samples import places_of
+from phalanx.data.selection import FILE, RunData
 from phalanx.data.tokenizer import tokenizer_of
 from phalanx.data.where import Found, where
 from phalanx.observe.record import RunRecord
+from phalanx.run.console import PlainConsole
+from phalanx.run.host import host_memory_bytes
 
 PLACE_BYTES = 200  # of arithmetic for each row that is located
 

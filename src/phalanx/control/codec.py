@@ -179,8 +179,10 @@ def _rows(of_key: Any, of: Any) -> Decoder:
     return take
 
 
-def _number(key: str) -> int:
-    """JSON has text for a key."""
+def _number(key: str | int) -> int:
+    """JSON has text for a key; what has not travelled has the number itself."""
+    if isinstance(key, int):
+        return key
     if not key.isascii() or not key.removeprefix("-").isdigit():
         raise _Refused(f": the key {key[:200]!r} is no number")
     return int(key)

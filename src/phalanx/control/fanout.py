@@ -1,5 +1,5 @@
-"""A Form on its way to thousands of nodes. Each node is told only its part, and an aggregator makes that of columns: to
-make 12,500 parts, each a message, takes a controller longer than the decision."""
+"""A Form on its way to thousands of nodes. Each node is told only its part, which an aggregator cuts from columns:
+making 12,500 parts, each a message, would take the controller longer than the decision."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from phalanx.control import codec
 from phalanx.control.messages import Form
 
-OWN = ("crew", "places", "sources", "nodes")  # what is different for each node
+OWN = ("crew", "places", "sources", "buddies", "nodes")  # what is different for each node
 
 
 def shares(form: Form, homes: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
-    """Of nodes in groups, for each group: what all are told, and the rest in columns. `places`: -1 has none; `workers`:
-    of all ranks of each place, 0 where the rank has no part in it."""
+    """For each group of nodes: what all are told, and the rest in columns. `places`: -1 for a node without one;
+    `workers`: for all ranks of each place, 0 where the rank has no part in it."""
     shared = [name for name in codec.hints(Form) if name not in OWN]
     common = {"kind": "Form"} | {name: codec.encode(getattr(form, name)) for name in shared}
     seats = {node: place for place, node in form.places.items()}
@@ -34,15 +34,18 @@ def shares(form: Form, homes: dict[str, list[str]]) -> dict[str, dict[str, Any]]
         for place in places:
             workers += flat[place * size : place * size + size] if place >= 0 else flat[-size:]
         own = {node: sources[node] for node in nodes if node in sources}
-        made[home] = {"nodes": nodes, "places": places, "workers": workers, "sources": own, "command": common}
+        pairs = {node: form.buddies[node] for node in nodes if node in form.buddies}
+        columns = {"nodes": nodes, "places": places, "workers": workers, "sources": own, "buddies": pairs}
+        made[home] = {**columns, "command": common}
     return made
 
 
 def parts(share: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What each node is told: its part, as `Form.parts` has it."""
+    """Yield what each node is told: its part, as `Form.parts` has it."""
     size = share["command"]["ranks_per_place"]
     for at, (node, place) in enumerate(zip(share["nodes"], share["places"], strict=True)):
         workers = share["workers"][at * size : at * size + size]
         crew = {rank: worker for rank, worker in enumerate(workers, place * size) if worker}
-        own = {"crew": crew, "places": {place: node} if place >= 0 else {}}
+        buddy = {node: share["buddies"][node]} if node in share["buddies"] else {}
+        own = {"crew": crew, "places": {place: node} if place >= 0 else {}, "buddies": buddy}
         yield node, {**share["command"], **own, "sources": share["sources"].get(node, {}), "nodes": [node]}

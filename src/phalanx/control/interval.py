@@ -1,5 +1,4 @@
-"""How many steps lie between two checkpoints: as many as make the time that they cost and the time that failures undo
-least together.
+"""How many steps lie between two checkpoints: the interval that minimises checkpoint cost plus expected lost work.
 
     Young (1974)    T = sqrt(2 C M)                                     C: what one costs the training, M: MTBF
     Daly (2006)     T = sqrt(2 C M) (1 + sqrt(x) / 3 + x / 9) - C       x = C / 2M < 1; else T = M
@@ -13,9 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-DAY_NS = 86_400 * 10**9
-# Unexpected interruptions of Llama 3: 419 in 54 days on 16,384 GPUs, 8 in a node (arXiv:2407.21783).
-FAILURES_PER_1000_NODE_DAYS = 3.79
+from phalanx.control.policy import DAY_NS, FAILURES_PER_MILLION_NODE_DAYS
+
+FAILURES_PER_1000_NODE_DAYS = FAILURES_PER_MILLION_NODE_DAYS / 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A worker's half of the protocol: which commands it obeys, and what it can say of its state. Restoring, groups and
+"""A worker's half of the protocol: which commands it obeys, and what it says of its state. Restoring, groups and
 gradients are the caller's; this says when.
 
     new -> restoring -> ready -> running -> parked -> restoring ...
@@ -7,6 +7,7 @@ gradients are the caller's; this says when.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.control.messages import Source
 
@@ -21,19 +22,24 @@ class Member:
     prepared: int = -1  # the step that it has voted yes for, or `step`
     made: int = 0  # the generation in which that was
     pause: bool = False
+    lacks: str = ""  # why it did not get its state for this generation
+    damaged: bool = False  # because what it found is damaged
+    why: dict[str, Any] | None = None  # the error that made it leave its groups: kind, text, phase and step
+    digest: str = ""  # of its state, when it was ready
 
     def form(self, generation: int, step: int, source: Source | None) -> bool:
         """Whether to restore and report. Not if the generation is over, or restored already."""
         if generation <= self.generation:
             return False
         self.generation, self.phase, self.pause = generation, "restoring", False
+        self.lacks, self.damaged, self.why, self.digest = "", False, None, ""
         if source is not None:
             self.step = self.prepared = -1
         return True
 
     def may_serve(self, generation: int) -> bool:
         """Whether it may settle for a generation without forming it, for others to take its state. Not for one that it
-        is in or was: that word is late, and what it has prepared since may count."""
+        is in or was: that message is late, and what it has prepared since may count."""
         return generation > self.generation
 
     def settle(self, step: int) -> bool:
@@ -44,6 +50,10 @@ class Member:
         apply = step > self.step
         self.step = self.prepared = step
         return apply
+
+    def lack(self, reason: str, damaged: bool = False) -> None:
+        """The state cannot be had from the source that was named."""
+        self.lacks, self.damaged = reason or "it is not there", damaged
 
     def restored(self, step: int) -> None:
         """The state is there and verified, and the groups are formed."""
@@ -76,10 +86,25 @@ class Member:
         if generation == self.generation:
             self.pause = True
 
-    def halt(self, generation: int) -> bool:
+    def halt(self, generation: int, why: dict[str, Any] | None = None) -> bool:
         """Leave the groups: nothing of this generation is obeyed from now on. Never in the middle of an update. False:
-        the command is older than what it does."""
+        the command is older than what it does. `why`: the error that makes it leave."""
         if generation < self.generation:
             return False
+        if generation > self.generation or self.phase != "parked":
+            self.why = why
         self.generation, self.phase = generation, "parked"
         return True
+
+    def standing(self, digest: str = "") -> dict[str, Any] | None:
+        """What it reports of itself, now or again; None: nothing yet."""
+        self.digest = digest or self.digest
+        if self.phase == "restoring" and self.lacks:
+            about = {"reason": self.lacks, "damaged": self.damaged}
+            return {"type": "missing", "generation": self.generation, **about}
+        if self.phase == "parked":
+            held = {"step": self.step, "prepared": self.prepared, "made": self.made, "why": self.why}
+            return {"type": "parked", "generation": self.generation, **held}
+        if self.phase == "ready":
+            return {"type": "ready", "generation": self.generation, "step": self.step, "digest": self.digest}
+        return None

@@ -35,6 +35,7 @@ class Worker:
     up: bool = False
     parked: int = -1  # the generation that it has left for good
     copy: Copy | None = None  # as of then
+    misses: int = 0  # times that it did not get its state
 
 
 @dataclass(slots=True)
@@ -112,7 +113,11 @@ class Membership:
     # -- nodes
 
     def join(self, name: str, incarnation: int, domain: str, address: str = "", memory: str = "") -> None:
+        """Its last incarnation leaves two things behind: that it is drained, and when workers died on it."""
+        old = self.nodes.get(name)
         self.nodes[name] = Node(incarnation, domain, address, memory)
+        if old:
+            self.nodes[name].drained, self.nodes[name].deaths = old.drained, old.deaths
         self.alive += 1
         self.spares.add(name)
 

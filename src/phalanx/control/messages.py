@@ -1,8 +1,8 @@
 """What the control plane hears (events) and what it says (commands).
 
-Workers are named by a number that is never used again, so a late word about one that is gone is known as such; nodes
-by a name and an incarnation, which is greater each time a node comes back. `step` counts the updates that a state has
-seen. Every command may come twice, and late: its generation, worker or incarnation tells the receiver whether it still
+A worker has a number that is never used again, so a late message about one that is gone is recognised. A node has a
+name and an incarnation, which grows each time the node comes back. `step` counts the updates that a state has seen.
+Every command may arrive twice, or late: its generation, worker or incarnation tells the receiver whether it still
 counts.
 """
 
@@ -50,7 +50,7 @@ def _kinds(base: Any) -> dict[str, Any]:
 def _least(kind: Any) -> list[tuple[str, int]]:
     """What its numbers must be."""
     named = [name for name, hint in codec.hints(kind).items() if hint is int]
-    return [(name, -1 if name in ("step", "prepared", "rung") else 0) for name in named]
+    return [(name, -1 if name in ("step", "prepared", "rung", "rank") else 0) for name in named]
 
 
 # -- events
@@ -62,14 +62,36 @@ class Event(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """How a process ended, or why it could not go on."""
+
+    kind: str = ""  # of its exception
+    text: str = ""
+    signal: str = ""
+    code: int = 0
+    hang: str = ""  # where it stood still
+    phase: str = ""  # of its step
+    step: int = -1
+    tail: str = ""  # the end of its log
+
+    @property
+    def brief(self) -> str:
+        if self.hang:
+            return f"hangs: it {self.hang}"
+        if self.kind:
+            return f"raised {self.kind}: {self.text[:300]}"
+        return self.text[:300] or (f"was killed by {self.signal}" if self.signal else f"exited with code {self.code}")
+
+
+@dataclass(frozen=True, slots=True)
 class NodeJoined(Event):
-    """An agent is there: for the first time, again, or after the connection was lost. Repeated until Welcome."""
+    """An agent is there: for the first time, again, or after its connection was lost. Repeated until Welcome."""
 
     node: str
     incarnation: int
     domain: str = ""  # of failure
     address: str = ""  # of its rendezvous store
-    memory: str = ""  # where its snapshots are given out
+    memory: str = ""  # where its snapshots are served
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +110,12 @@ class NodeClear(Event):
 
 @dataclass(frozen=True, slots=True)
 class NodeDead(Event):
+    """`proof`: how it is known that every process of this incarnation has ended. Without one there is only silence, and
+    the node may still be training."""
+
     node: str
     incarnation: int
-    proof: str = ""  # "": nothing but silence
+    proof: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +132,17 @@ class WorkerDied(Event):
     node: str
     incarnation: int
     worker: int
-    reason: str = ""
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStuck(Event):
-    """Its progress stands still while others wait for it."""
+class ServiceDied(Event):
+    """A store, data service or keeper of the node. Its agent starts it again."""
 
     node: str
     incarnation: int
-    worker: int
-    reason: str = ""
+    service: str
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +154,9 @@ class Parked(Event):
     generation: int
     workers: tuple[int, ...]
     step: int  # of the state that they hold; -1: none
-    prepared: int  # the step that they have voted yes for, and hold the gradients of; or `step`
+    prepared: int  # the step that they have voted yes for and hold the gradients of, or `step`
     made: int  # the generation in which that was
+    why: Failure | None = None  # the error that made them leave; None: they were told to, or are done
 
     def __post_init__(self) -> None:
         if self.prepared - self.step not in (0, 1):
@@ -150,8 +176,8 @@ class Ready(Event):
 
 @dataclass(frozen=True, slots=True)
 class Many(Event):
-    """The same of many nodes, as if each had said it, in this order: when a gang re-forms, all of them report. Columns
-    are read, kept and taken much faster than as many messages."""
+    """The same report from many nodes, as if each had sent it, in this order. When a gang re-forms all nodes report,
+    and columns are read, kept and folded much faster than as many messages."""
 
     nodes: tuple[str, ...]
     incarnations: tuple[int, ...]
@@ -179,18 +205,19 @@ class ManyParked(Many):
     step: int
     prepared: int
     made: int
+    why: Failure | None
 
     @staticmethod
     def of(events: Sequence[Parked]) -> ManyParked:
-        """Of those that differ in nodes and workers only."""
+        """Merge reports that differ in nodes and workers only."""
         nodes, incarnations, workers = zip(*((e.node, e.incarnation, e.workers) for e in events), strict=True)
         one = events[0]
-        return ManyParked(nodes, incarnations, workers, one.generation, one.step, one.prepared, one.made)
+        return ManyParked(nodes, incarnations, workers, one.generation, one.step, one.prepared, one.made, one.why)
 
     def parts(self) -> Iterator[Parked]:
-        g, step, prepared, made = self.generation, self.step, self.prepared, self.made
+        g, step, prepared, made, why = self.generation, self.step, self.prepared, self.made, self.why
         for node, incarnation, workers in zip(self.nodes, self.incarnations, self.workers, strict=True):
-            yield Parked(node, incarnation, g, workers, step, prepared, made)
+            yield Parked(node, incarnation, g, workers, step, prepared, made, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +234,7 @@ class ManyReady(Many):
 
     @staticmethod
     def of(events: Sequence[Ready]) -> ManyReady:
-        """Of those that differ in nodes, workers and digests only."""
+        """Merge reports that differ in nodes, workers and digests only."""
         nodes, incarnations = zip(*((e.node, e.incarnation) for e in events), strict=True)
         workers, digests = tuple(tuple(e.digests) for e in events), tuple(tuple(e.digests.values()) for e in events)
         return ManyReady(nodes, incarnations, workers, digests, events[0].generation, events[0].step)
@@ -220,13 +247,23 @@ class ManyReady(Many):
 
 @dataclass(frozen=True, slots=True)
 class Missing(Event):
-    """The source that Form named does not have it, or what it has is damaged."""
+    """The source that Form named does not have the state, cannot be read, or what it has is damaged."""
 
     node: str
     incarnation: int
     generation: int
     worker: int
     reason: str = ""
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Standing(Event):
+    """The answer to Probe: how far each worker has come, as a counter that grows while it does anything."""
+
+    node: str
+    incarnation: int
+    counters: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +278,39 @@ class Held(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepsDone(Event):
-    """Now and then: `step` was committed in this generation."""
+    """Sent now and then: `step` was committed in this generation."""
 
     generation: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written(Event):
+    """A keeper has written the files of some ranks of a checkpoint."""
+
+    node: str
+    incarnation: int
+    checkpoint: str
+    step: int
+    generation: int
+    ranks: int  # files that the checkpoint has
+    files: dict[int, tuple[int, str]]  # rank -> size in bytes, hash
+    seal: str  # what all ranks say alike of the step, as JSON: ledger, cursor, updates
+    drain_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten(Event):
+    """A keeper could not write a rank's file (`rank` -1: could not commit the checkpoint)."""
+
+    node: str
+    incarnation: int
+    checkpoint: str  # "": there is no snapshot that could tell
+    step: int
+    generation: int
+    rank: int
+    reason: str
+    gone: bool = False  # there is no snapshot any more from which it could be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +322,17 @@ class Durable(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Cost(Event):
+    """What a checkpoint cost the training, measured on the node that committed it."""
+
+    step: int
+    step_ns: int  # a usual step
+    stall_ns: int
+    slowdown_ns: int
+    drain_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceWarning(Event):
     node: str
     incarnation: int
@@ -264,22 +341,11 @@ class DeviceWarning(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class LinkLost(Event):
-    """Between two nodes; of all rails of one when `b` is ""."""
-
-    a: str
-    b: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkBack(Event):
-    a: str
-    b: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Drain(Event):
+    """Use the node no more; `off`: use it again."""
+
     node: str
+    off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +402,7 @@ class Launch(Command):
 
 @dataclass(frozen=True, slots=True)
 class Kill(Command):
-    """Answered by WorkerDied, also if it never was."""
+    """Answered by WorkerDied, also for a worker that never was."""
 
     node: str
     workers: tuple[int, ...]
@@ -351,8 +417,8 @@ class Release(Command):
 
 @dataclass(frozen=True, slots=True)
 class Halt(Command):
-    """Leave the groups now, whatever step is under way. Answered by Parked; a worker that does not leave is ended by
-    its agent, which answers WorkerDied."""
+    """Leave the groups now, in the middle of a step. Answered by Parked; a worker that does not leave is ended by its
+    agent, which answers WorkerDied."""
 
     generation: int
     nodes: tuple[str, ...]
@@ -370,7 +436,7 @@ class Pause(Command):
 class Source:
     """Where a rank's state comes from, if it has not got it already."""
 
-    kind: str  # live: a worker | memory: a rank's snapshot in a node's memory | durable: the checkpoint
+    kind: str  # live: a worker | memory: a rank's snapshot in a node's memory | durable: a checkpoint | start
     node: str = ""
     number: int = 0  # of the worker, or of the rank
     made: int = 0  # in which generation; there may be an abandoned one of the same step
@@ -380,7 +446,7 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Form(Command):
     """A new generation. Workers without a source keep their state; if that is at `step` - 1 they first apply `step`,
-    which they have prepared; a step after it that they have prepared they drop. Answered by Ready, or Missing."""
+    which they have prepared; a step after `step` that they have prepared they drop. Answered by Ready, or Missing."""
 
     generation: int
     step: int  # to go on from
@@ -390,15 +456,15 @@ class Form(Command):
     ranks_per_place: int
     store: str  # the address where they meet
     sources: dict[int, Source]  # by rank
+    buddies: dict[str, str]  # node -> the address to which it copies its snapshots
     branch: bool  # all steps after `step` are abandoned; the ledger keeps them as a branch
     last: int  # that is known to have been committed: `step` + 1 to `last` are abandoned
-    avoid: tuple[tuple[str, str], ...]  # links that are down
     rung: int  # of the ladder; -1: nothing had failed
     reason: str
     nodes: tuple[str, ...]
 
     def parts(self) -> dict[str, Form]:
-        """What each of `nodes` needs of it: its own workers, and what it is a source of."""
+        """Cut it into what each of `nodes` needs: its own workers, and the ranks that it is a source for."""
         crews: dict[str, dict[int, int]] = {node: {} for node in self.nodes}
         sources: dict[str, dict[int, Source]] = {node: {} for node in self.nodes}
         for rank, worker in self.crew.items():
@@ -416,6 +482,7 @@ class Form(Command):
                 crew=crews[node],
                 places={seats[node]: node} if node in seats else {},
                 sources=sources[node],
+                buddies={node: self.buddies[node]} if node in self.buddies else {},
                 nodes=(node,),
             )
             for node in self.nodes
@@ -431,6 +498,13 @@ class Start(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Probe(Command):
+    """Answered by Standing."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ask(Command):
     """Answered by Held."""
 
@@ -440,10 +514,43 @@ class Ask(Command):
 
 @dataclass(frozen=True, slots=True)
 class Save(Command):
-    """Make a checkpoint of the parked state at `step` (those who have prepared it apply it). Answered by Durable."""
+    """Take a snapshot of the parked state at `step` (workers that have prepared it apply it) and write it. Answered by
+    Written or Unwritten."""
 
     generation: int
     step: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Write(Command):
+    """Write the snapshots of `step` that are in memory, made in `generation`. Answered by Written or Unwritten, also
+    for files that are there already."""
+
+    step: int
+    generation: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Command):
+    """All files of a checkpoint are written: write its manifest. Answered by Durable, or Unwritten."""
+
+    node: str
+    checkpoint: str
+    step: int
+    generation: int
+    files: tuple[tuple[int, str], ...]  # by rank
+    seal: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interval(Command):
+    """How many steps lie between checkpoints, and between snapshots in memory, from the next checkpoint on."""
+
+    version: int
+    steps: int
+    memory_steps: int
     nodes: tuple[str, ...]
 
 
@@ -465,10 +572,31 @@ class SetTimer(Command):
 
 @dataclass(frozen=True, slots=True)
 class Note(Command):
-    """For people: what was decided, or why nothing is."""
+    """For people: what was decided, or why nothing is. Rung 6: nothing can be done."""
 
     rung: int
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Command):
+    """For the run's record."""
+
+    about: str
+    body: str  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Command):
+    """For the run: how it ended. `failure`: of which rank, if one is to blame."""
+
+    ok: bool
+    reason: str
+    step: int
+    durable: int  # the last step that has a checkpoint
+    cause: str  # "": done or stopped | start: what the run was to begin from is damaged | failed
+    rank: int
+    failure: Failure
 
 
 KINDS = {kind.__name__: kind for kind in [*globals().values()] if isinstance(kind, type) and issubclass(kind, Message)}

@@ -1,37 +1,74 @@
-"""What a job may ask of its recovery. The defaults suit a gang whose steps take about a second; `runtime` derives the
-time-outs from what it measures."""
+"""What a job asks of its recovery. The defaults suit a gang whose steps take about a second; `derived` says which of
+them follow from the size of the fleet."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 S = 10**9
-WARNINGS = {"ecc": 16, "throttle": 60, "link_errors": 100, "slow": 20}
+DAY_NS = 86_400 * S
+WARNINGS = {"ecc": 16, "throttle": 60, "link_errors": 100}
+# Unexpected interruptions of Llama 3: 419 in 54 days on 16,384 GPUs, 8 in a node (arXiv:2407.21783).
+FAILURES_PER_MILLION_NODE_DAYS = 3_790
+
+MISSED_BEATS = 3  # a node that misses as many is dead
+LOST_TO_SILENCE = 125  # one part in so many of the time may pass between failures and their detection
+BEATS_NS = (S // 4, 5 * S)  # the shortest and the longest time between two beats
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
+    recover: bool = True  # False: the first loss ends the run
     min_replicas: int = 1
     max_replicas: int = 0  # that Scale may ask for; 0: as many as the layout has
     counts: tuple[int, ...] = ()  # of replicas that a batch can be divided among; (): any
-    gather_ns: int = 300 * S  # how long a beginning waits for all nodes, before it goes on with those that are there
-    start_ns: int = 0  # how long it waits for workers that are being started
-    wait_ns: int = 0  # how long a broken gang waits for full strength, before it goes on with whole replicas
+    gather_ns: int = 300 * S  # a beginning waits so long for all nodes before it starts with those that are there
+    start_ns: int = 0  # a broken gang waits so long for workers that are starting
+    wait_ns: int = 0  # a broken gang waits so long for full strength
+    hold_ns: int = 300 * S  # a gang that cannot go on waits so long before it ends
+    lease_ns: int = 60 * S  # agents train so long without a word from the controller
     park_ns: int = 10 * S  # from Halt to Parked
     pause_ns: int = 60 * S  # from Pause to Parked: a step, with room
-    form_ns: int = 30 * S  # from Form to Ready
-    launch_ns: int = 60 * S  # from Launch to WorkersUp
-    ask_ns: int = 5 * S  # from Ask to Held
-    resend_ns: int = 2 * S  # what is not answered is said again
-    deaths: int = 3  # of workers on one node
-    burst_ns: int = 0  # deaths within that time are one: they have one cause
-    deaths_ns: int = 600 * S  # in that time: the node is bad
-    silence_percent: int = 25  # of the nodes: if more are silent at once, it is the network, and none is given up
+    form_ns: int = 30 * S  # without progress, from Form to Ready
+    launch_ns: int = 60 * S  # without progress, from Launch to WorkersUp
+    ask_ns: int = 5 * S  # from Ask to Held, from Probe to Standing
+    resend_ns: int = 2 * S  # a command without an answer is sent again
+    deaths: int = 3  # of workers on one node within `deaths_ns`: the node is bad
+    deaths_ns: int = 600 * S
+    burst_ns: int = 0  # deaths within this time have one cause and count once
+    silence_percent: int = 25  # of the nodes: if more are silent at once, it may be the network
     silence_ns: int = 60 * S  # what counts as at once
-    link_ns: int = 60 * S  # a link that is down for longer does not come back by itself
+    silence_rounds: int = 2  # of `silence_ns` that the gang waits for the network before it goes on without them
+    errors: int = 3  # equal exceptions of the program without a step in between: the run ends
+    strikes: int = 5  # other equal failures without a step in between: the run ends
+    attempts: int = 30  # generations without a step: the run ends
+    backoff_ns: int = S // 4  # before the third attempt; doubled for each one after it
+    backoff_most_ns: int = 10 * S
     save: bool = True  # a checkpoint at the end
+    save_tries: int = 6  # of one checkpoint
+    save_ns: int = 120 * S  # without progress, of the last checkpoint
+    buddies: bool = False  # each node keeps a copy of another's snapshots
+    failures: int = FAILURES_PER_MILLION_NODE_DAYS  # expected before the run has seen any of its own
     warnings: dict[str, int] = field(default_factory=lambda: dict(WARNINGS))  # sign -> count from which a device goes
 
     def usable(self, replicas: int) -> int:
         """How many of them a batch can be divided among."""
         return max((n for n in self.counts if n <= replicas), default=0 if self.counts else replicas)
+
+    def pause_before(self, attempt: int) -> int:
+        """How long to wait before an attempt to form, counted from 1 since the last committed step."""
+        if attempt < 3:
+            return 0
+        return min(self.backoff_most_ns, self.backoff_ns << min(attempt - 3, 40))
+
+
+def beat_ns(nodes: int, failures: int = FAILURES_PER_MILLION_NODE_DAYS) -> int:
+    """The time between two heartbeats of a node.
+
+    A silent node is known after MISSED_BEATS of them. With one failure of the fleet every M = 1 / (nodes x rate), the
+    share of time lost to silence is MISSED_BEATS x beat / M; it is kept to 1 / LOST_TO_SILENCE. (125,000 nodes: M = 182
+    s, a beat of 0.49 s, known in 1.5 s.)
+    """
+    between_ns = 10**6 * DAY_NS // max(1, failures * nodes)
+    shortest, longest = BEATS_NS
+    return max(shortest, min(longest, between_ns // (MISSED_BEATS * LOST_TO_SILENCE)))

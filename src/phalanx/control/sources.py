@@ -1,5 +1,5 @@
-"""Where state is, and which of it counts. A state is a step and the generation in which it was made; when a gang goes
-back, steps after that one that were made before are abandoned, wherever copies of them turn up later."""
+"""Where state is, and which of it counts. A state is a step and the generation in which it was made. When a gang goes
+back to a step, the later ones that were made before are abandoned, even if copies of them turn up later."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ class Stocks:
     own: dict[int, tuple[str, int]]  # by rank: the node that it is on, and the step that it has; -1: none
     live: dict[int, dict[int, tuple[str, int]]]  # step -> rank -> the node and the worker that has it
     held: dict[int, dict[int, list[tuple[str, int, int]]]]  # coordinate -> step -> node, rank, generation
-    durable: dict[int, int]  # step -> generation
+    durable: list[tuple[int, int]]  # step, generation; first what the run began from
     memories: dict[str, str]  # node -> the address of its memory
 
     def newest(self, limit: int | None) -> tuple[int, dict[int, Source]]:
         """The last step, up to `limit`, that all ranks can have, and from where those that lack it get it."""
-        steps = self.live.keys() | self.durable.keys() | {step for found in self.held.values() for step in found}
+        steps = self.live.keys() | {step for step, _ in self.durable}
+        steps |= {step for found in self.held.values() for step in found}
         for step in sorted((s for s in steps if limit is None or s <= limit), reverse=True):
             sources = self.at(step)
             if sources is not None:
@@ -79,11 +80,13 @@ class Stocks:
 
     def at(self, step: int) -> dict[int, Source] | None:
         """None: one of them cannot have that step. The best source first: a worker, the node's own memory, another's, a
-        checkpoint."""
+        checkpoint, what the run began from."""
         size, live = self.replica_size, self.live.get(step, {})
         holders: dict[int, list[int]] = defaultdict(list)  # coordinate -> ranks
         for rank in sorted(live):
             holders[rank % size].append(rank)
+        begin, *checkpoints = self.durable
+        made = max((generation for known, generation in checkpoints if known == step), default=-1)
         sources = {}
         for rank, (node, has) in self.own.items():
             if has == step:
@@ -92,10 +95,12 @@ class Stocks:
                 next_one = found[bisect(found, rank) % len(found)]  # ranks of one coordinate ask different ones
                 sources[rank] = Source("live", *live[next_one])
             elif kept := self.held.get(rank % size, {}).get(step):
-                name, whose, made = min(kept, key=lambda copy: (copy[0] != node, copy[1] < rank, copy))
-                sources[rank] = Source("memory", name, whose, made, self.memories.get(name, ""))
-            elif step in self.durable:
-                sources[rank] = Source("durable", made=self.durable[step])
+                name, whose, at = min(kept, key=lambda copy: (copy[0] != node, copy[1] < rank, copy))
+                sources[rank] = Source("memory", name, whose, at, self.memories.get(name, ""))
+            elif made >= 0:
+                sources[rank] = Source("durable", made=made)
+            elif begin[0] == step:
+                sources[rank] = Source("start", made=begin[1])
             else:
                 return None
         return sources

@@ -1,5 +1,6 @@
-"""Staffing: who is given up, who is replaced, and by whom. The ladder's rungs 0 to 3 and 5 begin here; what the gang
-does meanwhile is in `gang`."""
+"""Nodes and workers come and go: who is believed dead, which worker stands at which rank, which spare takes a place.
+What follows for the generation that the lost workers were in is the gang's to decide; methods that lose workers return
+them by rank."""
 
 from __future__ import annotations
 
@@ -9,252 +10,284 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from phalanx.control import messages
+from phalanx.control.desk import Desk
 from phalanx.control.membership import Membership
-from phalanx.control.messages import Command, Event
+from phalanx.control.messages import Event
 from phalanx.control.policy import Policy
 
 MANY = 64  # vacant places
+Gone = dict[int, int]  # rank -> worker
+
+
+@dataclass(slots=True)
+class Patience:
+    """With workers that are late. They are asked how far they have come, and given up when they have not moved."""
+
+    counters: dict[int, int] = field(default_factory=dict)  # as of their last answer
+    doubted: set[int] = field(default_factory=set)  # asked, and not seen to move since
+
+    def moved(self, counters: dict[int, int]) -> set[int]:
+        """Workers that have come further since their last answer."""
+        found = {worker for worker, counter in counters.items() if counter > self.counters.get(worker, 0)}
+        self.counters.update(counters)
+        self.doubted -= found
+        return found
+
+    def forget(self, workers: Iterable[int]) -> None:
+        for worker in workers:
+            self.counters.pop(worker, None)
+            self.doubted.discard(worker)
 
 
 @dataclass
-class Staffing:
-    policy: Policy
-    members: Membership
-    most: int  # replicas that Scale may ask for
-    now_ns: int = 0
-    timers: dict[str, int] = field(default_factory=dict)
-    starting: dict[int, int] = field(default_factory=dict)  # worker -> until when it must be up
+class Staff:
+    starting: dict[int, int] = field(default_factory=dict)  # worker -> until when it must be up, or move
     killed: dict[int, str] = field(default_factory=dict)  # worker -> node, until its end is confirmed
     leaving: set[str] = field(default_factory=set)  # nodes with a fault, and drained ones, that have a place
-    links: set[tuple[str, str]] = field(default_factory=set)  # that are down
     suspects: set[str] = field(default_factory=set)  # nodes that are silent
     silent: set[str] = field(default_factory=set)  # those of them that were reported dead for it
     given_up_ns: list[int] = field(default_factory=list)  # when nodes were, for their silence
+    rounds: int = 0  # of waiting for the network
+    noted: bool = False  # that it is waited for
+    patience: Patience = field(default_factory=Patience)
     why: list[tuple[int, str]] = field(default_factory=list)  # rungs and reasons since the last Form
-    said: str = ""  # why nothing is done
 
-    def __post_init__(self) -> None:
-        self._out: list[Command] = []
-
-    def _say(self, command: Command) -> None:
-        self._out.append(command)
-
-    def _hold(self, text: str) -> None:
-        """Say once why nothing is done."""
-        if text != self.said:
-            self.said = text
-            self._say(messages.Note(6, text))
-
-    def _timer(self, name: str, after_ns: int) -> None:
-        self.timers[name] = self.now_ns + after_ns
-        self._say(messages.SetTimer(name, self.timers[name]))
-
-    def _gone(self, workers: dict[int, int]) -> None:
-        """By rank; `members` does not have them any more."""
-        for worker in workers.values():
-            self.starting.pop(worker, None)
+    def bind(self, desk: Desk, members: Membership, policy: Policy) -> None:
+        self._desk, self._members, self._policy = desk, members, policy
 
     # -- nodes
 
-    def _refuses(self, event: Event) -> bool:
-        """Whether it comes from somebody who does not count (any more)."""
+    def refuses(self, event: Event) -> bool:
+        """Whether it comes from a node, or from an incarnation of one, that does not count any more."""
         name, incarnation = getattr(event, "node", ""), getattr(event, "incarnation", None)
         if incarnation is None or isinstance(event, messages.NodeJoined):
             return False
-        node = self.members.nodes.get(name)
+        node = self._members.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             return True
         if node.dead and not isinstance(event, (messages.NodeDead, messages.NodeSuspect)):
-            self._say(messages.Fence(name, incarnation))
+            self._desk.say(messages.Fence(name, incarnation))
         return node.dead
 
-    def _on_NodeJoined(self, event: messages.NodeJoined) -> bool:
-        node = self.members.nodes.get(event.node)
+    def join(self, event: messages.NodeJoined) -> tuple[bool, Gone]:
+        """Whether it is new, and the workers of its last incarnation, which are proven to be gone."""
+        node, gone = self._members.nodes.get(event.node), Gone()
         if node and event.incarnation <= node.incarnation:
             if event.incarnation == node.incarnation:
                 answer = messages.Fence if node.dead else messages.Welcome
-                self._say(answer(event.node, event.incarnation))
+                self._desk.say(answer(event.node, event.incarnation))
                 node.address, node.memory = event.address, event.memory
-                self._clear(event.node)
-            return False
+                self.clear(event.node)
+            return False, gone
         if node and not node.dead:
-            self._lose_node(event.node, f"came back as incarnation {event.incarnation}", back=True)
-        self.members.join(event.node, event.incarnation, event.domain, event.address, event.memory)
-        self._say(messages.Welcome(event.node, event.incarnation))
-        return True
+            gone = self.lose_node(event.node, f"came back as incarnation {event.incarnation}", back=True)
+        self._members.join(event.node, event.incarnation, event.domain, event.address, event.memory)
+        self._desk.say(messages.Welcome(event.node, event.incarnation))
+        return True, gone
 
-    def _on_NodeSuspect(self, event: messages.NodeSuspect) -> bool:
-        self.suspects.add(event.node)
-        return False
-
-    def _on_NodeClear(self, event: messages.NodeClear) -> bool:
-        self._clear(event.node)
-        return True
-
-    def _clear(self, name: str) -> None:
+    def clear(self, name: str) -> None:
         self.suspects.discard(name)
         self.silent.discard(name)
         if self.silent:  # the others may be heard in a moment
-            self._timer("silence", self.policy.silence_ns)
-
-    def _on_NodeDead(self, event: messages.NodeDead) -> bool:
-        if event.proof:
-            self._lose_node(event.node, f"died ({event.proof})")
+            self._desk.set("silence", self._policy.silence_ns)
         else:
-            self.suspects.add(event.node)
-            self.silent.add(event.node)
-            self._give_up_silent()
-        return True
+            self.rounds, self.noted = 0, False
 
-    def _give_up_silent(self) -> None:
-        """Those that were reported dead for their silence, unless so many are silent that it must be the network."""
+    def give_up(self, name: str) -> dict[str, Gone]:
+        """A node was reported dead, and there is no proof of it. Returns those that are given up now."""
+        self.suspects.add(name)
+        self.silent.add(name)
+        return self.give_up_silent()
+
+    def give_up_silent(self, waited: bool = False) -> dict[str, Gone]:
+        """Give up those that were reported dead for their silence. Not while so many are silent that it may be the
+        network: that is waited for in rounds, and longer while the gang could not go on without them."""
+        gone: dict[str, Gone] = {}
         if not self.silent:
-            return
-        self.given_up_ns = [at for at in self.given_up_ns if at > self.now_ns - self.policy.silence_ns]
-        count, most = len(self.suspects) + len(self.given_up_ns), self._most_silent()
+            return gone
+        self.given_up_ns = [at for at in self.given_up_ns if at > self._desk.now_ns - self._policy.silence_ns]
+        count, most = len(self.suspects) + len(self.given_up_ns), self.most_silent()
         if count > most:
-            self._hold(f"{count} nodes are silent, more than {most}: it must be the network")
-            self._timer("silence", self.policy.silence_ns)
-            return
+            self.rounds += waited
+            if self.rounds < self._policy.silence_rounds or not self._can_do_without(self.silent):
+                if not self.noted:
+                    text = f"{count} nodes are silent, more than {most}: it may be the network"
+                    self._desk.say(messages.Note(6, text))
+                self.noted = True
+                if waited or "silence" not in self._desk.timers:
+                    self._desk.set("silence", self._policy.silence_ns)
+                return gone
+        self.rounds, self.noted = 0, False
         for name in sorted(self.silent):
-            self.given_up_ns.append(self.now_ns)
-            self._lose_node(name, "is silent")
+            self.given_up_ns.append(self._desk.now_ns)
+            gone[name] = self.lose_node(name, "is silent")
+        return gone
 
-    def _most_silent(self) -> int:
+    def most_silent(self) -> int:
         """How many may be given up at once; never all."""
-        alive = self.members.alive + len(self.given_up_ns)
-        return min(max(1, alive * self.policy.silence_percent // 100), alive - 1)
+        alive = self._members.alive + len(self.given_up_ns)
+        return min(max(1, alive * self._policy.silence_percent // 100), alive - 1)
 
-    def _timer_silence(self) -> None:
-        self._give_up_silent()
+    def _can_do_without(self, names: set[str]) -> bool:
+        """Whether enough replicas are left, or can be made up with spares."""
+        members = self._members
+        lacking: dict[int, int] = dict.fromkeys(members.wanted, 0)  # places of a replica
+        for number, place in members.places.items():
+            if place.now is None or place.now.node in names:
+                for replica in members.replicas_at(number):
+                    lacking[replica] += 1
+        left, enough = len(self._fit()), 0
+        for count in sorted(lacking.values()):
+            left -= count
+            enough += left >= 0
+        return enough >= self._policy.min_replicas
 
-    def _lose_node(self, name: str, why: str, back: bool = False) -> None:
+    def lose_node(self, name: str, why: str, back: bool = False) -> Gone:
         """`back`: it is there again, though without its workers."""
-        place = self.members.nodes[name].place
-        gone = self.members.lose(name)
+        place = self._members.nodes[name].place
+        gone = self._members.lose(name)
         self.suspects.discard(name)
         self.silent.discard(name)
         self.leaving.discard(name)
         self.killed = {worker: node for worker, node in self.killed.items() if node != name}
-        self.links = {link for link in self.links if name not in link}
         if place >= 0:
-            alone = place in self.members.vacant and not back and self._spare(place) is None
+            alone = place in self._members.vacant and not back and self._spare(place) is None
             self.why.append((3 if alone else 2, f"node {name} {why}" + ", and there is no spare" * alone))
-        self._gone(gone)
+        self._forget(gone)
+        return gone
 
-    # -- what should be replaced before it fails
-
-    def _fault(self, name: str, rung: int, text: str) -> None:
-        node = self.members.nodes[name]
+    def fault(self, name: str, rung: int, text: str) -> None:
+        """The node should be replaced before it fails, or fails again."""
+        node = self._members.nodes[name]
         if not node.fault:
             node.fault, node.rung = text, rung
-            self._say(messages.Note(rung, f"node {name} should be replaced: {text}"))
+            self._desk.say(messages.Note(rung, f"node {name} should be replaced: {text}"))
         if node.place >= 0:
             self.leaving.add(name)
 
-    def _on_DeviceWarning(self, event: messages.DeviceWarning) -> bool:
-        limit = self.policy.warnings.get(event.sign)
+    def warn(self, event: messages.DeviceWarning) -> bool:
+        limit = self._policy.warnings.get(event.sign)
         if limit is None or event.count < limit:
             return False
-        self._fault(event.node, 0, f"{event.sign} at {event.count}")
+        self.fault(event.node, 0, f"{event.sign} at {event.count}")
         return True
 
-    def _on_LinkLost(self, event: messages.LinkLost) -> bool:
-        link = (min(event.a, event.b), max(event.a, event.b))
-        known = all(name in self.members.nodes for name in link if name)
-        if not known or link in self.links:
+    def drain(self, event: messages.Drain) -> bool:
+        node = self._members.nodes.get(event.node)
+        if node is None or node.dead:
+            self._desk.say(messages.Note(-1, f"node {event.node} is not there, so it cannot be drained"))
             return False
-        self.links.add(link)
-        self._timer("link", self.policy.link_ns)
+        node.drained = not event.off
+        if event.off:
+            place = self._members.places.get(node.place)
+            if not node.fault and place and not place.next and not place.old:
+                self.leaving.discard(event.node)
+        elif node.place >= 0:
+            self.leaving.add(event.node)
+        else:
+            self._desk.say(messages.Release(event.node))
         return True
-
-    def _on_LinkBack(self, event: messages.LinkBack) -> bool:
-        self.links.discard((min(event.a, event.b), max(event.a, event.b)))
-        self._timer("link", self.policy.link_ns)  # it may flap
-        return False
-
-    def _timer_link(self) -> None:
-        """A link has two ends; that one of them is to blame shows when it has more of those that stay down."""
-        counts: dict[str, int] = defaultdict(int)
-        for name in sorted(name for link in self.links for name in link if name):
-            counts[name] += 1
-        worst = [name for name, count in counts.items() if count == max(counts.values())]
-        if len(worst) == 1:
-            self._fault(worst[0], 5, f"{counts[worst[0]]} of its links stay down")
 
     # -- workers
 
-    def _on_WorkersUp(self, event: messages.WorkersUp) -> bool:
-        self._end_strangers(event.node, event.workers)
+    def up(self, event: messages.WorkersUp) -> bool:
+        self.end_strangers(event.node, event.workers)
         new = [w for w in event.workers if self.starting.pop(w, None) is not None]
         if new:
-            self.members.up(new)
+            self.patience.forget(new)
+            self._members.up(new)
         return bool(new)
 
-    def _on_WorkerDied(self, event: messages.WorkerDied) -> bool:
-        self.killed.pop(event.worker, None)
-        if event.worker not in self.members.workers:
-            return False
-        self._lose_worker(event.worker, event.reason or "died")
-        return True
-
-    def _on_WorkerStuck(self, event: messages.WorkerStuck) -> bool:
-        if event.worker not in self.members.workers:
-            return False
-        self._lose_worker(event.worker, f"hangs {event.reason}".strip(), kill=True)
-        return True
-
-    def _lose_worker(self, worker: int, why: str, kill: bool = False) -> None:
-        found = self.members.workers[worker]
-        number, name = self.members.place_of(found.rank), found.node
-        node, place = self.members.nodes[name], self.members.places[number]
+    def lose_worker(self, worker: int, why: str, kill: bool = False) -> Gone:
+        members = self._members
+        found = members.workers[worker]
+        number, name = members.place_of(found.rank), found.node
+        place = members.places[number]
         if place.next and place.next.workers.get(found.rank) == worker:  # this one will not take over
-            gone = self.members.clear(number, "next")
+            gone = members.clear(number, "next")
             self.leaving.discard(name)
-            self._kill(name, gone)
+            self.kill(name, gone)
         else:
-            gone = {self.members.remove(worker).rank: worker}
+            gone = {members.remove(worker).rank: worker}
             if kill:
-                self._kill(name, gone)
-        node.deaths = [at for at in node.deaths if at > self.now_ns - self.policy.deaths_ns]
-        if not node.deaths or self.now_ns >= node.deaths[-1] + self.policy.burst_ns:
-            node.deaths.append(self.now_ns)
-        if len(node.deaths) >= self.policy.deaths:
-            self._fault(name, 2, f"workers died on it {len(node.deaths)} times in a short time")
+                self.kill(name, gone)
+        self.demerit(name)
         self.why.append((1, f"the worker of rank {found.rank} on {name} {why}"))
-        self._gone(gone)
+        self._forget(gone)
+        return gone
 
-    def _kill(self, name: str, workers: dict[int, int]) -> None:
+    def demerit(self, name: str) -> None:
+        """Something went wrong on the node; a few times in a short time, and it is replaced."""
+        node, now_ns = self._members.nodes.get(name), self._desk.now_ns
+        if node is None or node.dead:
+            return
+        node.deaths = [at for at in node.deaths if at > now_ns - self._policy.deaths_ns]
+        if not node.deaths or now_ns >= node.deaths[-1] + self._policy.burst_ns:
+            node.deaths.append(now_ns)
+        if len(node.deaths) >= self._policy.deaths:
+            self.fault(name, 2, f"it failed {len(node.deaths)} times in a short time")
+
+    def kill(self, name: str, workers: Gone) -> None:
         if workers:
             numbers = sorted(workers.values())
             self.killed.update(dict.fromkeys(numbers, name))
-            self._say(messages.Kill(name, tuple(numbers)))
+            self._desk.say(messages.Kill(name, tuple(numbers)))
 
-    def _end_strangers(self, name: str, workers: Iterable[int]) -> None:
+    def end_strangers(self, name: str, workers: Iterable[int]) -> None:
         """Workers that should be gone by now."""
-        known = self.members.workers
+        known = self._members.workers
         strangers = tuple([w for w in workers if w not in known])
         if strangers:
-            self._say(messages.Kill(name, strangers))
+            self._desk.say(messages.Kill(name, strangers))
 
-    def _timer_launch(self) -> None:
-        for worker in sorted(w for w, until_ns in self.starting.items() if until_ns <= self.now_ns):
+    def _forget(self, workers: Gone) -> None:
+        for worker in workers.values():
+            self.starting.pop(worker, None)
+        self.patience.forget(workers.values())
+
+    def look_at_late(self) -> Gone:
+        """Workers that are not up in time: they are asked how far they are, and those that do not move are lost."""
+        now_ns, gone = self._desk.now_ns, Gone()
+        late = sorted(w for w, until_ns in self.starting.items() if until_ns <= now_ns)
+        asked = [w for w in late if w not in self.patience.doubted]
+        for worker in late:
+            if worker not in asked and worker in self.starting:
+                gone |= self.lose_worker(worker, "did not start in time", kill=True)
+        self.doubt([w for w in asked if w in self.starting])
+        for worker in asked:
             if worker in self.starting:
-                self._lose_worker(worker, "did not start in time", kill=True)
+                self.starting[worker] = now_ns + self._policy.ask_ns
         if self.starting:
-            self._timer("launch", min(self.starting.values()) - self.now_ns)
+            self._desk.set("launch", min(self.starting.values()) - now_ns)
+        return gone
+
+    def doubt(self, workers: Iterable[int]) -> None:
+        doubted = set(workers)
+        self.patience.doubted |= doubted
+        if doubted:
+            self._desk.say(messages.Probe(tuple(sorted({self._members.workers[w].node for w in doubted}))))
+
+    def standing(self, event: messages.Standing) -> set[int]:
+        """Of the workers on a node, those that have moved since they were last asked."""
+        moved = self.patience.moved({w: c for w, c in event.counters.items() if w in self._members.workers})
+        until_ns = self._desk.now_ns + self._policy.launch_ns
+        for worker in moved & self.starting.keys():
+            self.starting[worker] = until_ns
+        return moved
 
     # -- filling places
 
-    def _spare(self, place: int, good: bool = False) -> str | None:
-        """The best there is: without a fault, where the last one was, in the order of names."""
-        nodes = self.members.nodes
-        domain = self.members.places[place].domain
-        fit = [n for n in self.members.spares - self.suspects if not (nodes[n].drained or (good and nodes[n].fault))]
-        return min(fit, key=lambda n: (bool(nodes[n].fault), nodes[n].domain != domain, n), default=None)
+    def _fit(self, good: bool = False) -> list[str]:
+        nodes = self._members.nodes
+        return [n for n in self._members.spares - self.suspects if not (nodes[n].drained or (good and nodes[n].fault))]
 
-    def _fill(self) -> None:
-        members = self.members
+    def _spare(self, place: int, good: bool = False) -> str | None:
+        """The best there is: without a fault, in the domain of the last one, in the order of names."""
+        nodes, domain = self._members.nodes, self._members.places[place].domain
+        return min(self._fit(good), key=lambda n: (bool(nodes[n].fault), nodes[n].domain != domain, n), default=None)
+
+    def fill(self) -> None:
+        members = self._members
         for place in self._vacant():
             spare = self._spare(place)
             if spare is None:
@@ -262,7 +295,7 @@ class Staffing:
             members.sit(place, spare)
             if members.nodes[spare].fault:
                 self.leaving.add(spare)
-            self._say(messages.Note(2, f"node {spare} takes place {place}"))
+            self._desk.say(messages.Note(2, f"node {spare} takes place {place}"))
         for place in sorted({members.place_of(rank) for rank in members.missing}):
             self._restart(place)
         for name in sorted(self.leaving):
@@ -276,7 +309,7 @@ class Staffing:
 
     def _vacant(self) -> list[int]:
         """First those whose replicas lack least; as many as there are spares."""
-        members = self.members
+        members = self._members
         if len(members.vacant) > MANY:  # a beginning, where one is as good as another
             return nsmallest(len(members.spares), members.vacant)
         lacking: dict[int, int] = defaultdict(int)
@@ -287,48 +320,31 @@ class Staffing:
 
     def _restart(self, place: int) -> None:
         """The ranks of a place that have no worker, unless too many have died there lately."""
-        seat = self.members.places[place].now
+        seat = self._members.places[place].now
         assert seat
-        deaths = self.members.nodes[seat.node].deaths
-        again_ns = deaths[-self.policy.deaths] + self.policy.deaths_ns if len(deaths) >= self.policy.deaths else 0
-        if again_ns > self.now_ns:
-            if self.timers.get("retry", self.now_ns) <= self.now_ns:
-                self._timer("retry", again_ns - self.now_ns)
+        deaths, now_ns = self._members.nodes[seat.node].deaths, self._desk.now_ns
+        again_ns = deaths[-self._policy.deaths] + self._policy.deaths_ns if len(deaths) >= self._policy.deaths else 0
+        if again_ns > now_ns:
+            if self._desk.timers.get("retry", now_ns) <= now_ns:
+                self._desk.set("retry", again_ns - now_ns)
             return
-        self._launch(place, [rank for rank in self.members.ranks(place) if rank in self.members.missing], "now")
-
-    def _timer_retry(self) -> None:
-        pass  # `_fill` does it
+        self._launch(place, [rank for rank in self._members.ranks(place) if rank in self._members.missing], "now")
 
     def _launch(self, place: int, ranks: list[int], which: str) -> None:
-        workers = self.members.launch(place, ranks, which)
-        until_ns = self.now_ns + self.policy.launch_ns
+        workers = self._members.launch(place, ranks, which)
+        until_ns = self._desk.now_ns + self._policy.launch_ns
         self.starting.update(dict.fromkeys(workers.values(), until_ns))
-        if "launch" not in self.timers:
-            self._timer("launch", self.policy.launch_ns)
-        name = self.members.workers[next(iter(workers.values()))].node
-        self._say(messages.Launch(name, self.members.nodes[name].incarnation, workers))
+        if "launch" not in self._desk.timers:
+            self._desk.set("launch", self._policy.launch_ns)
+        name = self._members.workers[next(iter(workers.values()))].node
+        self._desk.say(messages.Launch(name, self._members.nodes[name].incarnation, workers))
 
-    # -- by hand
-
-    def _on_Drain(self, event: messages.Drain) -> bool:
-        node = self.members.nodes.get(event.node)
-        if node is None or node.dead:
-            self._say(messages.Note(-1, f"node {event.node} is not there, so it cannot be drained"))
-            return False
-        node.drained = True
-        if node.place >= 0:
-            self.leaving.add(event.node)
-        else:
-            self._say(messages.Release(event.node))
-        return True
-
-    def _release(self, place: int, which: str) -> None:
+    def release(self, place: int, which: str) -> None:
         """Take a node that lives off a place."""
-        seat = getattr(self.members.places[place], which)
-        gone = self.members.clear(place, which)
-        Staffing._gone(self, gone)
-        self._kill(seat.node, gone)
+        seat = getattr(self._members.places[place], which)
+        gone = self._members.clear(place, which)
+        self._forget(gone)
+        self.kill(seat.node, gone)
         self.leaving.discard(seat.node)
-        if self.members.nodes[seat.node].drained:
-            self._say(messages.Release(seat.node))
+        if self._members.nodes[seat.node].drained:
+            self._desk.say(messages.Release(seat.node))

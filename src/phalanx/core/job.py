@@ -55,7 +55,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesConfig:
-    """Per axis, auto or the name of an algorithm (parallel/policy.py)."""
+    """Per axis, auto or the name of an algorithm (parallel/algorithms.py)."""
 
     replica: str = "auto"  # auto | flat | hierarchical
     shard: str = "auto"
@@ -88,20 +88,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryConfig:
-    """What happens when something dies. Without it, the run does."""
+    """What happens when something dies."""
 
-    on: bool = False  # spares turn it on as well
+    on: bool = True  # False: the first loss ends the run
     spares: int = 0  # nodes
     min_replicas: int = 1  # with which the run goes on
     wait_s: float = 0.0  # for full strength, before it goes on with fewer replicas
-    beat_s: float = 5.0  # between heartbeats
+    hold_s: float = 300.0  # that a run which cannot go on waits, before it ends
+    beat_s: float = 0.0  # between heartbeats; 0: derived from the number of nodes and the rate of failures
     restart_s: float = 5.0  # after which a node process of this machine that died is started again
     grace_s: float = 30.0  # after SIGTERM, to save and leave
     deaths_per_node: int = 3  # of workers within ten minutes, until the node is given up
-
-    @property
-    def active(self) -> bool:
-        return self.on or self.spares > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +107,7 @@ class RunConfig:
     device: str = "auto"
     threads: int = 0  # CPU threads per rank; 0: cores / ranks
     hang_timeout_s: float = 0.0  # 0: derived from the measured step time
+    share_devices: bool = False  # more ranks than devices
     hosts: str = ""  # a file: where nodes start and listen
 
 

@@ -119,3 +119,7 @@ class Layout:
         degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in shown)
         experts = f", ep {self.ep}" if self.ep > 1 else ""
         return f"{degrees}{experts} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"
+
+
+def num_nodes(layout: Layout) -> int:
+    return -(-layout.world_size // layout.ranks_per_node) if layout.ranks_per_node else 1

@@ -1,12 +1,13 @@
-"""A record of the ledger: one committed step. Each names the hash of the one before it, so whoever has the last hash
-(it is in every checkpoint's manifest) can tell whether anything before it was changed. Steps that were abandoned stay:
-the chain goes on from an earlier record, and they are a branch."""
+"""A record of the ledger: one committed step. Each names the hash of the one before it, so the last hash, which is in
+every checkpoint's manifest, tells whether anything before it was changed. Steps that were abandoned stay: the chain
+continues from an earlier record, and they are a branch."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -55,6 +56,18 @@ class Record:
 def bits(value: float) -> str:
     """All 64 of an IEEE double, as hex: what JSON makes of a number need not be what it was."""
     return struct.pack(">d", value).hex()
+
+
+def mean_loss(sums: list[float], tokens: int) -> float:
+    """Per token, over the parts of a step; correctly rounded, hence the same in any order."""
+    if not tokens:
+        return math.nan
+    if all(map(math.isfinite, sums)):
+        try:
+            return math.fsum(sums) / tokens
+        except OverflowError:
+            return math.inf
+    return sum(sums) / tokens
 
 
 def from_bits(text: str) -> float:

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.data.loader import AT_ONCE, Loader, Located
-from phalanx.data.run import RunData
 from phalanx.data.samples import places_of
+from phalanx.data.selection import RunData
 
 _WORD = struct.Struct("=Q")  # what goes over the socket after the hello: a number of steps
 

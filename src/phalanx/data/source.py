@@ -22,7 +22,7 @@ from phalanx.data import documents
 from phalanx.data.build import build, write_records
 from phalanx.data.images import Images
 from phalanx.data.loader import DataLost, unserved
-from phalanx.data.run import RunData, unigram_entropy
+from phalanx.data.selection import RunData, unigram_entropy
 from phalanx.data.tokenizer import Bytes
 
 BUILT = ".data"  # beside the records of runs

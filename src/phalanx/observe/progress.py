@@ -1,5 +1,5 @@
 """Progress: where a worker stands, as one 64-byte record in shared memory that it writes at every
-phase change and anybody may read without asking it. Who owns the memory is not known here."""
+phase change and anybody may read without asking it. Behind it the node writes until when the worker may train."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 RECORD_BYTES = 64
-_RECORD = struct.Struct("=QQIIQ")  # counter, step, micro, phase, time_ns; the rest of the 64 bytes is spare
+_RECORD = struct.Struct("=QQIIQ")  # counter, step, micro, phase, time_ns: the worker's
+_LEASE = struct.Struct("=Q")  # until when it may train, by CLOCK_MONOTONIC; 0: no limit. Behind the record: the node's
 
 
 class Phase(IntEnum):
@@ -55,6 +56,15 @@ class Progress:
             self._micro = micro
         self._counter += 1
         _RECORD.pack_into(self._buffer, 0, self._counter, self._step, self._micro, phase, time.monotonic_ns())
+
+    def lease(self, until_ns: int) -> None:
+        """By the node: the worker may vote until then."""
+        _LEASE.pack_into(self._buffer, _RECORD.size, until_ns)
+
+    @property
+    def lease_ended(self) -> bool:
+        until_ns = _LEASE.unpack_from(self._buffer, _RECORD.size)[0]
+        return 0 < until_ns < time.monotonic_ns()
 
     def read(self) -> Reading:
         # The writer takes no lock, so a reader may meet a half-written record: two equal looks are a whole one.

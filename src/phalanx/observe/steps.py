@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
+from phalanx.core.ledger import mean_loss
+
 
 class StepTable:
     """`flops_per_token` and `peak_flops` (of all ranks together, FLOP/s) give the MFU; 0: unknown."""
@@ -54,12 +56,12 @@ class StepTable:
         whole = next((r["whole"] for r in reports.values() if r["whole"]), None)
         if whole is None:
             whole = {"loss_sums": [math.nan], "tokens": 0, "data_digest": "0"}
-        tokens, loss_sum = whole["tokens"], _sum(whole["loss_sums"])
+        tokens = whole["tokens"]
         tokens_per_s = self.tokens_per_step / times[slowest] if times[slowest] > 0 else 0.0
         any_report = next(iter(reports.values()))
         return {
             "step": step,
-            "loss": loss_sum / tokens if tokens else math.nan,
+            "loss": mean_loss(whole["loss_sums"], tokens),
             "grad_norm": any_report["grad_norm"],
             "lr": any_report["lr"],
             "target_tokens": tokens,
@@ -73,6 +75,7 @@ class StepTable:
             "data_ready": min(r.get("data_ready", 0) for r in reports.values()),
             "data_digest": whole["data_digest"],
             "generation": any_report.get("generation", 0),
+            "record": whole.get("record", ""),
             "served": _merge(r.get("served", {}) for r in reports.values()),
         }
 
@@ -94,13 +97,3 @@ def _merge(counts: Iterable[dict[str, int]]) -> dict[str, int]:
         for source, count in part.items():
             total[source] = total.get(source, 0) + count
     return total
-
-
-def _sum(values: list[float]) -> float:
-    """Correctly rounded, hence the same in any order."""
-    if all(map(math.isfinite, values)):
-        try:
-            return math.fsum(values)
-        except OverflowError:
-            return math.inf
-    return sum(values)

@@ -31,16 +31,16 @@ class Device:
     share: float = 1.0  # of the device that is this rank's own, when ranks outnumber devices or cores
 
     @staticmethod
-    def pick(wanted: str, local_rank: int, local_ranks: int) -> Device:
-        """`auto` takes the accelerator if there is one. Ranks that share a device speak Gloo,
-        because NCCL refuses two ranks on one GPU."""
+    def pick(wanted: str, rank: int, ranks: int, share: bool = False) -> Device:
+        """Choose the device of one of the `ranks` of this host. `auto` takes the accelerator if there is one. Ranks
+        that `share` a device speak Gloo, because NCCL refuses two ranks on one GPU."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if wanted == "auto":
             wanted = accelerator.type if accelerator else "cpu"
         if wanted == "cpu":
             avoid_broken_amx()
             cores = len(os.sched_getaffinity(0))
-            return Device(torch.device("cpu"), "gloo", min(1.0, cores / (torch.get_num_threads() * local_ranks)))
+            return Device(torch.device("cpu"), "gloo", min(1.0, cores / (torch.get_num_threads() * ranks)))
         if accelerator is None or accelerator.type != wanted:
             found = accelerator.type if accelerator else "none"
             raise UserError(
@@ -50,11 +50,24 @@ class Device:
                 remedy='set run.device = "auto" or "cpu"',
             )
         count = torch.accelerator.device_count()
-        device = torch.device(wanted, local_rank % count)
+        if ranks > count and not share:
+            raise UserError(
+                f"{ranks} ranks would share {count} devices",
+                field="run.share_devices",
+                value=share,
+                remedy="lower the degrees in [layout], or set run.share_devices = true, which is slow",
+            )
+        device = torch.device(wanted, rank % count)
         torch.accelerator.set_device_index(device.index)
         _choose_deterministic_kernels()
-        backend = dist.get_default_backend_for_device(device) if local_ranks <= count else "gloo"
-        return Device(device, backend, min(1.0, count / local_ranks))
+        backend = dist.get_default_backend_for_device(device) if ranks <= count else "gloo"
+        return Device(device, backend, min(1.0, count / ranks))
+
+    @property
+    def of_groups(self) -> torch.device | None:
+        """The device that a group is bound to when it is made, so that its communicator exists from then on and no rank
+        makes it in another order; None: its library has no such thing."""
+        return None if self.backend == "gloo" else self.torch
 
     @property
     def is_cpu(self) -> bool:
@@ -159,7 +172,28 @@ class Device:
             return dist.ProcessGroupGloo(store, rank, size, options)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        group.eager_connect_single_device(self.torch)
+        return group
+
+
+def abort_all(groups: list[Any]) -> None:
+    """Abort communicators together: one by one they could wait for each other. Groups without any are left alone."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        return
+    found = []
+    for group in groups:
+        backend = group
+        with contextlib.suppress(RuntimeError, AttributeError):
+            backend = group._get_backend(torch.device("cuda"))
+        if isinstance(backend, nccl):
+            found.append(backend)
+    if found:
+        found[0]._group_start()
+        for backend in found:
+            backend.abort()
+        found[0]._group_end()
 
 
 def _choose_deterministic_kernels() -> None:
@@ -170,7 +204,6 @@ def _choose_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-@cache
 @cache
 def avoid_broken_amx() -> None:
     """Some virtual machines advertise Intel's AMX and then refuse its instructions, which kills the

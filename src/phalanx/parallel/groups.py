@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -17,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.core.job import CollectivesConfig
 from phalanx.core.layout import Coord, Layout
-from phalanx.parallel.device import Device
-from phalanx.parallel.policy import possible
+from phalanx.parallel.algorithms import possible
+from phalanx.parallel.device import Device, abort_all
 from phalanx.parallel.replica import Cross
 from phalanx.parallel.tiers import Form, Peers
 
 LOOPBACK = "127.0.0.1"
+_standalone_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # those that torch's registry does not know
 TIMEOUT = timedelta(seconds=600)
 DEFAULT = CollectivesConfig()
 
@@ -83,6 +84,7 @@ class Groups:
             rank=layout.inside(coord),
             world_size=layout.replica_size,
             timeout=TIMEOUT,
+            device_id=device.of_groups,
         )
         kind = device.torch.type
         sizes = (layout.pp, layout.shard, layout.cp, layout.tp)
@@ -159,7 +161,10 @@ def form_tiers(
 
 def _standalone(store: dist.Store, device: Device) -> Form:
     def form(name: str, positions: list[int], me: int) -> Any:
-        return device.standalone_group(dist.PrefixStore(name, store), positions.index(me), len(positions), TIMEOUT)
+        scope = dist.PrefixStore(name, store)
+        group = device.standalone_group(scope, positions.index(me), len(positions), TIMEOUT)
+        _standalone_groups.add(group)
+        return group
 
     return form
 
@@ -168,21 +173,10 @@ def connect_store(host: str, port: int) -> dist.Store:
     return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)
 
 
-_LOST = re.compile(
-    r"connection (closed|reset|refused)|closed by peer|broken pipe|gloo|nccl|timed out|timeout|socket|store",
-    re.IGNORECASE,
-)
-
-
-def lost_peers(error: BaseException) -> bool:
-    """Whether an error is that of groups whose other members are gone, and not this rank's own."""
-    own = isinstance(error, MemoryError) or "memory" in str(error).lower()
-    return isinstance(error, RuntimeError) and not own and bool(_LOST.search(f"{type(error).__name__}: {error}"))
-
-
 def break_connections() -> None:
-    """End every TCP connection of this process: who waits in a group, or to form one, fails at once, here and at the
-    other ends. Gloo has no other way to leave a wait; what NCCL waits for is aborted."""
+    """End every TCP connection of this process and abort every group: who waits in one, or to form one, fails at once,
+    here and at the other ends. Gloo leaves a wait only when its sockets end; what NCCL waits for is aborted. Called
+    from another thread than the one that waits, so torch's registry is left alone."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             fd = int(name)
@@ -191,8 +185,7 @@ def break_connections() -> None:
                     listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # Gloo aborts if that ends
                     if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                         sock.shutdown(socket.SHUT_RDWR)
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()
+    abort_all([*dist.distributed_c10d._world.pg_names, *_standalone_groups])
 
 
 def serve_store(channel: Any, args: dict[str, Any]) -> None:

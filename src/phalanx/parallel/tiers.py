@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from phalanx.core.job import CollectivesConfig
-from phalanx.parallel.policy import ALGORITHMS, Nodes, Stage, choose, order, possible, runs
+from phalanx.parallel.algorithms import ALGORITHMS, Nodes, Stage, choose, order, possible, runs
 from phalanx.parallel.tree import Node, TreeSum, exchange, span
 
 Form = Callable[[str, list[int], int], Any]  # name, positions, own position: a process group

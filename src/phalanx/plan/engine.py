@@ -289,7 +289,7 @@ class _Where:
     axis: str  # of the config
 
     def levels(self, size_bytes: int) -> tuple[int, int]:
-        """Ranks inside a node and nodes, or 1 and all ranks: as parallel/policy.py chooses for a library that
+        """Ranks inside a node and nodes, or 1 and all ranks: as parallel/algorithms.py chooses for a library that
         knows nodes itself."""
         each, wanted = {len(node) for node in self.nodes}, getattr(self.config, self.axis)
         two = len(self.nodes) > 1 and len(each) == 1 and each != {1} and wanted != "flat"

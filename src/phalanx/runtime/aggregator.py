@@ -1,41 +1,40 @@
 """The aggregator: a process between some hundred agents and the controller. Heartbeats end here: it keeps who is alive
 and where it stands as soft state, and passes on edges and, now and then, a summary. What agents post it passes on as
-it is, and acknowledges when the controller has; commands go the other way.
+it is, and acknowledges when the controller has; commands go the other way. It holds a lease of the controller's and
+passes on what is left of it with every beat.
 
 When a gang re-forms all nodes report at once. Such reports wait until those before them are acknowledged, and travel
 as one: a controller that has much to do gets fewer and larger bundles, and failures overtake them.
 
 It may be killed at any time. Agents connect again, to it or to another, and send again what was not acknowledged. The
 controller says whom it expects there, so that a node that died meanwhile is missed. What came twice, by two ways, has
-the same number of the same agent, and `Roster`, the controller's end of this, takes it once.
+the same number of the same agent, and `control.liveness.Roster`, the controller's end of this, takes it once.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import ssl
 import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from phalanx.control import fanout
+from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
 from phalanx.control.messages import Event, ManyParked, ManyReady, Parked, Ready
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 BEAT_S = 5.0
-MISSED = 3  # beats, before a node is dead; half of that, and it is suspect
-SLACK = 2  # times the longest of its gaps, where that is longer
-TICK_S = 0.25
+TICK_S = 0.1
+PING_S = 1.0  # between two words to the controller, which renew the lease
 STALL_S = 1.0  # between two ticks: beyond that it was not the nodes that were silent
 SUMMARY_S = 5.0
 BUNDLE_S = 0.002  # in which reports are gathered
@@ -44,21 +43,17 @@ BUNDLE = 500  # reports
 BULK = ("Parked", "Ready")  # what all nodes report at once
 NAMED = 8  # nodes in a summary
 
-GONE_S = 1.0  # after which an agent whose connection was ended, and that lives, is back
-
-SEEN, SUSPECT, CLEAR, DEAD = "seen", "suspect", "clear", "dead"
-GONE = "gone"  # its host has ended the connection, as hosts do for processes that end, and it did not come back
-
 #: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's.
 REPORTS: Schemas = {
     "beat": {"visit": int, "generation": int, "step": int, "counter": int, "step_ns": int},
     "event": {"event": dict},
 }
-#: To an agent.
-COMMANDS: Schemas = {"command": {"command": dict}}
-#: To the controller: reports are posted, summaries told.
+#: To an agent. `lease`: how long it may train after the beat that this answers.
+COMMANDS: Schemas = {"command": {"command": dict}, "lease": {"ns": int}}
+#: To the controller: reports are posted, summaries and pings told.
 PASSED: Schemas = {
     "reports": {"items": list},
+    "ping": {"sent_ns": int},
     "summary": {"nodes": int, "suspect": int, "steps": list, "behind": list, "step_ns": list, "slowest": str},
 }
 ITEMS: Schemas = {
@@ -66,80 +61,13 @@ ITEMS: Schemas = {
     "event": {"node": str, "incarnation": int, "number": int, "event": dict},
     "many": {"numbers": list, "event": dict},  # a control.messages.Many, and its agents' numbers
 }
-#: From the controller: commands for many nodes, with what is different for `each`, or a Form as control.fanout shares
-#: it; whom it expects there, name -> incarnation.
-ORDERS: Schemas = {"commands": {"items": list}, "expect": {"nodes": dict}}
+#: From the controller: commands for many nodes, or a Form as control.fanout shares it; whom it expects there, name ->
+#: incarnation; a lease, counted from when the ping that it answers was sent.
+ORDERS: Schemas = {"commands": {"items": list}, "expect": {"nodes": dict}, "lease": {"ns": int, "sent_ns": int}}
 _ORDER: Schemas = {
-    "command": {"nodes": list, "command": dict, "each": dict},
-    "form": {"nodes": list, "places": list, "workers": list, "sources": dict, "command": dict},
+    "command": {"nodes": list, "command": dict},
+    "form": {"nodes": list, "places": list, "workers": list, "sources": dict, "buddies": dict, "command": dict},
 }
-
-
-@dataclass(slots=True)
-class Seen:
-    incarnation: int
-    visit: int
-    last_ns: int
-    gap_ns: int  # the longest between its beats; it is forgotten slowly
-    suspect: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    node: str
-    incarnation: int
-    visit: int  # which of its connections, of all that it ever made
-    edge: str
-    silent_ns: int
-
-
-class Liveness:
-    """Who is silent for too long: three beats, or longer where gaps are longer. Pure, and O(1) per beat: a node's
-    deadline is looked at when it has passed, and put off if there were beats since."""
-
-    def __init__(self, beat_ns: int):
-        self.beat_ns = beat_ns
-        self.nodes: dict[str, Seen] = {}
-        self._deadlines: list[tuple[int, str, int]] = []  # a heap: when to look, at whom
-
-    def beat(self, node: str, incarnation: int, visit: int, now_ns: int) -> Iterator[Edge]:
-        seen = self.nodes.get(node)
-        if seen is None or seen.incarnation != incarnation:
-            seen = self.expect(node, incarnation, now_ns)
-        gap = now_ns - seen.last_ns
-        seen.gap_ns = max(gap, seen.gap_ns - (seen.gap_ns - gap) // 16)
-        seen.last_ns = now_ns
-        if seen.visit != visit:
-            seen.visit, seen.suspect = visit, False
-            yield Edge(node, incarnation, visit, SEEN, gap)
-        elif seen.suspect:
-            seen.suspect = False
-            yield Edge(node, incarnation, visit, CLEAR, gap)
-
-    def expect(self, node: str, incarnation: int, now_ns: int) -> Seen:
-        """It should be there; its silence begins now."""
-        seen = self.nodes[node] = Seen(incarnation, 0, now_ns, self.beat_ns)
-        heapq.heappush(self._deadlines, (self._due(seen), node, incarnation))
-        return seen
-
-    def tick(self, now_ns: int) -> Iterator[Edge]:
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            _, node, incarnation = heapq.heappop(self._deadlines)
-            seen = self.nodes.get(node)
-            if seen is None or seen.incarnation != incarnation:
-                continue
-            if self._due(seen) <= now_ns:
-                edge = DEAD if seen.suspect else SUSPECT
-                yield Edge(node, incarnation, seen.visit, edge, now_ns - seen.last_ns)
-                if edge == DEAD:
-                    del self.nodes[node]
-                    continue
-                seen.suspect = True
-            heapq.heappush(self._deadlines, (self._due(seen), node, incarnation))
-
-    def _due(self, seen: Seen) -> int:
-        limit = max(MISSED * self.beat_ns, SLACK * seen.gap_ns)
-        return seen.last_ns + (limit if seen.suspect else limit // 2)
 
 
 class Aggregator:
@@ -159,6 +87,8 @@ class Aggregator:
     ):
         self.liveness = Liveness(round(beat_s * 1e9))
         self.beats: dict[str, Message] = {}  # the last of each node
+        self._beat_s = beat_s
+        self._lease_ns = 0  # until when the controller is known to listen
         self._loop, self._closed = loop, False
         self._bundle: list[tuple[Message, Session | None]] = []  # reports, and the agents who wait for an answer
         self._bulk: list[dict[str, tuple[Message, Session | None]]] = []  # that can wait: a node's first, second …
@@ -172,9 +102,20 @@ class Aggregator:
             loop, secret, me, REPORTS, self._reported, on_close=self._ended, host=host, port=port, tls=ours
         )
         self.link = Link(
-            loop, secret, me, controllers, ORDERS, self._ordered, on_ack=self._acked, tls=theirs, seed=seed
+            loop,
+            secret,
+            me,
+            controllers,
+            ORDERS,
+            self._ordered,
+            on_open=self._found,
+            on_ack=self._acked,
+            tls=theirs,
+            seed=seed,
+            retry_s=beat_s,  # a controller that is back must hear of the nodes before it takes them for dead
         )
         loop.after(TICK_S, self._tick)
+        loop.after(0.0, self._ping)
         loop.after(SUMMARY_S, self._summarise)
 
     def close(self) -> None:
@@ -183,7 +124,7 @@ class Aggregator:
         self.link.close()
 
     def _now_ns(self) -> int:
-        """Of a clock that stood still when this process did: beats may have come meanwhile, unread."""
+        """Read a clock that stood still when this process did: beats may have come meanwhile, unread."""
         return time.monotonic_ns() - self._stalled_ns
 
     def _reported(self, agent: Session, number: int, body: Message) -> None:
@@ -191,16 +132,30 @@ class Aggregator:
         if body["type"] == "beat":
             self.beats[node] = body
             self._post(self.liveness.beat(node, incarnation, body["visit"], self._now_ns()))
+            left_ns = self._lease_ns - time.monotonic_ns()
+            if left_ns > 0:
+                agent.tell({"type": "lease", "ns": left_ns})
         else:
             about = {"node": node, "incarnation": incarnation, "number": number, "event": body["event"]}
             self._gather({"type": "event", **about}, agent)
 
+    def _found(self, controller: Session) -> None:
+        """The controller may have taken all nodes here for lost."""
+        self._post(self.liveness.all(self._now_ns()))
+        self.link.tell({"type": "ping", "sent_ns": time.monotonic_ns()})
+
+    def _ping(self) -> None:
+        if not self._closed:
+            self._loop.after(PING_S, self._ping)
+            self.link.tell({"type": "ping", "sent_ns": time.monotonic_ns()})
+
     def _ended(self, agent: Session) -> None:
+        """A connection is lost. An agent that lives is back before its next beat is due."""
         seen = self.liveness.nodes.get(agent.peer.name)
         if seen and not self._closed:
             found = (agent.peer.name, agent.peer.incarnation, seen.visit)
             # In two steps: if this process stood still, what came meanwhile is read in between.
-            self._loop.after(GONE_S, lambda: self._loop.after(2 * BUNDLE_S, partial(self._missed, *found)))
+            self._loop.after(self._beat_s, lambda: self._loop.after(2 * BUNDLE_S, partial(self._missed, *found)))
 
     def _missed(self, node: str, incarnation: int, visit: int) -> None:
         seen, session = self.liveness.nodes.get(node), self.server.sessions.get(node)
@@ -227,6 +182,9 @@ class Aggregator:
                 if known is None or known.incarnation < incarnation:
                     self.liveness.expect(node, incarnation, self._now_ns())
             return
+        if body["type"] == "lease":
+            self._lease_ns = max(self._lease_ns, body["sent_ns"] + body["ns"])
+            return
         for item in body["items"]:
             for node, command in _told(check(item, _ORDER)):
                 if node in self.server.sessions:  # others have moved
@@ -234,7 +192,7 @@ class Aggregator:
 
     def _post(self, edges: Iterable[Edge]) -> None:
         for e in edges:
-            self._gather({"type": "edge", **asdict(e)})
+            self._gather(e.to_item())
             if e.edge in (DEAD, GONE):
                 self.beats.pop(e.node, None)
                 self.server.forget(e.node)
@@ -299,13 +257,28 @@ class Aggregator:
             self._bulk_sent = self._pass(items, [*chain.from_iterable(layers)])
 
     def _pass(self, items: list[Message], bundle: list[tuple[Message, Session | None]]) -> int:
-        number = self.link.post({"type": "reports", "items": items})
+        try:
+            number = self.link.post({"type": "reports", "items": items})
+        except OverflowError:  # nobody has listened for very long
+            self._give_back(bundle)
+            return 0
         self._passed += [(number, agent, item["number"]) for item, agent in bundle if agent]
         return number
 
+    def _give_back(self, bundle: list[tuple[Message, Session | None]]) -> None:
+        """Agents connect anew, and send what they said again, from the first on that was not acknowledged. Of the edges
+        only the last of a node counts."""
+        for name in {agent.peer.name for _, agent in bundle if agent}:
+            self.server.forget(name)
+            for layer in self._bulk:
+                layer.pop(name, None)
+        edges = {item["node"]: (item, agent) for item, agent in [*bundle, *self._bundle] if agent is None}
+        self._bundle = [*edges.values()]
+
     def _merged(self, items: list[Message]) -> list[Message]:
-        """One of all that are alike; what is no event, or somebody else's, is left to the controller to refuse."""
-        alike: dict[tuple[int, ...], list[tuple[Message, Parked | Ready]]] = {}
+        """Merge reports that are alike; what is no event, or about another node, is left to the controller to
+        refuse."""
+        alike: dict[tuple[Any, ...], list[tuple[Message, Parked | Ready]]] = {}
         others = []
         for item in items:
             try:
@@ -317,7 +290,7 @@ class Aggregator:
             if (event.node, event.incarnation) != (item["node"], item["incarnation"]):
                 others.append(item)
                 continue
-            common = (event.prepared, event.made) if isinstance(event, Parked) else ()
+            common = (event.prepared, event.made, event.why) if isinstance(event, Parked) else ()
             alike.setdefault((event.generation, event.step, *common), []).append((item, event))
         return others + [self._many(group) if len(group) > 1 else group[0][0] for group in alike.values()]
 
@@ -335,6 +308,7 @@ class Aggregator:
             self._stalled_ns += now - self._ticked_ns
         self._ticked_ns = now
         self._post(self.liveness.tick(self._now_ns()))
+        self._send()
         self._loop.after(TICK_S, self._tick)
 
     def _summarise(self) -> None:
@@ -346,7 +320,8 @@ class Aggregator:
 
 
 def summary(beats: dict[str, Message], suspect: int) -> Message:
-    """Steps are [generation, step], of the last and the first node; times the median and the longest."""
+    """Fold the last beats. Steps are [generation, step] of the last and the first node; times the median and the
+    longest."""
     at = {node: [beat["generation"], beat["step"]] for node, beat in beats.items()}
     last, first = min(at.values()), max(at.values())
     behind = sorted(node for node, step in at.items() if step == last) if last < first else []
@@ -365,96 +340,11 @@ def summary(beats: dict[str, Message], suspect: int) -> Message:
 
 def _told(order: Message) -> Iterator[tuple[str, Message]]:
     if order["type"] == "command":
-        return ((node, {**order["command"], **order["each"].get(node, {})}) for node in order["nodes"])
+        return ((node, order["command"]) for node in order["nodes"])
     try:
         return iter([*fanout.parts(order)])
     except (KeyError, TypeError, ValueError):
         raise WireError(f"form = {str(order)[:200]!r}: expected what control.fanout makes") from None
-
-
-def event_of(item: Message) -> Message | None:
-    """What an item tells a gang, as an event; None: no more than where a node is."""
-    if item["type"] != "edge":
-        return dict(item["event"])
-    kind = {SUSPECT: "NodeSuspect", CLEAR: "NodeClear", DEAD: "NodeDead", GONE: "NodeDead"}.get(item["edge"])
-    event = {"kind": kind, "node": item["node"], "incarnation": item["incarnation"]}
-    proof = "its host ended the connection, and it did not come back" if item["edge"] == GONE else ""
-    return (event | {"proof": proof} if kind == "NodeDead" else event) if kind else None
-
-
-class Roster:
-    """The controller's end: which aggregator speaks for a node, and what of an agent has been heard. All of it can be
-    folded again from what `take` let through."""
-
-    def __init__(self, state: dict[str, Any] | None = None):
-        self._nodes: dict[str, list[Any]] = dict(state or {})  # name -> incarnation, visit, aggregator, number
-
-    def take(self, aggregator: str, body: Message) -> bool:
-        """Whether it is news: an edge from the aggregator that a node speaks to, or an event not heard before. Of many,
-        only those that are news are left in it."""
-        if body["type"] == "many":
-            return self._take_many(body)
-        if body["type"] == "event":
-            return self._hear(body["node"], body["incarnation"], body["number"])
-        known = self._known(body["node"], body["incarnation"])
-        if known is None:
-            return False
-        if body["edge"] == SEEN:
-            if body["visit"] <= known[1]:
-                return False
-            known[1:3] = body["visit"], aggregator
-        elif known[2] != aggregator:
-            return False  # it is silent there, and speaks elsewhere
-        elif body["edge"] in (DEAD, GONE):
-            known[2] = ""
-        return True
-
-    def _known(self, node: str, incarnation: int) -> list[Any] | None:
-        """None: a later incarnation is."""
-        known = self._nodes.get(node)
-        if known is None or incarnation > known[0]:
-            known = self._nodes[node] = [incarnation, 0, "", 0]
-        return known if incarnation == known[0] else None
-
-    def _hear(self, node: str, incarnation: int, number: int) -> bool:
-        known = self._known(node, incarnation)
-        if known is None or number <= known[3]:
-            return False
-        known[3] = number
-        return True
-
-    def _take_many(self, body: Message) -> bool:
-        event, numbers = body["event"], body["numbers"]
-        columns = {name: column for name, column in event.items() if isinstance(column, list)}
-        said = [columns.get(name, []) for name in ("nodes", "incarnations")] + [numbers]
-        if any(len(column) != len(numbers) for column in (*columns.values(), *said)):
-            raise WireError(f"many.event = {str(event)[:200]!r}: expected columns of {len(numbers)}")
-        if any({*map(type, column)} - {kind} for column, kind in zip(said, (str, int, int), strict=True)):
-            raise WireError(f"many.event = {str(event)[:200]!r}: expected names, incarnations and numbers")
-        news = [*map(self._hear, *said)]
-        if not all(news):
-            event.update({name: [*compress(column, news)] for name, column in columns.items()})
-            body["numbers"] = [*compress(numbers, news)]
-        return any(news)
-
-    def homes(self, nodes: Iterable[str]) -> dict[str, list[str]]:
-        """By the aggregator that reaches them; those that none does are left out."""
-        homes: dict[str, list[str]] = {}
-        known = self._nodes
-        for node in nodes:
-            home = known[node][2] if node in known else ""
-            if home in homes:
-                homes[home].append(node)
-            else:
-                homes[home] = [node]
-        homes.pop("", None)
-        return homes
-
-    def expected(self, aggregator: str) -> dict[str, int]:
-        return {node: known[0] for node, known in self._nodes.items() if known[2] == aggregator}
-
-    def to_dict(self) -> dict[str, Any]:
-        return self._nodes
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
-"""The client's end of a node: start it, spawn workers, exchange messages, hear of deaths and hangs.
+"""The client's end of a node: start it, and hear what becomes of its workers.
 
-Whatever happens to this process, to the node or to any worker, nothing stays behind: the node ends when its
-client does, the zygote with the node, the workers with the zygote.
+If this process ends, the node ends, the zygote with the node, and the workers with the zygote: nothing stays behind.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from phalanx.runtime import kernel
 from phalanx.runtime.wire import Conn, Message, Schemas, WireError, check
@@ -26,20 +25,24 @@ SEND_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 
 EVENTS: Schemas = {
-    "started": {"worker": int, "pid": int},
+    "booted": {"incarnation": int},
+    "launched": {"worker": int, "rank": int},
+    "started": {"worker": int, "pid": int, "service": str},
     "message": {"worker": int, "body": dict},
-    "exit": {"worker": int, "code": (int, type(None)), "signal": (str, type(None)), "error": str, "progress": dict},
-    "hang": {"worker": int, "workers": list, "reason": str, "progress": dict, "log_tail": str, "waits": bool},
+    "exit": {"worker": int, "code": (int, type(None)), "signal": (str, type(None)), "service": str},
+    "hang": {"worker": int, "workers": list, "reason": str, "progress": dict, "final": bool},
+    "left": {"reason": str},
+    "released": {},
     "node_lost": {"reason": str},
 }
 
 
 class NodeClient:
-    """One node process and its workers. `preload`: modules that the zygote imports before it forks;
-    `env`: added to the environment of all; `log`: where the node and the zygote write, else standard error; `prefix`:
-    the command that starts it, where it is not this machine's own."""
+    """One node process. `preload`: modules that the zygote imports before it forks; `env`: added to the environment of
+    all; `log`: where the node and the zygote write, else standard error; `prefix`: the command that starts it, where it
+    is not this machine's own."""
 
-    module, schemas = "phalanx.runtime.node", EVENTS
+    module = "phalanx.runtime.node"
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class NodeClient:
         prefix: Sequence[str] = (),
     ):
         self.session = uuid.uuid4().hex
-        self.running: dict[int, int] = {}  # worker -> pid, 0 until it has started
+        self.running: dict[int, int] = {}  # worker -> pid
         self._lost: Message | None = None
         ours, theirs = socket.socketpair()
         # Every process of the tree holds the writing end; the reading end ends when the last of them is gone.
@@ -71,26 +74,19 @@ class NodeClient:
             os.close(stderr)
         self._conn = Conn(ours)
 
-    def spawn(self, worker: int, entry: str, args: dict[str, Any], log: Path) -> None:
-        """Fork a process that calls the function behind "package.module:function" with (channel, args)."""
-        if worker in self.running:
-            raise ValueError(f"worker {worker} is running")
-        log = Path(log).absolute()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch()  # what cannot be written is better known here than in the node
-        self._command(type="spawn", worker=worker, entry=entry, args=args, log=str(log))
-        self.running[worker] = 0
+    def serve(self, **options: Any) -> None:
+        """Become a node of a cluster: see SERVE in `runtime.node`."""
+        self.command(type="serve", **options)
 
-    def send(self, worker: int, body: Message) -> None:
-        self._command(type="send", worker=worker, body=body)
-
-    def kill(self, worker: int) -> None:
-        """SIGKILL, also for what the worker started. Its exit event follows."""
-        self._command(type="kill", worker=worker)
-
-    def watch(self, timeout_s: float) -> None:
-        """Report a hang when workers stand still for this long in a phase that should move; 0: never."""
-        self._command(type="watch", timeout_s=timeout_s)
+    def command(self, **command: Any) -> None:
+        if self._lost:
+            return  # the event that says so is all that the caller can get any more
+        try:
+            self._conn.send(command, SEND_TIMEOUT_S)
+        except TimeoutError:
+            self._lost = {"type": "node_lost", "reason": f"the node took no message for {SEND_TIMEOUT_S:.0f} s"}
+        except OSError:
+            pass  # it is gone; what it still said can be read, and then its end
 
     def events(self, timeout: float | None = None) -> Message | None:
         """The next event, or None after `timeout` seconds. Once the node is lost, that is the only event."""
@@ -99,7 +95,7 @@ class NodeClient:
         try:
             event = self._conn.recv(timeout)
             if event is not None:
-                check(event, self.schemas)
+                check(event, EVENTS)
         except TimeoutError:
             return None
         except WireError as e:
@@ -122,10 +118,10 @@ class NodeClient:
     def unread(self) -> bool:
         return self._conn.has_messages
 
-    def close(self) -> None:
-        """End everything. Nothing of the tree is left when this returns."""
+    def close(self) -> bool:
+        """End everything. Returns whether every process of the tree is known to be gone."""
         if self._lifeline < 0:
-            return
+            return True
         self._conn.close()  # the node takes it as its order to leave
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         try:
@@ -136,11 +132,12 @@ class NodeClient:
         self._sweep()
         poll = select.poll()
         poll.register(self._lifeline, select.POLLIN)
-        poll.poll(max(100.0, (deadline - time.monotonic()) * 1e3))
+        gone = bool(poll.poll(max(100.0, (deadline - time.monotonic()) * 1e3)))
         os.close(self._lifeline)
         self._lifeline = -1
+        return gone
 
-    def __enter__(self) -> NodeClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,30 +150,9 @@ class NodeClient:
                 os.killpg(pid, signal.SIGKILL)
         self.running.clear()
 
-    def _command(self, **command: Any) -> None:
-        if self._lost:
-            return  # the event that says so is all that the caller can get any more
-        try:
-            self._conn.send(command, SEND_TIMEOUT_S)
-        except TimeoutError:
-            self._lost = {"type": "node_lost", "reason": f"the node took no message for {SEND_TIMEOUT_S:.0f} s"}
-        except OSError:
-            pass  # it is gone; what it still said can be read, and then its end
-
     def _how_it_ended(self) -> str:
         try:
             code = self.process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "closed its connection"
         return f"was killed by {kernel.signal_name(-code)}" if code < 0 else f"ended with code {code}"
-
-
-class AgentClient(NodeClient):
-    """A node whose workers come and go as the controller says. They are heard of here, and not spawned."""
-
-    module = "phalanx.runtime.agent"
-    schemas = {**EVENTS, "left": {"reason": str}, "released": {}, "launched": {"worker": int, "rank": int}}
-
-    def serve(self, **options: Any) -> None:
-        """See SERVE in `agent`."""
-        self._command(type="serve", **options)

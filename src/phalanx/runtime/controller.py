@@ -1,10 +1,11 @@
-"""The controller process: the shell around `control.gang`. It journals what aggregators and users say, folds it, and
+"""The controller process: the shell around `control.fold`. It journals what aggregators and users say, folds it, and
 sends the commands that follow once the entries that led to them are durable; only then are the senders told that they
 were heard. It may be killed at any instruction: the next one folds the same journal, listens on the same ports, and
-says again what was not answered.
+repeats what was not answered. An entry on which the state machine raises is set aside, and the state is folded again
+without it.
 
 In its folder: `gang.json`, which the launcher writes before the first start; `journal.db`; and `controller.json`,
-where it listens. What it decides is printed as JSON, one line each.
+where it listens. What it decides is printed as JSON, one line each, and a line every second that it is alive.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.control import codec, fanout, messages
+from phalanx.control.fold import Plan, Poison, State
 from phalanx.control.gang import Gang
+from phalanx.control.liveness import DEAD, Liveness, Orphans, Roster
 from phalanx.control.messages import Command, Event, Form
-from phalanx.control.policy import Policy
 from phalanx.core.errors import UserError
-from phalanx.core.layout import Layout
 from phalanx.core.store import sync_folder
 from phalanx.runtime import kernel
-from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, SEEN, Aggregator, Roster, event_of
-from phalanx.runtime.journal import Fenced, Journal, JournalError
+from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, PING_S, Aggregator
+from phalanx.runtime.journal import Entry, Fenced, Journal, JournalError
 from phalanx.runtime.secret import READ, Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
@@ -44,10 +46,14 @@ URGENT_S = 0.1  # that a decision is waited for, before others are heard
 ENDING = (signal.SIGTERM, signal.SIGINT)
 TIDY_S = 15.0
 RETRY_S = 1.0  # while the journal cannot be written
+TICK_S = 0.25  # between two looks at who is silent
+ALIVE_S = 1.0  # between two signs of life
 TEXT_CHARS = 1000  # of a reason, where it is printed
 UNREAD_LINES = 1000  # that nobody takes from standard output
 SNAPSHOT_EVERY = 10_000  # entries
 LATE = 4  # times as many, and a snapshot does not wait for a quiet moment any longer
+ASIDE_S = 10.0  # for the journal, when an entry is set aside
+MOST_ASIDE = 100  # entries that may be set aside, before something is wrong with the program
 
 #: From users. Posted, and answered by "done" or "refused"; "status" is answered by "status".
 ASKED: Schemas = {"ask": {"event": dict}, "status": {}}
@@ -56,30 +62,14 @@ ANSWERS: Schemas = {
     "refused": {"reason": str},
     "status": {"phase": str, "generation": int, "step": int, "replicas": list, "nodes": dict, "why": str},
 }
-_FROM_USERS = (messages.Drain, messages.Scale, messages.Stop)
-_FROM_AGENTS = (
-    messages.NodeJoined, messages.NodeDead, messages.WorkersUp, messages.WorkerDied, messages.WorkerStuck,
-    messages.Parked, messages.Ready, messages.Missing, messages.Held, messages.StepsDone, messages.Durable,
-    messages.DeviceWarning, messages.LinkLost, messages.LinkBack,
-)  # fmt: skip
 
 
 # -- files
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a gang begins with."""
-
-    layout: Layout
-    steps: int
-    start: int  # the step that the run begins from
-    policy: Policy
-
-
-def write_plan(folder: Path, layout: Layout, steps: int, start: int = 0, policy: Policy | None = None) -> None:
+def write_plan(folder: Path, plan: Plan) -> None:
     """The launcher's, before the first start."""
-    _write(Path(folder) / "gang.json", codec.encode(Plan(layout, steps, start, policy or Policy())))
+    _write(Path(folder) / "gang.json", codec.encode(plan))
 
 
 def read_plan(folder: Path) -> Plan:
@@ -115,102 +105,22 @@ def _write(path: Path, body: Any) -> None:
     sync_folder(path.parent)
 
 
-# -- what is folded
-
-
-@dataclass
-class State:
-    """The fold of the journal: the same code makes it, live and after a restart."""
-
-    gang: Gang
-    plan: Any
-    roster: Roster = field(default_factory=Roster)
-    time_ns: int = 0  # of the last entry
-    refused: str = ""  # the last event that an agent should not have sent
-
-    @staticmethod
-    def of(plan: Plan) -> State:
-        return State(Gang.of(plan.layout, plan.steps, plan.policy, plan.start), codec.encode(plan))
-
-    def take(self, kind: str, body: Message, time_ns: int) -> tuple[Message, list[Command]]:
-        """What of it is news, and what follows from that. Nothing but this changes the state."""
-        self.time_ns = max(self.time_ns, time_ns)
-        if kind == "plan":
-            self.check(body["plan"])
-            return body, []
-        if kind == "event":
-            return body, self.gang.apply(time_ns, Event.from_dict(body["event"]))
-        news, out = [], list[Command]()
-        for item in body["items"]:
-            try:
-                taken = self.roster.take(body["from"], item)
-                event = self._event(item) if taken else None
-            except ValueError as error:
-                self.refused = f"{item.get('node', body['from'])}: {error}"
-                continue
-            if taken:
-                news.append(item)
-            if event:
-                out += self.gang.apply(time_ns, event)
-        return {**body, "items": news}, out
-
-    def _event(self, item: Message) -> Event | None:
-        if item["type"] == "edge" and item["edge"] == SEEN:
-            node = self.gang.members.nodes.get(item["node"])
-            if node is None or not (node.dead or item["node"] in self.gang.suspects):
-                return None
-            return messages.NodeClear(item["node"], item["incarnation"])  # one that was given up is fenced for it
-        found = event_of(item)
-        event = Event.from_dict(found) if found else None
-        if item["type"] == "event":
-            _check_agent(item, event)
-        elif item["type"] == "many" and not isinstance(event, messages.Many):
-            raise ValueError(f"{type(event).__name__} is not of many")
-        return event
-
-    def check(self, plan: Any) -> None:
-        if plan != self.plan:
-            raise UserError("gang.json is not what the journal began with", remedy="begin in a new folder")
-
-    def to_bytes(self) -> bytes:
-        parts = {"plan": self.plan, "roster": self.roster.to_dict(), "time_ns": self.time_ns}
-        return json.dumps({**parts, "gang": self.gang.to_bytes().decode()}).encode()
-
-    @staticmethod
-    def from_bytes(data: bytes) -> State:
-        said = json.loads(data)
-        return State(Gang.from_bytes(said["gang"].encode()), said["plan"], Roster(said["roster"]), said["time_ns"])
-
-
-def _check_agent(item: Message, event: Event | None) -> None:
-    """An agent speaks for itself; of another node it can only say, with a proof, that it is dead."""
-    if not isinstance(event, _FROM_AGENTS):
-        raise ValueError(f"{type(event).__name__} is no event of an agent")
-    if isinstance(event, messages.NodeDead):
-        if not event.proof:
-            raise ValueError("NodeDead.proof = '': expected one; silence is for the aggregator to judge")
-    elif (getattr(event, "node", item["node"]), getattr(event, "incarnation", item["incarnation"])) != (
-        item["node"],
-        item["incarnation"],
-    ):
-        raise ValueError(f"{type(event).__name__} is about another node")
-
-
 # -- what is said
 
 
-BULK = ("nodes", "crew", "places", "sources")
+BULK = ("nodes", "crew", "places", "sources", "buddies", "files")
 
 
 def body_of(command: Command) -> Message:
     """What all nodes are told."""
     kind: Any = type(command)
-    kept = [name for name in codec.hints(kind) if name not in BULK]
+    left_out = BULK if isinstance(command, Form) else ("nodes",)
+    kept = [name for name in codec.hints(kind) if name not in left_out]
     return {"kind": kind.__name__, **{name: codec.encode(getattr(command, name)) for name in kept}}
 
 
 def brief(command: Command) -> Message:
-    """For the journal: the state is the fold of the events, so of a decision it has what people ask for."""
+    """What the journal keeps of a decision, for people: the state is the fold of the events."""
     return body_of(command) | {"nodes": len(command.to)}
 
 
@@ -225,12 +135,12 @@ def orders(commands: list[Command], roster: Roster) -> dict[str, list[Message]]:
             continue
         common = body_of(command)
         for home, nodes in homes.items():
-            out.setdefault(home, []).append({"type": "command", "nodes": nodes, "command": common, "each": {}})
+            out.setdefault(home, []).append({"type": "command", "nodes": nodes, "command": common})
     return out
 
 
 class Printer:
-    """Lines for whoever started this process. If nobody reads them, they wait; if nobody can, they are dropped."""
+    """Lines for the process that started this one. Unread lines wait, up to a limit; then the oldest are dropped."""
 
     def __init__(self, fd: int = 1):
         self._fd, self._lines = fd, deque[bytes](maxlen=UNREAD_LINES)
@@ -240,6 +150,11 @@ class Printer:
     def say(self, kind: str, **fields: Any) -> None:
         self._lines.append(json.dumps({"type": kind, **fields}).encode() + b"\n")
         self.flush()
+
+    def alive(self) -> None:
+        """A sign of life; not one more while others are unread."""
+        if not self._lines:
+            self.say("alive")
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
@@ -282,19 +197,20 @@ class Controller:
     ):
         self.folder, self.loop, self.printer = Path(folder), Loop(), printer or Printer()
         self.over = ""  # why it ends
-        plan = read_plan(self.folder)
+        self.plan = read_plan(self.folder)
         self.journal = Journal(self.folder / "journal.db", snapshot_every)
-        self.state = self.journal.recover(
-            lambda data: State.from_bytes(data) if data else State.of(plan),
-            lambda state, entry: state.take(entry.kind, entry.body, entry.time_ns),
-        )
-        self.state.check(codec.encode(plan))
+        self.aside: dict[int, str] = {}  # entries that the state machine raised on, and why
+        self.state = self._fold()
+        self.state.check(codec.encode(self.plan))
         self._base_ns = self.state.time_ns - time.monotonic_ns()
         self._waiting: deque[tuple[int, Heard]] = deque()  # until an entry is durable
         self._unwritten: deque[Heard] = deque()  # while the journal takes none
         self._trouble = self._complained = ""
         self._seen_steps: dict[str, list[int]] = {}  # aggregator -> the furthest [generation, step] there
-        self._told = (self.gang.generation, self.gang.phase in ("running", "ended"), self.gang.phase == "ended")
+        self._told = (self.gang.generation, self.gang.phase in ("running", "ended"), False)
+        self._beat_ns = round(beat_s * 1e9)
+        self._homes = Liveness(round(PING_S * 1e9))  # of aggregators
+        self._orphans = Orphans(self.state.roster, self._beat_ns)
         old = read_address(self.folder)
         me = Identity("controller", "controller", self.journal.term)
         self.server = Server(
@@ -316,8 +232,12 @@ class Controller:
                 self.loop, secret, near, [self.server.address], host, at, seed=self.journal.term, beat_s=beat_s
             )
         self.loop.watch(self.journal, READ, lambda mask: self._settle())
+        self._lose_absent()
+        self._tick()
+        self._say_alive()
+        for number, why in self.aside.items():
+            self._take("aside", {"entry": number, "why": why})
         for command in self.gang.set_timers():
-            assert isinstance(command, messages.SetTimer)
             self._set(command)
         if not self.journal.number:
             self._take("plan", {"plan": self.state.plan})
@@ -325,6 +245,9 @@ class Controller:
             gang = self.gang
             about = {"phase": gang.phase, "generation": gang.generation, "step": gang.committed}
             self.printer.say("state", **about, at_ns=self.state.time_ns)
+            if gang.phase == "ended":
+                for last in gang.outstanding():
+                    self._tell(last, self.state.time_ns)
         _write(
             self.folder / "controller.json",
             {
@@ -334,6 +257,26 @@ class Controller:
                 "aggregators": [self.aggregator.server.address] if self.aggregator else [],
             },
         )
+
+    def _fold(self) -> State:
+        """The state at the end of the journal, without the entries that the state machine raises on."""
+
+        def take(state: State, entry: Entry) -> None:
+            if entry.kind == "aside" and entry.body.get("entry", 0) not in {0, *self.aside}:
+                self.aside[entry.body["entry"]] = entry.body["why"]
+                raise Poison  # what was decided since was decided without that entry
+            if entry.number not in self.aside:
+                try:
+                    state.take(entry.kind, entry.body, entry.time_ns)
+                except Poison as error:
+                    self.aside[entry.number] = f"{error}\n{traceback.format_exc(limit=-5)}"
+                    raise
+
+        plan = self.plan
+        while len(self.aside) <= MOST_ASIDE:
+            with contextlib.suppress(Poison):
+                return self.journal.recover(lambda data: State.from_bytes(data) if data else State.of(plan), take)
+        raise JournalError(f"the state machine raises on more than {MOST_ASIDE} entries of the journal")
 
     @property
     def gang(self) -> Gang:
@@ -361,6 +304,7 @@ class Controller:
         """A new aggregator, or one whose connection was lost, may have missed anything."""
         if session.peer.role == "aggregator":
             name = session.peer.name
+            self._orphans.find(name)
             session.post({"type": "expect", "nodes": self.state.roster.expected(name)})
             said = orders(self.gang.outstanding(), self.state.roster).get(name)
             if said:
@@ -369,7 +313,37 @@ class Controller:
     def _closed(self, session: Session) -> None:
         if session.peer.role == "user":
             self.server.forget(session.peer.name)
+        elif session.peer.role == "aggregator":
+            self._lose_home(session.peer.name)
         self._seen_steps.pop(session.peer.name, None)
+
+    def _lose_home(self, name: str) -> None:
+        """An aggregator is gone: its nodes speak to another one soon, or are dead."""
+        self._homes.forget(name)
+        self._orphans.lose(name, time.monotonic_ns())
+
+    def _lose_absent(self) -> None:
+        """Aggregators that nodes speak to, until they say that they are there."""
+        here = {name for name, session in self.server.sessions.items() if session.conn}
+        for name in {known[2] for known in self.state.roster.to_dict().values()} - here - {""}:
+            self._lose_home(name)
+
+    def _tick(self) -> None:
+        if self.over:
+            return
+        self.loop.after(TICK_S, self._tick)
+        now_ns = time.monotonic_ns()
+        for edge in list(self._homes.tick(now_ns)):
+            if edge.edge == DEAD:
+                self.server.forget(edge.node)
+                self._lose_home(edge.node)
+        for home, item in self._orphans.tick(now_ns):
+            self._take("reports", {"from": home, "items": [item]})
+
+    def _say_alive(self) -> None:
+        if not self.over:
+            self.printer.alive()
+            self.loop.after(ALIVE_S, self._say_alive)
 
     def _heard(self, session: Session, number: int, body: Message) -> None:
         kind, role = body["type"], session.peer.role
@@ -378,6 +352,10 @@ class Controller:
         if kind == "reports":
             items = [check(item, ITEMS) for item in body["items"]]
             self._take("reports", {"from": session.peer.name, "items": items}, session, number)
+        elif kind == "ping":
+            for _ in self._homes.beat(session.peer.name, session.peer.incarnation, 1, time.monotonic_ns()):
+                pass
+            session.tell({"type": "lease", "ns": self.gang.policy.lease_ns, "sent_ns": body["sent_ns"]})
         elif kind == "summary":
             self._seen_steps[session.peer.name] = body["steps"][1]
         elif kind == "status":
@@ -389,24 +367,12 @@ class Controller:
     def _ask(self, session: Session, number: int, body: Message) -> None:
         try:
             event = Event.from_dict(body)
-            self._check_user(event)
+            self.state.check_user(event)
         except ValueError as error:
             session.post({"type": "refused", "reason": str(error)})
             session.ack(number)
         else:
             self._take("event", {"event": event.to_dict()}, session, number)
-
-    def _check_user(self, event: Event) -> None:
-        if not isinstance(event, _FROM_USERS):
-            raise ValueError(f"{type(event).__name__} is nothing that can be asked for; Drain, Scale and Stop are")
-        if isinstance(event, messages.Drain):
-            node = self.gang.members.nodes.get(event.node)
-            if node is None or node.dead:
-                raise ValueError(f"Drain.node = {event.node!r}: there is no such node, or it is dead")
-        if isinstance(event, messages.Scale):
-            least, most = self.gang.policy.min_replicas, self.gang.most
-            if not least <= event.replicas <= most:
-                raise ValueError(f"Scale.replicas = {event.replicas}: expected {least} to {most}")
 
     def status(self) -> Message:
         gang, members = self.gang, self.gang.members
@@ -422,14 +388,18 @@ class Controller:
             "step": max([gang.committed, *seen]),
             "replicas": list(gang.form.replicas) if gang.form else [],
             "nodes": nodes,
-            "why": gang.pausing or gang.said or (gang.form.reason if gang.form else ""),
+            "why": gang.gen.pausing or gang.desk.said or (gang.form.reason if gang.form else ""),
         }
 
     # -- from what is heard to what is said
 
     def _take(self, kind: str, body: Message, session: Session | None = None, number: int = 0) -> None:
         now = self.now_ns()
-        news, commands = self.state.take(kind, body, now)
+        try:
+            news, commands = self.state.take(kind, body, now)
+        except Poison as error:
+            self._set_aside(kind, body, str(error), now, session, number)
+            return
         said = []
         for command in commands:
             if isinstance(command, messages.SetTimer):
@@ -444,6 +414,31 @@ class Controller:
             self.state.refused = ""
         if not self._trouble:
             self._write_down(urgent=any(command.to for command in said))
+
+    def _set_aside(self, kind: str, body: Message, why: str, now: int, session: Session | None, number: int) -> None:
+        """The event never happened, but people can read of it, and its sender is told that it was heard, or it would
+        send it for ever. The state is folded anew, without it. Of several items each is tried alone."""
+        items = body.get("items", [])
+        if len(items) < 2:
+            kernel.complain(f"set aside: {str(body)[:TEXT_CHARS]}\n{traceback.format_exc()}")
+            note, entry = messages.Note(-1, f"set aside: {why}"), {"kind": kind, "body": body, "why": why}
+            self._unwritten.append(Heard("aside", entry, now, [note], session, number))
+            if not self._trouble:
+                self._write_down()
+        try:
+            self.journal.wait(self.journal.number, ASIDE_S)
+            self.state = self._fold()
+            for command in self.gang.set_timers():
+                self._set(command)
+            self._orphans = Orphans(self.state.roster, self._beat_ns)
+            self._lose_absent()
+        except (TimeoutError, JournalError) as error:
+            self.over = f"an event was set aside, and the journal cannot be written: {error}"
+            return
+        if len(items) > 1:
+            for item in items[:-1]:
+                self._take(kind, {**body, "items": [item]})
+            self._take(kind, {**body, "items": items[-1:]}, session, number)
 
     def _write_down(self, urgent: bool = False) -> None:
         """`urgent`: somebody waits for what was decided, so nothing else is read before it is durable and said."""
@@ -470,6 +465,9 @@ class Controller:
             durable = self.journal.settled()
         except JournalError as error:
             return self._troubled(error)
+        if self._complained and not self._trouble and self._waiting and self._waiting[0][0] <= durable:
+            self._complained = ""
+            self.printer.say("trouble", text="")
         while self._waiting and self._waiting[0][0] <= durable:
             _, heard = self._waiting.popleft()
             for command in heard.commands:
@@ -484,13 +482,14 @@ class Controller:
         return None
 
     def _troubled(self, error: JournalError) -> None:
-        """Nothing more is said, and nobody is told that he was heard, until it can be written."""
+        """Nothing more is said, and no sender is told that it was heard, until the journal can be written."""
         if isinstance(error, Fenced):
             self.over = str(error)
         elif not self._trouble:
             self.loop.after(RETRY_S, self._retry)
             if str(error) != self._complained:
                 kernel.complain(error)
+                self.printer.say("trouble", text=str(error)[:TEXT_CHARS])
         self._trouble = self._complained = str(error)
 
     def _retry(self) -> None:
@@ -503,7 +502,7 @@ class Controller:
         self.loop.after(max(0, command.at_ns - self.now_ns()) / 1e9, partial(self._fire, command))
 
     def _fire(self, command: messages.SetTimer) -> None:
-        if self.gang.timers.get(command.timer) != command.at_ns:
+        if self.gang.desk.timers.get(command.timer) != command.at_ns:
             return  # it was put off, or is not needed any more
         if self.now_ns() < command.at_ns:
             self._set(command)  # the loop's clock counts in floats
@@ -517,6 +516,8 @@ class Controller:
         generation, started, ended = self._told
         if isinstance(command, messages.Note):
             self.printer.say("note", rung=command.rung, text=command.text[:TEXT_CHARS], at_ns=at_ns)
+        elif isinstance(command, messages.Report):
+            self.printer.say("report", about=command.about, body=json.loads(command.body), at_ns=at_ns)
         elif isinstance(command, Form) and command.generation > generation:
             self._told = (command.generation, False, False)
             kept = {name: codec.encode(getattr(command, name)) for name in ("generation", "step", "replicas", "rung")}
@@ -525,13 +526,13 @@ class Controller:
         elif isinstance(command, messages.Start) and command.generation == generation and not started:
             self._told = (generation, True, ended)
             self.printer.say("started", generation=generation, at_ns=at_ns)
-        elif isinstance(command, messages.Leave) and not ended:
+        elif isinstance(command, messages.Ended) and not ended:
             self._told = (generation, started, True)
-            self.printer.say("ended", reason=command.reason[:TEXT_CHARS], step=self.gang.committed, at_ns=at_ns)
+            self.printer.say("ended", **codec.encode(command), at_ns=at_ns)
 
 
 def ask(folder: Path, secret: Secret, message: Message, timeout_s: float = 10.0) -> Message:
-    """A user's word to the controller: {"type": "ask", "event": {...}} or {"type": "status"}. TimeoutError."""
+    """Send a user's message to the controller: {"type": "ask", "event": {...}} or {"type": "status"}. TimeoutError."""
     at = read_address(folder)
     if not at["port"]:
         raise UserError(f"there is no controller.json in {folder}", remedy="start the controller first")

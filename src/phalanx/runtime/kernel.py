@@ -26,6 +26,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def how(status: int) -> str:
+    """How a process ended, by its wait status."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+
+
 def complain(text: object) -> None:
     """To the log; which may be on the disk that is full."""
     with contextlib.suppress(OSError):

@@ -1,13 +1,14 @@
 """Control messages between machines, over TCP: a Server that hundreds of peers speak to, and the Link of one of them.
 
 Connections are `Secure`: both ends have proven the cluster's secret, and strangers are sent nothing. Messages come in
-two kinds. What is told is lost if there is no connection. What is posted is numbered, kept until the other end has
-acknowledged it, and sent again over the next connection; the other end knows a sender by its name and its incarnation
-(one process) and hands over each number once.
+two kinds. A told message is lost if there is no connection. A posted one is numbered, kept until the other end has
+acknowledged it, and sent again over the next connection. A server knows a sender by its name and its incarnation (one
+process) and hands over each number once; a link may be handed the same number again after a connection was lost.
 
 A server acknowledges when it is asked to, which is when the message is in the journal: it may be killed at any moment
-and misses nothing. Whoever comes with an older incarnation than was seen before is refused, at both ends: nobody
-listens to a process that was believed dead and replaced.
+and misses nothing. A peer with an older incarnation than was seen before is refused, at both ends: nobody listens to a
+process that was believed dead and replaced. An end that never acknowledges is given up when its messages fill the
+outbox: its session is forgotten and it must connect anew.
 """
 
 from __future__ import annotations
@@ -131,8 +132,14 @@ class Outbox:
 class Session:
     """With one incarnation of a peer, through all its connections."""
 
-    def __init__(self, peer: Identity, outbox: Outbox | None = None, received: int = 0):
-        self.peer, self.outbox = peer, outbox or Outbox()
+    def __init__(
+        self,
+        peer: Identity,
+        outbox: Outbox | None = None,
+        received: int = 0,
+        on_overflow: Callable[[], object] | None = None,
+    ):
+        self.peer, self.outbox, self._on_overflow = peer, outbox or Outbox(), on_overflow
         self.received = self.acked = received
         self.conn: Secure | None = None
         self._sent = self._ack_sent = 0  # over this connection
@@ -143,8 +150,14 @@ class Session:
         self.pump()
 
     def post(self, body: Message) -> int:
-        """Its number."""
-        number = self.outbox.post(body)
+        """Its number; 0: there is no room for it, and the session is over."""
+        try:
+            number = self.outbox.post(body)
+        except OverflowError:
+            if self._on_overflow is None:
+                raise
+            self._on_overflow()
+            return 0
         self.pump()
         return number
 
@@ -233,7 +246,8 @@ class Server:
         """A peer that will not come back."""
         session = self.sessions.pop(name, None)
         if session and session.conn:
-            self._drop(session.conn)
+            conn, session.conn = session.conn, None
+            self._drop(conn)
 
     def close(self) -> None:
         self._loop.watch(self._listener, 0)
@@ -313,7 +327,8 @@ class Server:
         if session and session.conn:
             self._drop(session.conn)
         if session is None or conn.peer.incarnation > session.peer.incarnation:
-            session = self.sessions[conn.peer.name] = Session(conn.peer)
+            forget = partial(self.forget, conn.peer.name)
+            session = self.sessions[conn.peer.name] = Session(conn.peer, on_overflow=forget)
         session.peer = conn.peer
         session.attach(conn)
         self._on_open(session)
@@ -335,8 +350,8 @@ class Server:
 
 class Link:
     """To one of several addresses, each in its turn until one answers, and again whenever the connection ends; the
-    pauses grow, and `seed` spreads those of many links. What it is handed over it acknowledges at once; `on_ack` hears
-    up to which number the other end has acknowledged."""
+    pauses grow up to `retry_s`, and `seed` spreads those of many links. What it is handed over it acknowledges at once;
+    `on_ack` hears up to which number the other end has acknowledged."""
 
     def __init__(
         self,
@@ -352,6 +367,7 @@ class Link:
         tls: ssl.SSLContext | None = None,
         seed: int = 0,
         handshake_s: float = HANDSHAKE_S,
+        retry_s: float = BACKOFF_S[1],
     ):
         self.me, self.addresses, self.outbox = me, addresses, Outbox()
         self.session: Session | None = None  # while there is a connection
@@ -359,9 +375,9 @@ class Link:
         self.trouble = ""  # why the last one ended
         self._loop, self._secret, self._schemas, self._tls = loop, secret, schemas, tls
         self._on_message, self._on_open, self._on_close, self._on_ack = on_message, on_open, on_close, on_ack
-        self._handshake_s = handshake_s
+        self._handshake_s, self._retry_s = handshake_s, min(retry_s, BACKOFF_S[1])
         self._dice = random.Random(seed)  # noqa: S311  (it spreads load, it keeps no secret)
-        self._sessions: dict[str, Session] = {}  # by the server's name
+        self._incarnations: dict[str, int] = {}  # of servers, by name
         self._attempts = self._failures = 0
         self._closed = False
         self._sock: socket.socket | None = None
@@ -387,6 +403,10 @@ class Link:
                     f"{self.addresses}; last: {self.trouble or 'no answer'}"
                 )
             self._loop.turn(left)
+
+    def drop(self, reason: str) -> None:
+        """End the connection, and try the next address."""
+        self._end(reason)
 
     def close(self) -> None:
         self._closed = True
@@ -461,11 +481,10 @@ class Link:
         assert conn.peer
         if self.session:
             return self.session
-        session = self._sessions.get(conn.peer.name)
-        if session and conn.peer.incarnation < session.peer.incarnation:
+        if conn.peer.incarnation < self._incarnations.get(conn.peer.name, 0):
             raise Refused(f"{conn.peer.name} was replaced: this one has incarnation {conn.peer.incarnation}")
-        if session is None or conn.peer.incarnation > session.peer.incarnation:
-            session = self._sessions[conn.peer.name] = Session(conn.peer, self.outbox)
+        self._incarnations[conn.peer.name] = conn.peer.incarnation
+        session = Session(conn.peer, self.outbox)  # the server says from which number on it goes on
         self.session, self._failures, self.trouble = session, 0, ""
         self.visits += 1
         session.attach(conn)
@@ -482,8 +501,7 @@ class Link:
             self._loop.watch(sock, 0)
             sock.close()
         if conn or sock:
-            first, most = BACKOFF_S
-            pause = min(most, first * 2 ** min(self._failures, 30)) * self._dice.uniform(0.5, 1.0)
+            pause = min(self._retry_s, BACKOFF_S[0] * 2 ** min(self._failures, 30)) * self._dice.uniform(0.5, 1.0)
             self._failures, self.trouble = self._failures + 1, reason
             self._loop.after(pause, self._connect)
         if session:

@@ -1,5 +1,8 @@
 """The node's watch over its workers: reads their progress records, asks those that stand still for their
-stacks, and says who hangs. How a hang is judged is in `hang`."""
+stacks, and says who hangs. How a hang is judged is in `hang`.
+
+A worker that waits for others may wait for one on another node, whose watch sees to it. If it still stands there much
+later, nobody does, and the hang is final."""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from phalanx.runtime import hang, kernel
 from phalanx.runtime.wire import Message
 
 ANSWER_S = 0.5  # for writing a stack; as long again when somebody is silent
-TAIL_LINES = 40
 
 
 class Watched(Protocol):
@@ -42,6 +44,7 @@ class Watch:
         self._last_look_ns = 0
         self._probe: Probe | None = None
         self._told: dict[int, Reading] = {}  # hangs that were reported, once each
+        self._waiting: tuple[int, dict[int, Reading], Message] | None = None  # due when, where they stood, the event
 
     def set(self, timeout_s: float) -> None:
         self.limit_ns, self._probe = int(timeout_s * 1e9), None
@@ -66,6 +69,7 @@ class Watch:
         self._last_look_ns = now
         present = {w.number: w for w in workers if w.pid}
         readings = {number: w.progress.read() for number, w in present.items()}
+        yield from self._still(now, readings)
         if self._probe is None:
             found = hang.stuck(readings, now, self._since_ns, self.limit_ns)
             if any(self._told.get(number) != readings[number] for number in found):
@@ -96,18 +100,25 @@ class Watch:
             return
         self._probe, self._told = None, {e.worker: readings[e.worker] for e in evidence}
         culprits, reason = hang.judge(evidence)
-        yield {
+        waits = next(e.waits for e in evidence if e.worker == culprits[0])
+        event = {
             "type": "hang",
             "worker": culprits[0],
             "workers": culprits,
             "reason": reason,
             "progress": readings[culprits[0]].to_dict(),
-            "log_tail": _tail(present[culprits[0]].log),
-            "waits": next(e.waits for e in evidence if e.worker == culprits[0]),
+            "final": not waits,
         }
+        if waits:
+            patience_ns = (hang.SOLO_FACTOR - 1) * self.limit_ns
+            self._waiting = time.monotonic_ns() + patience_ns, {n: readings[n] for n in culprits}, event
+        yield event
 
-
-def _tail(fd: int) -> str:
-    size = os.fstat(fd).st_size
-    text = os.pread(fd, 1 << 16, max(0, size - (1 << 16))).decode(errors="replace")
-    return "\n".join(text.splitlines()[-TAIL_LINES:])
+    def _still(self, now: int, readings: dict[int, Reading]) -> Iterator[Message]:
+        """Those that waited for others, much later."""
+        if self._waiting and now >= self._waiting[0]:
+            _, stood, event = self._waiting
+            self._waiting = None
+            same = [number for number, reading in stood.items() if readings.get(number) == reading]
+            if same:
+                yield {**event, "worker": same[0], "workers": same, "final": True}

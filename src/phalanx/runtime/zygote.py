@@ -18,7 +18,7 @@ import sys
 import traceback
 from typing import Any
 
-from phalanx.runtime import kernel, worker
+from phalanx.runtime import forked, kernel
 
 PACKET_BYTES = 64 << 10
 
@@ -45,7 +45,7 @@ def preload(modules: list[str]) -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for name in modules:
         if ":" in name:
-            worker.entry(name)()
+            forked.entry(name)()
         else:
             importlib.import_module(name)
     if before is None:
@@ -80,7 +80,7 @@ def serve(control: socket.socket) -> None:
                 _send(control, type="exit", worker=request["worker"], status=-1, error=f"fork failed: {e}")
             else:
                 if pid == 0:
-                    worker.main(
+                    forked.main(
                         fds, slot=request["slot"], parent=me, close=[control.fileno(), selector.fileno(), *children]
                     )
                 _own_group(pid)

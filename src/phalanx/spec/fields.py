@@ -329,15 +329,24 @@ class CheckpointSection(Section):
 
 
 class RecoverySection(Section):
-    """What happens when a worker or a node dies. Without it the run ends, and goes on with `--resume auto`."""
+    """What happens when a worker or a node dies."""
 
-    on: bool = option(RECOVERY.on, "Whether the run goes on without what died; spares turn it on as well.")
+    on: bool = option(
+        RECOVERY.on, "Whether the run survives a loss. If not, the first one ends it, and `--resume auto` continues."
+    )
     spares: int = option(RECOVERY.spares, "Nodes that stand by to take the place of one that fails.", ge=0, le=10_000)
     min_replicas: int = option(RECOVERY.min_replicas, "Replicas with which the run goes on; with fewer it waits.", ge=1)
     wait_s: float = option(
         RECOVERY.wait_s, "Seconds that are waited for full strength before the run goes on with fewer replicas.", ge=0
     )
-    beat_s: float = option(RECOVERY.beat_s, "Seconds between heartbeats; a node is dead after three of them.", gt=0)
+    hold_s: float = option(
+        RECOVERY.hold_s, "Seconds that a run which cannot go on waits for nodes before it ends.", ge=0, le=1e9
+    )
+    beat_s: float = option(
+        RECOVERY.beat_s,
+        "Seconds between heartbeats; a node is dead after three of them. 0 derives them from the number of nodes.",
+        ge=0,
+    )
     restart_s: float = option(
         RECOVERY.restart_s, "Seconds after which a node process of this machine that died is started again.", ge=0
     )
@@ -367,10 +376,13 @@ class RunSection(Section):
     hang_timeout_s: float = option(
         RUN.hang_timeout_s, "Seconds without a step until a run counts as hung; 0 derives it from the step time.", ge=0
     )
+    share_devices: bool = option(
+        RUN.share_devices, "Whether ranks may share an accelerator where there are more of them: slow, over Gloo."
+    )
     hosts: Annotated[str, AfterValidator(os.path.expanduser)] = option(
         RUN.hosts,
         "A file that says at which addresses nodes listen, and how their processes start (see docs/recovery.md); "
-        "without one, all is on loopback. With recovery only.",
+        "without one, all is on loopback.",
     )
 
 

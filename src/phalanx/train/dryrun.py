@@ -296,6 +296,10 @@ class _Nowhere(Device):
     def host_bytes(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
+    @property
+    def of_groups(self) -> None:
+        """Nothing is connected."""
+
     def standalone_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
         return _Standalone(self.seen, rank, size)
 

@@ -290,3 +290,4 @@ def apply(job: Job, state: State, result: StepResult) -> None:
         bias.copy_(torch.where(bad, bias, next_bias(bias, load, job.model.balance_bias)))
     result.grads.clear()  # the caller keeps the rest; this must not live that long
     state.step += 1
+    state.updates += 1

@@ -1,5 +1,5 @@
-"""A worker's state: its local slices of the weights and of the optimizer, and the step. It lives
-outside the engine, which is thrown away after a failure; engines borrow these tensors."""
+"""A worker's state: its local slices of the weights and of the optimizer, the step, and the head of the ledger. It
+lives outside the engine, which is thrown away after a failure; engines borrow these tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from phalanx.core.checkpoint import Entry
 from phalanx.core.held import Held
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
+from phalanx.core.ledger import GENESIS
 from phalanx.model.family import Family
 from phalanx.model.init import draw
 from phalanx.parallel.device import Device
@@ -32,10 +33,14 @@ class State:
     buffers: dict[str, Tensor]  # whole on every rank of the stage
     entries: list[Entry]  # of a checkpoint: what all ranks together hold
     step: int = 0
+    updates: int = 0  # of the optimizer
+    ledger: str = GENESIS  # the hash of the last committed step
 
     @staticmethod
-    def create(job: Job, family: Family, coord: Coord, device: Device) -> State:
-        """First values: the same whole weights on any layout."""
+    def create(
+        job: Job, family: Family, coord: Coord, device: Device, progress: Callable[[], object] = lambda: None
+    ) -> State:
+        """Draw first values: the same whole weights on any layout. `progress` is called now and then."""
         everywhere = describe(family, job.model, job.layout)
         infos = [i for i in everywhere if i.held_by(job.layout, coord)]
         params = {}
@@ -45,6 +50,7 @@ class State:
             rows, cols = info.local_slice(job.layout, coord)
             draw(job.seed, info.name, info.shape, family.init(info.name, job.model), rows, cols, local)
             params[info.name] = nn.Parameter(local.to(device.torch))
+            progress()
         dtype = MASTER_DTYPE[job.train.precision]
         described = describe_buffers(family, job.model, job.layout)
         buffers = {
@@ -83,8 +89,8 @@ class State:
         return out
 
     def restore(self, fill: Callable[[Callable[[str], Tensor]], object], step: int, updates: int) -> None:
-        """Go on from a checkpoint of `step`: `fill` is given this rank's slices by name, to be written to. Without
-        updates it has no moments, and the optimizer starts anew."""
+        """Go on from a checkpoint of `step`, after so many updates of the optimizer: `fill` is given this rank's slices
+        by name, to be written to. Without updates it has no moments, and the optimizer starts anew."""
         moments: dict[nn.Parameter, dict[str, Tensor]] = {}
         dtypes = {e.held.name: getattr(torch, e.dtype) for e in self.entries}
         for name, param in self.params.items():
@@ -97,7 +103,7 @@ class State:
         fill(room)
         if updates:
             self.optimizer.restore(moments, updates)
-        self.step = step
+        self.step, self.updates = step, updates
 
     def digest(self) -> dict[str, str] | None:
         """SHA-256 of the bytes of the local weights, and of the optimizer's moments. None for more

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,7 +93,8 @@ class Giver:
         self._device.use()
         held = state.names()
         sizes = [_bytes_of(state.get(name)) for name in held]
-        send(conn, {"error": "", "rng": rng_state(self._device).hex(), "names": held, "sizes": sizes})
+        about = {"rng": rng_state(self._device).hex(), "updates": state.updates, "ledger": state.ledger}
+        send(conn, {"error": "", **about, "names": held, "sizes": sizes})
         for name in held:
             data = as_bytes(state.get(name).detach()).cpu().numpy()
             hasher = xxhash.xxh3_128()
@@ -103,7 +105,15 @@ class Giver:
             conn.sendall(hasher.digest())
 
 
-def take(address: str, token: str, generation: int, step: int, state: State, device: Device) -> int:
+def take(
+    address: str,
+    token: str,
+    generation: int,
+    step: int,
+    state: State,
+    device: Device,
+    progress: Callable[[], object] = lambda: None,
+) -> int:
     """Fill `state` with that of `address`, which is at `step`. Returns how many bytes came. BadCheckpoint; OSError."""
     host, _, port = address.rpartition(":")
     received = 0
@@ -130,8 +140,10 @@ def take(address: str, token: str, generation: int, step: int, state: State, dev
                 if not direct:
                     room.copy_(target)
                 received += size
+                progress()
 
-        state.restore(fill, step, step)
+        state.restore(fill, step, int(reply["updates"]))
+        state.ledger = str(reply["ledger"])
     set_rng_state(device, bytes.fromhex(reply["rng"]))
     return received
 

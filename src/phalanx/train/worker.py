@@ -16,45 +16,48 @@ import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch._dynamo  # torch's optimizers import it; here the ranks get it with the fork
+import torch.distributed as dist
 
 from phalanx.checkpoint.buddy import fetch
 from phalanx.checkpoint.torch_state import rng_state, set_rng_state
 from phalanx.control.member import Member
 from phalanx.control.messages import Source
+from phalanx.control.verdict import is_echo
 from phalanx.core.checkpoint import BadCheckpoint
+from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
+from phalanx.core.ledger import GENESIS, Record, bits, mean_loss
 from phalanx.data.feed import Feed
 from phalanx.data.samples import digest, places_of, unpack
 from phalanx.model.family import Batch, check_family, load_family
-from phalanx.observe.progress import Phase
+from phalanx.observe.progress import Phase, Reading
 from phalanx.parallel.device import Device, avoid_broken_amx
-from phalanx.parallel.groups import Groups, break_connections, connect_store, lost_peers
+from phalanx.parallel.groups import Groups, break_connections, connect_store
+from phalanx.parallel.reduce import StepFailed
 from phalanx.parallel.shard import COMPUTE_DTYPE
 from phalanx.train import transfer
 from phalanx.train.engine import Engine, StepResult, apply
-from phalanx.train.saving import Saver, resume, resume_from_checkpoint, resume_from_memory
+from phalanx.train.snapshots import Saver, resume, resume_from_checkpoint, resume_from_memory
 from phalanx.train.state import State
 
 
 def main(channel: Any, args: dict[str, Any]) -> None:
-    """With "form" in `args` it is the member of a gang that lives and dies together: it trains at once, and fails when
-    a peer does. Otherwise it waits to be told."""
-    worker = Worker(channel, args)
-    if args.get("form"):
-        worker.train_at_once(args["form"])
-    else:
-        worker.serve()
+    Worker(channel, args).serve()
 
 
 def prepare() -> None:
     """In the zygote, once: what each worker would have to find out anew."""
     avoid_broken_amx()
+
+
+SOURCE_ERRORS = (BadCheckpoint, OSError, ValueError)  # the state that was to be had is not there, or not to be trusted
 
 
 class Halted(RuntimeError):
@@ -127,16 +130,17 @@ class Worker:
     def __init__(self, channel: Any, args: dict[str, Any]):
         job = Job.from_dict(args["job"])
         self.channel, self.args, self.job, self.rank = channel, args, job, int(args["rank"])
-        local_ranks = int(args["local_ranks"])
-        torch.set_num_threads(num_threads(job, local_ranks))
+        self._quiet = Phase.starting
+        self.local_ranks = int(args["local_ranks"])
+        torch.set_num_threads(num_threads(job, self.local_ranks))
         torch.manual_seed(job.seed)
-        self.device = Device.pick(job.run.device, int(args["local_rank"]), local_ranks)
+        self.device = Device.pick(job.run.device, self.rank, job.layout.world_size, job.run.share_devices)
         self.family = load_family(job.model.family)
         check_family(self.family, job.model)
         coord = job.layout.coord(self.rank)
-        self.state = State.create(job, self.family, coord, self.device)
-        self.member = Member(int(args.get("worker", self.rank)), job.train.steps, generation=-1)
-        self.giver = transfer.Giver(args["token"], self.device, args["host"]) if "token" in args else None
+        self.state = State.create(job, self.family, coord, self.device, self._move)
+        self.member = Member(int(args["worker"]), job.train.steps, generation=-1)
+        self.giver = transfer.Giver(args["token"], self.device, args["host"])
         self.commands = Commands(channel)
         self.groups: Groups | None = None
         self.engine: Engine | None = None
@@ -144,13 +148,18 @@ class Worker:
         self.saver: Saver | None = None
         self.result: StepResult | None = None  # of the step that was voted for and is not applied yet
         self.report: dict[str, Any] = {}  # of that
+        self.record: Record | None = None  # of that, for the ledger
         self.rng = b""  # before the step that is under way
         self.told_facts = False
-        self.lacks = -1  # the generation for which it did not get its state
+
+    def _move(self) -> None:
+        """Note that it does something, while it starts or restores."""
+        self.channel.progress.mark(self._quiet)
 
     # -- what it is told
 
     def serve(self) -> None:
+        self._quiet = Phase.idle
         self.channel.send({"type": "up"})
         while (message := self.commands.next()) is not None:
             kind = message["type"]
@@ -159,53 +168,46 @@ class Worker:
                 return
             getattr(self, "_on_" + kind)(message)
 
-    def train_at_once(self, form: dict[str, Any]) -> None:
-        self.member.form(int(form["generation"]), 0, None)
-        self._enter(form, None)
-        self.channel.send({"type": "ready"})
-        self.member.restored(self.state.step)
-        self.member.start(self.member.generation)
-        while self.member.phase == "running":
-            self._step()
-        self._end()
-
     def _on_form(self, form: dict[str, Any]) -> None:
         source = Source(**form["source"]) if form["source"] else None
-        generation = int(form["generation"])
-        if not self.member.form(generation, int(form["step"]), source):
-            if generation == self.member.generation:
-                self._say_again()
+        generation, m = int(form["generation"]), self.member
+        if not m.form(generation, int(form["step"]), source):
+            if generation == m.generation:
+                self._say()
             return
         self.channel.progress.mark(Phase.idle)
-        self.commands.generation, lost = generation, ""
+        self.commands.generation = generation
         try:
-            self._enter(form, source)
-        except (BadCheckpoint, OSError, ValueError) as error:
-            lost, self.lacks = f"{type(error).__name__}: {error}", generation
-        except RuntimeError as error:
-            if not lost_peers(error) and self.commands.halted < generation:
-                raise
-            lost = str(error) or type(error).__name__
-        if not lost:
-            self.member.restored(self.state.step)
+            digest = self._enter(form, source)
+        except Exception as error:
+            self._left_by(error, generation)
         else:
-            print(f"generation {generation} could not be formed: {lost}", flush=True)
-            self._leave_groups()
-            if self.lacks != generation:
-                self.member.halt(generation)
-        self._say_again(lost)
+            m.restored(self.state.step)
+            self._say(digest)
 
-    def _say_again(self, reason: str = "it is not there") -> None:
+    def _left_by(self, error: Exception, generation: int) -> None:
+        """An error has ended the generation for this rank. After a halt any error is a consequence of it. Otherwise
+        those of groups and of sources are survived; all others are this process's own, and end it."""
+        m, halted = self.member, self.commands.halted >= generation
+        own = isinstance(error, UserError)
+        if m.phase == "restoring" and not halted and not own and isinstance(error, SOURCE_ERRORS):
+            m.lack(f"{type(error).__name__}: {error}"[:500], damaged=isinstance(error, BadCheckpoint))
+        elif halted or survivable(error):
+            m.halt(generation, None if halted else why(error, self.channel.progress.read()))
+        else:
+            raise error
+        self.channel.progress.mark(Phase.idle)
+        print(f"generation {generation} ended at step {m.step}: {type(error).__name__}: {error}", flush=True)
+        if m.phase == "parked" and m.why and "kind" in m.why:
+            traceback.print_exception(error)
+        traceback.clear_frames(error.__traceback__)  # they hold groups, and so their sockets
+        self._leave_groups()
+        self._say()
+
+    def _say(self, digest: str = "") -> None:
         """Where it stands."""
-        m = self.member
-        if self.lacks == m.generation and m.phase == "restoring":
-            self.channel.send({"type": "missing", "generation": m.generation, "reason": reason[:500]})
-        elif m.phase == "parked":
-            held = {"step": m.step, "prepared": m.prepared, "made": m.made}
-            self.channel.send({"type": "parked", "generation": m.generation, **held})
-        elif m.phase == "ready":
-            said = {"generation": m.generation, "step": m.step, "digest": self._digest}
-            self.channel.send({"type": "ready", **said})
+        if said := self.member.standing(digest):
+            self.channel.send(said)
 
     def _on_serve(self, message: dict[str, Any]) -> None:
         """It has no place in the next generation, but somebody who does takes its state from here."""
@@ -221,12 +223,12 @@ class Worker:
             self._run()
         elif self.member.phase == "parked":
             self._leave_groups()
-            self._say_again()
+            self._say()
 
     def _on_halt(self, message: dict[str, Any]) -> None:
         if self.member.halt(int(message["generation"])):
             self._leave_groups()
-            self._say_again()
+            self._say()
 
     def _on_save(self, message: dict[str, Any]) -> None:
         m, step = self.member, int(message["step"])
@@ -239,8 +241,8 @@ class Worker:
 
     # -- a generation
 
-    def _enter(self, form: dict[str, Any], source: Source | None) -> None:
-        """Groups, state and engine of the generation."""
+    def _enter(self, form: dict[str, Any], source: Source | None) -> str:
+        """Make the state, the groups and the engine of the generation. Returns the digest of the state."""
         generation, step = int(form["generation"]), int(form["step"])
         self._leave_groups()
         replicas, size = [int(r) for r in form["replicas"]], self.job.layout.replica_size
@@ -255,8 +257,9 @@ class Worker:
             self._offer(generation, step, form["store"], store)
         else:
             address = store.get(f"g{generation}/state/{source.number}").decode()
-            transfer.take(address, self.args["token"], generation, step, self.state, self.device)
-        self._digest = transfer.digest_of(self.state) if self.giver else ""
+            self._wait_for_snapshot()
+            transfer.take(address, self.args["token"], generation, step, self.state, self.device, self._move)
+        digest = transfer.digest_of(self.state)
         restored = time.perf_counter()
         self.groups = Groups.form(
             store, generation, layout, coord, self.device, bool(self.family.experts), job.collectives
@@ -268,13 +271,13 @@ class Worker:
             job, Feed(self.args["data"]["address"], self.engine.indices, self.state.step, self._peers(replicas))
         )
         self._keep_line(job, coord, generation)
-        if self.giver:
-            from_ = source.kind if source else "kept"
-            took = {"restore_s": restored - began, "form_s": time.perf_counter() - restored}
-            self.channel.send({"type": "entered", "generation": generation, "source": from_, **took})
+        from_ = source.kind if source else "kept"
+        took = {"restore_s": restored - began, "form_s": time.perf_counter() - restored}
+        self.channel.send({"type": "entered", "generation": generation, "source": from_, **took})
         if not self.told_facts and (source is None or source.kind != "live"):  # else it is like its peers
             self.told_facts = True
             self.channel.send({"type": "facts", **_facts(job, self.engine, self.device)})
+        return digest
 
     def _settle(self, step: int) -> None:
         """Apply the step that was voted for if it counts; else it never happened. ValueError: it has not got `step`."""
@@ -283,6 +286,7 @@ class Worker:
             assert prepared is not None
             self._wait_for_snapshot()
             apply(self.job, self.state, prepared)
+            self._enter_ledger()
             self.channel.send(self.report)
         elif prepared is not None and self.rng:
             set_rng_state(self.device, self.rng)
@@ -290,8 +294,6 @@ class Worker:
 
     def _restore(self, job: Job, coord: Coord, source: Source | None, step: int) -> None:
         if source is None:
-            if self.args.get("resume") and self.state.step == 0 and self.member.step < 0:
-                self.channel.send(self._resume(job, coord))
             return
         self._wait_for_snapshot()
         if source.kind == "memory":
@@ -300,37 +302,34 @@ class Worker:
             slot, made = fetch(_address(source.address), token, source.number, (step, source.made))
             layout = Layout(**made)
             resume_from_memory(layout, layout.coord(source.number), self.state, self.device, slot)
-        elif source.made or (step and not self.args.get("resume")):
+        elif source.kind == "durable":
             url = self.args["checkpoints"]
-            resume_from_checkpoint(job, coord, self.state, self.device, url, step, source.made)
-        elif self.args.get("resume"):
-            self.channel.send(self._resume(job, coord))
+            resume_from_checkpoint(job, coord, self.state, self.device, url, step, source.made, self._move)
+        elif start := self.args["resume"]:
+            about = (start["url"], start["name"], self.local_ranks, self._move)
+            self.channel.send(resume(job, coord, self.state, self.device, *about))
         else:
             self._begin_anew(coord)
         if self.state.step != step:
             raise BadCheckpoint(f"it is of step {self.state.step} and not of {step}")
 
-    def _resume(self, job: Job, coord: Coord) -> dict[str, Any]:
-        start = self.args["resume"]
-        return resume(job, coord, self.state, self.device, start["url"], start["name"], int(self.args["local_ranks"]))
-
     def _begin_anew(self, coord: Coord) -> None:
         if self.state.step:
             self._drop_saver()
-            self.state = State.create(self.job, self.family, coord, self.device)
+            self.state = State.create(self.job, self.family, coord, self.device, self._move)
+        self.state.ledger = self.args["ledger"] or GENESIS
         torch.manual_seed(self.job.seed)
 
     def _offer(self, generation: int, step: int, address: str, store: Any = None) -> None:
-        if self.giver:
-            store = store or connect_store(*_address(address))
-            self.giver.offer(generation, step, self.state)
-            store.set(f"g{generation}/state/{self.member.worker}", self.giver.address)
+        store = store or connect_store(*_address(address))
+        self.giver.offer(generation, step, self.state)
+        store.set(f"g{generation}/state/{self.member.worker}", self.giver.address)
 
     def _peers(self, replicas: list[int]) -> int:
         """Ranks of this node that work on the same micro-batches, itself included."""
         layout, own = self.job.layout, self.job.layout.coord(self.rank)
         here = range(layout.world_size)
-        if int(self.args["local_ranks"]) < layout.world_size:
+        if self.local_ranks < layout.world_size:
             here = range(
                 layout.node(self.rank) * layout.ranks_per_node, (layout.node(self.rank) + 1) * layout.ranks_per_node
             )
@@ -340,8 +339,9 @@ class Worker:
     def _keep_line(self, job: Job, coord: Coord, generation: int) -> None:
         """To the keeper of checkpoints; a new one when the rank writes other parts of the state than before."""
         keeper = self.args.get("keeper")
-        if not keeper:
+        if not keeper or "address" not in keeper:  # checkpoints are switched off
             return
+        keeper = {**keeper, "data_version": self.args["data_version"]}
         if self.saver and (self.saver.job.layout != job.layout or self.saver.state is not self.state):
             self._drop_saver()
         if self.saver is None:
@@ -358,8 +358,7 @@ class Worker:
             self.saver.snapshots.wait()
 
     def _leave_groups(self) -> None:
-        if self.giver:
-            self.giver.withdraw()
+        self.giver.withdraw()
         if self.source:
             self.source.feed.close()
         if self.engine:
@@ -372,22 +371,17 @@ class Worker:
     # -- steps
 
     def _run(self) -> None:
-        m, lost = self.member, ""
-        if self.giver:
-            self.giver.withdraw()
-        while m.phase == "running" and not lost:
-            try:
+        m = self.member
+        self.giver.withdraw()
+        try:
+            while m.phase == "running":
                 self._step()
-            except RuntimeError as error:
-                if not lost_peers(error) and self.commands.halted < m.generation:
-                    raise
-                lost = str(error) or type(error).__name__
+        except Exception as error:
+            self._left_by(error, m.generation)
+            return
         self.channel.progress.mark(Phase.idle)
-        if lost:
-            print(f"generation {m.generation} ended in step {m.step}: {lost}", flush=True)
-            m.halt(m.generation)
         self._leave_groups()
-        self._say_again()
+        self._say()
 
     def _step(self) -> None:
         m, state, channel, engine = self.member, self.state, self.channel, self.engine
@@ -399,8 +393,8 @@ class Worker:
         with self.commands.interruptible():
             result = engine.gradients(batches)
         self.report = self._tell_of(step, result, fed)
-        if self.commands.halted >= m.generation:
-            raise Halted
+        if self.commands.halted >= m.generation or channel.progress.lease_ended:
+            raise Halted("no controller was heard of, and the lease has ended")
         self.result = result
         wants_pause = m.vote() or self.commands.pausing >= m.generation
         version = self.commands.interval[0]
@@ -411,13 +405,20 @@ class Worker:
         if self.saver:
             self.report |= self.saver.before_update()
         engine.update(result)
+        self._enter_ledger()
         self.result = None
         m.commit(pauses > 0)
-        if self.giver and self.args["local_rank"] == 0:
-            channel.send({"type": "committed", "generation": m.generation, "step": m.step})
         if self.saver:
             self.saver.after_update(result.grad_norm, known=total**2 == votes * squares)
         channel.send(self.report | {"time_s": time.perf_counter() - began})
+
+    def _enter_ledger(self) -> None:
+        """The step that was just applied, in the chain of those before it."""
+        assert self.record
+        record = dataclasses.replace(self.record, previous=self.state.ledger)
+        self.state.ledger = record.hash()
+        if self.report["whole"]:
+            self.report["whole"]["record"] = record.to_line()
 
     def _tell_of(self, step: int, result: StepResult, fed: dict[str, Any]) -> dict[str, Any]:
         """What is reported of the step. All ranks exchange their losses, each bit pattern in a place of its own, so
@@ -432,15 +433,27 @@ class Worker:
         if coord.tp == 0 and result.loss_sums.numel():  # its peers have the same losses; cp ranks parts of them
             places = torch.tensor([1 + i * cp + coord.cp for i in engine.indices], device=self.device.torch)
             mine[places] = result.loss_sums.to(torch.float64).view(torch.int64)
-        digest, *bits = groups.total(mine)
-        losses = [float(x) for x in torch.tensor(bits, dtype=torch.int64).view(torch.float64).tolist()]
+        digest, *words = groups.total(mine)
+        losses = [float(x) for x in torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()]
         norm = float(result.grad_norm)
         if not (math.isfinite(norm) and all(map(math.isfinite, losses))):
             raise FloatingPointError(
                 f"step {step}: the loss is {math.fsum(losses)} and the gradient norm {norm}; "
                 "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the samples of this step"
             )
-        whole = {"loss_sums": losses, "tokens": int(result.tokens), "data_digest": f"{digest % (1 << 64):016x}"}
+        tokens, batch = int(result.tokens), job.train.global_batch
+        whole = {"loss_sums": losses, "tokens": tokens, "data_digest": f"{digest % (1 << 64):016x}"}
+        self.record = Record(
+            step=step,
+            previous="",
+            samples=(step * batch, (step + 1) * batch),
+            data_version=self.args["data_version"],
+            loss_bits=bits(mean_loss(losses, tokens)),
+            norm_bits=bits(norm),
+            layout=self.job.to_dict()["layout"],
+            generation=self.member.generation,
+            rng="",
+        )
         speaks = job.layout.inside(coord) == 0  # for its replica
         return {
             "type": "step",
@@ -503,6 +516,21 @@ class Batches:
         if masked:
             cut.append(torch.from_numpy(samples.documents_BL).split(self.job.train.micro_batch))
         return [Batch(*tensors) for tensors in zip(*cut, strict=True)], fed
+
+
+def survivable(error: Exception) -> bool:
+    """Whether the process and its state are sound after it: what torch raises of groups whose members are gone or
+    cannot meet. Gloo raises a bare RuntimeError, so one of the model's own counts too: it will come again, and end the
+    run."""
+    return type(error) in (RuntimeError, StepFailed, Halted) or isinstance(error, dist.DistError)
+
+
+def why(error: Exception, at: Reading) -> dict[str, Any]:
+    """What is reported of an error that ended the generation. That peers are gone all ranks say alike, so that their
+    reports can be merged."""
+    if is_echo(type(error).__name__, str(error)):
+        return {"text": "it has lost its peers"}
+    return {"kind": type(error).__name__, "text": str(error)[:500], "phase": at.phase.name, "step": at.step}
 
 
 def _facts(job: Job, engine: Engine, device: Device) -> dict[str, Any]:

@@ -26,10 +26,8 @@ def tell(seed):
         print(fault)
     times = zip(("productive", "stalled", "lost", "idle"), map(sum, zip(*result.accounts, strict=True)), strict=True)
     print(", ".join(f"{name} {time_ns / 1e9:.3f} s" for name, time_ns in times))
-    print(
-        f"seed {seed}: {result.ended}; {result.steps} steps, {result.generations} generations, {result.undone} undone, "
-        f"{result.events} events, digest {result.digest}"
-    )
+    counts = f"{result.steps} steps, {result.generations} generations, {result.undone} undone, {result.events} events"
+    print(f"seed {seed}: {result.cause}: {result.ended}; {counts}, digest {result.digest}")
 
 
 def main(argv=None):
@@ -52,7 +50,7 @@ def main(argv=None):
                 events += result.events
                 undone += result.undone
                 rungs.update(result.rungs)
-                ended[result.ended.split()[0]] += 1
+                ended[result.cause] += 1
     print(f"{last - first} seeds in {time.monotonic() - began:.0f} s: {faults} faults, {events} events, {undone} steps "
           f"undone by a recorded branch; rungs {dict(sorted(rungs.items()))}; {dict(ended)}; "
           f"{len(failed)} failed {failed[:50]}")  # fmt: skip

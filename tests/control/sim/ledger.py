@@ -49,6 +49,7 @@ class Ledger:
         self.slots = {rank: Slot() for rank in range(ranks)}
         self.forms = {}
         self.in_slot = {}  # (generation, rank) -> worker
+        self.starts = {}  # generation -> when its first worker began
         self.undone = 0
 
     # -- steps
@@ -63,9 +64,11 @@ class Ledger:
         for coordinate, samples in taken.items():
             must(sorted(samples) == list(range(BATCH)), "coordinate {} was trained on {}", coordinate, sorted(samples))
 
-    def applied(self, rank, step, attempt, before, after):
-        if self.abandoned(step, attempt):
-            return  # by one that was given up and does not know it
+    def applied(self, rank, step, attempt, before, after, voted_ns=0):
+        if self.abandoned(step, attempt):  # by one that was given up and does not know it
+            later = [at for generation, at in self.starts.items() if generation > attempt]
+            must(all(voted_ns <= at for at in later), "generation {} goes on after it was replaced", attempt)
+            return
         known = self.history.setdefault(step, attempt)
         must(known == attempt, "step {} was committed in generation {}, and again in {}", step, known, attempt)
         must(step == 1 or step - 1 in self.history, "step {} was committed without the one before it", step)
@@ -95,7 +98,8 @@ class Ledger:
         for rank in form.crew:
             must(rank in range(len(self.slots)), "rank {} of {}", rank, len(self.slots))
 
-    def started(self, generation, rank, worker):
+    def started(self, generation, rank, worker, now=0):
+        self.starts.setdefault(generation, now)
         other = self.in_slot.setdefault((generation, rank), worker)
         must(other == worker, "workers {} and {} are both rank {} of generation {}", other, worker, rank, generation)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from random import Random
 
-from phalanx.control.messages import DeviceWarning, Drain, LinkBack, LinkLost, Scale, Stop
+from phalanx.control.messages import Drain, Scale, Stop
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from tests.control.sim.ledger import must
-from tests.control.sim.world import QUICK, S, Setting, World
+from tests.control.sim.world import MS, QUICK, S, Setting, World
 
-LIMIT_NS = 600 * S  # by when the gang must be done
+LIMIT_NS = 1800 * S  # by when every run must have ended, done or with a reason
 
 
 @dataclasses.dataclass
@@ -25,6 +25,7 @@ class Result:
     events: int
     rungs: set
     ended: str
+    cause: str
     accounts: list  # of each slot: productive, stalled, lost and idle time
 
 
@@ -34,10 +35,12 @@ def draw(rng):
     places = replica * shard // per_node
     policy = Policy(
         **QUICK,
+        recover=rng.random() < 0.95,
         min_replicas=rng.choice([1, 1, 1, replica]),
         wait_ns=rng.choice([0, 0, 0, 8 * S]),
         silence_percent=rng.choice([25, 50]),
         save=rng.random() < 0.8,
+        buddies=replica == 1,
     )
     wild = rng.random() < 0.5
     return Setting(
@@ -45,13 +48,15 @@ def draw(rng):
         steps=rng.randrange(8, 31),
         nodes=places + rng.randrange(0, 3),
         domains=rng.choice([1, 2, 3]),
+        aggregators=rng.choice([1, 2, 3]),
         policy=policy,
         snapshot_every=rng.choice([1, 1, 2, 3]),
         durable_every=rng.choice([0, 3, 4]),
-        loss=rng.choice([0.02, 0.1, 0.25]) if wild else 0.0,
+        breaks=rng.choice([0.005, 0.02, 0.1]) if wild else 0.0,
         twice=rng.choice([0.05, 0.3]) if wild else 0.0,
         delay_ms=rng.choice([(1, 5), (1, 400)]) if wild else (1, 5),
         late_ms=rng.choice([10, 2000, 10000]),
+        restore_ms=rng.choice([(50, 800), (50, 800), (50, 800), (20_000, 40_000)]),
         point_kills=rng.choice([0, 0, 1, 2, 4]),
         point_chance=rng.choice([0.01, 0.05, 0.2]),
     )
@@ -72,17 +77,24 @@ class Faults:
         if text:
             self.world.faults.append(f"{self.world.now / S:.3f} s: {kind[3:]} {text}")
 
-    def _agent(self):
-        return self.rng.choice(list(self.world.agents.values()))
+    def _node(self):
+        return self.rng.choice(list(self.world.nodes.values()))
 
     def _back(self):
         return self.world.ms(1000, 40000)
+
+    def _for(self, held, *what, often=0.8):
+        """For a while, or for good."""
+        if self.rng.random() < often:
+            self.world.after(self.world.ms(1000, 60000), held.difference_update, set(what))
+
+    # -- what dies
 
     def do_worker(self):
         procs = self.world.procs()
         if procs:
             proc = self.rng.choice(procs)
-            proc.die("was killed")
+            proc.die("SIGKILL")
             return f"rank {proc.rank}"
         return ""
 
@@ -95,36 +107,71 @@ class Faults:
 
     def _kill_rank(self, rank):
         for proc in [p for p in self.world.procs() if p.rank == rank]:
-            proc.die("was killed again")
+            proc.die("SIGKILL")
 
     def do_coordinate(self):
         """The same coordinate of all replicas at once."""
         coordinate = self.rng.randrange(self.world.size)
         for proc in [p for p in self.world.procs() if p.rank % self.world.size == coordinate]:
-            proc.die("was killed with its peers")
+            proc.die("SIGKILL")
         return str(coordinate)
 
+    def do_error(self):
+        """An exception of the program, which may be one that no new attempt can mend."""
+        procs = [p for p in self.world.procs() if p.up]
+        if procs:
+            proc, kind = self.rng.choice(procs), self.rng.choice(["ValueError", "ValueError", "UserError"])
+            proc.die(kind=kind, text="it does not fit")
+            return f"{kind} on rank {proc.rank}"
+        return ""
+
     def do_node(self):
-        agent = self._agent()
-        agent.die(proved=self.rng.random() < 0.4, fin=self.rng.random() < 0.4, back=self._back())
-        return agent.name
+        node = self._node()
+        node.power_off(proved=self.rng.random() < 0.4, fin=self.rng.random() < 0.4, back=self._back())
+        return node.name
 
     def do_domain(self):
-        domain = self._agent().domain
-        for agent in [a for a in self.world.agents.values() if a.domain == domain]:
-            agent.die(proved=True, back=self._back())
+        domain = self._node().domain
+        for node in [n for n in self.world.nodes.values() if n.domain == domain]:
+            node.power_off(proved=self.rng.random() < 0.5, back=self._back())
         return domain
 
     def do_agent(self):
         """Its workers end with it, and it is started again at once."""
-        agent = self._agent()
-        agent.die(fin=True, back=self.world.ms(200, 900))
-        return agent.name
+        node = self._node()
+        node.power_off(fin=True, back=self.world.ms(200, 900))
+        return node.name
+
+    def do_service(self):
+        node, name = self._node(), self.rng.choice(["store", "data", "keeper"])
+        node.kill_service(name)
+        return f"{name} of {node.name}"
 
     def do_controller(self):
         if self.world.controller.alive:
             self.world.controller.crash_at = len(self.world.controller.journal) + self.rng.randrange(5)
         return "soon"
+
+    def do_stopped_controller(self):
+        controller = self.world.controller
+        if controller.alive and not controller.stopped:
+            controller.hang(self.world.ms(1000, 30000))
+        return "hangs"
+
+    def do_aggregator(self):
+        home = self.rng.choice(list(self.world.homes.values()))
+        if home.alive:
+            home.die(self._back())
+        return home.name
+
+    def do_rack(self):
+        """An aggregator, with all nodes that speak to it."""
+        home = self.rng.choice(list(self.world.homes.values()))
+        if home.alive:
+            for node in [n for n in self.world.nodes.values() if n.home == home.name]:
+                node.power_off(back=self._back())
+            home.die(self._back())
+        return home.name
 
     def do_hang(self):
         procs = self.world.procs()
@@ -134,74 +181,116 @@ class Faults:
             return f"rank {proc.rank}"
         return ""
 
+    # -- the network
+
     def do_partition(self):
-        names = sorted(self.world.agents)
+        names = sorted(self.world.nodes)
         away = (
             set(names)
             if self.rng.random() < 0.3
             else set(self.rng.sample(names, self.rng.randrange(1, len(names) + 1)))
         )
         self.world.cut |= away
-        self.world.after(self.world.ms(1000, 25000), self.world.cut.difference_update, away)
+        self.world.after(self.world.ms(1000, 60000), self.world.cut.difference_update, away)
         return ", ".join(sorted(away))
+
+    def do_cut_home(self):
+        home = self.rng.choice(sorted(self.world.homes))
+        self.world.cut_homes.add(home)
+        self.world.after(100 * MS, self.world.controller.lose_home, home)
+        self.world.after(self.world.ms(1000, 60000), self._mend_home, home)
+        return home
+
+    def _mend_home(self, home):
+        world = self.world
+        world.cut_homes.discard(home)
+        if world.controller.alive and world.homes[home].alive:
+            world.controller.find_home(home)
+            world.homes[home].found()
+
+    def do_blip(self):
+        """A connection is lost for a moment."""
+        node = self._node()
+        node.hang_up()
+        return node.name
 
     def do_slow(self):
         self.world.slow = True
         self.world.after(self.world.ms(1000, 15000), setattr, self.world, "slow", False)
         return "network"
 
-    def do_warning(self):
-        agent = self._agent()
-        agent.say(DeviceWarning, self.rng.choice(["ecc", "throttle", "slow"]), self.rng.choice([1, 20, 100]))
-        return agent.name
+    # -- what does not work
 
-    def do_link(self):
-        a = self._agent()
-        b = self.rng.choice([x.name for x in self.world.agents.values() if x is not a] or [""])
-        self.world.send(a, self.world.controller.hear, LinkLost(a.name, b))
-        if self.rng.random() < 0.7:
-            self.world.after(self.world.ms(500, 20000), self._link_back, a, b)
-        return f"{a.name} {b}"
+    def do_full(self):
+        """A disk takes nothing."""
+        node = self._node()
+        self.world.full.add(node.name)
+        self._for(self.world.full, node.name)
+        return node.name
 
-    def _link_back(self, a, b):
-        self.world.send(a, self.world.controller.hear, LinkBack(a.name, b))
+    def do_deaf(self):
+        """Nobody can take state from a node."""
+        node = self._node()
+        self.world.deaf.add(node.name)
+        self._for(self.world.deaf, node.name, often=0.5)
+        return node.name
 
-    def do_drain(self):
-        agent = self._agent()
-        self.world.send(agent, self.world.controller.hear, Drain(agent.name))
-        return agent.name
+    def do_lonely(self):
+        """A node's ranks cannot form groups; or no node's."""
+        names = sorted(self.world.nodes) if self.rng.random() < 0.2 else [self._node().name]
+        for name in names:
+            self.world.lonely[name] = "there is no such interface: eth9"
+        if self.rng.random() < 0.8:
+            self.world.after(self.world.ms(1000, 30000), self._befriend, names)
+        return ", ".join(names)
 
-    def do_scale(self):
-        count = self.rng.randrange(1, self.world.set.layout.replica + 1)
-        self.world.send(self._agent(), self.world.controller.hear, Scale(count))
-        return str(count)
+    def _befriend(self, names):
+        for name in names:
+            self.world.lonely.pop(name, None)
 
-    def do_stop(self):
-        if self.rng.random() < 0.3:
-            self.world.send(self._agent(), self.world.controller.hear, Stop(self.world.ms(5000, 60000)))
-            return "please"
-        return ""
+    def do_unreadable(self):
+        """A checkpoint is damaged, or what the run began from."""
+        known = [-1, *self.world.durables]
+        bad = self.rng.choice(known)
+        self.world.unreadable.add(bad)
+        return str(bad)
 
     def do_forget(self):
         """Snapshots are damaged, and found to be."""
-        agent = self._agent()
-        agent.memory.clear()
-        return agent.name
+        node = self._node()
+        node.memory.clear()
+        return node.name
 
     def do_flip(self):
         """A state is damaged in a way that only its peers' digests tell."""
         self.world.flip = True
         return "a bit"
 
+    # -- what people and devices say
 
-def hopeless(world):
-    """Whether the nodes that are left cannot make the replicas that must be; the gang must say so."""
-    gang, layout = world.gang, world.set.layout
-    per_place = layout.ranks_per_node
-    usable = [n for n, node in gang.members.nodes.items() if not node.drained and world.agents[n].alive]
-    needed = -(-gang.policy.min_replicas * layout.replica_size // per_place)
-    short = len(usable) < needed or len(usable) < -(-len(gang.members.wanted) * layout.replica_size // per_place)
-    return short and gang.phase == "gathering" and bool(gang.said)
+    def do_warning(self):
+        node = self._node()
+        if node.alive and node.incarnation:
+            node.agent.warn(self.rng.choice(["ecc", "throttle"]), self.rng.choice([1, 20, 100]))
+            node.act()
+        return node.name
+
+    def do_drain(self):
+        node = self._node()
+        if node.name in self.world.gang.members.nodes:
+            self.world.controller.ask(Drain(node.name, self.rng.random() < 0.2))
+        return node.name
+
+    def do_scale(self):
+        count = self.rng.randrange(1, self.world.set.layout.replica + 1)
+        self.world.controller.ask(Scale(count))
+        return str(count)
+
+    def do_stop(self):
+        if self.rng.random() < 0.3:
+            self.world.controller.ask(Stop(self.world.ms(5000, 60000)))
+            return "please"
+        return ""
 
 
 def run(seed):
@@ -210,14 +299,18 @@ def run(seed):
     Faults(world)
     world.run(until=LIMIT_NS)
     gang, saved = world.gang, [key for key in world.durables if world.gang.lineage.counts(*key)]
-    if world.over and gang.stop_ns < 0:
+    must(world.over, "after {} s the gang is {} at step {}: {}", world.now // S, gang.phase, gang.committed, gang.desk)
+    ended = world.controller.ended
+    if ended.ok and gang.stop_ns < 0:
         last = [world.durables[step, made] for step, made in saved if step == gang.steps]
         final = last[-1] if gang.policy.save else {c: world.ledger.states[c, gang.steps] for c in range(world.size)}
         accounts = world.ledger.finish(gang.steps, world.now, final)
     else:
-        bad = not world.over and not hopeless(world)
-        must(not bad, "after {} s the gang is {} at step {}", world.now // S, gang.phase, gang.committed)
+        must(ended.ok or ended.reason, "it failed without a word")
+        wrong = world.faults or world.set.breaks
+        must(ended.ok or wrong, "it failed, and nothing was wrong: {}", ended)
         accounts = world.ledger.accounts(world.now)
+    must(ended.durable < 0 or any(step == ended.durable for step, _ in world.durables), "{} is not durable", ended)
     rungs = {form.rung for form in world.controller.forms} | {rung for rung, _ in world.controller.notes}
     return Result(
         seed,
@@ -228,6 +321,7 @@ def run(seed):
         world.faults,
         len(world.controller.journal),
         rungs,
-        gang.said if world.over else "held: " + gang.said,
+        ended.reason,
+        ended.cause or "done",
         accounts,
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.console import Console, PlainConsole, duration, flops, percent
 from phalanx.core.job import Job, TrainConfig
 from phalanx.core.layout import Layout
+from phalanx.run.console import Console, PlainConsole, duration, flops, percent
 
 FACTS = {
     "num_params": 791_936,

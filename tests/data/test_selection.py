@@ -14,8 +14,8 @@ from phalanx.core.manifest import Field
 from phalanx.core.shape import ModelConfig
 from phalanx.data.build import build, write_records
 from phalanx.data.order import Order
-from phalanx.data.run import RunData, unigram_entropy
 from phalanx.data.samples import digest, unpack
+from phalanx.data.selection import RunData, unigram_entropy
 from phalanx.data.source import prepare
 from phalanx.data.tokenizer import Bytes
 from tests.data.sets import flip

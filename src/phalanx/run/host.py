@@ -10,8 +10,8 @@ from pathlib import Path
 from phalanx.core.errors import UserError
 from phalanx.core.image import MAX_CLASSES, SYNTHETIC_IMAGES
 from phalanx.core.job import Job
-from phalanx.runtime.node import SLOTS
-from phalanx.runtime.saving import num_nodes
+from phalanx.core.layout import num_nodes
+from phalanx.runtime.spawner import SLOTS
 
 GIB = 2**30
 MOST_NODES = 32  # that one host plays: each has processes of its own
@@ -37,7 +37,7 @@ def _classes(job: Job) -> None:
 
 
 def _ranks(job: Job) -> None:
-    most = SLOTS - 2  # one is the store's, one the data service's
+    most = SLOTS - 3  # the others are the store's, the data service's and the keeper's
     if job.layout.world_size > most:
         raise UserError(
             f"one host runs at most {most} ranks",
@@ -45,15 +45,14 @@ def _ranks(job: Job) -> None:
             value=job.layout.describe(),
             remedy="lower the degrees in [layout]",
         )
-    if job.recovery.active:
-        nodes = num_nodes(job.layout) + job.recovery.spares
-        if nodes > MOST_NODES:
-            raise UserError(
-                f"the layout and recovery.spares ask for {nodes} nodes, and one host plays at most {MOST_NODES}",
-                field="layout.ranks_per_node",
-                value=job.layout.ranks_per_node,
-                remedy="raise layout.ranks_per_node, or lower layout.replica or recovery.spares",
-            )
+    nodes = num_nodes(job.layout) + job.recovery.spares
+    if nodes > MOST_NODES:
+        raise UserError(
+            f"the layout and recovery.spares ask for {nodes} nodes, and one host plays at most {MOST_NODES}",
+            field="layout.ranks_per_node",
+            value=job.layout.ranks_per_node,
+            remedy="raise layout.ranks_per_node, or lower layout.replica or recovery.spares",
+        )
     if job.recovery.min_replicas > job.layout.replica:
         raise UserError(
             f"the layout has {job.layout.replica}",

@@ -15,8 +15,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.auto import Forecast
 from phalanx.core.job import Job
+from phalanx.run.planned import Forecast
 
 PLAIN_EVERY_S = 5.0
 

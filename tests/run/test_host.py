@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from phalanx.cli import refuse
 from phalanx.core.errors import UserError
 from phalanx.core.job import DataConfig, Job, RunConfig, TrainConfig
 from phalanx.core.layout import Layout
 from phalanx.core.shape import ModelConfig
+from phalanx.run import host as limits
 
 # 10 M parameters a layer and little else: 0.149 GiB with gradients and moments in fp32.
 WIDE = ModelConfig(dim=1000, ffn_dim=2000, num_heads=10, num_kv_heads=10, num_layers=10)
@@ -28,35 +28,35 @@ def job(replica: int = 1, precision: str = "fp32", device: str = "cpu", **model)
 @pytest.fixture
 def host(monkeypatch):
     def has(gib: float, accelerator: bool = False) -> None:
-        monkeypatch.setattr(refuse, "host_memory_bytes", lambda: int(gib * refuse.GIB))
-        monkeypatch.setattr(refuse, "ACCELERATORS", ("/dev/null",) if accelerator else ())
+        monkeypatch.setattr(limits, "host_memory_bytes", lambda: int(gib * limits.GIB))
+        monkeypatch.setattr(limits, "ACCELERATORS", ("/dev/null",) if accelerator else ())
 
     return has
 
 
 def test_what_fits_is_let_through(host):
-    need = job().model.num_params * 16 / refuse.GIB
+    need = job().model.num_params * 16 / limits.GIB
     host(need * 1.001)
-    refuse.refuse(job())
+    limits.refuse(job())
     host(need * 0.999)
     with pytest.raises(UserError, match=f"need {need:.1f} GiB"):
-        refuse.refuse(job())
+        limits.refuse(job())
 
 
 @pytest.mark.parametrize("more", [{"replica": 2}, {"precision": "fp64"}])
 def test_replicas_and_precision_count(host, more):
-    host(job().model.num_params * 31 / refuse.GIB)
-    refuse.refuse(job())
+    host(job().model.num_params * 31 / limits.GIB)
+    limits.refuse(job())
     with pytest.raises(UserError, match="this host has"):
-        refuse.refuse(job(**more))
+        limits.refuse(job(**more))
 
 
 def test_experts_count(host):
     experts = job(family="moe", num_experts=8)
-    host(experts.model.num_params * 16 / refuse.GIB * 0.999)
-    refuse.refuse(job())
+    host(experts.model.num_params * 16 / limits.GIB * 0.999)
+    limits.refuse(job())
     with pytest.raises(UserError, match="this host has"):
-        refuse.refuse(experts)
+        limits.refuse(experts)
 
 
 def test_as_many_classes_as_can_be_drawn(host):
@@ -64,24 +64,24 @@ def test_as_many_classes_as_can_be_drawn(host):
         return dataclasses.replace(job(family="image", vocab_size=classes), data=DataConfig(source="synthetic-images"))
 
     host(1.0)
-    refuse.refuse(images(8))
+    limits.refuse(images(8))
     with pytest.raises(UserError, match=r"model\.vocab_size = 9: synthetic-images have at most 8 classes"):
-        refuse.refuse(images(9))
+        limits.refuse(images(9))
 
 
 def test_host_memory_does_not_bound_accelerators_or_unknown_models(host):
     host(0.001, accelerator=True)
-    refuse.refuse(job(device="auto"))
-    refuse.refuse(job(device="cuda"))
-    refuse.refuse(job(family="mine.py:FAMILY"))
+    limits.refuse(job(device="auto"))
+    limits.refuse(job(device="cuda"))
+    limits.refuse(job(family="mine.py:FAMILY"))
     with pytest.raises(UserError):
-        refuse.refuse(job(device="cpu"))
+        limits.refuse(job(device="cpu"))
 
 
 def test_a_container_s_limit_counts(monkeypatch, tmp_path):
     (tmp_path / "max").write_text("max\n")
     (tmp_path / "limit").write_text("1048576\n")
-    monkeypatch.setattr(refuse, "CGROUP_LIMITS", (str(tmp_path / "missing"), str(tmp_path / "max")))
-    whole = refuse.host_memory_bytes()
-    monkeypatch.setattr(refuse, "CGROUP_LIMITS", (str(tmp_path / "max"), str(tmp_path / "limit")))
-    assert refuse.host_memory_bytes() == 1048576 < whole
+    monkeypatch.setattr(limits, "CGROUP_LIMITS", (str(tmp_path / "missing"), str(tmp_path / "max")))
+    whole = limits.host_memory_bytes()
+    monkeypatch.setattr(limits, "CGROUP_LIMITS", (str(tmp_path / "max"), str(tmp_path / "limit")))
+    assert limits.host_memory_bytes() == 1048576 < whole

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from phalanx.checkpoint.torch_state import Snapshotter, load, load_slot, set_rng
 from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
+from phalanx.core.ledger import GENESIS
 from phalanx.core.store import open_store
 from phalanx.observe.progress import Phase
 from phalanx.parallel.device import Device
@@ -31,6 +34,7 @@ class Saver:
     """`heard.interval` is what was announced last: its version, and steps between checkpoints and between snapshots."""
 
     def __init__(self, job: Job, coord: Coord, state: State, device: Device, channel: Any, args: Any, heard: Any):
+        """`args`: the keeper's address, the run's mark and the version of the data."""
         self.job, self.state, self.channel, self.heard = job, state, channel, heard
         plan = Plan.of(state.entries, job.layout, coord)
         base = Manifest(
@@ -78,7 +82,7 @@ class Saver:
         if not durable and step < self.next_memory:
             return
         self.channel.progress.mark(Phase.idle)
-        self.snapshots.begin(step, durable, norm)
+        self.snapshots.begin(step, durable, norm, self._about())
         self._under_way = step
         if durable and not last:
             if known and self.heard.interval[0]:
@@ -91,8 +95,13 @@ class Saver:
         """Now, unless it is on its way."""
         if self._under_way != step:
             self.snapshots.wait()
-            self.snapshots.begin(step, durable=True)
+            self.snapshots.begin(step, durable=True, about=self._about())
             self._under_way = step
+
+    def _about(self) -> dict[str, Any]:
+        """What the manifest says of the step; all ranks must say the same."""
+        cursor = self.state.step * self.job.train.global_batch
+        return {"cursor": cursor, "ledger": self.state.ledger, "updates": self.state.updates}
 
     def close(self) -> None:
         """When what is under way is written."""
@@ -100,17 +109,30 @@ class Saver:
 
 
 def resume(
-    job: Job, coord: Coord, state: State, device: Device, url: str, name: str, local_ranks: int = 1
+    job: Job,
+    coord: Coord,
+    state: State,
+    device: Device,
+    url: str,
+    name: str,
+    local_ranks: int = 1,
+    progress: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Go on from a checkpoint, of whatever layout. Returns what is said about it."""
+    """Go on from a checkpoint of any layout. Returns what is said about it. BadCheckpoint; OSError."""
     reader = Reader(open_store(url), name, local_ranks=local_ranks)
     m, size = reader.manifest, 0
 
     def fill(get: Any) -> None:
         nonlocal size
-        size = load(reader, state.entries, job.layout, coord, get)
+
+        def got(name: str) -> torch.Tensor:
+            progress()
+            return get(name)
+
+        size = load(reader, state.entries, job.layout, coord, got)
 
     state.restore(fill, m.step, m.updates)
+    state.ledger = m.ledger or GENESIS
     rank = job.layout.rank(coord)
     if m.layout == job.layout and (rng := reader.file(rank).rng):
         set_rng_state(device, rng)
@@ -121,13 +143,20 @@ def resume(
 
 
 def resume_from_checkpoint(
-    job: Job, coord: Coord, state: State, device: Device, url: str, step: int, generation: int
+    job: Job,
+    coord: Coord,
+    state: State,
+    device: Device,
+    url: str,
+    step: int,
+    generation: int,
+    progress: Callable[[], object] = lambda: None,
 ) -> None:
-    """From the one that this run made of `step` in that generation."""
+    """Go on from the checkpoint that this run made of `step` in that generation."""
     store = open_store(url)
     for found in Catalog(store).newest_first():
         if found.step == step and found.status == "good" and found.manifest.generation == generation:
-            resume(job, coord, state, device, url, found.name)
+            resume(job, coord, state, device, url, found.name, progress=progress)
             return
     raise BadCheckpoint(f"there is no checkpoint of step {step}, generation {generation}, at {url}")
 
@@ -138,6 +167,9 @@ def resume_from_memory(layout: Layout, coord: Coord, state: State, device: Devic
     header = slot.header()
     if header is None:
         raise BadCheckpoint("there is no whole snapshot in memory")
-    state.restore(partial(load_slot, slot, state.entries, layout, coord), header["step"], header["step"])
+    about = json.loads(header["seal"])
+    updates = int(about.get("updates", header["step"]))
+    state.restore(partial(load_slot, slot, state.entries, layout, coord), header["step"], updates)
+    state.ledger = str(about.get("ledger", GENESIS))
     set_rng_state(device, base64.b64decode(header["rng"]))
     return state.step

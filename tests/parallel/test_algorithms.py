@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.job import CollectivesConfig
 from phalanx.core.layout import Layout
-from phalanx.parallel.policy import ALGORITHMS, MEASURED_KB, OPS, choose, has_tiers, order, possible, runs
+from phalanx.parallel.algorithms import ALGORITHMS, MEASURED_KB, OPS, choose, has_tiers, order, possible, runs
 
 TWO_BY_TWO = [[0, 1], [2, 3]]
 KB = 1000

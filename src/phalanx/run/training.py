@@ -1,5 +1,5 @@
-"""One run on this machine, from a resolved job to its record: prepares the data, launches the ranks,
-folds their reports. The listener only listens."""
+"""One run on this machine, from a resolved job to its record: prepare the data, start the processes, fold their
+reports. The listener only listens."""
 
 from __future__ import annotations
 
@@ -8,41 +8,44 @@ import os
 import platform
 import shutil
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx import __version__
-from phalanx.cli.refuse import refuse
-from phalanx.cli.resume import FOLDER, Start, check_fits, check_room, find_start
-from phalanx.cli.stop import Stop
-from phalanx.core.checkpoint import BadCheckpoint
+from phalanx.control.messages import Failure
+from phalanx.control.verdict import remedy
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
-from phalanx.core.ledger import GENESIS, Record, bits
 from phalanx.core.shape import MFU_CONVENTION, MFU_EXPERTS
 from phalanx.data import source
-from phalanx.data.loader import DataLost
-from phalanx.data.run import RunData
+from phalanx.data.selection import RunData
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
-from phalanx.runtime import cluster
-from phalanx.runtime import launch as launcher
+from phalanx.run.host import refuse
+from phalanx.run.start import FOLDER, Start, check_fits, check_room, find_start
+from phalanx.run.stop import Stop
+from phalanx.runtime.cluster import Begin, Cluster, Entries
 
 WORKER = "phalanx.train.worker:main"
-STORE = "phalanx.parallel.groups:serve_store"
-DATA = "phalanx.data.service:main"
 KEEPER = "phalanx.checkpoint.keeper:main"
+ENTRIES = Entries(
+    worker=WORKER,
+    store="phalanx.parallel.groups:serve_store",
+    data="phalanx.data.service:main",
+    preload=(WORKER.replace(":main", ":prepare"),),
+)
 MFU_CUSTOM = "6N FLOPs per token, N all parameters"
 MFU = {"dense": MFU_CONVENTION, "moe": MFU_EXPERTS}  # by family, of those whose FLOPs are counted
 
 
-HEADS = 10_000  # of the ledger that are held, for checkpoints that take long to be written
-
-
 class _Damaged(Exception):
     """The checkpoint that was to be loaded."""
+
+
+SEE_EVENTS = "see events.jsonl of the run for what failed, and the logs of its nodes"
 
 
 class Listener(Protocol):
@@ -113,16 +116,15 @@ class _Run:
     ):
         self.job, self.record, self.listener, self.stop = job, record, listener, stop
         self.start, self.noticed = start, noticed
-        self.damage = ""  # what a rank found wrong with the checkpoint that it was to load
-        self.heads: OrderedDict[int, str] = OrderedDict()  # step -> the ledger's head before it, of the latest
+        self.attempts = 0  # to start from a checkpoint
         self.data_version = ""
         self.launched = False
         self.running: set[int] = set()
         self.facts: dict[int, dict[str, Any]] = {}
-        self.mistakes: dict[int, str] = {}  # rank -> the text of a UserError it raised
-        # Of the gang, where that may change.
-        self.form: dict[str, Any] = {"generation": 0, "replicas": range(job.layout.replica)}
-        self.lost = ""  # why the data service gave up
+        self.form: dict[str, Any] = {"generation": 0, "replicas": range(job.layout.replica)}  # of the last generation
+        self.durable = -1  # the last step with a checkpoint
+        self.memory = ""  # why no recovery can go on from snapshots in memory
+        self.incidents = 0  # generations that a failure has ended
         self.table: StepTable | None = None
         self.num_steps, self.first_loss = 0, 0.0
         self.rows: deque[dict[str, Any]] = deque(maxlen=1000)  # the latest; all of them are in the record
@@ -165,43 +167,53 @@ class _Run:
             if start.manifest.data_version not in ("", self.data_version):
                 was = start.manifest.data_version[:16]
                 self.listener.note(f"the data is of another version than the checkpoint's: not {was}")
-        self.heads.clear()
-        self.heads[start.manifest.step if start else 0] = (start.manifest.ledger if start else "") or GENESIS
         self.listener.status(f"starting {job.layout.world_size} ranks: loading torch")
+        begin = Begin()
+        if start:
+            m = start.manifest
+            begin = Begin(m.step, m.generation, m.ledger, start.place)
+        saves = job.checkpoint.every_steps >= 0
+        cluster = Cluster(
+            job,
+            self.record.path,
+            replace(ENTRIES, keeper=KEEPER if saves else ""),
+            self._on_event,
+            stop=lambda: self.stop.asked,
+            gently=lambda: self.stop.gently,
+            checkpoints=job.checkpoint.dir or str(self.record.path / FOLDER),
+            data_version=self.data_version,
+        )
+        if self.attempts:
+            cluster.folder = self.record.path / f"control-{self.attempts}"  # another beginning, another journal
+        self.attempts += 1
         try:
-            how: dict[str, Any] = {
-                "worker_entry": WORKER,
-                "store_entry": STORE,
-                "data_entry": DATA,
-                "keeper_entry": KEEPER if job.checkpoint.every_steps >= 0 else None,
-                "checkpoints": job.checkpoint.dir or str(self.record.path / FOLDER),
-                "resume": start.place if start else None,
-                "data_version": self.data_version,
-                "ledger": self.heads.get,
-                "preload": [WORKER.replace(":main", ":prepare")],
-                "run_dir": self.record.path,
-                "on_event": self._on_event,
-                "stop": lambda: self.stop.asked,
-            }
-            if job.recovery.active:
-                begin = start.manifest.step if start else 0
-                return cluster.launch(job, start=begin, gently=lambda: self.stop.gently, **how)
-            return launcher.launch(job, **how)
-        except RunFailed as error:
-            if self.damage:
-                raise _Damaged(self.damage) from None
-            if self.lost:
-                remedy = "`phalanx data verify` lists what is damaged; restore it, or raise data.quarantine_limit"
-                raise RunFailed(f"the data cannot be read any further: {self.lost}", remedy=remedy) from None
-            culprit = launcher.DATA if error.rank is None else error.rank
-            if culprit in self.mistakes:  # found out by a worker, but the user's to mend all the same
-                raise UserError(self.mistakes[culprit]) from None
-            raise
+            out = cluster.run(begin)
+        finally:
+            cluster.close()
+        self._judge(out["ended"])
+        return out
+
+    def _judge(self, ended: dict[str, Any]) -> None:
+        """Raise what a run that was not done is told to its user."""
+        self.durable = ended["durable"]
+        if ended["ok"]:
+            return
+        failure, reason, rank = Failure(**ended["failure"]), str(ended["reason"]), ended["rank"]
+        if ended["cause"] == "start":
+            raise _Damaged(reason)
+        if failure.kind == "DataLost":
+            remedy_ = "`phalanx data verify` lists what is damaged; restore it, or raise data.quarantine_limit"
+            raise RunFailed(f"the data cannot be read any further: {failure.text}", remedy=remedy_)
+        if failure.kind == UserError.__name__:  # found out by a worker, but the user's to mend all the same
+            raise UserError(failure.text)
+        raise RunFailed(
+            reason, rank=rank if rank >= 0 else None, log_tail=failure.tail, remedy=remedy(failure) or SEE_EVENTS
+        )
 
     def _fall_back(self, reason: str) -> None:
         """To the next older checkpoint: the one that was to be loaded is damaged."""
         assert self.start is not None
-        self.start, self.damage = self.start.next(reason, self._on_checkpoint_event), ""
+        self.start = self.start.next(reason, self._on_checkpoint_event)
         self.facts.clear()
         self.table = None
         self.running.clear()
@@ -236,6 +248,8 @@ class _Run:
         """What is known of the run so far."""
         rows = list(self.rows)
         out: dict[str, Any] = {"steps": self.num_steps, "unigram_entropy": self.entropy}
+        if self.memory:
+            out["recovery_from_memory"] = self.memory
         if rows:
             middle = sorted(r["time_s"] for r in rows)[len(rows) // 2]
             out |= {
@@ -257,7 +271,7 @@ class _Run:
         self.listener.note(built)
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        if event["type"].startswith(("checkpoint", "retention")):
+        if event["type"].startswith(("checkpoint", "retention", "buddy")):
             event.pop("rank" if event["rank"] < 0 else "", None)
             self._on_checkpoint_event(event)
             return
@@ -285,12 +299,6 @@ class _Run:
                 self.listener.note(f"data: shard {body['shard']}, chunk {body['chunk']}: {body['reason']}; replaced")
         elif kind in ("resumed", "entered"):
             self.record.event({**body, "rank": rank})
-        elif kind == "error" and body.get("kind") == BadCheckpoint.__name__ and not self.facts:
-            self.damage = self.damage or str(body["text"])
-        elif kind == "error" and body.get("kind") == UserError.__name__:
-            self.mistakes[rank] = str(body["text"])
-        elif kind == "error" and body.get("kind") == DataLost.__name__:
-            self.lost = str(body["text"])
 
     def _on_decision(self, said: dict[str, Any]) -> None:
         """Of the controller."""
@@ -306,9 +314,9 @@ class _Run:
             size = replicas * self.job.layout.replica_size
             for row in self.table.settle(self.form["generation"], step, size) if self.table else ():
                 self._on_row(row)
-            for later in [s for s in self.heads if s > step]:  # abandoned
-                del self.heads[later]
-                self.num_steps -= 1
+            self.incidents += self.form["rung"] >= 1
+            if self.form["branch"]:
+                self.num_steps -= self.form["last"] - step
             for row in self.table.complete() if self.table else ():
                 self._on_row(row)
 
@@ -316,9 +324,13 @@ class _Run:
         self.record.event(event)
         kind = event["type"]
         if kind == "checkpoint_failed":
-            self.listener.note(f"checkpoint {event.get('checkpoint', '')} FAILED: {event['reason']}")
+            tries = f", attempt {event['tries']}" if event.get("tries", 1) > 1 else ""
+            self.listener.note(f"the checkpoint of step {event['step']:,} FAILED{tries}: {event['reason']}")
         elif kind in ("retention_refused", "checkpoint_not_removed"):
             self.listener.note(f"older checkpoints were kept: {event['checkpoint']}: {event['reason']}")
+        elif kind == "checkpoint_memory":
+            self.memory = f"off: the host's memory holds {event['slots']} of {event['wanted']} snapshots of each rank"
+            self.listener.note(f"recovery from memory is {self.memory}")
         elif kind == "checkpoint_quarantined":
             self.listener.note(f"checkpoint {event['checkpoint']} is DAMAGED and was put aside: {event['reason']}")
         elif kind == "checkpoint":
@@ -341,35 +353,17 @@ class _Run:
 
     def _on_row(self, row: dict[str, Any]) -> None:
         row["cursor"] = (row["step"] + 1) * self.job.train.global_batch
+        line = row.pop("record")
+        if line:
+            self.record.ledger(line)
+        else:  # that no step is missing is checked elsewhere; here it must not end the run
+            self.record.event({"type": "ledger gap", "step": row["step"]})
+            self.listener.note(f"step {row['step']}: no rank that knows its loss has reported it; the ledger has a gap")
         self.record.metric(row)
         self.first_loss = self.first_loss if self.num_steps else row["loss"]
         self.num_steps += 1
         self.rows.append(row)
-        self._enter(row)
         self.listener.step(row)
-
-    def _enter(self, row: dict[str, Any]) -> None:
-        """The step, in the ledger."""
-        step = row["step"]
-        if step not in self.heads:  # that no step is missing is checked elsewhere; here it must not end the run
-            self.record.event({"type": "ledger gap", "step": step})
-            self.listener.note(f"step {step}: nobody has reported the step before it; the ledger has a gap")
-            self.heads[step] = next(reversed(self.heads.values()), GENESIS)
-        record = Record(
-            step=step,
-            previous=self.heads[step],
-            samples=(row["cursor"] - self.job.train.global_batch, row["cursor"]),
-            data_version=self.data_version,
-            loss_bits=bits(row["loss"]),
-            norm_bits=bits(row["grad_norm"]),
-            layout=self.job.to_dict()["layout"],
-            generation=self.form["generation"],
-            rng="",
-        )
-        self.record.ledger(record.to_line())
-        self.heads[step + 1] = record.hash()
-        while len(self.heads) > HEADS:
-            self.heads.popitem(last=False)
 
     def _all_facts(self) -> None:
         """Every rank has said what it runs on: the MFU's denominator is known."""

@@ -11,31 +11,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from phalanx.chaos import door
-from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK, Impossible
+from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK, Impossible, save
 from phalanx.chaos.network import Network, why_not
 from phalanx.chaos.scene import Event, Scene
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
+from phalanx.core.layout import num_nodes
 from phalanx.core.ledger import Record
 from phalanx.observe.record import RunRecord, run_folders
 from phalanx.runtime import kernel
-from phalanx.runtime.saving import num_nodes
 
 LOOK_S = 0.01
 RECOVERY_LIMIT_S = 120.0
 START_LIMIT_S = 300.0
 SETS = ["recovery.deaths_per_node=1000000"]  # the node is not to blame
 # The gang goes on as it is, perhaps.
-NO_GENERATION = ("controller", "slow", "memory", "store", "clock", "disk", "cut", "link")
+NO_GENERATION = ("controller", "stopped", "slow", "memory", "store", "clock", "disk", "cut", "link")
 SETTLE_S = 1.0  # after such a fault
+PHASES = ("start", "restore", "save")  # of a run, in which faults may be asked for besides
 
 
 @dataclass
@@ -139,8 +141,8 @@ def check(job: Job, kinds: list[str]) -> None:
         raise UserError("no such fault", field="--kinds", value=unknown[0], remedy=f"choose among {', '.join(FAULTS)}")
     if {*kinds} & {*ON_THE_NETWORK} and (why := why_not()):
         raise UserError(why, field="--kinds", value=", ".join(kinds), remedy="leave out cut and link")
-    if not job.recovery.active:
-        remedy = "set recovery.spares = 1, or recovery.on = true"
+    if not job.recovery.on:
+        remedy = "set recovery.on = true"
         raise UserError("a fault would end the run", field="recovery.on", value=job.recovery.on, remedy=remedy)
     if job.train.reduction != "exact":
         raise UserError(
@@ -159,7 +161,9 @@ def run(
     count: int,
     kinds: list[str],
     say: Callable[[str], None],
+    phases: Sequence[str] = (),
 ) -> Outcome:
+    """`phases`: of PHASES; in each one more fault comes."""
     check(job, kinds)
     sets = SETS + sets
     rng, out = Random(seed), Outcome(steps=job.train.steps)  # noqa: S311
@@ -187,29 +191,59 @@ def run(
         broken = stack.enter_context(_running(job_file, sets, job, f"{job.name}-chaos", log, env))
         out.broken = broken.folder
         scene = Scene(broken.folder, private / "door", network, job.recovery.beat_s)
-        _Injector(broken, scene, rng, plan, out, say).go()
+        _Injector(broken, scene, rng, plan, out, say, phases).go()
     out.differences = _compare(out)
     return out
 
 
 class _Injector:
     def __init__(
-        self, run: Started, scene: Scene, rng: Random, plan: list[Fault], out: Outcome, say: Callable[[str], None]
+        self,
+        run: Started,
+        scene: Scene,
+        rng: Random,
+        plan: list[Fault],
+        out: Outcome,
+        say: Callable[[str], None],
+        phases: Sequence[str],
     ):
         self.run, self.scene, self.rng, self.plan, self.out, self.say = run, scene, rng, plan, out, say
+        self.phases = phases
         self._later: list[tuple[float, int, Callable[[], None]]] = []
 
     def go(self) -> None:
-        for fault in self.plan:
+        if "start" in self.phases:
+            self._when(lambda: bool(self.scene.workers), "worker", "while the run starts")
+        for at, fault in enumerate(self.plan):
             while not self._over() and (self.scene.step < fault.step or not self.scene.generation):
                 pass
             if self._over():
                 break
+            if at == 0 and "restore" in self.phases:
+                known = len(self.scene.forms)
+                self._when(lambda: True, "worker", "to be recovered from")
+                self._when(partial(self._has_formed, known), "worker", "while the others restore")
             self._inject(fault)
+        if "save" in self.phases:
+            self._when(lambda: self.scene.step >= self.out.steps - 1, "save", "in the last save")
         while not self._over():
             pass
         forms = self.scene.forms
         self.out.lost_steps = sum(form["last"] - form["step"] for form in forms if form["branch"])
+
+    def _has_formed(self, known: int) -> bool:
+        return len(self.scene.forms) > known
+
+    def _when(self, ready: Callable[[], bool], kind: str, text: str) -> None:
+        """Do something as soon as the run is there, and do not wait for what becomes of it."""
+        while not ready() and not self._over():
+            pass
+        fault = Fault(kind, self.scene.step, at=time.time(), generation=self.scene.generation)
+        with contextlib.suppress(Impossible):
+            do = save if kind == "save" else FAULTS[kind]
+            fault.text = f"{text}: {do(self.scene, self.rng, self._after)}"
+            self.out.faults.append(fault)
+            self.say(fault.text)
 
     def _over(self) -> bool:
         self.scene.look()

@@ -1,0 +1,137 @@
+"""What a controller folds: entries of the journal into the state of the gang and of the roster. The same code makes the
+state, live, after a restart, and in the simulation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.control import codec, messages
+from phalanx.control.gang import Gang
+from phalanx.control.liveness import SEEN, Item, Roster, event_of
+from phalanx.control.messages import Command, Event
+from phalanx.control.policy import Policy
+from phalanx.core.errors import UserError
+from phalanx.core.layout import Layout
+
+FROM_USERS = (messages.Drain, messages.Scale, messages.Stop)
+FROM_AGENTS = (
+    messages.NodeJoined, messages.WorkersUp, messages.WorkerDied, messages.ServiceDied, messages.Parked, messages.Ready,
+    messages.Missing, messages.Standing, messages.Held, messages.StepsDone, messages.Written, messages.Unwritten,
+    messages.Durable, messages.Cost, messages.DeviceWarning,
+)  # fmt: skip
+
+
+class Poison(Exception):
+    """The state machine raised on an entry. Its state is not to be trusted any more; fold again without that entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a gang begins with."""
+
+    layout: Layout
+    steps: int
+    start: int  # the step that the run begins from
+    generation: int  # in which that was made
+    policy: Policy
+
+
+@dataclass
+class State:
+    gang: Gang
+    plan: Any  # as JSON
+    roster: Roster = field(default_factory=Roster)
+    time_ns: int = 0  # of the last entry
+    refused: str = ""  # the last event that an agent should not have sent
+
+    @staticmethod
+    def of(plan: Plan) -> State:
+        return State(Gang.of(plan.layout, plan.steps, plan.policy, plan.start, plan.generation), codec.encode(plan))
+
+    def take(self, kind: str, body: Item, time_ns: int) -> tuple[Item, list[Command]]:
+        """The news in an entry, and the commands that follow. Nothing but this changes the state."""
+        self.time_ns = max(self.time_ns, time_ns)
+        if kind == "plan":
+            self.check(body["plan"])
+            return body, []
+        if kind == "aside":  # the gang raised on it; who sent it need not send it again
+            said = body.get("body", {})
+            for item in said.get("items", ()):
+                with contextlib.suppress(ValueError):
+                    self.roster.take(said["from"], item)
+            return body, []
+        if kind == "event":
+            return body, self._apply(time_ns, Event.from_dict(body["event"]))
+        news, out = [], list[Command]()
+        for item in body["items"]:
+            try:
+                taken = self.roster.take(body["from"], item)
+                event = self._event(item) if taken else None
+            except ValueError as error:
+                self.refused = f"{item.get('node', body['from'])}: {error}"
+                continue
+            if taken:
+                news.append(item)
+            if event:
+                out += self._apply(time_ns, event)
+        return {**body, "items": news}, out
+
+    def _apply(self, time_ns: int, event: Event) -> list[Command]:
+        try:
+            return self.gang.apply(time_ns, event)
+        except Exception as error:
+            raise Poison(f"{type(event).__name__}: {error!r}") from error
+
+    def _event(self, item: Item) -> Event | None:
+        if item["type"] == "edge" and item["edge"] == SEEN:
+            node = self.gang.members.nodes.get(item["node"])
+            if node is None or not (node.dead or item["node"] in self.gang.staff.suspects):
+                return None
+            return messages.NodeClear(item["node"], item["incarnation"])  # one that was given up is fenced for it
+        found = event_of(item)
+        event = Event.from_dict(found) if found else None
+        if item["type"] == "event":
+            _check_agent(item, event)
+        elif item["type"] == "many" and not isinstance(event, messages.Many):
+            raise ValueError(f"{type(event).__name__} is not of many")
+        return event
+
+    def check(self, plan: Any) -> None:
+        if plan != self.plan:
+            raise UserError("gang.json is not what the journal began with", remedy="begin in a new folder")
+
+    def check_user(self, event: Event) -> None:
+        """ValueError: nobody may ask for that."""
+        if isinstance(event, messages.NodeDead) and event.proof:
+            return
+        if not isinstance(event, FROM_USERS):
+            raise ValueError(f"{type(event).__name__} is nothing that can be asked for; Drain, Scale and Stop are")
+        if isinstance(event, messages.Drain):
+            node = self.gang.members.nodes.get(event.node)
+            if node is None or (node.dead and not event.off):
+                raise ValueError(f"Drain.node = {event.node!r}: there is no such node, or it is dead")
+        if isinstance(event, messages.Scale):
+            least, most = self.gang.policy.min_replicas, self.gang.most
+            if not least <= event.replicas <= most:
+                raise ValueError(f"Scale.replicas = {event.replicas}: expected {least} to {most}")
+
+    def to_bytes(self) -> bytes:
+        parts = {"plan": self.plan, "roster": self.roster.to_dict(), "time_ns": self.time_ns}
+        return json.dumps({**parts, "gang": self.gang.to_bytes().decode()}).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> State:
+        said = json.loads(data)
+        return State(Gang.from_bytes(said["gang"].encode()), said["plan"], Roster(said["roster"]), said["time_ns"])
+
+
+def _check_agent(item: Item, event: Event | None) -> None:
+    """An agent speaks for itself."""
+    if not isinstance(event, FROM_AGENTS):
+        raise ValueError(f"{type(event).__name__} is no event of an agent")
+    told = (getattr(event, "node", item["node"]), getattr(event, "incarnation", item["incarnation"]))
+    if told != (item["node"], item["incarnation"]):
+        raise ValueError(f"{type(event).__name__} is about another node")

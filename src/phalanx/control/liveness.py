@@ -1,0 +1,214 @@
+"""Who is alive, and who speaks for whom. An aggregator keeps a `Liveness` of its nodes and reports edges; the
+controller keeps a `Roster` of which aggregator reaches a node, and a `Liveness` of its own for the nodes whose
+aggregator is gone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+from phalanx.control.policy import MISSED_BEATS
+
+SLACK = 2  # a node is dead after so many times the longest of its gaps, where that is longer than three beats
+SEEN, SUSPECT, CLEAR, DEAD = "seen", "suspect", "clear", "dead"
+GONE = "gone"  # its connection ended, and it did not come back at once
+
+Item = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Seen:
+    incarnation: int
+    visit: int
+    last_ns: int
+    gap_ns: int  # the longest between its beats; it is forgotten slowly
+    suspect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    node: str
+    incarnation: int
+    visit: int  # which of its connections, of all that it ever made
+    edge: str
+    silent_ns: int
+
+    def to_item(self) -> Item:
+        return {"type": "edge", **{name: getattr(self, name) for name in self.__slots__}}
+
+
+class Liveness:
+    """Who is silent for too long: three beats, or longer where gaps are longer. Costs O(1) per beat: a node's deadline
+    is looked at when it has passed, and put off if there were beats since."""
+
+    def __init__(self, beat_ns: int):
+        self.beat_ns = beat_ns
+        self.nodes: dict[str, Seen] = {}
+        self._deadlines: list[tuple[int, str, int]] = []  # a heap: when to look, at whom
+
+    def beat(self, node: str, incarnation: int, visit: int, now_ns: int) -> Iterator[Edge]:
+        seen = self.nodes.get(node)
+        if seen is None or seen.incarnation != incarnation:
+            seen = self.expect(node, incarnation, now_ns)
+        gap = now_ns - seen.last_ns
+        seen.gap_ns = max(gap, seen.gap_ns - (seen.gap_ns - gap) // 16)
+        seen.last_ns = now_ns
+        if seen.visit != visit:
+            seen.visit, seen.suspect = visit, False
+            yield Edge(node, incarnation, visit, SEEN, gap)
+        elif seen.suspect:
+            seen.suspect = False
+            yield Edge(node, incarnation, visit, CLEAR, gap)
+
+    def expect(self, node: str, incarnation: int, now_ns: int) -> Seen:
+        """It should be there; its silence begins now."""
+        seen = self.nodes[node] = Seen(incarnation, 0, now_ns, self.beat_ns)
+        heapq.heappush(self._deadlines, (self._due(seen), node, incarnation))
+        return seen
+
+    def forget(self, node: str) -> None:
+        self.nodes.pop(node, None)
+
+    def all(self, now_ns: int) -> list[Edge]:
+        """Those that were heard of and are not suspect, as if they were seen for the first time: for a controller that
+        has not heard from this aggregator for a while."""
+        heard = [(name, seen) for name, seen in self.nodes.items() if seen.visit and not seen.suspect]
+        return [Edge(name, s.incarnation, s.visit, SEEN, now_ns - s.last_ns) for name, s in heard]
+
+    def tick(self, now_ns: int) -> Iterator[Edge]:
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            _, node, incarnation = heapq.heappop(self._deadlines)
+            seen = self.nodes.get(node)
+            if seen is None or seen.incarnation != incarnation:
+                continue
+            if self._due(seen) <= now_ns:
+                edge = DEAD if seen.suspect else SUSPECT
+                yield Edge(node, incarnation, seen.visit, edge, now_ns - seen.last_ns)
+                if edge == DEAD:
+                    del self.nodes[node]
+                    continue
+                seen.suspect = True
+            heapq.heappush(self._deadlines, (self._due(seen), node, incarnation))
+
+    def _due(self, seen: Seen) -> int:
+        limit = max(MISSED_BEATS * self.beat_ns, SLACK * seen.gap_ns)
+        return seen.last_ns + (limit if seen.suspect else limit // 2)
+
+
+def event_of(item: Item) -> Item | None:
+    """What an item tells a gang, as an event; None: no more than where a node is. A connection that ended proves
+    nothing: the node may be alive behind a broken network."""
+    if item["type"] != "edge":
+        return dict(item["event"])
+    kind = {SUSPECT: "NodeSuspect", CLEAR: "NodeClear", DEAD: "NodeDead", GONE: "NodeDead"}.get(item["edge"])
+    event = {"kind": kind, "node": item["node"], "incarnation": item["incarnation"]}
+    return (event | {"proof": ""} if kind == "NodeDead" else event) if kind else None
+
+
+class Roster:
+    """Which aggregator speaks for a node, and which of an agent's messages were heard. All of it can be folded again
+    from what `take` let through."""
+
+    def __init__(self, state: dict[str, Any] | None = None):
+        self._nodes: dict[str, list[Any]] = dict(state or {})  # name -> incarnation, visit, aggregator, number
+
+    def take(self, aggregator: str, body: Item) -> bool:
+        """Whether it is news: an edge from the aggregator that a node speaks to, or an event not heard before. Of a
+        merged report only the news are left in it."""
+        if body["type"] == "many":
+            return self._take_many(body)
+        if body["type"] == "event":
+            return self._hear(body["node"], body["incarnation"], body["number"])
+        known = self._known(body["node"], body["incarnation"])
+        if known is None:
+            return False
+        if body["edge"] == SEEN:
+            if body["visit"] < known[1] or (body["visit"] == known[1] and known[2]):
+                return False
+            known[1:3] = body["visit"], aggregator
+        elif known[2] != aggregator:
+            return False  # it is silent there, and speaks elsewhere
+        elif body["edge"] in (DEAD, GONE):
+            known[2] = ""
+        return True
+
+    def _known(self, node: str, incarnation: int) -> list[Any] | None:
+        """None: a later incarnation is."""
+        known = self._nodes.get(node)
+        if known is None or incarnation > known[0]:
+            known = self._nodes[node] = [incarnation, 0, "", 0]
+        return known if incarnation == known[0] else None
+
+    def _hear(self, node: str, incarnation: int, number: int) -> bool:
+        known = self._known(node, incarnation)
+        if known is None or number <= known[3]:
+            return False
+        known[3] = number
+        return True
+
+    def _take_many(self, body: Item) -> bool:
+        event, numbers = body["event"], body["numbers"]
+        columns = {name: column for name, column in event.items() if isinstance(column, list)}
+        said = [columns.get(name, []) for name in ("nodes", "incarnations")] + [numbers]
+        if any(len(column) != len(numbers) for column in (*columns.values(), *said)):
+            raise ValueError(f"many.event = {str(event)[:200]!r}: expected columns of {len(numbers)}")
+        if any({*map(type, column)} - {kind} for column, kind in zip(said, (str, int, int), strict=True)):
+            raise ValueError(f"many.event = {str(event)[:200]!r}: expected names, incarnations and numbers")
+        news = [*map(self._hear, *said)]
+        if not all(news):
+            event.update({name: [*compress(column, news)] for name, column in columns.items()})
+            body["numbers"] = [*compress(numbers, news)]
+        return any(news)
+
+    def homes(self, nodes: Iterable[str]) -> dict[str, list[str]]:
+        """By the aggregator that reaches them; those that none does are left out."""
+        homes: dict[str, list[str]] = {}
+        known = self._nodes
+        for node in nodes:
+            home = known[node][2] if node in known else ""
+            if home in homes:
+                homes[home].append(node)
+            else:
+                homes[home] = [node]
+        homes.pop("", None)
+        return homes
+
+    def home(self, node: str) -> str:
+        return self._nodes[node][2] if node in self._nodes else ""
+
+    def expected(self, aggregator: str) -> dict[str, int]:
+        """The nodes that speak to it, and their incarnations."""
+        return {node: known[0] for node, known in self._nodes.items() if known[2] == aggregator}
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._nodes
+
+
+class Orphans:
+    """Nodes whose aggregator is gone. They speak to another one soon, or are dead."""
+
+    def __init__(self, roster: Roster, beat_ns: int):
+        self._roster, self._liveness = roster, Liveness(beat_ns)
+        self._of: dict[str, str] = {}  # node -> the aggregator that it had
+
+    def lose(self, aggregator: str, now_ns: int) -> None:
+        for node, incarnation in self._roster.expected(aggregator).items():
+            self._of[node] = aggregator
+            self._liveness.expect(node, incarnation, now_ns)
+
+    def find(self, aggregator: str) -> None:
+        """It is back, and looks after its nodes itself."""
+        for node in [node for node, lost in self._of.items() if lost == aggregator]:
+            del self._of[node]
+            self._liveness.forget(node)
+
+    def tick(self, now_ns: int) -> list[tuple[str, Item]]:
+        """What the lost aggregators would have said by now."""
+        for node in [node for node, lost in self._of.items() if self._roster.home(node) != lost]:
+            del self._of[node]
+            self._liveness.forget(node)
+        return [(self._of[edge.node], edge.to_item()) for edge in self._liveness.tick(now_ns) if edge.node in self._of]

@@ -1,0 +1,66 @@
+"""How fast a node's ranks go: from when on they hang, and what a checkpoint cost them. Steps end together on all ranks,
+so what one node sees of their times is true of the gang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median_low
+
+from phalanx.control.messages import Cost
+from phalanx.control.policy import S
+
+KEPT_STEPS = 50
+START_NS = 300 * S  # before the first step is known: compiling may come first
+LEAST_NS = 10 * S
+STEPS_TO_HANG = 20
+
+
+@dataclass
+class Pace:
+    """`fixed_ns`: a limit that the job sets; 0: it follows from the steps."""
+
+    fixed_ns: int = 0
+    limit_ns: int = START_NS
+    times: dict[int, int] = field(default_factory=dict)  # step -> its slowest rank's, of the latest
+    stalls: dict[int, int] = field(default_factory=dict)  # step of a snapshot -> the longest stall
+    drains: dict[int, int] = field(default_factory=dict)  # checkpoints that were committed here and not yet costed
+
+    def __post_init__(self) -> None:
+        self.limit_ns = self.fixed_ns or self.limit_ns
+
+    def step(self, step: int, time_ns: int, snapshot: tuple[int, int] | None = None) -> bool:
+        """One rank's step; `snapshot`: of which step, and how long training stood still for it. Returns whether the
+        hang limit has changed by more than a tenth."""
+        self.times[step] = max(time_ns, self.times.get(step, 0))
+        if snapshot:
+            self.stalls[snapshot[0]] = max(snapshot[1], self.stalls.get(snapshot[0], 0))
+        while len(self.times) > KEPT_STEPS:
+            del self.times[next(iter(self.times))]
+        while len(self.stalls) > KEPT_STEPS:
+            del self.stalls[next(iter(self.stalls))]
+        limit_ns = self.fixed_ns or max(LEAST_NS, STEPS_TO_HANG * median_low(self.times.values()))
+        if 10 * abs(limit_ns - self.limit_ns) <= self.limit_ns:
+            return False
+        self.limit_ns = limit_ns
+        return True
+
+    def committed(self, step: int, drain_ns: int) -> None:
+        """A checkpoint; what it cost is known some steps later."""
+        self.drains[step] = drain_ns
+
+    def costs(self) -> list[Cost]:
+        """Of checkpoints that training has gone on from for two steps, so that every rank has told its stall."""
+        latest = max(self.times, default=0)
+        found = [step for step in self.drains if step + 1 < latest]
+        return [self._cost(step, self.drains.pop(step)) for step in found]
+
+    def _cost(self, step: int, drain_ns: int) -> Cost:
+        usual, stall = median_low(self.times.values()), self.stalls.get(step, 0)
+        total, left = 0, drain_ns + stall
+        for later in sorted(s for s in self.times if s >= step):
+            total += max(0, self.times[later] - usual)
+            left -= self.times[later]
+            if left <= 0:
+                break
+        # Other steps are longer than usual too, so no more than the drain took counts.
+        return Cost(step, usual, stall, min(max(0, total - stall), drain_ns), drain_ns)

@@ -1,0 +1,119 @@
+"""Processes of this machine that do what one client says: spawn, send, kill. The same zygote, channels and watch as a
+node's, and no cluster: for measurements that are over in minutes, and for tests."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.control.messages import Failure
+from phalanx.control.verdict import Evidence, remedy
+from phalanx.core.errors import RunFailed
+from phalanx.runtime import kernel
+from phalanx.runtime.client import NodeClient
+from phalanx.runtime.node import Host, main
+from phalanx.runtime.spawner import Worker
+from phalanx.runtime.wire import Message, Schemas, WireError, check
+
+GATHER_S = 0.5  # for the deaths that belong to the first one seen
+COMMANDS: Schemas = {
+    "spawn": {"worker": int, "entry": str, "args": dict, "log": str},
+    "send": {"worker": int, "body": dict},
+    "kill": {"worker": int},
+    "watch": {"timeout_s": (int, float)},
+}
+
+
+class Bare(Host):
+    def obey(self, message: Message) -> None:
+        command = check(message, COMMANDS)
+        kind = command.pop("type")
+        if kind == "spawn":
+            try:
+                self.spawner.spawn(command["worker"], command["entry"], command["args"], command["log"])
+            except WireError as error:
+                self.client.push({"type": "message", "worker": command["worker"], "body": {"refused": str(error)}})
+        elif kind == "send":
+            self.spawner.send(command["worker"], command["body"])
+        elif kind == "kill":
+            self.spawner.kill(command["worker"])
+        else:
+            self.watch.set(command["timeout_s"])
+
+    def started(self, w: Worker) -> None:
+        self.client.push({"type": "started", "worker": w.number, "pid": w.pid, "service": ""})
+
+    def heard(self, w: Worker, body: Message) -> None:
+        self.client.push({"type": "message", "worker": w.number, "body": body})
+
+    def ended(self, w: Worker, code: int, error: str) -> None:
+        how = {"code": None, "signal": kernel.signal_name(-code)} if code < 0 else {"code": code, "signal": None}
+        more = {"service": "", "error": error, "progress": w.progress.read().to_dict(), "tail": w.tail()}
+        self.client.push({"type": "exit", "worker": w.number, **how, **more})
+
+    def hung(self, event: Message) -> None:
+        self.client.push(event)
+
+
+class BareClient(NodeClient):
+    module = "phalanx.runtime.bare"
+
+    def spawn(self, worker: int, entry: str, args: dict[str, Any], log: Path) -> None:
+        """Fork a process that calls the function behind "package.module:function" with (channel, args)."""
+        self.command(type="spawn", worker=worker, entry=entry, args=args, log=str(Path(log).absolute()))
+
+    def send(self, worker: int, body: Message) -> None:
+        self.command(type="send", worker=worker, body=body)
+
+    def kill(self, worker: int) -> None:
+        """SIGKILL, also for what the worker started. Its exit event follows."""
+        self.command(type="kill", worker=worker)
+
+    def watch(self, timeout_s: float) -> None:
+        """Report a hang when workers stand still for this long in a phase that should move; 0: never."""
+        self.command(type="watch", timeout_s=timeout_s)
+
+
+class Together:
+    """Processes that live and die together. When one fails its peers fail milliseconds later as a consequence: these
+    deaths are gathered, and the first cause is named. A process has done its duty when it exits with code 0."""
+
+    def __init__(self, client: BareClient):
+        self.client, self._names, self._errors = client, dict[int, str](), dict[int, tuple[str, str]]()
+        self._failed: list[Evidence] = []
+        self._judge_at = 0.0
+
+    def spawn(self, worker: int, name: str, entry: str, args: dict[str, Any], log: Path) -> None:
+        self._names[worker] = name
+        self.client.spawn(worker, entry, args, log)
+
+    def next(self, timeout: float) -> Message | None:
+        """The next event, None after `timeout`; RunFailed once one of them has failed."""
+        event = self.client.events(timeout)
+        if event is None:
+            pass
+        elif event["type"] == "node_lost":
+            raise RunFailed(f"the processes of this machine were lost: {event['reason']}")
+        elif event["type"] == "message" and event["body"].get("type") == "error":
+            self._errors[event["worker"]] = (str(event["body"].get("kind")), str(event["body"].get("text")))
+        elif event["type"] == "exit" and event["code"] != 0:
+            self._fail(event)
+        if self._failed and time.monotonic() > self._judge_at:
+            first = min(self._failed, key=lambda e: e.severity)
+            about = {"log_tail": first.failure.tail, "remedy": remedy(first.failure)}
+            raise RunFailed(first.sentence(), rank=first.rank if first.rank >= 0 else None, **about)
+        return event
+
+    def _fail(self, event: Message) -> None:
+        worker = event["worker"]
+        kind, text = self._errors.get(worker, ("", event["error"]))
+        failure = Failure(kind, text, event["signal"] or "", event["code"] or 0, tail=event["tail"])
+        if not self._failed:
+            self._judge_at = time.monotonic() + GATHER_S
+        self._failed.append(Evidence(worker, self._names.get(worker, f"process {worker}"), failure, True))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], Bare)

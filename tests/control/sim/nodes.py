@@ -1,0 +1,610 @@
+"""A simulated host: the shell around the real `Agent`, a keeper with memory and disk, and workers that train. It does
+what `runtime.node`, the keeper and the worker do, in simulated time."""
+
+from __future__ import annotations
+
+from phalanx.control import agent as a
+from phalanx.control.agent import Agent, Service
+from phalanx.control.member import Member
+from phalanx.control.messages import Failure, NodeDead, Source
+from phalanx.control.pace import Pace
+from tests.control.sim.ledger import advanced, initial, must
+
+MS, S = 10**6, 10**9
+BEAT_NS = 2 * S
+SLOTS = 3
+
+
+class Node:
+    def __init__(self, world, name, domain):
+        self.world, self.name, self.domain = world, name, domain
+        self.alive, self.incarnation, self.visits = False, 0, 0
+        self.home, self.connected, self.line = "", False, 0  # line: the number of the connection
+        self.busy = -1  # the line on which a message is under way
+        self.procs, self.memory = {}, {}  # worker -> process; (rank, step, made) -> state
+        self.agent = None
+
+    # -- coming and going
+
+    def power_on(self):
+        self.alive = True
+        services = {name: Service() for name in a.SERVICES}
+        self.agent = Agent(self.name, self.domain, services, Pace(fixed_ns=20 * S), host=self.name, halt_ns=4 * S)
+        self.posted, self.outbox, self.unsent = 0, {}, []
+        self.agent.begin(self.world.now)
+        self.act()
+
+    def power_off(self, proved=False, back=None, fin=False):
+        """The host, with all that is on it. Without `fin`, its peers see nothing but silence."""
+        if not self.alive:
+            return
+        world, incarnation = self.world, self.incarnation
+        self.alive = False
+        for proc in list(self.procs.values()):
+            proc.vanish(fin)
+        self.memory = {}
+        self.hang_up(tell=fin)
+        if proved:
+            world.after(world.ms(50, 500), self.prove, incarnation)
+        if back is not None:
+            world.after(back, self.power_on)
+
+    def prove(self, incarnation):
+        """Somebody who knows says that it is gone: its supervisor, its scheduler."""
+        if not self.world.controller.take("event", {"event": NodeDead(self.name, incarnation, "it is off").to_dict()}):
+            self.world.after(S, self.prove, incarnation)
+
+    # -- the network
+
+    def dial(self, agent):
+        """Connect to an aggregator, whichever answers."""
+        world = self.world
+        if not self.alive or agent is not self.agent or self.connected or not self.incarnation:
+            return
+        homes = [h for h in world.homes.values() if h.alive]
+        if not homes or self.name in world.cut:
+            world.after(world.ms(200, 1500), self.dial, agent)
+            return
+        self.home, self.connected = world.rng.choice(homes).name, True
+        self.visits += 1
+        self.line += 1
+        self.unsent = sorted(self.outbox)
+        self.beat_once()
+        self.agent.connected(world.now)
+        self.act()
+        self.pump(self.line)
+
+    def hang_up(self, tell=True):
+        if self.connected:
+            self.connected = False
+            self.line += 1
+            if tell and self.world.homes[self.home].alive:
+                self.world.homes[self.home].hung_up(self.name, self.incarnation, self.visits)
+            if self.alive:
+                self.agent.disconnected()
+                self.world.after(self.world.ms(50, 500), self.dial, self.agent)
+
+    def pump(self, line):
+        """One message at a time, in order; each is kept until it is acknowledged."""
+        world = self.world
+        if line != self.line or not self.connected or not self.unsent or self.busy == line:
+            return
+        self.busy = line
+        number, event = self.unsent[0], self.outbox[self.unsent[0]]
+        if self.name in world.cut or world.rng.random() < world.set.breaks:
+            self.hang_up()
+            return
+        world.after(world.delay(), self.arrive, line, self.incarnation, number, event)
+
+    def arrive(self, line, incarnation, number, event):
+        if line != self.line or not self.connected:
+            return
+        item = {"type": "event", "node": self.name, "incarnation": incarnation, "number": number}
+        if self.name in self.world.cut or not self.world.homes[self.home].pass_up({**item, "event": event.to_dict()}):
+            self.world.after(200 * MS, self.arrive, line, incarnation, number, event)
+            return
+        if incarnation != self.incarnation or line != self.line:
+            return
+        self.busy = -1
+        self.unsent.remove(number)
+        del self.outbox[number]
+        self.agent.acknowledged(number)
+        self.pump(line)
+
+    def receive(self, command):
+        world = self.world
+        if not self.connected or self.name in world.cut or world.rng.random() < world.set.breaks:
+            return
+        self.obey(self.line, command)
+        if world.rng.random() < world.set.twice:
+            world.after(world.ms(1, world.set.late_ms), self.obey, self.line, command)
+
+    def obey(self, line, command):
+        if self.alive and line == self.line:
+            self.agent.obey(self.world.now, command)
+            self.act()
+
+    def beat(self, agent, incarnation):
+        if self.alive and agent is self.agent and incarnation == self.incarnation:
+            self.world.after(BEAT_NS, self.beat, agent, incarnation)
+            self.agent.beat(self.world.now)
+            self.act()
+            self.beat_once()
+
+    def beat_once(self):
+        world = self.world
+        if self.connected and self.name not in world.cut:
+            world.after(world.delay(), self.beat_arrives, self.line, self.incarnation, self.visits, world.now)
+
+    def beat_arrives(self, line, incarnation, visits, sent):
+        world = self.world
+        if line != self.line or not self.connected or self.name in world.cut:
+            return
+        home = world.homes[self.home]
+        if home.alive:
+            home.beat(self.name, incarnation, visits)
+            left = home.lease_ns - world.now
+            if left > 0:
+                world.after(world.delay(), self.renew, line, sent + left)
+
+    def renew(self, line, until):
+        if self.alive and line == self.line and self.name not in self.world.cut:
+            self.agent.renew(self.world.now, until)
+            self.act()
+
+    # -- what the agent asks for
+
+    def act(self):
+        world = self.world
+        while actions := self.agent.take():
+            for action in actions:
+                if isinstance(action, a.Post):
+                    self.posted += 1
+                    self.outbox[self.posted] = action.event
+                    self.unsent.append(self.posted)
+                    self.pump(self.line)
+                elif isinstance(action, a.Spawn):
+                    self.spawn(action)
+                elif isinstance(action, a.Send):
+                    world.after(MS, self.deliver, self.agent, action.number, action.body)
+                elif isinstance(action, a.End):
+                    world.after(world.ms(1, 20), self.kill, self.agent, action.number)
+                elif isinstance(action, a.Alarm):
+                    world.after(max(0, action.at_ns - world.now), self.fire, self.agent, action.name)
+                elif isinstance(action, a.Count):
+                    counters = {number: proc.moves for number, proc in self.procs.items()}
+                    self.agent.counted(world.now, counters)
+                elif isinstance(action, a.Reboot):
+                    self.boot()
+                elif isinstance(action, a.Redial):
+                    self.hang_up()
+
+    def boot(self):
+        self.hang_up()
+        self.incarnation += 1
+        self.posted, self.outbox, self.unsent = 0, {}, []
+        self.agent.booted(self.world.now, self.incarnation)
+        self.world.after(BEAT_NS, self.beat, self.agent, self.incarnation)
+        self.dial(self.agent)
+
+    def fire(self, agent, name):
+        if self.alive and agent is self.agent:
+            agent.fire(self.world.now, name)
+            self.act()
+
+    def spawn(self, action):
+        if action.name:
+            self.world.after(self.world.ms(50, 400), self.serve, self.agent, action.name)
+        else:
+            proc = Proc(self.world, self, action.args["rank"], action.number)
+            self.procs[action.number] = proc
+
+    def serve(self, agent, name):
+        if self.alive and agent is self.agent:
+            agent.service_said(self.world.now, name, {"type": name, "host": self.name, "port": 1, "address": name})
+            self.act()
+
+    def kill_service(self, name):
+        if self.alive and self.agent.services[name].said is not None:
+            if name == "keeper":
+                self.memory = {}
+            self.agent.ended(self.world.now, a.SERVICES[name], Failure(signal="SIGKILL"))
+            self.act()
+
+    def deliver(self, agent, number, body):
+        if not self.alive or agent is not self.agent:
+            return
+        if number == a.SERVICES["keeper"]:
+            self.order(body)
+        elif number in self.procs:
+            self.procs[number].hear(body)
+
+    def kill(self, agent, number):
+        if self.alive and agent is self.agent and number in self.procs:
+            self.procs[number].die("SIGKILL")
+
+    def heard(self, number, body):
+        if self.alive:
+            self.agent.worker_said(self.world.now, number, body)
+            self.act()
+
+    def lost(self, number, failure):
+        if self.alive:
+            self.agent.ended(self.world.now, number, failure)
+            self.act()
+
+    # -- the keeper
+
+    def keep(self, rank, step, made, state):
+        """The last ones of each rank."""
+        if self.alive:
+            self.memory[rank, step, made] = state
+            for old in sorted((key for key in self.memory if key[0] == rank), key=lambda k: (k[2], k[1]))[:-SLOTS]:
+                del self.memory[old]
+
+    def order(self, body):
+        kind, world = body["type"], self.world
+        if kind == "held":
+            self.say({"type": "held", "copies": sorted(self.memory)})
+        elif kind == "write":
+            self.write(body["step"], body["generation"])
+        elif kind == "commit":
+            world.after(world.ms(50, 400), self.commit, self.agent, body)
+
+    def say(self, body):
+        if self.alive and self.agent.services["keeper"].said is not None:
+            self.agent.keeper_said(self.world.now, body)
+            self.act()
+
+    def write(self, step, made, ranks=None):
+        form = self.world.ledger.forms[made]
+        homes = [form.places[rank // form.ranks_per_place] for rank in sorted(form.crew)]
+        own = [at for at, home in enumerate(homes) if home == self.name]
+        found = [r for r in own if (r, step, made) in self.memory and (ranks is None or r in ranks)]
+        for rank in found:
+            self.world.after(self.world.ms(50, 500), self.written, self.agent, rank, step, made)
+        if not found:
+            self.fail(0, step, made, "it is not in memory any more", gone=True)
+
+    def fail(self, rank, step, made, reason, gone=False):
+        body = {"type": "checkpoint_failed", "where": "disk", "rank": rank, "step": step, "generation": made}
+        self.say({**body, "reason": reason, "gone": gone})
+
+    def written(self, agent, rank, step, made):
+        if not self.alive or agent is not self.agent:
+            return
+        form = self.world.ledger.forms[made]
+        state = self.memory.get((rank, step, made))
+        if state is None or self.name in self.world.full:
+            reason = "no space" if state else "it is not in memory any more"
+            self.fail(rank, step, made, reason, gone=state is None)
+            return
+        ranks = len(form.crew)
+        body = {"checkpoint": f"step-{step}", "step": step, "generation": made, "ranks": ranks, "seal": "s"}
+        about = {"rank": rank, "size": 1, "root": state, "drain_s": 0.1}
+        self.say({"type": "shard", **body, **about})
+
+    def commit(self, agent, body):
+        if not self.alive or agent is not self.agent:
+            return
+        step, made = body["step"], body["generation"]
+        if self.name in self.world.full:
+            self.fail(-1, step, made, "no space for the manifest")
+            return
+        states = [root for _, root in body["files"]]
+        size = self.world.size
+        for at, state in enumerate(states):
+            must(state == states[at % size], "two states are written as one, at step {}", step)
+        self.world.durables[step, made] = dict(enumerate(states[:size]))
+        self.say({"type": "committed", "step": step, "generation": made, "drain_s": 0.1})
+
+
+class Round:
+    """One step of one generation, seen from above."""
+
+    def __init__(self, form):
+        self.crew = form.crew
+        self.computed, self.votes = set(), set()
+        self.pause, self.voted_ns = False, 0
+        self.taken = {}
+
+
+class Proc:
+    """A worker: it hears and says what `train.worker` does."""
+
+    def __init__(self, world, node, rank, number):
+        self.world, self.node, self.rank, self.number = world, node, rank, number
+        self.member = Member(number, world.set.steps)
+        self.alive, self.up, self.stuck, self.applying, self.halted = True, False, False, False, -1
+        self.state = self.next = self.true = None
+        self.moves = self.waits = 0
+        self.saved = set()
+        world.after(world.ms(*world.set.start_ms), self.come_up)
+        world.after(S, self.start_up)
+
+    def start_up(self):
+        """While it starts, it makes progress."""
+        if self.alive and not self.up:
+            self.moves += 1
+            self.world.after(S, self.start_up)
+
+    def come_up(self):
+        if self.alive:
+            self.up = True
+            self.moves += 1
+            if not self.world.ledger.slots[self.rank].owner:
+                self.world.ledger.owns(self.rank, self.number, self.world.now)
+            self.say({"type": "up"})
+
+    def say(self, body):
+        if body and self.alive and not self.stuck:
+            self.world.after(MS, self.heard, body)
+
+    def heard(self, body):
+        if self.alive:
+            self.node.heard(self.number, body)
+
+    def vanish(self, fin):
+        """With its host."""
+        if self.alive:
+            self.alive = False
+            del self.node.procs[self.number]
+            self.world.ledger.clock(self.rank, self.number, "idle", self.world.now)
+            if fin:
+                self.leave_groups()
+
+    def die(self, signal="", kind="", text=""):
+        if not self.alive:
+            return
+        self.vanish(fin=True)
+        if kind:
+            self.node.heard(self.number, {"type": "error", "kind": kind, "text": text})
+        self.node.lost(self.number, Failure(signal=signal, code=0 if signal else 1, step=self.member.step))
+
+    def hear(self, body):
+        if not self.up or self.stuck or not self.alive:
+            return
+        kind = body["type"]
+        if kind == "form":
+            self.form_up(body)
+        elif kind == "serve":
+            self.serve(body["generation"], body["step"])
+        elif kind == "start":
+            self.start(body["generation"])
+        elif kind == "halt":
+            self.halt(body["generation"])
+        elif kind == "pause":
+            self.member.ask_pause(body["generation"])
+        elif kind == "save":
+            self.save(body["generation"], body["step"])
+        elif kind == "leave":
+            self.die()
+
+    # -- leaving
+
+    def halt(self, generation, why=""):
+        if self.stuck or not self.up:
+            return
+        if self.applying:
+            self.halted = max(self.halted, generation)
+        elif self.member.halt(generation, {"text": why} if why else None):
+            self.state, self.true = self.true or self.state, None
+            self.world.ledger.clock(self.rank, self.number, "stalled", self.world.now)
+            self.say(self.member.standing())
+            self.leave_groups()
+
+    def leave_groups(self):
+        """Its sockets close, and its peers' operations fail a little later."""
+        world, generation = self.world, self.member.generation
+        if generation and generation not in world.broken and self.member.phase != "new":
+            world.broken.add(generation)
+            for worker in world.ledger.forms[generation].crew.values():
+                peer = world.proc(worker)
+                if peer:
+                    world.after(world.ms(5, 60), peer.lost_peer, generation)
+
+    def lost_peer(self, generation):
+        m = self.member
+        if self.alive and m.generation == generation and m.phase in ("restoring", "ready", "running"):
+            self.halt(generation, "connection closed by peer")
+
+    # -- forming
+
+    def serve(self, generation, step):
+        m = self.member
+        if m.phase in ("parked", "restoring") and m.may_serve(generation):
+            self.settle(step)
+
+    def settle(self, step):
+        try:
+            if self.member.settle(step):
+                self.world.ledger.applied(self.rank, step, self.member.made, self.state, self.next)
+                self.state = self.next
+        except ValueError:
+            return False
+        return True
+
+    def form_up(self, body):
+        source = Source(**body["source"]) if body["source"] else None
+        generation, step = body["generation"], body["step"]
+        if self.member.form(generation, step, source):
+            self.replicas = body["replicas"]
+            takes = self.world.ms(*self.world.set.restore_ms) if source else self.world.ms(10, 100)
+            self.world.after(S, self.move, generation)
+            self.world.after(takes, self.restore, generation, step, source, 10)
+            self.world.tender(self)
+        elif self.member.generation == generation:
+            self.say(self.member.standing())
+
+    def move(self, generation):
+        """While it restores, it makes progress."""
+        busy = self.alive and not self.stuck and self.waits < generation
+        if busy and self.member.generation == generation and self.member.phase == "restoring":
+            self.moves += 1
+            self.world.after(S, self.move, generation)
+
+    def restore(self, generation, step, source, tries):
+        world, m = self.world, self.member
+        if not self.alive or self.stuck or m.generation != generation or m.phase != "restoring" or m.lacks:
+            return
+        state, reason = self.fetch(step, source)
+        if state is None and tries and source and source.kind == "live" and source.node not in world.deaf:
+            world.after(world.ms(100, 400), self.restore, generation, step, source, tries - 1)
+        elif state is None:
+            m.lack(reason, damaged="damaged" in reason)
+            self.say(m.standing())
+        elif self.node.name in world.lonely:
+            self.halt(generation, world.lonely[self.node.name])
+        elif world.lonely and any(n in world.lonely for n in world.ledger.forms[generation].places.values()):
+            self.waits = generation  # for one that does not come
+        else:
+            self.state = state
+            whole = world.ledger.forms[generation]
+            kept = any(r % world.size == self.rank % world.size and r not in whole.sources for r in whole.crew)
+            if world.flip and source and kept:
+                world.flip, self.state, self.true = False, state + "?", state
+            m.restored(step)
+            self.say(m.standing(digest=self.state))
+            world.tender(self)
+
+    def fetch(self, step, source):
+        world, coordinate = self.world, self.rank % self.world.size
+        if source is None:
+            return (self.state, "") if self.settle(step) else (None, "it does not hold that step")
+        if source.kind == "live":
+            donor = world.proc(source.number)
+            there = donor and donor.up and not donor.stuck and donor.member.step == step
+            there = there and donor.node.name not in world.deaf
+            return (donor.state, "") if there else (None, "the donor does not answer")
+        if source.kind == "memory":
+            found = world.nodes[source.node].memory.get((source.number, step, source.made))
+            found = None if source.node in world.deaf else found
+            return found, "it is not there"
+        if source.kind == "start":
+            if -1 in world.unreadable:
+                return None, "the checkpoint is damaged"
+            return initial(coordinate), ""
+        if (step, source.made) in world.unreadable:
+            return None, "the checkpoint is damaged"
+        return world.durables[step, source.made][coordinate], ""
+
+    # -- a step
+
+    def start(self, generation):
+        if self.member.start(generation):
+            self.true = None
+            self.world.ledger.started(generation, self.rank, self.number, self.world.now)
+            self.world.ledger.clock(self.rank, self.number, "running", self.world.now)
+            self.compute()
+        elif self.member.phase == "parked":
+            self.say(self.member.standing())
+
+    def running(self, generation, step):
+        m = self.member
+        return (
+            self.alive and not self.stuck and m.phase == "running" and m.generation == generation and m.step == step - 1
+        )
+
+    def compute(self):
+        m, world = self.member, self.world
+        world.ledger.begin(self.rank, self.number, m.step + 1, m.generation, world.now)
+        world.after(world.ms(300, 700), self.computed, m.generation, m.step + 1)
+
+    def computed(self, generation, step):
+        if not self.running(generation, step):
+            return
+        world = self.world
+        form = world.ledger.forms[generation]
+        round_ = world.rounds.setdefault((generation, step), Round(form))
+        replica, coordinate = divmod(self.rank, world.size)
+        count, share = len(self.replicas), self.replicas.index(replica)
+        round_.taken.setdefault(coordinate, []).extend(world.ledger.share(share, count))
+        round_.computed.add(self.number)
+        if len(round_.computed) == len(round_.crew):
+            world.ledger.reduced(round_.taken)
+            for worker in round_.crew.values():
+                peer = world.proc(worker)
+                if peer:
+                    world.after(world.ms(10, 60), peer.reduced, generation, step, round_)
+
+    def reduced(self, generation, step, round_):
+        if not self.running(generation, step):
+            return
+        world = self.world
+        self.next = advanced(self.state, step, generation)
+        round_.pause |= self.member.vote()
+        round_.votes.add(self.number)
+        if self.may_commit(round_):
+            round_.voted_ns = world.now
+            for worker in round_.crew.values():
+                peer = world.proc(worker)
+                if peer:
+                    world.after(world.ms(5, 60), peer.commit, generation, step, round_)
+        world.tender(self)
+
+    @staticmethod
+    def may_commit(round_):
+        return len(round_.votes) == len(round_.crew)
+
+    def commit(self, generation, step, round_):
+        if self.running(generation, step) and not self.applying:
+            self.applying = True
+            self.world.after(self.world.ms(10, 60), self.applied, generation, step, round_)
+            self.world.tender(self)
+
+    def applied(self, generation, step, round_):
+        if not self.alive:
+            return
+        self.applying = False
+        world, m = self.world, self.member
+        world.ledger.applied(self.rank, step, generation, self.state, self.next, round_.voted_ns)
+        self.state = self.next
+        go_on = m.commit(round_.pause)
+        self.moves += 1
+        self.snapshot(step, generation, world.set.durable_every and step % world.set.durable_every == 0)
+        self.say({"type": "step", "generation": generation, "step": step - 1, "time_s": 0.5})
+        if self.halted >= generation:
+            self.halt(self.halted)
+        elif go_on:
+            self.compute()
+        else:
+            world.ledger.clock(self.rank, self.number, "stalled", world.now)
+            self.say(m.standing())
+
+    def place(self, made):
+        """Among the ranks that take part, which is how files and snapshots are counted."""
+        return sorted(self.world.ledger.forms[made].crew).index(self.rank)
+
+    def snapshot(self, step, made, durable):
+        world, at = self.world, self.place(made)
+        if step % world.set.snapshot_every == 0 or durable:
+            self.node.keep(at, step, made, self.state)
+            buddy = world.ledger.forms[made].buddies.get(self.node.name)
+            if buddy:
+                other = world.nodes[buddy.partition(":")[0]]
+                world.after(world.ms(50, 300), other.keep, at, step, made, self.state)
+        if durable:
+            self.saved.add((step, made))
+            self.node.write(step, made, [at])
+
+    def save(self, generation, step):
+        m = self.member
+        if m.phase == "parked" and m.generation == generation and self.settle(step):
+            if (step, generation) in self.saved:
+                return
+            self.saved.add((step, generation))
+            self.node.keep(self.place(generation), step, generation, self.state)
+            self.node.write(step, generation, [self.place(generation)])
+
+    # -- hanging
+
+    def hang(self):
+        if self.alive and self.up and not self.stuck and self.member.phase == "running" and not self.applying:
+            self.stuck = True
+            self.world.after(3 * S, self.found_stuck)
+
+    def found_stuck(self):
+        if self.alive and self.node.alive:
+            self.node.agent.hung(self.world.now, [self.number], "stands still in its step")
+            self.node.act()
+            self.world.after(3 * S, self.found_stuck)

@@ -1,0 +1,96 @@
+"""What devices say of themselves, as NVML tells it."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from phalanx.control.policy import WARNINGS
+from phalanx.runtime.health import Health
+
+
+class NVMLError(Exception):
+    pass
+
+
+class Nvml:
+    """Two devices, as the package describes them."""
+
+    NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
+    nvmlClocksThrottleReasonHwSlowdown, nvmlClocksThrottleReasonHwThermalSlowdown = 8, 64
+    nvmlClocksThrottleReasonHwPowerBrakeSlowdown, nvmlClocksThrottleReasonSwThermalSlowdown = 128, 32
+    NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, NVML_TEMPERATURE_GPU = 1, 0
+    NVML_NVLINK_MAX_LINKS, NVML_NVLINK_ERROR_DL_REPLAY, NVML_NVLINK_ERROR_DL_RECOVERY = 2, 0, 1
+    nvmlEventTypeXidCriticalError = 8
+    NVMLError = NVMLError
+
+    def __init__(self):
+        self.ecc, self.reasons, self.heat = {0: [7, 0], 1: [0, 0]}, {0: 4, 1: 0}, {0: 40, 1: 40}
+        self.replays, self.xids = {0: 5, 1: 0}, []
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlEventSetCreate(self):
+        return "set"
+
+    def nvmlDeviceRegisterEvents(self, device, kinds, events):
+        pass
+
+    def nvmlEventSetWait_v2(self, events, timeout_ms):
+        assert timeout_ms == 0, "the node has other things to do"
+        if not self.xids:
+            raise NVMLError("timeout")
+        return SimpleNamespace(eventData=self.xids.pop())
+
+    def nvmlDeviceGetTotalEccErrors(self, device, kind, counter):
+        return self.ecc[device][kind]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, device):
+        return self.reasons[device]
+
+    def nvmlDeviceGetTemperatureThreshold(self, device, kind):
+        return 90
+
+    def nvmlDeviceGetTemperature(self, device, kind):
+        return self.heat[device]
+
+    def nvmlDeviceGetPcieReplayCounter(self, device):
+        return self.replays[device]
+
+    def nvmlDeviceGetNvLinkState(self, device, link):
+        raise NVMLError("not supported")
+
+
+def test_what_devices_count_is_a_warning_when_it_grows():
+    nvml = Nvml()
+    health = Health(nvml)
+    for _ in range(2):
+        assert list(health.look()) == [], "what was before is not held against it, nor a limit that somebody set"
+    nvml.ecc[1][0] += 2
+    assert list(health.look()) == [("ecc", 2)] and list(health.look()) == []
+    nvml.ecc[0][1] += 1
+    assert list(health.look()) == [("ecc", 2 + WARNINGS["ecc"])], "one that was not corrected is enough"
+    nvml.reasons[0], nvml.heat[1] = 64, 91
+    assert list(health.look()) == [("throttle", 2)] and list(health.look()) == [("throttle", 4)]
+    nvml.reasons[0], nvml.heat[1] = 4, 60
+    nvml.replays[0] += 3
+    assert dict([*health.look(), *health.look()]) == {"link_errors": 3}, "each device in its turn"
+    nvml.xids = [31, 79]
+    assert list(health.look()) == [("link_errors", 3 + WARNINGS["link_errors"])], "31 is the program's own fault"
+
+
+@pytest.mark.parametrize("trouble", ["no package", "no driver"])
+def test_without_devices_there_is_nothing_to_say(monkeypatch, trouble):
+    nvml = Nvml()
+    nvml.nvmlInit = lambda: exec("raise NVMLError('driver not loaded')", {"NVMLError": NVMLError})
+    monkeypatch.setitem(sys.modules, "pynvml", nvml if trouble == "no driver" else None)
+    assert list(Health().look()) == []
