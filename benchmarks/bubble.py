@@ -16,11 +16,10 @@ prediction plays the schedule through with the median time of each kind of work.
 
 Bar: measured within 10 % of the prediction, everywhere. `bubble.py sleep` or `bubble.py compute` runs half of it."""
 
-from common import finish, machine  # isort: skip  (first: it makes tests/ importable)
+from common import SMOKE, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
 import os
 import statistics
-import sys
 
 from phalanx.core.layout import Layout
 from phalanx.core.shape import ModelConfig
@@ -28,11 +27,14 @@ from phalanx.parallel.pipeline import Kind, order
 from tests.cases import make_job
 from tests.pool import Pool
 
-PP, TIMES = 4, 3
-SLEEP_S, SEQ_LEN = 0.12, 256  # a whole stage's forward, asleep; the sequence that computing stages work on
+PP, TIMES = 4, 1 if SMOKE else 3
+NUM_MICRO = (4,) if SMOKE else (8, 16)
+# A whole stage's forward, asleep; the sequence that computing stages work on.
+SLEEP_S, SEQ_LEN = (0.004, 16) if SMOKE else (0.12, 256)
 LONGER = 2  # times that, for the schedules whose bubble is so small that a message's way would be seen in it
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv")
-MODEL = ModelConfig(vocab_size=32, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1408)
+DIM, FFN_DIM = (32, 64) if SMOKE else (512, 1408)
+MODEL = ModelConfig(vocab_size=32, dim=DIM, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=FFN_DIM)
 SLOT, SLOT_CROWDED = 2.0, 3.0  # of the CPU time; the second with fewer cores than ranks
 
 
@@ -102,6 +104,9 @@ def measure(pool, kind, schedule, num_micro):
 
 
 def main():
+    parser = options(__doc__)
+    parser.add_argument("kind", nargs="?", choices=("sleep", "compute"), help="one half alone")
+    only = parser.parse_args().kind
     print(f"bubble of the pipeline, {PP} ranks; {machine()}")
     print(f"computed work is padded to {slot()} times the slowest rank's CPU time")
     names = ("least", "formula", "expected", "measured")
@@ -109,9 +114,9 @@ def main():
     print("\n" + head + "\n" + "-" * len(head))
     worst, rows = 0.0, []
     with Pool(PP) as pool:
-        for kind in sys.argv[1:] or ("sleep", "compute"):
+        for kind in (only,) if only else ("sleep", "compute"):
             for schedule in SCHEDULES:
-                for num_micro in (8, 16):
+                for num_micro in NUM_MICRO:
                     got, expected, least, closed, work = measure(pool, kind, schedule, num_micro)
                     back = sum(v for k, v in work.items() if k != "F")
                     ratio = got / expected

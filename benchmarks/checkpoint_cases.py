@@ -298,7 +298,7 @@ class Ours:
 
     def begin(self, step: int) -> None:
         self.told.clear()
-        self.snap.begin(step, durable=True)
+        self.snap.begin(step, durable=True, about={"updates": step})
 
     def wait(self) -> None:
         self.snap.wait()

@@ -9,12 +9,11 @@ shorter (the rest of the copy must be).
 
 Bar: with the short step, blocking <= 1.2 x the bare copy's; with the long one, where nothing need be waited for, the
 step is at most 5 % of the copy longer than with a bare copy.
-`checkpoint_device.py --small` is a rehearsal without an accelerator, and has no bar."""
+Without an accelerator there is no copy to hide, and only the smoke mode is of use."""
 
-from common import finish, machine  # isort: skip  (first: it makes tests/ importable)
+from common import SMOKE, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
 import statistics
-import sys
 import tempfile
 
 from phalanx.core.job import Job, RunConfig, TrainConfig
@@ -24,29 +23,29 @@ from tests.pool import Pool
 LARGE = ModelConfig(vocab_size=32_000, dim=3072, num_layers=24, num_heads=24, num_kv_heads=8, ffn_dim=8192)
 SMALL = ModelConfig(vocab_size=512, dim=256, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=704)
 
-KEEPER = -3
+KEEPER, TIMES = -3, 1 if SMOKE else 5
 
 
 def main():
-    small = "--small" in sys.argv
+    options(__doc__).parse_args()
     print(f"a snapshot on an accelerator; {machine()}")
-    lengths = {"short": 1, "long": 2} if small else {"short": 1, "long": 8}
-    seq_len = 128 if small else 8192  # so long that the device has more to do than the host
+    lengths = {"short": 1, "long": 2} if SMOKE else {"short": 1, "long": 8}
+    seq_len = 128 if SMOKE else 8192  # so long that the device has more to do than the host
     train = TrainConfig(
         steps=1000,
         seq_len=seq_len,
         global_batch=1,
         micro_batch=1,
-        precision="fp32" if small else "bf16",
+        precision="fp32" if SMOKE else "bf16",
         document_mask=False,
     )
-    job = Job(model=SMALL if small else LARGE, train=train, run=RunConfig(device="auto"))
+    job = Job(model=SMALL if SMOKE else LARGE, train=train, run=RunConfig(device="auto"))
     with Pool(1) as pool, tempfile.TemporaryDirectory(dir=".") as folder:
         keeping = dict(url=folder, ranks=1, keep_last=1, keep_every=0, token="x", has_buddy=False)
         pool._spawn(KEEPER, "phalanx.checkpoint.keeper:main", keeping)
         keeper = pool._wait({KEEPER}, 60)[KEEPER]["address"]
         function = "benchmarks.checkpoint_device_cases:snapshots"
-        got = pool.run(function, job, timeout=500, keeper=keeper, lengths=list(lengths.values()), times=5)[0]
+        got = pool.run(function, job, timeout=500, keeper=keeper, lengths=list(lengths.values()), times=TIMES)[0]
     names = {"state GB": 10, "copy s": 8, "GB/s": 8, "fwd+bwd s": 11, "ideal s": 9}
     names |= {"bare copy s": 13, "blocking s": 12, "host ms": 9}
     head = f"{'step':8}" + "".join(f"{name:>{width}}" for name, width in names.items())
@@ -65,7 +64,7 @@ def main():
         figures[name] = {"copy_s": copy, "passes_s": passes, "ideal_s": ideal, "bare_s": bare, "blocking_s": blocking}
         figures[name]["hash_s"] = statistics.median(r["hash_s"])
     print(f"hashed and sealed by the keeper {figures['short']['hash_s']:.2f} s after a short step")
-    finish("checkpoint_device", ok or small, device=got["device"], bytes=size, **figures)
+    finish("checkpoint_device", ok, device=got["device"], bytes=size, **figures)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ Bar: CPU time per tensor held at 100,000 ranks <= 1.5x that at 8; peak memory of
 grows with the number of segments, which is 3 at most: what others write before and after its own rows); no message;
 the plans of all ranks together have as many bytes as the state (worlds up to 4,096)."""
 
-from common import finish, machine  # isort: skip
+from common import SMOKE, finish, machine, options  # isort: skip
 
 import gc
 import os
@@ -59,6 +59,9 @@ WORLDS = {  # tp 8 everywhere
 CHECKED = 4096
 DCP_WORLDS = {world: WORLDS[world] for world in (8, 64, 512)} | {2048: Layout(tp=8, pp=16, shard=16)}
 ROUNDS, SAMPLES = 9, 7
+if SMOKE:
+    LAYERS, ROUNDS, SAMPLES = 10, 1, 2  # a layer for each of the ten stages of the largest world
+    CHECKED, DCP_WORLDS = 64, {8: WORLDS[8]}
 
 
 def entries_of(layout: Layout) -> list[Entry]:
@@ -194,6 +197,7 @@ def dcp(world: int) -> dict:
 
 
 def main():
+    options(__doc__).parse_args()
     print(f"{machine()}\nLlama 3 405B: {len(entries_of(WORLDS[8]))} tensors of weights and moments\n")
     mine = ours()
     print("ours, per rank; median of the ranks sampled, each the median of rounds in turns")

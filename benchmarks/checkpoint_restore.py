@@ -8,9 +8,8 @@ far as the kernel does that; how much was left is printed.
 
 Bar: ours <= DCP's time in every row, the values right to the bit (checked in the warm-up of every row)."""
 
-from common import bootstrap, finish, machine  # isort: skip
+from common import SMOKE, bootstrap, finish, machine, options  # isort: skip
 
-import argparse
 import shutil
 import statistics
 import tempfile
@@ -27,6 +26,8 @@ SHAPE = (8, 5632, 2048)  # tensors, rows, columns: of weights, and of each momen
 SAVED = dict(shard=4)
 INTO = {"the same layout": dict(shard=4), "shard 2 x tp 2": dict(shard=2, tp=2), "2 ranks": dict(shard=2)}
 NAME, STEP, ROUNDS = "step-000000001-aabbccdd", 1, 7
+if SMOKE:
+    SHAPE, SAVED, INTO, ROUNDS = (2, 512, 128), dict(shard=2), {"1 rank": {}}, 1
 
 
 def save(folder: Path) -> int:
@@ -58,7 +59,7 @@ def load(ranks: Ranks, folder: Path, how: str, layout: dict, cold: bool, check: 
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--dir", help="where checkpoints are written (a temporary folder)")
     args = parser.parse_args()

@@ -9,7 +9,7 @@ kernel can). That takes root and iproute2; without them all ranks share one loop
 Bar: at every size on separated nodes, what auto chooses takes at most 1.15 times the better one's time, or
 the difference is within noise (the 95 % interval of the ratio over the rounds includes 1)."""
 
-from common import bootstrap, finish, machine  # isort: skip  (first: it makes tests/ importable)
+from common import SMOKE, bootstrap, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
 import json
 import os
@@ -37,6 +37,10 @@ LIMIT = 1.15
 MODEL = ModelConfig(vocab_size=257, dim=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=688)
 STEPS = 12
 VARIANTS = [((1, 4, 1), "prefetch", (0, 1, 2)), ((4, 1, 1), "bucket_mb", (0.25, 1.0, 5.0, 25.0))]
+if SMOKE:
+    SIZES, LINK_SIZES, PER_NODE, ROUNDS = [2**12, 2**18], [2**12, 2**18], (2,), 1
+    MODEL = ModelConfig(vocab_size=32, dim=32, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=64)
+    STEPS, VARIANTS = 1, [((1, 4, 1), "prefetch", (0, 1)), ((4, 1, 1), "bucket_mb", (0.25, 1.0))]
 
 
 class Nodes:
@@ -217,6 +221,7 @@ def show_steps() -> dict:
 
 
 def main():
+    options(__doc__).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go
     print(machine())
     with Nodes() as nodes:

@@ -17,8 +17,6 @@ from phalanx.core.layout import Layout
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups, form_cross
 from phalanx.parallel.tiers import TieredAllGather, TieredReduceScatter
-from phalanx.train.engine import Engine
-from phalanx.train.state import State
 
 LEVELS = {name: CollectivesConfig(replica=name, shard=name) for name in ("flat", "hierarchical")}
 
@@ -110,6 +108,8 @@ def main(args) -> None:
 
 def steps(args):
     """Steps of several variants of one job in turns, on the same ranks, groups and batches: seconds."""
+    from phalanx.train.engine import Engine
+    from phalanx.train.state import State
     from tests.cases import connect
 
     rank = connect(args)

@@ -4,7 +4,7 @@ replicas that learn the same few batches.
 Bar: bf16 sends at most 0.55 and int8 at most 0.30 of the bytes, and the loss after the run is within
 2 % of the uncompressed one."""
 
-from common import finish, machine  # isort: skip  (first: it makes tests/ importable)
+from common import SMOKE, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
 import dataclasses
 
@@ -13,11 +13,12 @@ from tests.cases import make_job
 from tests.pool import Pool
 
 MODEL = ModelConfig(vocab_size=257, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=344)
-STEPS, DISTINCT = 100, 4
+STEPS, DISTINCT = (2, 2) if SMOKE else (100, 4)
 BARS = {"none": 1.0, "bf16": 0.55, "int8": 0.30}
 
 
 def main():
+    options(__doc__).parse_args()
     print(f"{machine()}; replica 4, {MODEL.num_params / 1e6:.2f}M parameters, {STEPS} steps\n")
     print(f"{'codec':8}{'MB/step/rank':>14}{'ratio':>8}{'first loss':>12}{'last loss':>11}")
     figures, ok = {}, True

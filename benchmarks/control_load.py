@@ -13,9 +13,8 @@ that 30 processes share). Then the rates are multiplied, until the controller's 
 
 Bar: controller < 0.5 core; p99 of all decisions < 100 ms since the controller has read their cause."""
 
-from common import finish, machine  # isort: skip
+from common import SMOKE, finish, machine, options  # isort: skip
 
-import argparse
 import json
 import os
 import random
@@ -26,44 +25,58 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
-from control_load_cases import BEAT_S, LAYOUT
+from phalanx.core.layout import Layout
 
 CPU_BAR, P99_BAR_MS = 0.5, 100.0
 CASES = Path(__file__).with_name("control_load_cases.py")
-NODES = LAYOUT.world_size // LAYOUT.ranks_per_node
+LAYOUT = Layout(replica=50, pp=10, shard=25, tp=8, ranks_per_node=8)  # 100,000 ranks on 12,500 nodes
 SPARES, AGGREGATORS, GENERATORS = 20, 25, 4
+BEAT_S = 5.0
+CONNECT_S = 8.0  # over which the nodes connect, or thousands of handshakes are all that happens
+SECONDS, STEADY_S, SETTLE_S, LOOK_S = 60.0, 10.0, 5.0, 0.5  # of windows, and between them
 FAILURES_PER_MINUTE, BACK_S = 10, 30.0
-RAMP = (2, 4, 8)
+RAMP, RAMP_S = (2, 4, 8), 15.0
+if SMOKE:
+    LAYOUT = Layout(replica=2, pp=2, shard=5, tp=8, ranks_per_node=8)
+    SPARES, AGGREGATORS, GENERATORS, BEAT_S = 2, 2, 2, 0.2
+    CONNECT_S, SECONDS, STEADY_S, SETTLE_S, LOOK_S = 0.5, 1.5, 0.6, 0.1, 0.05
+    FAILURES_PER_MINUTE, BACK_S, RAMP, RAMP_S = 120, 0.5, (2,), 0.6
+NODES = LAYOUT.world_size // LAYOUT.ranks_per_node
 FULL = 0.9  # of the controller's core
 
 
 class Fleet:
     """All processes."""
 
-    def __init__(self, folder: Path, stack: ExitStack, replicas: int, spares: int, aggregators: int):
+    def __init__(self, folder: Path, stack: ExitStack):
         self.folder, self.stack = folder, stack
-        self.members = LAYOUT.replica_size * replicas // LAYOUT.ranks_per_node
-        self.size = self.members + spares
+        self.size = NODES + SPARES
         self.bus = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         self.bus.bind(str(folder / "driver"))
         secret = folder / "secret"
-        self.controller = self.spawn("control", folder, secret, min(os.sched_getaffinity(0)), replicas)
+        core = min(os.sched_getaffinity(0))
+        self.controller = self.spawn("control", folder, secret, core, json.dumps(asdict(LAYOUT)))
         host, port = json.loads(self.controller.stdout.readline())
-        self.aggregators = [self.spawn("aggregate", secret, f"rack-{i}", host, port) for i in range(aggregators)]
+        self.aggregators = [self.spawn("aggregate", secret, f"rack-{i}", host, port) for i in range(AGGREGATORS)]
         addresses = [json.loads(a.stdout.readline()) for a in self.aggregators]
         self.generators = [self.spawn("generate", folder, i, GENERATORS, secret) for i in range(GENERATORS)]
         for i, generator in enumerate(self.generators):
             mine = list(range(i, self.size, GENERATORS))
-            where = [addresses[number * aggregators // self.size] for number in mine]
-            generator.stdin.write(json.dumps({"nodes": mine, "addresses": where}) + "\n")
+            where = [addresses[number * AGGREGATORS // self.size] for number in mine]
+            given = {"nodes": mine, "addresses": where, "beat_s": BEAT_S, "connect_s": CONNECT_S}
+            generator.stdin.write(json.dumps(given | {"replica_size": LAYOUT.replica_size}) + "\n")
             generator.stdin.flush()
             generator.stdout.readline()  # it listens
 
     def spawn(self, *args):
         command = [sys.executable, "-P", CASES, *map(str, args)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if args[0] != "control" and not SMOKE:
+            # In a fleet the controller has a machine of its own: who shares its core here runs when it does not.
+            os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         self.stack.callback(process.wait)
         self.stack.callback(process.kill)
         return process
@@ -88,7 +101,7 @@ class Fleet:
         while not happened():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: {self.ask()} {self.counted()}")
-            time.sleep(0.5)
+            time.sleep(LOOK_S)
 
     def journal_bytes(self):
         return sum(f.stat().st_size for f in self.folder.glob("journal.db*"))
@@ -121,7 +134,7 @@ class Fleet:
     def plan(self, seconds, per_minute):
         dice, plan, count = random.Random(1), [], round(seconds * per_minute / 60)
         for i in range(count):
-            at, number = time.monotonic() + (i + 0.5) * seconds / count, dice.randrange(self.members)
+            at, number = time.monotonic() + (i + 0.5) * seconds / count, dice.randrange(NODES)
             plan.append([at, "node" if i % 2 else "worker", number])
             if i % 2:
                 plan.append([at + BACK_S, "back", number])
@@ -153,26 +166,22 @@ def row(name, w):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the window with ten failures a minute")
+    parser = options(__doc__)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the window with ten failures a minute")
     parser.add_argument("--no-ramp", action="store_true", help="leave out where it would break")
-    parser.add_argument("--smoke", action="store_true", help="a small fleet, for some seconds: that it runs at all")
     args = parser.parse_args()
-    replicas, spares, aggregators = (2, 2, 2) if args.smoke else (LAYOUT.replica, SPARES, AGGREGATORS)
-    args.no_ramp |= args.smoke
-    args.seconds = 6.0 if args.smoke else args.seconds
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = (NODES + SPARES) // GENERATORS + 100
     if hard < wanted:
         sys.exit(f"{hard} open files are allowed per process, and {wanted} are needed: raise `ulimit -Hn`")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     print(
-        f"{machine()}\n{replicas} replicas of {LAYOUT.replica_size:,} ranks and {spares} spare nodes, each node with a "
-        f"socket; {aggregators} aggregators\n"
+        f"{machine()}\n{LAYOUT.replica} replicas of {LAYOUT.replica_size:,} ranks and {SPARES} spare nodes, "
+        f"each node with a socket; {AGGREGATORS} aggregators\n"
     )
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="control-load-")))
-        fleet = Fleet(folder, stack, replicas, spares, aggregators)
+        fleet = Fleet(folder, stack)
         began = time.monotonic()
         fleet.until(lambda: fleet.counted()["connected"] == fleet.size, 120, "not all nodes are connected")
         fleet.until(lambda: fleet.ask()["nodes"] == fleet.size, 60, "not all nodes have joined")
@@ -186,34 +195,34 @@ def main():
             f"{'':24}{'beats/s':>9}{'reports/s':>10}{'gens':>6}{'controller':>12}{'aggregators':>12}{'nodes':>9}"
             f"{'decided':>8}{'p50 ms':>8}{'p99 ms':>8}{'cpu ms':>8}{'edges':>9}{'whole':>9}{'GB/h':>9}"
         )
-        steady = fleet.window(3 if args.smoke else 10)
+        steady = fleet.window(STEADY_S)
         row("heartbeats alone", steady)
-        rate = 30 if args.smoke else FAILURES_PER_MINUTE
-        load = fleet.window(args.seconds, rate)
-        row(f"{rate} failures a minute", load)
+        load = fleet.window(args.seconds, FAILURES_PER_MINUTE)
+        row(f"{FAILURES_PER_MINUTE} failures a minute", load)
         broke = f"not at {RAMP[-1]}x" if not args.no_ramp else "not tried"
         for factor in () if args.no_ramp else RAMP:
-            w = fleet.window(15, FAILURES_PER_MINUTE * factor)
+            w = fleet.window(RAMP_S, FAILURES_PER_MINUTE * factor)
             row(f"{FAILURES_PER_MINUTE * factor} failures a minute", w)
             if w["controller"] > FULL:
                 broke = f"at {factor}x"
                 break
         doubled = None
         if not args.no_ramp:
-            time.sleep(5)
+            time.sleep(SETTLE_S)
             fleet.tell({"beat_s": BEAT_S / 2})
-            time.sleep(BEAT_S)
-            doubled = fleet.window(10)
+            time.sleep(min(BEAT_S, SETTLE_S))
+            doubled = fleet.window(STEADY_S)
             row("heartbeats doubled", doubled)
-    beat_us = 1e6 * steady["aggregators"] / steady["beats"]
+    beat_us = 1e6 * max(steady["aggregators"], 1e-3) / max(steady["beats"], 1)  # a smoke run may see none
     generation_s = (load["controller"] - steady["controller"]) * args.seconds / max(1, load["generations"])
+    per_minute = 60 / max(generation_s, 1e-3)
     p50, p99 = quantile(load["here"], 0.5), quantile(load["here"], 0.99)
     slow = sorted({kind for kind, _, here, _ in load["latencies"] if here > P99_BAR_MS})
     print(
         f"\ncpu: p99 of what the controller used from reading to sending; the rest is waiting, for a disk or a core"
         f"\nedges: p99 of decisions on failures and joins alone; whole: p99 since the report came to its aggregator"
         f"\na heartbeat costs its aggregator {beat_us:.0f} us: a core is enough for {BEAT_S * 1e6 / beat_us:,.0f} nodes"
-        f"\na generation costs the controller {generation_s:.1f} s of CPU: {60 / generation_s:.0f} a minute fill it"
+        f"\na generation costs the controller {generation_s:.1f} s of CPU: {per_minute:.0f} a minute fill it"
         f"\nby failures it was full {broke}, as a gang breaks only when it runs"
         f"\ndecisions over {P99_BAR_MS:.0f} ms followed from: {', '.join(slow) or 'nothing'}"
     )
@@ -224,9 +233,9 @@ def main():
         )
     finish(
         "control_load",
-        not args.smoke and load["controller"] < CPU_BAR and p99 < P99_BAR_MS and load["decisions"] > 0,
+        load["controller"] < CPU_BAR and p99 < P99_BAR_MS and load["decisions"] > 0,
         nodes=fleet.size,
-        ranks=replicas * LAYOUT.replica_size,
+        ranks=LAYOUT.world_size,
         beats_per_s=round(load["beats"]),
         controller_cores=round(load["controller"], 3),
         controller_steady_cores=round(steady["controller"], 4),

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from phalanx.control import agent as machine
@@ -27,10 +26,6 @@ from phalanx.runtime.aggregator import COMMANDS, Aggregator
 from phalanx.runtime.secret import READ, Identity, load_secret
 from phalanx.runtime.transport import Link, Loop
 
-LAYOUT = Layout(replica=50, pp=10, shard=25, tp=8, ranks_per_node=8)  # 100,000 ranks on 12,500 nodes
-BEAT_S = 5.0
-DIGESTS = [hashlib.blake2b(b"%d" % i, digest_size=16).hexdigest() for i in range(LAYOUT.replica_size)]
-
 
 def node_name(number: int) -> str:
     return f"node-{number:05d}"
@@ -38,11 +33,6 @@ def node_name(number: int) -> str:
 
 def rack(number: int) -> str:
     return f"rack-{number // 16}"
-
-
-def step_aside():
-    """In a fleet the controller has a machine of its own: who shares its core here runs when it does not."""
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 # -- aggregators
@@ -59,7 +49,6 @@ class Stamping(Aggregator):
 
 
 def aggregate(secret, name, address):
-    step_aside()
     loop = Loop()
     served = Stamping(loop, load_secret(Path(secret), create=False), Identity("aggregator", name, 1), [address])
     print(json.dumps(served.server.address), flush=True)
@@ -136,7 +125,8 @@ class Node:
         if kind == "form" and body["generation"] >= self.generation:
             self.generation, self.step, self.running = body["generation"], body["step"], True
             # No work is done, so replicas have the same states.
-            about = {"generation": self.generation, "step": self.step, "digest": DIGESTS[body["rank"] % len(DIGESTS)]}
+            digest = self.fleet.digests[body["rank"] % len(self.fleet.digests)]
+            about = {"generation": self.generation, "step": self.step, "digest": digest}
             self.say(worker, {"type": "ready", **about})
         elif kind == "start" and body["generation"] == self.generation and self.running:
             if self.agent.done < (self.generation, self.step + 1):
@@ -181,10 +171,11 @@ class Fleet:
     """Some thousand nodes in one process. `plan`: [seconds, kind, node], of all generators; kinds are worker, node,
     back and end."""
 
-    def __init__(self, folder, index, count, secret, mine, addresses):
+    def __init__(self, folder, index, count, secret, given):
         self.loop, self.secret = Loop(), load_secret(Path(secret), create=False)
         self.beats = self.events = 0
-        self.beat_s = BEAT_S
+        self.beat_s, places = given["beat_s"], range(given["replica_size"])
+        self.digests = [hashlib.blake2b(b"%d" % i, digest_size=16).hexdigest() for i in places]
         self.others = [f"{folder}/generator-{i}" for i in range(count)]
         self.bus = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.bus.bind(self.others[index])
@@ -192,9 +183,9 @@ class Fleet:
         self.loop.watch(self.bus, READ, self.heard)
         self.nodes: dict[int, Node] = {}
         self.queue: list = []  # (when, what, number): beats and the plan
-        for i, (number, address) in enumerate(zip(mine, addresses, strict=True)):
-            # Spread over some seconds, or thousands of handshakes are all that happens.
-            heapq.heappush(self.queue, (time.monotonic() + 8 * i / len(mine), "begin", number, tuple(address)))
+        for i, (number, address) in enumerate(zip(given["nodes"], given["addresses"], strict=True)):
+            begin = time.monotonic() + given["connect_s"] * i / len(given["nodes"])
+            heapq.heappush(self.queue, (begin, "begin", number, tuple(address)))
 
     def run(self):
         while True:
@@ -330,15 +321,13 @@ def main():
         secret, name, host, port = args
         aggregate(secret, name, (host, int(port)))
     elif what == "generate":
-        step_aside()
         folder, index, count, secret = args
-        said = json.loads(sys.stdin.readline())
-        fleet = Fleet(folder, int(index), int(count), secret, said["nodes"], said["addresses"])
+        fleet = Fleet(folder, int(index), int(count), secret, json.loads(sys.stdin.readline()))
         print("ready", flush=True)
         fleet.run()
     else:
-        folder, secret, core, replicas = args
-        control(folder, secret, int(core), replace(LAYOUT, replica=int(replicas)))
+        folder, secret, core, layout = args
+        control(folder, secret, int(core), Layout(**json.loads(layout)))
 
 
 if __name__ == "__main__":

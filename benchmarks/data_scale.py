@@ -8,9 +8,8 @@ that is far away.
 
 Bar: index < 10 MB (traced, and growth of the resident set), < 1 s, both the same at the two steps within noise."""
 
-from common import bootstrap, finish, machine  # isort: skip
+from common import SMOKE, bootstrap, finish, machine, options  # isort: skip
 
-import argparse
 import gc
 import json
 import os
@@ -35,6 +34,7 @@ VOCAB = 128_256
 SHARES = {"web": 60, "code": 15, "books": 8, "papers": 7, "math": 5, "wiki": 3, "forums": 2}  # of all tokens, in %
 STEPS = (0, 1_000_000)
 DOCUMENT = 1000  # tokens, on average, for the peers' document indices
+PERMUTED = 200_000 if SMOKE else 20_000_000  # samples that the peers shuffle, from which the rest is extrapolated
 
 
 def skeleton() -> Manifest:
@@ -128,10 +128,9 @@ def run(folder: Path, step: int, trace: bool) -> dict[str, float]:
 
 def peers() -> None:
     samples, documents = TOKENS // SEQ, TOKENS // DOCUMENT
-    n = 20_000_000
     began = time.perf_counter()
-    np.random.default_rng(0).permutation(n)
-    permuted_s = (time.perf_counter() - began) * samples / n
+    np.random.default_rng(0).permutation(PERMUTED)
+    permuted_s = (time.perf_counter() - began) * samples / PERMUTED
     print(f"\nthe same tokens elsewhere, computed (sequence {SEQ}, {DOCUMENT} tokens per document, one epoch)")
     figures = [
         ("Megatron-core: .idx of documents", 20 * documents, "4 B length, 8 B pointer, 8 B document; mapped"),
@@ -144,25 +143,25 @@ def peers() -> None:
     ]
     for name, size, source in figures:
         print(f"  {name:42}{size / 1e9:8.1f} GB   {source}")
-    print(
-        f"  numpy permutation of {samples / 1e9:.2f}e9: {permuted_s:.0f} s, extrapolated from {n / 1e6:.0f}e6 measured"
-    )
+    measured = f"extrapolated from {PERMUTED / 1e6:g}e6 measured"
+    print(f"  numpy permutation of {samples / 1e9:.2f}e9: {permuted_s:.0f} s, {measured}")
     mosaic = os.environ.get("PHALANX_PEERS_PYTHON", sys.executable)
     code = (
-        "import time; from streaming.base.shuffle import get_shuffle; import numpy as np; n = 20_000_000;"
+        "import time; from streaming.base.shuffle import get_shuffle; import numpy as np;"
+        f"n = {PERMUTED};"
         "t = time.time(); get_shuffle('py1e', np.full(n // 8192 + 1, 8192), 64, 1, 0, 1 << 18); print(time.time() - t)"
     )
     done = subprocess.run([mosaic, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=600)
     if done.returncode:
         print(f"  Mosaic's own shuffle (py1e): not measured: {done.stderr.strip().splitlines()[-1]}")
     else:
-        epoch_s = float(done.stdout.split()[-1]) * samples / 20e6
-        print(f"  Mosaic's own shuffle (py1e) of all: {epoch_s:.0f} s, extrapolated from 20e6 samples measured")
+        epoch_s = float(done.stdout.split()[-1]) * samples / PERMUTED
+        print(f"  Mosaic's own shuffle (py1e) of all: {epoch_s:.0f} s, {measured}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=16)
+    parser = options(__doc__)
+    parser.add_argument("--rounds", type=int, default=1 if SMOKE else 16)
     parser.add_argument("--case", nargs=3)
     args = parser.parse_args()
     if args.case:

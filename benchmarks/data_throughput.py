@@ -7,9 +7,8 @@ on the ranks; a row of the table shows what it costs to look for that here.
 Bar: >= 3x Mosaic and >= 0.8x the bare copy, by the median of the rounds' ratios. Peers are looked for in the
 interpreter that PHALANX_PEERS_PYTHON names, else in this one; one that is not there is named and not measured."""
 
-from common import bootstrap, finish, machine  # isort: skip
+from common import SMOKE, bootstrap, finish, machine, options  # isort: skip
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from data_throughput_cases import CASES, DTYPE, EOS, SAMPLES, SEQ, VOCAB
+from data_throughput_cases import CASES, DTYPE, EOS, SEQ, VOCAB
 
 from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, manifest_name
 from phalanx.core.store import Folder
@@ -27,6 +26,7 @@ from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, ShardWriter, version_of
 PEERS = os.environ.get("PHALANX_PEERS_PYTHON", sys.executable)
 OURS, FLOOR = "phalanx", "bare memmap copy"
 DOCUMENT = 1000  # tokens, on average
+SAMPLES = (2 if SMOKE else 16) * 4096
 
 
 def write_data(folder: Path) -> int:
@@ -63,8 +63,8 @@ def why(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = options(__doc__)
+    parser.add_argument("--rounds", type=int, default=1 if SMOKE else 7)
     rounds = parser.parse_args().rounds
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     wall: dict[str, list[float]] = {name: [] for name in CASES}

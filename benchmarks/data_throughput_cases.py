@@ -11,22 +11,22 @@ from pathlib import Path
 import numpy as np
 
 SEQ, BATCH, VOCAB, EOS = 4096, 64, 50257, 0
-SAMPLES = 16 * 4096
 DTYPE = np.dtype("<u2")
 
 
 def rows_of(folder: Path) -> np.ndarray:
     """All samples, as overlapping views of the mapped file. Not np.memmap, whose slices are slower."""
     tokens = np.asarray(np.memmap(folder / "tokens.bin", DTYPE, "r"))
-    return np.lib.stride_tricks.as_strided(tokens, (SAMPLES, SEQ + 1), (SEQ * 2, 2), writeable=False)
+    shape = (len(tokens) - 1) // SEQ, SEQ + 1
+    return np.lib.stride_tricks.as_strided(tokens, shape, (SEQ * 2, 2), writeable=False)
 
 
 def memmap(folder):
     rows, out, rng = rows_of(folder), np.empty((BATCH, SEQ + 1), DTYPE), np.random.default_rng(0)
 
     def epoch():
-        order = rng.permutation(SAMPLES).tolist()
-        for first in range(0, SAMPLES, BATCH):
+        order = rng.permutation(len(rows)).tolist()
+        for first in range(0, len(rows), BATCH):
             for r, sample in enumerate(order[first : first + BATCH]):
                 out[r] = rows[sample]
             yield out
@@ -41,6 +41,7 @@ def phalanx(folder, groups=1, documents=False):
 
     store = open_store(str(folder / "phalanx"))
     manifest, _ = read_manifest(store)
+    samples = (manifest.extents[0].items - 1) // SEQ
     fetcher = Fetcher(store, manifest, max_id=VOCAB)
     loader = Loader(manifest, make_order(manifest, SEQ, seed=1, groups=groups), SEQ, fetcher)
     if groups > 1:  # as a run sizes it
@@ -50,16 +51,16 @@ def phalanx(folder, groups=1, documents=False):
     def epoch():
         nonlocal served
         read = fetcher.counters.bytes_read
-        for first in range(served, served + SAMPLES, AT_ONCE):
+        for first in range(served, served + samples, AT_ONCE):
             loader.fill(loader.locate(first + np.arange(AT_ONCE)), out)
             for at in range(0, AT_ONCE, BATCH):
                 batch = out[at : at + BATCH]
                 if documents:
                     np.flatnonzero(batch == EOS)  # where they end
                 yield batch
-        served += SAMPLES
+        served += samples
         if groups == 1:
-            assert fetcher.counters.bytes_read - read >= SAMPLES * SEQ * 2  # nothing came out of a cache of ours
+            assert fetcher.counters.bytes_read - read >= samples * SEQ * 2  # nothing came out of a cache of ours
 
     return epoch
 
@@ -72,7 +73,7 @@ def torch_loader(folder, workers):
         rows = rows_of(folder)
 
         def __len__(self):
-            return SAMPLES
+            return len(self.rows)
 
         def __getitem__(self, i):
             return self.rows[i]
@@ -92,7 +93,7 @@ def grain(folder):
         rows = rows_of(folder)
 
         def __len__(self):
-            return SAMPLES
+            return len(self.rows)
 
         def __getitem__(self, i):
             return self.rows[i]

@@ -3,7 +3,7 @@ CPU-seconds per step over all ranks, because wall time on a shared machine measu
 
 Bar: the upper end of the 95 % interval of the ratio is at most 1.05."""
 
-from common import bootstrap, finish, machine  # isort: skip  (first: it makes tests/ importable)
+from common import SMOKE, bootstrap, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
 import statistics
 
@@ -12,13 +12,14 @@ from tests.cases import make_job
 from tests.pool import Pool
 
 BAR = 1.05
-PAIRS = 40
-MODEL = ModelConfig(vocab_size=257, dim=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=688)
+PAIRS, LAYERS, DIM, SEQ_LEN = (2, 2, 64, 32) if SMOKE else (40, 8, 256, 256)
+MODEL = ModelConfig(vocab_size=257, dim=DIM, num_layers=LAYERS, num_heads=8, num_kv_heads=4, ffn_dim=688)
 
 
 def main():
+    options(__doc__).parse_args()
     job = make_job(
-        (1, 4, 1), model=MODEL, precision="fp32", seq_len=256, global_batch=4, micro_batch=1, clip=1.0, steps=1000
+        (1, 4, 1), model=MODEL, precision="fp32", seq_len=SEQ_LEN, global_batch=4, micro_batch=1, clip=1.0, steps=1000
     )
     with Pool(4) as pool:
         answers = pool.run("benchmarks.overhead_cases:interleaved", job, pairs=PAIRS, timeout=1500)

@@ -4,7 +4,7 @@ against the fast one in CPU-seconds, bytes on the wire and memory.
 Bar: one hash over all layouts for weights and one for the optimizer's moments, in fp32 and in bf16,
 at TP 1 and at TP 2, with clipping active in every step; and the fast reduction gives several."""
 
-from common import finish, machine  # isort: skip  (first: it makes tests/ importable)
+from common import SMOKE, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
 import statistics
 import tempfile
@@ -18,9 +18,13 @@ LAYOUTS = {
     1: [(1, 1), (1, 2), (1, 4), (2, 2), (4, 1), (2, 4), (1, 8)],
     2: [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)],
 }
-STEPS = 10
-PRICE_MODEL = ModelConfig(vocab_size=257, dim=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=688)
-PRICE_STEPS = 16
+PRICED = [((1, 4), 1), ((1, 4), 3), ((2, 2), 3), ((4, 1), 3)]  # replica x shard, ZeRO
+DIM, SEQ_LEN = 256, 128
+STEPS, PRICE_STEPS = 10, 16
+if SMOKE:
+    LAYOUTS, PRICED = {2: [(1, 1), (1, 2)]}, [((2, 2), 3)]
+    DIM, SEQ_LEN, STEPS, PRICE_STEPS = 32, 16, 2, 2
+PRICE_MODEL = ModelConfig(vocab_size=257, dim=DIM, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=688)
 
 
 def hashes(pool, precision, tp, reduction):
@@ -46,7 +50,7 @@ def show_hashes(pool):
     print(f"SHA-256 (first 16 digits) of weights and moments after {STEPS} clipped steps\n")
     ok = True
     for precision in ("fp32", "bf16"):
-        for tp in (1, 2):
+        for tp in LAYOUTS:
             exact = hashes(pool, precision, tp, "exact")
             fast = hashes(pool, precision, tp, "fast")
             print(f"{precision}, TP {tp}{'exact weights':>26}{'moments':>18}{'fast weights':>20}")
@@ -67,8 +71,8 @@ def show_price(pool):
     head = f"{'layout':30}{'CPU-s fast':>12}{'exact':>8}{'ratio':>7}{'MB sent fast':>14}{'exact':>8}{'ratio':>7}"
     print(head + f"{'MB kept':>10}")
     figures = {}
-    for (replica, shard), zero in (((1, 4), 1), ((1, 4), 3), ((2, 2), 3), ((4, 1), 3)):
-        job = make_job((replica, shard, 1), model=PRICE_MODEL, precision="fp32", seq_len=128, zero=zero, steps=100)
+    for (replica, shard), zero in PRICED:
+        job = make_job((replica, shard, 1), model=PRICE_MODEL, precision="fp32", seq_len=SEQ_LEN, zero=zero, steps=100)
         answers = pool.run("benchmarks.exact_cases:price", job, steps=PRICE_STEPS, timeout=600)
 
         def middle(kind, what, answers=answers):
@@ -92,6 +96,7 @@ def show_price(pool):
 
 
 def main():
+    options(__doc__).parse_args()
     print(machine() + "\n")
     with Pool(8) as pool:
         ok = show_hashes(pool)

@@ -5,7 +5,7 @@ Bar: each remedy that can save on this device saves at least 70 % of what arithm
 and those that promise the same bits give the same weights and moments. On a CPU the host is the device, so that
 offloading to it can save nothing there: those rows are shown, not judged."""
 
-from common import finish, machine  # isort: skip  (first: it makes tests/ importable)
+from common import SMOKE, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from phalanx.train.optimizer import PARCEL_NUMEL
 from tests.cases import make_job
 
 BAR = 0.7
-WARM_UP, ROUNDS = 2, 3
+WARM_UP, ROUNDS = 2, 1 if SMOKE else 3
 ON_CPU = os.environ.get("PHALANX_TEST_DEVICE", "cpu") == "cpu"
 CPU_MODEL = ModelConfig(vocab_size=257, dim=768, num_layers=8, num_heads=12, num_kv_heads=12, ffn_dim=2048)
 GPU_MODEL = ModelConfig(vocab_size=257, dim=1024, num_layers=8, num_heads=16, num_kv_heads=16, ffn_dim=2816)
@@ -33,6 +33,9 @@ TRAIN = (
     else dict(precision="bf16", seq_len=2048, micro_batch=4, global_batch=4)
 )
 TRAIN |= dict(steps=100, document_mask=False)
+if SMOKE:
+    MODEL = dataclasses.replace(CPU_MODEL, dim=48, num_layers=2, ffn_dim=64)
+    TRAIN["seq_len"] = 16
 
 # name: fields of [train], fields of [optimizer]
 REMEDIES: dict[str, tuple[dict, dict]] = {
@@ -48,6 +51,8 @@ REMEDIES: dict[str, tuple[dict, dict]] = {
         dict(state="bf16", offload="nvme"),
     ),
 }
+if SMOKE:  # all of them at once, since every process costs seconds
+    REMEDIES = {name: REMEDIES[name] for name in ("baseline", "everything together")}
 CANNOT_SAVE_ON_CPU = {"activation offload", "optimizer offload cpu"}
 
 
@@ -112,6 +117,7 @@ def _ratio(child: Child, base: Child, kind: str) -> float:
 
 
 def main():
+    options(__doc__).parse_args()
     children = {name: Child(name) for name in REMEDIES}
     facts = {name: child.answer() for name, child in children.items()}["baseline"]
     names = list(children)
@@ -163,8 +169,9 @@ def main():
             "step_ratio": round(wall, 2),
             "cpu_ratio": round(cpu, 2),
         }
-    for name in ("optimizer offload nvme", "everything together"):
-        t = ends[name]["traffic"]
+    for name, end in ends.items():
+        if not (t := end["traffic"]):
+            continue
         print(
             f"\n{name}: read {t['read_gbps']:.2f} GB/s, written {t['written_gbps']:.2f} GB/s "
             f"({'direct I/O' if t['direct'] else 'through the page cache'}), "

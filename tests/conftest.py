@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import hypothesis
 import pytest
 import torch
@@ -5,7 +7,9 @@ import torch
 from phalanx.parallel.device import Device
 from tests.parity import References
 from tests.pool import Pool
+from tests.signals import give_children_defaults
 
+give_children_defaults()  # to those of every test, however it starts them
 Device.pick("cpu", 0, 1)  # before any kernel: oneDNN asks only once what the CPU may be used for
 
 hypothesis.settings.register_profile("phalanx", deadline=None)  # a busy machine is not a bug
@@ -21,6 +25,18 @@ def pool():
 @pytest.fixture(scope="session")
 def references(pool):
     return References(pool)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """What came of the module's SCENARIOS, by name: functions of a directory. Those that the selected
+    tests ask for run once each, two at a time, since most of their time they only start."""
+    module = request.module
+    items = [i for i in request.session.items if i.module is module and hasattr(i, "callspec")]
+    names = dict.fromkeys(i.callspec.params["name"] for i in items if "name" in i.callspec.params)
+    with ThreadPoolExecutor(2) as pool:
+        started = {name: pool.submit(module.SCENARIOS[name], tmp_path_factory.mktemp("run")) for name in names}
+        yield lambda name: started[name].result()
 
 
 torch.set_num_threads(1)  # the pool's workers need the cores

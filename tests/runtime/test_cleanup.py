@@ -19,10 +19,9 @@ from tests.runtime.cluster import wait_for
 from tests.runtime.conftest import alive_with, wait_gone
 
 CLIENT = """
-import signal, sys
+import sys
 from pathlib import Path
 from phalanx.runtime.bare import BareClient
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
 logs = Path(sys.argv[1])
 with BareClient(["tests.runtime.workers"], log=logs / "node.log") as client:
     for worker, entry in enumerate(sys.argv[2:]):
