@@ -16,14 +16,15 @@ __version__ = "0.1.0"
 
 
 def train(job: Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> dict[str, Any]:
-    """Run a job, given as a mapping or as a job file, on this machine; returns its summary."""
+    """Run a job, given as a mapping or as a job file, on this machine; returns its summary. A layout that it does not
+    give is planned, as by `phalanx train`."""
     from phalanx.run.console import Console
+    from phalanx.run.planned import resolve
     from phalanx.run.training import run_job
-    from phalanx.spec import from_mapping, load
 
-    resolved = from_mapping(job) if isinstance(job, Mapping) else load(Path(job), list(sets))
-    with Console(resolved.job) as console:
-        return run_job(resolved.job, resolved.origins, console)
+    resolved, forecast = resolve(job if isinstance(job, Mapping) else Path(job), list(sets))
+    with Console(resolved.job, forecast) as console:
+        return run_job(resolved.job, resolved.origins, console, forecast=forecast)
 
 
 def __getattr__(name: str) -> Any:

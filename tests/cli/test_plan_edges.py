@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from phalanx.cli.commands import app
 from phalanx.core.errors import UserError
-from phalanx.plan.validate import validate
+from phalanx.plan.lab.validate import validate
 
 LLAMA = ["plan", "--model", "llama3-8b", "--gpus", "64", "--hardware", "h100"]
 
@@ -58,10 +58,10 @@ def test_a_job_files_tokens_are_those_of_the_batch_that_is_asked_for(tmp_path):
 
 
 def test_runs_that_went_out_of_memory_are_counted_and_no_number_is_made_up(tmp_path):
-    text = resources.files("phalanx.plan").joinpath("published_runs.csv").read_text(encoding="utf-8")
+    text = resources.files("phalanx.plan.lab").joinpath("published_runs.csv").read_text(encoding="utf-8")
     first = next(csv.DictReader(text.splitlines()))
     row = first | dict.fromkeys(("tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "step_time_s"), "")
-    row["notes"] = "OOM"
+    row["out_of_memory"] = "yes"
     path = tmp_path / "runs.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, first.keys())

@@ -17,6 +17,7 @@ def report(step=0, time_s=1.0, loss_sums=(), tokens=0, grad_norm=0.5, lr=1e-3, g
         "type": "step", "step": step, "time_s": time_s, "grad_norm": grad_norm, "lr": lr, "whole": whole,
         "generation": generation,
         "data_wait_s": time_s / 8, "data_ready": int(2 * time_s) + 1, "served": {"a": 4} if tokens else {},
+        "phases": {"passes": time_s, "reduce": 3 - time_s, "optimizer": time_s / 4},
     }  # fmt: skip
 
 
@@ -31,6 +32,7 @@ def test_a_row_comes_when_the_last_rank_has_reported():
         "time_s": 2.0, "time_min_s": 0.5, "time_median_s": 1.25, "slowest_rank": 3,
         "tokens_per_s": 400.0, "mfu": 0.2,
         "data_wait_s": 0.25, "data_ready": 2, "data_digest": "e", "generation": 0, "record": "", "served": {"a": 8},
+        "phases": {"passes": 2.0, "reduce": 1.0, "optimizer": 0.5},
     }  # fmt: skip
     assert list(table._open) == [(0, 1)], "a finished step is still in memory"
     assert table.events == []

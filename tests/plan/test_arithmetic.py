@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.hardware.catalogue import load_packaged
-from phalanx.plan.arithmetic import lines
+from phalanx.plan.report.arithmetic import lines
 
 EXPECTED = [
     ("100,000 H100", {"nodes": 12_500, "peak": 100e18, "sustained": 40e18}, 0.02),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.hardware.catalogue import load_packaged
-from phalanx.plan.goodput import (
+from phalanx.plan.cost.goodput import (
     DAY_S,
     contained_share,
     figures,
@@ -17,11 +17,11 @@ from phalanx.plan.goodput import (
     rate_per_chip_s,
     restart_share,
 )
-from phalanx.plan.money import DRAWN, bill
+from phalanx.plan.cost.money import DRAWN, bill
+from phalanx.plan.cost.profiles import default_profile
+from phalanx.plan.known_models import published_shape
 from phalanx.plan.planner import Request, find, plan_of, usual_batch
-from phalanx.plan.presets import published_shape
-from phalanx.plan.profiles import default_profile
-from phalanx.plan.space import Ask, Limits
+from phalanx.plan.search.space import Ask, Limits
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def catalogue():
 def found(catalogue):
     shape = published_shape("llama3-405b", 8192)
     limits = Limits(pins={"tp": 8, "pp": 16, "cp": 1, "micro_batch": 1})
-    ask = Ask(shape, catalogue.cluster("h100", 16384), default_profile("h100"), usual_batch(16384, 8192), limits)
+    cluster = catalogue.cluster("h100", 16384)
+    ask = Ask(shape, cluster, default_profile(cluster.node.chip), usual_batch(16384, 8192), limits)
     return find(Request("llama3-405b", ask, 15e12))
 
 
@@ -106,7 +107,7 @@ def test_what_the_catalogue_does_not_know_stays_unknown(catalogue):
 def test_llama_405b_takes_about_what_it_took(found):
     """30.84 M H100-hours for 15.6 T tokens (model card of Llama 3.1 405B), a part of them with longer sequences and
     fewer GPUs than here."""
-    ask = replace(found.ask, profile=default_profile("h100", framework="megatron"), contains=False)
+    ask = replace(found.ask, profile=default_profile(found.ask.cluster.node.chip, "megatron"), contains=False)
     request = Request("llama3-405b", ask, 15.6e12)
     plan = plan_of(request, find(request))
     assert plan.bill.chip_hours == pytest.approx(30.84e6, rel=0.25)

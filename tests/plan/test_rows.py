@@ -7,11 +7,10 @@ import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.hardware import load
-from phalanx.plan.model import ModelShape
-from phalanx.plan.reading import read_runs
-from phalanx.plan.rows import flops_counted
-from phalanx.plan.runs import COLUMNS
-from phalanx.plan.validate import validate
+from phalanx.plan.lab.prose import facts
+from phalanx.plan.lab.reading import packaged, read_runs
+from phalanx.plan.lab.runs import COLUMNS, FACTS
+from phalanx.plan.lab.validate import validate
 
 CATALOGUE = load()
 ROW = {
@@ -21,7 +20,6 @@ ROW = {
     "micro_batch": "1", "global_batch": "128", "precision": "bf16", "recompute": "none", "tflops_per_gpu": "",
     "mfu": "", "tokens_per_s_per_gpu": "", "step_time_s": "14.66", "notes": "",
 }  # fmt: skip
-GPT3 = ModelShape.of(96, 12288, 96, 49152, 51200, 2048, gated=False, tied=True)
 
 
 def table(tmp_path: Path, *rows: dict, columns=COLUMNS) -> Path:
@@ -46,7 +44,7 @@ def test_a_complete_row_leaves_nothing_open(tmp_path):
     assert float(run.shape.params) / 1e9 == pytest.approx(70.6, rel=0.01)
 
 
-def test_the_step_from_whatever_is_given(tmp_path):
+def test_the_step_from_the_figure_that_is_given(tmp_path):
     """14.66 s are 1,117.6 tokens/s and GPU, and 54.3 % of 989 TFLOP/s with attention in full."""
     rate = one(tmp_path, step_time_s="", tokens_per_s_per_gpu="1117.6")
     mfu = one(tmp_path, step_time_s="", mfu="0.5432", notes="MFU uses FULL attention FLOPs")
@@ -56,11 +54,53 @@ def test_the_step_from_whatever_is_given(tmp_path):
     assert one(tmp_path, step_time_s="", mfu="54.32%").step_s == pytest.approx(mfu.step_s)
 
 
-def test_conventions_differ_as_the_notes_say():
-    full = flops_counted(GPT3, "full-attention FLOPs", "")
-    assert flops_counted(GPT3, "model FLOPs with CAUSAL-halved attention", "") < full
-    assert flops_counted(GPT3, "FULL (non-causal) attention", "") == full
-    assert flops_counted(GPT3, "hardware-FLOP convention", "full") == pytest.approx(4 / 3 * full, rel=0.01)
+def test_conventions_differ_as_the_notes_say(tmp_path):
+    def took(notes: str, **row: str) -> float:
+        return one(tmp_path, step_time_s="", tflops_per_gpu="500", notes=notes, **row).step_s
+
+    full = took("full-attention FLOPs")
+    assert took("model FLOPs with CAUSAL-halved attention") < full == took("FULL (non-causal) attention")
+    assert took("6N") < full
+    assert took("hardware-FLOP convention", recompute="full") > 1.1 * full
+
+
+def test_columns_win_over_words(tmp_path):
+    """A table that has the fact columns is read by them alone."""
+    columns = (*COLUMNS, *FACTS)
+    row = {"software": "nemo", "flops": "causal", "graphs": "full", "notes": "torchtitan, eager, full-attention FLOPs"}
+    (run,), bad = read_runs(table(tmp_path, row, columns=columns), CATALOGUE)
+    assert not bad and run.engine == "nemo" and run.software.graphs == "full" and run.software.fused
+    (words,), _ = read_runs(table(tmp_path, {"notes": row["notes"]}), CATALOGUE)
+    assert words.engine == "torchtitan" and not words.software.fused
+
+
+def test_words_become_columns_once():
+    """Facts of prose, and of the recipe that a release of NVIDIA's container has for a model on a chip."""
+    old = {"source": "Megatron-Bridge [26.04 NeMo Container; x]", "model": "Qwen3_30B_a3B", "gpu": "GB200",
+           "precision": "MXFP8", "notes": "MoE 128 experts top-8; CAUSAL-halved"}  # fmt: skip
+    now = facts(dict.fromkeys(COLUMNS, "") | old)
+    then = facts(dict.fromkeys(COLUMNS, "") | old | {"source": old["source"].replace("26.04", "26.06")})
+    assert now["software"] == "nemo" and now["release"] == "26.04" and now["flops"] == "causal"
+    assert (now["graphs"], now["fused_experts"]) == ("partial", "") and now["experts"] == "128"
+    assert (then["graphs"], then["fused_experts"], then["overlaps_ep"]) == ("full", "yes", "yes")
+
+
+def test_a_table_of_words_alone_reads_like_the_packaged_one(tmp_path):
+    """Somebody's file has the 28 columns and prose: the same runs come out."""
+    with packaged().open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    own, _ = read_runs(packaged(), CATALOGUE)
+    words, bad = read_runs(table(tmp_path, *rows), CATALOGUE)
+    assert not bad
+    for one, other in zip(own, words, strict=True):
+        assert one == other, one.row
+
+
+def test_the_packaged_table_has_columns_for_all_facts():
+    with packaged().open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        assert set(reader.fieldnames or ()) == {*COLUMNS, *FACTS}
+        assert all(row["software"] for row in reader)
 
 
 def test_what_is_missing_is_marginalised(tmp_path):
@@ -143,7 +183,7 @@ def test_slices_and_groups_of_sharding(tmp_path):
         ({"model": "x", "layers": "", "params_b": ""}, "the sizes of 'x'"),
     ],
 )
-def test_a_bad_row_says_why_and_the_others_go_on(tmp_path, row, reason):
+def test_a_bad_row_says_why_and_the_others_are_read(tmp_path, row, reason):
     runs, bad = read_runs(table(tmp_path, {}, row, {}), CATALOGUE)
     assert len(runs) == 2 and [b.row for b in bad] == [3] and reason in bad[0].reason
 

@@ -9,16 +9,16 @@ import pytest
 
 from phalanx.hardware import Catalogue
 from phalanx.hardware.catalogue import load_packaged
-from phalanx.plan.advice import changes, differences, runner_up
-from phalanx.plan.candidates import Candidates
-from phalanx.plan.machine import Machine
-from phalanx.plan.model import ModelShape
-from phalanx.plan.objective import best
+from phalanx.plan.cost.candidates import Candidates
+from phalanx.plan.cost.machine import Machine
+from phalanx.plan.cost.profiles import default_profile
+from phalanx.plan.cost.sizes import ModelShape
+from phalanx.plan.known_models import published, published_shape
 from phalanx.plan.planner import Request, find, plan_of, usual_batch
-from phalanx.plan.presets import published, published_shape
-from phalanx.plan.profiles import default_profile
-from phalanx.plan.search import Found, _bounds, evaluate_rows, search, seconds_per_token
-from phalanx.plan.space import BUCKETS, Ask, Limits, children, cores, data_ranks, size_of
+from phalanx.plan.search.advice import changes, differences, runner_up
+from phalanx.plan.search.exhaustive import Found, _bounds, evaluate_rows, search, seconds_per_token
+from phalanx.plan.search.objective import best
+from phalanx.plan.search.space import BUCKETS, Ask, Limits, children, cores, data_ranks, size_of
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def catalogue() -> Catalogue:
 
 def asked(catalogue: Catalogue, model: str = "llama3-8b", gpus: int = 64, hardware: str = "h100", **limits) -> Ask:
     shape = published_shape(model, 8192)
-    profile = default_profile(catalogue.node(hardware).chip.name, bool(shape.experts))
+    profile = default_profile(catalogue.node(hardware).chip)
     cluster = catalogue.cluster(hardware, gpus)
     return Ask(shape, cluster, profile, usual_batch(gpus, 8192), Limits(**limits))
 
@@ -50,8 +50,7 @@ def test_nothing_in_the_whole_space_is_better(catalogue, model, gpus):
     ask = asked(catalogue, model, gpus)
     layouts, batch = everything(ask)
     costs = evaluate_rows(ask, layouts, batch)
-    limit = 0.95 * ask.cluster.node.chip.memory_bytes
-    value = seconds_per_token(ask, layouts, costs)[costs.valid & (costs.memory_bytes <= limit)]
+    value = seconds_per_token(ask, layouts, costs)[costs.valid & costs.fits(ask.profile)]
     found = search(ask)
     assert found.value[0] == pytest.approx(value.min(), rel=1e-12)
     assert found.costed < len(layouts) == found.considered
@@ -68,7 +67,7 @@ def test_no_child_is_below_the_bound_of_its_core(catalogue, model, gpus):
         if len(layouts):
             costs = evaluate_rows(ask, layouts, sizes)
             assert seconds_per_token(ask, layouts, costs).min() >= bound[row] * (1 - 1e-12)
-            assert np.min(costs.memory_bytes) >= least[row]
+            assert np.min(costs.memory_interval(ask.profile)[1]) >= least[row] * (1 - 1e-12)
 
 
 def test_the_same_question_has_the_same_answer(catalogue):
@@ -111,7 +110,7 @@ def test_more_memory_and_more_network_never_hurt(catalogue):
     assert gains and all(g > 0 for g in gains.values())
     assert "141 GB of memory" in gains or "2x network" in gains
     node = ask.cluster.node
-    slow = ask.on(replace(ask.cluster, node=replace(node, nic_bytes_per_s=node.nic_bytes_per_s / 8)))
+    slow = ask.at(replace(ask.cluster, node=replace(node, nic_bytes_per_s=node.nic_bytes_per_s / 8)))
     assert best(slow).value[0] > best(ask).value[0]
 
 
@@ -149,7 +148,8 @@ def test_cost_takes_fewer_chips_and_keeps_the_deadline(catalogue):
 def test_a_million_chips_are_searched(catalogue):
     """Seconds are in benchmarks/planner_speed.py; here, that all of it is looked at and the answer is sane."""
     shape = ModelShape.of(128, 25600, 160, 68096, 51200, 8192)
-    ask = Ask(shape, catalogue.cluster("h100", 1_000_000), default_profile("h100"), usual_batch(1_000_000, 8192))
+    cluster = catalogue.cluster("h100", 1_000_000)
+    ask = Ask(shape, cluster, default_profile(cluster.node.chip), usual_batch(1_000_000, 8192))
     found = search(ask, slack=1.0)
     assert isinstance(found, Found) and found.considered > 4_000_000
     assert found.costs.mfu()[0] > 0.2 and found.candidates.world[0] >= 950_000

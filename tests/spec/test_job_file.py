@@ -136,6 +136,12 @@ def test_explain_has_a_row_for_every_field():
     assert all(row.help.endswith(".") for row in rows.values())
 
 
+def test_a_layout_may_be_left_to_the_planner():
+    choices = schema()["properties"]["layout"]["anyOf"]
+    assert {"const": "auto"}.items() <= choices[1].items() and "$ref" in choices[0]
+    assert from_mapping({"layout": "auto"}).auto and not from_mapping({"layout": {"shard": 2}}).auto
+
+
 def test_schema_has_help_and_defaults():
     steps = schema()["$defs"]["TrainSection"]["properties"]["steps"]
     assert steps["default"] == Job().train.steps and steps["minimum"] == 1 and steps["description"]

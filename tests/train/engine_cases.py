@@ -139,7 +139,7 @@ def overlap(args):
     """Of five steps: when each bucket's reduction started and was done, and the backward's end, in ns."""
     rank, steps = connect(args), []
     for _ in range(5):
-        end = rank.engine.gradients(rank.batches(0)).backward_end_ns
+        end = round(1e9 * rank.engine.gradients(rank.batches(0)).passed)
         buckets = [[t.size_bytes, t.started_ns - end, t.done_ns - end] for t in rank.engine.reducer.trace]
         steps.append(buckets)
     rank.close()

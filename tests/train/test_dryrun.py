@@ -10,7 +10,7 @@ from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import CollectivesConfig, Job, OptimizerConfig, TrainConfig
 from phalanx.core.layout import Layout
 from phalanx.core.shape import ModelConfig
-from phalanx.plan import engine as plan
+from phalanx.plan.cost import traffic as plan
 from phalanx.train import dryrun
 from phalanx.train.dryrun import dry_run
 

@@ -34,7 +34,7 @@ def calibrate(
         out = calibration()
         out.parent.mkdir(parents=True, exist_ok=True)
     _check(out, minutes, ranks)
-    from phalanx.plan.calibrated import read
+    from phalanx.plan.cost.measurements import read
     from phalanx.run.console import PlainConsole
 
     console, told = PlainConsole(stderr=True), {""}
@@ -128,8 +128,10 @@ def _dumped(found: dict[str, Any]) -> str:
 
 def summary(found: Any) -> list[str]:
     """The best of each, and what the planner makes of all."""
-    from phalanx.plan.calibrated import inputs_from
+    from phalanx.plan.cost.calibrated import profile_from
+    from phalanx.plan.cost.errors import interval
     from phalanx.run.console import flops
+    from phalanx.run.planned import GUESS
 
     node = found.machine
     lines = [f"{node.device} ({node.host}), {node.ranks} rank{'s' if node.ranks > 1 else ''} over {node.backend}"]
@@ -148,7 +150,16 @@ def summary(found: Any) -> list[str]:
             f"{kind:<20} {speed:.3g} GB/s of {some[-1].size_bytes / 1e6:.3g} MB, "
             f"{some[0].median_s * 1e6:,.0f} us for {some[0].size_bytes / 1e3:.3g} kB"
         )
-    _, profile, _ = inputs_from(found.path)
-    slow, fast = math.exp(profile.low), math.exp(profile.high)
-    lines.append(f"products and attention take {slow:.2g} to {fast:.2g} times what the planner's formulas say of them")
+    profile = profile_from(found.path)
+    assert profile.error
+    before = GUESS if node.device.startswith("cpu") else interval("dense", False)
+    after = profile.error
+    lines.append(
+        f"a step's interval: {_signed(after[0])} to {_signed(after[1])} around the prediction, "
+        f"in place of {_signed(before[0])} to {_signed(before[1])} without a calibration"
+    )
     return lines
+
+
+def _signed(log: float) -> str:
+    return f"{math.expm1(log):+.0%}"

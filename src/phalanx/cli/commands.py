@@ -59,6 +59,9 @@ def train(
             help="Go on from a checkpoint: the newest good one of this job, or of a run's folder, or the one named.",
         ),
     ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Run one rank's program for a step on tensors without values, and stop.")
+    ] = False,
 ) -> None:
     """Train. With no arguments: a small model on the Python library's own sources, on this machine."""
     from phalanx.run.planned import resolve
@@ -69,12 +72,18 @@ def train(
 
         print_explanation(resolved)
         return
+    if dry_run:
+        from phalanx.cli.plan_dry import dry
+
+        if not dry(resolved.job):
+            raise typer.Exit(1)
+        return
     from phalanx.run.console import Console
     from phalanx.run.training import run_job
 
     try:
         with Console(resolved.job, forecast) as console:
-            run_job(resolved.job, resolved.origins, console, resume)
+            run_job(resolved.job, resolved.origins, console, resume, forecast)
     except KeyboardInterrupt as stopped:
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(stopped or "stopped", file=sys.stderr)

@@ -3,6 +3,7 @@ well the predictions do on published runs."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ def plan(
     tokens: Annotated[str, typer.Option(help="To train on, such as 15T; 20 per parameter if left out.")] = "",
     global_batch: Annotated[
         int | None,
-        typer.Option(help="Sequences per step; 1,024 tokens per chip, 4 M at least, if left out."),
+        typer.Option(help="Sequences per step; a power of two near 1,024 tokens per chip, 4 M at least, if left out."),
     ] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence; the job file's, or 8192.")] = None,
     objective: Annotated[str, typer.Option(metavar="time|step|cost", help="What is to be least.")] = "time",
@@ -35,7 +36,9 @@ def plan(
     ] = None,
     precision: Annotated[str, typer.Option(metavar="bf16,fp8", help="Precisions to choose from.")] = "bf16",
     schedules: Annotated[str, typer.Option(help="Pipeline schedules to choose from, or all.")] = "",
-    margin: Annotated[float, typer.Option(help="Share of memory that must stay free.")] = 0.05,
+    margin: Annotated[
+        float, typer.Option(help="Share of memory that must stay free beside the upper end of the prediction.")
+    ] = 0.0,
     use: Annotated[float, typer.Option(help="Share of the chips that must be used.")] = 0.95,
     wide_tp: Annotated[
         bool, typer.Option("--wide-tp", help="Tensor parallelism beyond a scale-up domain too.")
@@ -78,9 +81,9 @@ def plan(
         if html:
             print(f"\npicture: {html}")
     if dry_run:
-        from phalanx.cli.plan_dry import dry
+        from phalanx.cli.plan_dry import dry, planned_job
 
-        if not dry(answer.plan, model, to_stderr=as_json):
+        if not dry(planned_job(answer.plan, model), to_stderr=as_json):
             raise typer.Exit(1)
 
 
@@ -88,7 +91,7 @@ def plan(
 def arithmetic(as_json: Json = False) -> None:
     """The figures that very large runs are estimated with, each with its formula."""
     from phalanx.hardware import load
-    from phalanx.plan.arithmetic import lines
+    from phalanx.plan.report.arithmetic import lines
 
     rows = lines(load())
     if as_json:
@@ -102,21 +105,31 @@ def arithmetic(as_json: Json = False) -> None:
 @plan_app.command("validate")
 def validate_command(
     runs: Annotated[
-        Path, typer.Argument(metavar="RUNS.csv", help="Published runs; columns as in plan/published_runs.csv.")
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="RUNS.csv",
+            help="Published runs; columns as in plan/lab/published_runs.csv. The packaged ones if left out.",
+        ),
+    ] = None,
     as_json: Json = False,
     rows: Annotated[bool, typer.Option("--rows", help="Every row: measured, predicted, memory.")] = False,
+    refit: Annotated[
+        bool, typer.Option("--refit", help="Fit everything afresh without each source, which takes minutes.")
+    ] = False,
     hardware_file: File = None,
 ) -> None:
-    """Score the predictions on runs that were really run."""
+    """Score the predictions on runs that were really run: a row that the numbers were fitted to is predicted with its
+    whole source left out of the fit."""
     from phalanx.hardware import load
-    from phalanx.plan.validate import validate
+    from phalanx.plan.lab.validate import validate
 
-    result = validate(runs, load(hardware_file))
+    if refit:
+        print("fitting everything without each source in turn, which takes minutes", file=sys.stderr)
+    result = validate(runs, load(hardware_file), refit)
     if as_json:
         _print_json(result.to_json())
         return
-    from phalanx.cli.plan_text import print_validation
+    from phalanx.cli.plan_scores import print_validation
 
     print_validation(result, rows)
 
@@ -129,7 +142,7 @@ def _print_json(what: Any) -> None:
 
 def _write(path: Path, answer: Any) -> None:
     from phalanx.core.errors import UserError
-    from phalanx.plan.html import page
+    from phalanx.plan.report.html import page
 
     try:
         path.write_text(page(answer), encoding="utf-8")

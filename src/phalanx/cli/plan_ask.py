@@ -13,20 +13,24 @@ from typing import NamedTuple
 from phalanx.core.errors import UserError
 from phalanx.core.shape import ModelConfig
 from phalanx.hardware import Cluster, load
-from phalanx.plan.answer import Answer, answer
-from phalanx.plan.calibrated import profile_from
-from phalanx.plan.candidates import PRECISIONS, SCHEDULES
-from phalanx.plan.machine import PEAKS, Machine
-from phalanx.plan.model import ModelShape
-from phalanx.plan.names import known_model
-from phalanx.plan.objective import OBJECTIVES
+from phalanx.plan.cost.calibrated import profile_from
+from phalanx.plan.cost.candidates import PRECISIONS, SCHEDULES
+from phalanx.plan.cost.feedback import learned
+from phalanx.plan.cost.machine import PEAKS, Machine
+from phalanx.plan.cost.profiles import Profile, default_profile
+from phalanx.plan.cost.sizes import ModelShape
+from phalanx.plan.cost.software import OWN
+from phalanx.plan.cost.software import names as engines
+from phalanx.plan.known_models import published, published_shape
 from phalanx.plan.planner import Request, usual_batch, usual_tokens
-from phalanx.plan.presets import published, published_shape
-from phalanx.plan.profiles import FRAMEWORKS, OWN, Profile, default_profile
-from phalanx.plan.refuse import parse_pins
-from phalanx.plan.space import COMPILED, Ask, Limits
+from phalanx.plan.report.answer import Answer, answer
+from phalanx.plan.search.impossible import parse_pins
+from phalanx.plan.search.objective import OBJECTIVES
+from phalanx.plan.search.space import COMPILED, Ask, Limits
+from phalanx.run.planned import feedback
 
 SEQ = 8192
+RUNS_ON = ("NVIDIA", "AMD")  # vendors of chips that torch has a backend for in this engine (parallel/device.py)
 SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -44,7 +48,7 @@ class Options:
     compare: tuple[str, ...] = ()
     precision: str = "bf16"
     schedules: str = ""
-    margin: float = 0.05
+    margin: float = 0.0
     use: float = 0.95
     wide_tp: bool = False
     software: str = OWN
@@ -74,6 +78,9 @@ def request(options: Options, cluster: Cluster) -> Request:
     model = find_model(options.model, options.seq or 0)
     shape, assumed = model.shape, list(model.assumed)
     batch = options.global_batch or model.batch
+    pins = parse_pins(options.pin, "pin")
+    if "precision" in pins:
+        _precisions(str(pins["precision"]), cluster)
     limits = Limits(
         margin=options.margin,
         use=options.use,
@@ -82,26 +89,41 @@ def request(options: Options, cluster: Cluster) -> Request:
         schedules=_names(options.schedules, "schedules", SCHEDULES) if options.schedules else COMPILED,
         precisions=_precisions(options.precision, cluster),
         engine=options.software == OWN,
-        pins=parse_pins(options.pin, "pin"),
+        pins=pins,
     )
     if not batch:
         batch = usual_batch(cluster.num_chips, int(shape.seq))
-        assumed.append(f"a batch of about {batch:,} sequences (--global-batch)")
+        assumed.append(f"a batch of {batch:,} sequences (--global-batch)")
     tokens = parse_count(options.tokens) if options.tokens else model.steps * batch * float(shape.seq)
     if not tokens:
         tokens = usual_tokens(shape)
         assumed.append(f"{tokens / 1e12:.3g} T tokens, 20 for each active parameter (--tokens)")
-    profile = _profile(options, cluster, model)
+    assumed += _model_only(options, cluster)
+    profile = _profile(options, cluster)
     asked = Ask(shape, cluster, profile, batch, limits, options.software == OWN, options.failures or 0.0)
     return Request(model.name, asked, tokens, options.objective, options.days or math.inf, tuple(assumed))
 
 
-def _profile(options: Options, cluster: Cluster, model: Model) -> Profile:
-    """As calibrated, or what such software reached on such chips elsewhere."""
-    experts, family = bool(model.shape.experts), str(known_model(model.name).get("name", ""))
+def _model_only(options: Options, cluster: Cluster) -> list[str]:
+    """What this engine cannot run of it: the figures are the model's alone."""
+    from phalanx.spec import PRESETS
+
+    if options.software != OWN:
+        return []
+    chip, name = cluster.node.chip, options.model.lower()
+    out = [f"model only: this engine does not run on {chip.name}"] if chip.vendor not in RUNS_ON else []
+    if not name.endswith(".toml") and not Path(options.model).is_file() and name not in PRESETS:
+        out.append(f"model only: this engine has no {name}")
+    return out
+
+
+def _profile(options: Options, cluster: Cluster) -> Profile:
+    """As calibrated, or what such software reached on such chips elsewhere; corrected by runs of such jobs here."""
     if options.calibration:
-        return profile_from(options.calibration, Machine.of(cluster))
-    return default_profile(cluster.node.chip.name, experts, family, options.software)
+        profile = profile_from(options.calibration, Machine.of(cluster))
+    else:
+        profile = default_profile(cluster.node.chip, options.software)
+    return learned(profile, cluster.node.name, feedback()) if options.software == OWN else profile
 
 
 def find_model(name: str, seq: int = 0) -> Model:
@@ -186,6 +208,6 @@ def _check(o: Options) -> None:
     if o.objective not in OBJECTIVES:
         ways = "; ".join(f"{name}: {what}" for name, what in OBJECTIVES.items())
         raise UserError("no such objective", field="objective", value=o.objective, remedy=ways)
-    if o.software not in FRAMEWORKS:
-        remedy = f"one of {', '.join(FRAMEWORKS)}"
+    if o.software not in engines():
+        remedy = f"one of {', '.join(engines())}"
         raise UserError("nothing is known of it", field="software", value=o.software, remedy=remedy)

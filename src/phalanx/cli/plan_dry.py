@@ -1,5 +1,5 @@
-"""`phalanx plan --dry-run`: one rank of the planned layout, its real program on tensors without values, compared with
-what the plan counts."""
+"""Dry runs: one rank of a job, its real program on tensors without values, compared with what the planner counts. Of a
+plan (`phalanx plan --dry-run`) or of a job (`phalanx train --dry-run`)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 from phalanx.core.errors import UserError
+from phalanx.core.job import Job
 from phalanx.plan.planner import Plan
-from phalanx.run.planned import settings
+from phalanx.plan.settings import settings
 
 MICRO = 2  # micro-batches: they are alike
 
 
-def dry(plan: Plan, model: str, to_stderr: bool = False) -> bool:
-    """Prints the report; whether plan and program agree."""
+def planned_job(plan: Plan, model: str) -> Job:
+    """The job that a plan is for; the engine's rules are checked."""
     from phalanx.spec import PRESETS, load
-    from phalanx.train.dryrun import dry_run
 
     path = Path(model) if model.endswith(".toml") or Path(model).is_file() else None
     if path is None and model.lower() not in PRESETS:
@@ -24,9 +24,13 @@ def dry(plan: Plan, model: str, to_stderr: bool = False) -> bool:
         raise UserError("the engine cannot build it", field="--dry-run", value=model, remedy=remedy)
     sets = [] if path else [f"model.preset={model.lower()}"]
     sets += ["recovery.spares=0", "recovery.on=false", "train.reduction=fast", "layout.ranks_per_node=0"]
-    sets += [f"train.precision={plan.layout['precision']}", f"train.seq_len={plan.seq}"]
-    sets += [f"train.global_batch={plan.global_batch}", *settings(plan)]
-    job = load(path, sets).job
+    return load(path, [*sets, *(f"{field}={value}" for field, value in settings(plan))]).job
+
+
+def dry(job: Job, to_stderr: bool = False) -> bool:
+    """Print the report; whether plan and program agree."""
+    from phalanx.train.dryrun import dry_run
+
     report = dry_run(job, job.layout.world_size // 2, MICRO)
     print("\n" + report.text(), file=sys.stderr if to_stderr else sys.stdout)
     return not report.differences

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from typing import Any
 
 from rich.table import Table
 
 from phalanx.core.errors import UserError
-from phalanx.plan import explain as words
-from phalanx.plan.answer import Answer
 from phalanx.plan.planner import Plan
-from phalanx.plan.validate import RowResult, Validation
+from phalanx.plan.report import words
+from phalanx.plan.report.answer import Answer
+from phalanx.plan.settings import ENGINE_PRECISIONS, job_lines
 from phalanx.run.console import PlainConsole
 
 BAR = 30  # characters of a bar that is the whole
 
 
 def print_answer(answer: Answer, explain: bool) -> None:
-    plan, out = answer.plan, _Lines()
+    plan, out = answer.plan, Lines()
     out.line(
         f"{plan.model} ({words.count_text(plan.params)} parameters) on {plan.chips:,} x {plan.hardware}, {plan.fabric}"
     )
@@ -37,8 +36,8 @@ def print_answer(answer: Answer, explain: bool) -> None:
         ]
     )
     out.head(
-        f"memory of the fullest chip: {plan.memory_bytes / 1e9:.1f} of {plan.capacity_bytes / 1e9:.1f} GB, "
-        f"{plan.margin:.1%} free"
+        f"memory of the fullest chip: {plan.memory_bytes / 1e9:.1f} GB (P5 {plan.memory_low_bytes / 1e9:.1f}, P95 "
+        f"{plan.memory_high_bytes / 1e9:.1f}) of {plan.capacity_bytes / 1e9:.1f} GB"
     )
     out.bars(words.memory_rows(plan), explain)
     out.head(f"step: {words.seconds_text(plan.step_s)}")
@@ -51,20 +50,23 @@ def print_answer(answer: Answer, explain: bool) -> None:
     if explain:
         out.head(f"speeds and traits expected: {plan.profile}")
         out.table(words.profile_rows(answer.request.ask.profile))
-        if plan.layout["precision"] in ("bf16", "fp32"):  # that the engine has
+        if plan.layout["precision"] in ENGINE_PRECISIONS:
             out.head("in a job file")
-            for text in words.job_lines(plan, bool(answer.request.ask.shape.tied)):
+            for text in job_lines(plan):
                 out.line(f"  {text}" if text else "")
     out.head(
         f"{answer.considered:,} layouts, {answer.costed:,} of them costed in full and the others proven worse, "
         f"in {answer.search_s:.2f} s of CPU time"
     )
-    for text in (f"predicted with: {plan.profile}", *(f"assumed: {a}" for a in answer.request.assumed)):
+    for text in (
+        f"predicted with: {plan.profile}; {plan.evidence}",
+        *(f"assumed: {a}" for a in answer.request.assumed),
+    ):
         out.line(text)
     out.line(f"plan {plan.hash}")
 
 
-def _advice(answer: Answer, out: _Lines) -> None:
+def _advice(answer: Answer, out: Lines) -> None:
     plan = answer.plan
     out.head("what binds")
     for text in answer.binds:
@@ -96,7 +98,7 @@ def _trade(plan: Plan, other: Plan) -> list[str]:
     return [f"{other.memory_bytes / 1e9:.1f} GB", f"{slower:+.1%} step", words.layout_text(other), modes]
 
 
-class _Lines:
+class Lines:
     """Tables fold to a terminal; a file gets one line for each row."""
 
     def __init__(self) -> None:
@@ -144,7 +146,7 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         if plan is None:
             return None
         return {
-            "layout": plan.layout, "global_batch": plan.global_batch, "step_s": plan.step_s, "mfu": plan.mfu["causal"],
+            "layout": plan.layout, "global_batch": plan.global_batch, "step_s": plan.step_s, "mfu": plan.mfu["full"],
             "memory_bytes": plan.memory_bytes, "goodput": plan.goodput["share"], "days": plan.bill.days,
             "lost_by_s": dict(words.differences(answer.plan, plan)),
         }  # fmt: skip
@@ -165,37 +167,3 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         "search_s": answer.search_s,
         "assumed": list(answer.request.assumed),
     }
-
-
-def print_validation(result: Validation, rows: bool) -> None:
-    out = _Lines()
-    if rows:
-        head = ["line", "model", "chip", "chips", "measured", "predicted", "P5", "P95", "error", "memory", "fits"]
-        out.table([head, *(_run(row) for row in result.rows)])
-        out.line("")
-    header = ["", "rows", "median", "MAPE", "p95", "bias", "rank", "P5-P95", "left out: median", "p95"]
-    for title, scores in (("kind of run", result.by_stratum), ("source", result.by_source)):
-        out.line(title)
-        out.table([header, *([name[:60], *_score(s)] for name, s in scores.items())], right=tuple(range(1, 10)))
-        out.line("")
-    out.table([header, ["all", *_score(result.total)]], right=tuple(range(1, 10)))
-    for bad in result.bad:
-        out.line(f"line {bad.row}: {bad.reason}")
-
-
-def _run(r: RowResult) -> list[str]:
-    published = words.seconds_text(r.published_s) if math.isfinite(r.published_s) else "-"
-    times = [published, *(words.seconds_text(s) for s in (r.predicted_s, r.low_s, r.high_s))]
-    error = f"{r.error:+.1%}" if math.isfinite(r.error) else "out of memory"
-    fits = [f"{r.memory_bytes / 1e9:.0f} GB", "yes" if r.fits else "no"]
-    return [str(r.row), r.model, r.chip, f"{r.gpus:,}", *times, error, *fits]
-
-
-def _score(s: Any) -> list[str]:
-    if not s.rows:
-        return ["0", *["-"] * 8]
-    rank = "-" if s.rank_correlation is None else f"{s.rank_correlation:.2f}"
-    return [
-        str(s.rows), f"{s.median_abs_error:.1%}", f"{s.mean_abs_error:.1%}", f"{s.p95_abs_error:.1%}", f"{s.bias:+.1%}",
-        rank, f"{s.coverage:.0%}", f"{s.left_out_median:.1%}", f"{s.left_out_p95:.1%}",
-    ]  # fmt: skip

@@ -101,11 +101,29 @@ class ModelConfig:
         layers = self.num_layers * (attention + 2 * self.dim) + with_ffn * ffn + (self.num_layers - with_ffn) * routed
         return layers + (1 if self.tied else 2) * self.vocab_size * self.dim + self.dim
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """Training FLOPs per token: 6 per active matmul parameter (the embedding look-up is not one) plus
-        12 * layers * width of all heads * seq_len for attention, causality NOT halved (PaLM, appendix B)."""
-        matmul = self.active_params - (0 if self.tied else self.vocab_size * self.dim)
-        return 6 * matmul + 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
+    def flops_per_token(self, seq_len: int, convention: str = "full") -> int:
+        """Training FLOPs per token (`training_flops`)."""
+        norms, looked_up = (2 * self.num_layers + 1) * self.dim, 0 if self.tied else self.vocab_size * self.dim
+        matmul = self.active_params - norms - looked_up
+        width = self.num_layers * self.num_heads * self.head_dim
+        return int(training_flops(matmul, 2 * width * seq_len, self.active_params, convention))
+
+
+CONVENTIONS = ("full", "causal", "6N")  # of counting FLOPs
+
+
+def training_flops(matmul_params: Any, scores: Any, active_params: Any, convention: str = "full") -> Any:
+    """Training FLOPs per token, the one count of the project; numbers or columns of them. 6 for each weight of a
+    product that a token meets (forward, and two backward; the embedding look-up is none), and 6 for each element of
+    `scores`: (width of queries + of values) x keys, over all layers.
+
+    full: all of attention (PaLM, arXiv:2204.02311, appendix B); what `train` and `plan` call MFU. causal: half of it
+    (Megatron-LM, num_floating_point_operations). 6N: 6 x active parameters, no attention."""
+    assert convention in CONVENTIONS, convention
+    if convention == "6N":
+        return 6 * active_params
+    half = 2 if convention == "causal" else 1
+    return 6 * matmul_params + 6 * scores / half
 
 
 MFU_CONVENTION = "6N + 12*L*d*T FLOPs per token, causal attention not halved, embedding look-up not counted"

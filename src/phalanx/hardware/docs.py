@@ -21,6 +21,10 @@ Plans are made for hardware of a catalogue: chips, nodes of them, fabrics betwee
 Figures are dense, one way and nominal. What is not published is absent (a dash); what is assumed says so in its
 source. Memory is what a process can allocate from, a little less than the number in a chip's name.
 
+The engine runs on NVIDIA and AMD chips (torch's CUDA and ROCm backends) and on CPUs; it was measured on H200. Entries
+of other vendors (TPU, Trainium, Gaudi) are there to plan with other software: plans for them are the model's alone, and
+say so.
+
 ## Your own entries
 
 Entries of your own go in `~/.config/phalanx/hardware.toml`, or in a file named by `--hardware-file`, which lies over

@@ -72,6 +72,7 @@ class StepTable:
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * self.flops_per_token / self.peak_flops if self.peak_flops else None,
             "data_wait_s": max(r.get("data_wait_s", 0.0) for r in reports.values()),
+            "phases": _phases([r.get("phases", {}) for r in reports.values()]),
             "data_ready": min(r.get("data_ready", 0) for r in reports.values()),
             "data_digest": whole["data_digest"],
             "generation": any_report.get("generation", 0),
@@ -89,6 +90,15 @@ class StepTable:
             ranks = sorted(rank for group in by_bits.values() if group is not usual for rank in group)
             norms = {str(rank): reports[rank]["grad_norm"] for rank in (usual[0], *ranks)}
             self.events.append({"type": "grad_norm differs", "step": step, "ranks": ranks, "grad_norms": norms})
+
+
+def _phases(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds of the step before, by phase. Ranks that are early wait in the reduction for the last one, so that one's
+    time is what the reduction takes."""
+    known = [phases for phases in ranks if phases]
+    if not known:
+        return {}
+    return {name: (min if name == "reduce" else max)(phases[name] for phases in known) for name in known[0]}
 
 
 def _merge(counts: Iterable[dict[str, int]]) -> dict[str, int]:

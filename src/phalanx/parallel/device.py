@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from phalanx.core.errors import UserError
 
 # Dense bf16 tensor-core peaks from the makers' data sheets, FLOP/s. Others are measured.
 DATASHEET_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "MI300X": 1307e12}
+
+Moment: TypeAlias = float | torch.Event  # on a CPU by the host's clock, in seconds
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,23 @@ class Device:
         if self.is_cpu:
             return None
         return torch.accelerator.current_stream(self.torch).record_event()
+
+    def moment(self) -> Moment:
+        """The point that the device's work has reached, for `seconds_between`; nobody waits for it here."""
+        if self.is_cpu:
+            return time.perf_counter()
+        event = torch.Event(self.torch, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.torch))
+        return event
+
+    @staticmethod
+    def seconds_between(begin: Moment, end: Moment) -> float:
+        """Wait until the device has reached `end`, and measure from `begin`."""
+        if isinstance(begin, float) or isinstance(end, float):
+            assert isinstance(begin, float) and isinstance(end, float)
+            return end - begin
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
 
     def wait(self, stream: torch.Stream | None, event: torch.Event | None) -> None:
         if event is not None:

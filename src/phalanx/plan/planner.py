@@ -1,5 +1,5 @@
-"""A plan: the chosen layout with its predicted memory, step time, goodput and bill. Immutable, JSON, hashed; what the
-search, the cost model and the catalogue say, put together."""
+"""A plan: the chosen layout with its predicted memory, step time, goodput and bill, each with its interval. Immutable,
+JSON, hashed; what the search, the cost model and the catalogue say, put together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.plan.goodput import goodput
-from phalanx.plan.model import CONVENTIONS, ModelShape
-from phalanx.plan.money import Bill, bill
-from phalanx.plan.objective import best
-from phalanx.plan.profiles import fitted
-from phalanx.plan.search import SLACK, Found
-from phalanx.plan.space import Ask
+from phalanx.core.shape import CONVENTIONS
+from phalanx.plan.cost.candidates import Candidates
+from phalanx.plan.cost.evaluate import evaluate
+from phalanx.plan.cost.goodput import goodput
+from phalanx.plan.cost.money import Bill, bill
+from phalanx.plan.cost.sizes import ModelShape
+from phalanx.plan.cost.software import OWN
+from phalanx.plan.search.exhaustive import SLACK, Found
+from phalanx.plan.search.objective import best
+from phalanx.plan.search.space import Ask
 
 # Llama 3 405B trained with 16 M tokens a step on 16,384 GPUs (arXiv:2407.21783), MegaScale with 12.6 M on 12,288
 # (arXiv:2402.15627): 1,024 a chip. Smaller clusters have batches of about 4 M.
@@ -38,6 +41,7 @@ class Plan:
     chips: int  # of the cluster
     used: int  # by the layout; the others stand by
     layout: dict[str, Any]
+    compiled: bool  # fused kernels are assumed: `train.compile`
     global_batch: int  # samples
     seq: int
     micro_batches: int  # of a rank
@@ -47,8 +51,12 @@ class Plan:
     seconds: dict[str, float]  # of a step, by term
     memory: dict[str, float]  # bytes of the fullest rank, by term
     memory_bytes: float
+    memory_low_bytes: float  # P5
+    memory_high_bytes: float  # P95: what has to fit
     capacity_bytes: float
-    mfu: dict[str, float]  # by FLOP convention
+    mfu: dict[str, float]  # by FLOP convention; "full" is what a run of `phalanx train` prints
+    evidence: str  # what the intervals rest on
+    pace: float  # by which runs on such chips here scaled the prediction; 1: none
     tokens_per_s: float  # of the job, while it trains
     goodput: dict[str, float]
     goodput_low: float  # with the high failure rate and the slower recovery
@@ -57,7 +65,8 @@ class Plan:
 
     @property
     def margin(self) -> float:
-        return 1 - self.memory_bytes / self.capacity_bytes
+        """Share of the memory that stays free at P95."""
+        return 1 - self.memory_high_bytes / self.capacity_bytes
 
     @property
     def hash(self) -> str:
@@ -79,7 +88,9 @@ class Request:
 
 
 def usual_batch(chips: int, seq: int) -> int:
-    return max(1, round(max(LEAST_TOKENS, TOKENS_PER_CHIP * chips) / seq))
+    """In samples, a power of two: the nearest to the usual number of tokens."""
+    samples = max(LEAST_TOKENS, TOKENS_PER_CHIP * chips) / seq
+    return 2 ** max(0, round(math.log2(samples)))
 
 
 def usual_tokens(shape: ModelShape) -> float:
@@ -91,6 +102,13 @@ def find(request: Request, ask: Ask | None = None, slack: float = SLACK) -> Foun
     return best(ask or request.ask, request.objective, slack, request.days * 86_400 / request.tokens)
 
 
+def costed(ask: Ask, given: Candidates) -> Found:
+    """Layouts that are given, whether they fit or not, as if they had been found."""
+    batch = np.full(len(given), ask.batch)
+    costs = evaluate(ask.shape, ask.cluster, given, batch, ask.profile)
+    return Found(ask, given, batch, costs, np.asarray(costs.step_s), len(given), len(given), (given, batch))
+
+
 def plan_of(request: Request, found: Found, row: int = 0) -> Plan:
     """The plan of one layout that was found."""
     ask, c, costs = found.ask, found.candidates.take([row]), _row(found, row)
@@ -100,10 +118,8 @@ def plan_of(request: Request, found: Found, row: int = 0) -> Plan:
     share, low_share = float(usual.share[0]), float(high.share[0])
     step = float(costs.step_s[0])
     mfu = {name: float(costs.mfu(name)[0]) for name in CONVENTIONS}
-    early, late = profile.low, profile.high
-    if found.candidates.row(row)["precision"] in ("fp8", "mxfp8", "nvfp4"):  # such runs are less well known
-        off = fitted().error_of("fp8", False)
-        early, late = min(early, off[0]), max(late, off[1])
+    early, late = profile.interval(bool(ask.shape.experts), str(found.candidates.row(row)["precision"]))
+    memory_low, memory_high = (float(b[0]) for b in costs.memory_interval(profile))
     rate = float(costs.tokens[0]) / step
     # Two causes of a longer run, unrelated: their logarithms add up in squares.
     worse = math.exp(math.hypot(late, math.log(max(share, 1e-300) / max(low_share, 1e-300))))
@@ -119,6 +135,9 @@ def plan_of(request: Request, found: Found, row: int = 0) -> Plan:
         chips=cluster.num_chips,
         used=int(c.world[0]),
         layout=found.candidates.row(row),
+        compiled=bool(np.all(profile.software.fused))
+        and profile.engine == OWN
+        and not cluster.node.chip.name.startswith("cpu"),
         global_batch=int(found.batch[row]),
         seq=int(ask.shape.seq),
         micro_batches=int(costs.micro_batches[0]),
@@ -128,8 +147,12 @@ def plan_of(request: Request, found: Found, row: int = 0) -> Plan:
         seconds={name: float(s[0]) for name, s in costs.seconds.items()},
         memory={name: float(b[0]) for name, b in costs.memory.items()},
         memory_bytes=float(costs.memory_bytes[0]),
+        memory_low_bytes=memory_low,
+        memory_high_bytes=memory_high,
         capacity_bytes=float(costs.capacity_bytes[0]),
         mfu=mfu,
+        evidence=profile.evidence,
+        pace=profile.pace,
         tokens_per_s=rate,
         goodput={f.name: np.asarray(getattr(usual, f.name))[0].item() for f in dataclasses.fields(usual)},
         goodput_low=low_share,

@@ -51,7 +51,7 @@ def percent(share: float | None) -> str:
 
 
 class Console:
-    """`forecast`: of a layout that was planned."""
+    """`forecast`: what the planner expects of the run."""
 
     def __init__(self, job: Job, forecast: Forecast | None = None, out: rich.console.Console | None = None):
         self.job, self.forecast, self.out = job, forecast, out or PlainConsole()

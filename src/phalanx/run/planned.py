@@ -1,79 +1,128 @@
-"""Layouts that nobody has written down: `phalanx train` asks the planner for one, says why, and in the end how far off
-the forecast was. The machine is as `phalanx calibrate` measured it; else an accelerator of the catalogue, or a guess at
-the cores."""
+"""The planner's part in a run: choose a layout that the job leaves open, predict the step of one that it gives, say in
+the end how far off that was, and keep it for the next plan. The machine is as `phalanx calibrate` measured it; else an
+accelerator of the catalogue, or a guess at the cores."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
-from phalanx.spec import Resolved, load
+from phalanx.spec import Resolved, from_mapping, load
 
 if TYPE_CHECKING:
     from phalanx.hardware import Cluster
+    from phalanx.plan.cost.feedback import Record
+    from phalanx.plan.cost.measurements import Calibration
+    from phalanx.plan.cost.profiles import Profile
     from phalanx.plan.planner import Plan
-    from phalanx.plan.profiles import Profile
 
 TRIED = 200  # of the layouts that were found, until the engine takes one
+LEAST_STEPS = 10  # of a run that the next plan learns from: the first ones compile and warm up
+GUESS = (-1.0, 1.0)  # ln(measured / predicted) at 5 % and 95 %, where nothing was measured
 UNSURE = "a guess (see `phalanx calibrate`)"
 GPUS = Path("/proc/driver/nvidia/gpus")
 # One core of a CPU, where nothing was measured.
-CORE_FLOPS, CORE_BYTES_PER_S, LINK_BYTES_PER_S, LINK_S = 80e9, 5e9, 1e9, 30e-6
+CORE_FLOPS, CORE_BYTES_PER_S, LINK_BYTES_PER_S = 80e9, 5e9, 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`why`: two lines for people."""
+    """`why`: lines for people."""
 
     plan: Plan
-    why: tuple[str, str]
+    why: tuple[str, ...]
 
     def compared(self, summary: dict[str, Any]) -> str:
         """With what was measured."""
         if not summary.get("median_step_s"):
             return ""
         step, got = self.plan.step_s, summary["median_step_s"]
-        memory = f"; memory {self.plan.memory_bytes / 1e9:.2f} GB predicted"
-        if summary.get("peak_memory_bytes"):
-            memory += f", {summary['peak_memory_bytes'] / 1e9:.2f} measured"
+        record = self.record(summary)
+        memory = f"; memory {record.predicted_bytes / 1e9:.2f} GB predicted"
+        if record.measured_bytes:
+            memory += f", {record.measured_bytes / 1e9:.2f} measured"
+        slow = record.slowest_phase()
+        memory += f"; slower by {_seconds(slow[1])} in {slow[0]}" if slow else ""
         return (
             f"step {_seconds(step)} predicted ({_seconds(self.plan.step_low_s)} to {_seconds(self.plan.step_high_s)}), "
             f"{_seconds(got)} measured ({got / step - 1:+.0%}); {self.plan.tokens_per_s:,.0f} tokens/s predicted, "
             f"{summary['tokens_per_s']:,.0f} measured{memory}"
         )
 
+    def record(self, summary: dict[str, Any]) -> Record:
+        """Predicted beside measured. The prediction is as if no earlier run had corrected it. Memory is that of the
+        device's allocator; a process on a CPU has no such figure."""
+        from phalanx.plan.cost.feedback import Record, by_phase
 
-def resolve(path: Path | None, sets: Sequence[str] = ()) -> tuple[Resolved, Forecast | None]:
-    """The job, with a planned layout if it gives none."""
-    resolved = load(path, sets)
-    if not resolved.auto or resolved.job.model.family not in ("dense", "moe"):
+        plan = self.plan
+        plain = by_phase({name: seconds / plan.pace for name, seconds in plan.seconds.items()})
+        return Record(
+            plan.hardware, plan.used, plan.model, plan.step_s / plan.pace, summary["median_step_s"], plain,
+            summary.get("phases", {}), plan.memory_bytes - plan.memory["context"] - plan.memory["buffers"],
+            0.0 if plan.hardware.startswith("cpu") else float(summary.get("peak_memory_bytes", 0.0)),
+        )  # fmt: skip
+
+    def learn(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Leave a finished run for the next plan; returns what its own record keeps: predicted beside measured."""
+        from phalanx.plan.cost.feedback import append
+
+        if not summary.get("median_step_s"):
+            return {}
+        record = self.record(summary)
+        if summary["steps"] >= LEAST_STEPS:
+            with contextlib.suppress(OSError):
+                append(record, feedback())
+        return {"plan": self.plan.hash, **asdict(record)}
+
+
+def resolve(path: Path | Mapping[str, Any] | None, sets: Sequence[str] = ()) -> tuple[Resolved, Forecast | None]:
+    """The job of a file or a mapping, with a planned layout if it gives none, and what to expect of it where there is
+    anything to go by."""
+    resolved = _read(path, sets)
+    job = resolved.job
+    if job.model.family not in ("dense", "moe"):
         return resolved, None
-    gpus = _gpus(resolved.job)
-    ranks = resolved.ranks or max(1, len(gpus))
-    if ranks == 1 and not gpus and not calibration().exists():
-        return resolved, None  # nothing to choose, and nothing to go by
-    return _planned(path, sets, resolved, *_machine(resolved.job, ranks, gpus))
+    gpus = _gpus(job)
+    known = bool(gpus) or _measured(gpus) is not None
+    if resolved.auto:
+        ranks = resolved.ranks or max(1, len(gpus))
+        if ranks == 1 and not known:
+            return resolved, None  # nothing to choose
+        compiled = job.train.compile != "none" or resolved.origins["train.compile"] == "default"
+        return _planned(path, sets, resolved, *_machine(ranks, gpus, compiled))
+    shared = bool(gpus) and job.run.share_devices and job.layout.world_size > len(gpus)
+    if not known or shared:
+        return resolved, None
+    return resolved, _predicted(job, *_machine(job.layout.world_size, gpus, job.train.compile != "none"))
+
+
+def _read(path: Path | Mapping[str, Any] | None, sets: Sequence[str]) -> Resolved:
+    return from_mapping(path, sets) if isinstance(path, Mapping) else load(path, sets)
 
 
 def _planned(
-    path: Path | None, sets: Sequence[str], resolved: Resolved, cluster: Cluster, profile: Profile
+    path: Path | Mapping[str, Any] | None, sets: Sequence[str], resolved: Resolved, cluster: Cluster, profile: Profile
 ) -> tuple[Resolved, Forecast]:
     from phalanx.hardware import load as load_catalogue
-    from phalanx.plan.advice import changed_axes, differences, runner_up
-    from phalanx.plan.model import ModelShape
+    from phalanx.plan.cost.sizes import ModelShape
     from phalanx.plan.planner import Request, find, plan_of
-    from phalanx.plan.refuse import impossible
-    from phalanx.plan.space import Ask, Limits
+    from phalanx.plan.search.advice import changed_axes, differences, runner_up
+    from phalanx.plan.search.impossible import impossible
+    from phalanx.plan.search.space import Ask, Limits
+    from phalanx.plan.settings import settings
 
     job = resolved.job
-    kept = [name for name in ("micro_batch", "recompute") if resolved.origins[f"train.{name}"] != "default"]
-    pins = {name: getattr(job.train, name) for name in kept}
+    given = [name for name in ("micro_batch", "recompute") if resolved.origins[f"train.{name}"] != "default"]
+    pins = {name: getattr(job.train, name) for name in given}
+    own = ("compile", "bucket_mb") if resolved.origins["train.compile"] != "default" else ("bucket_mb",)
+    kept = [*given, *own, "seq_len", "global_batch", "precision"]
     precision = "bf16" if job.train.precision == "bf16" else "fp32"
     limits = Limits(use=1.0, tolerance=0.0, tp_domain=False, precisions=(precision,), pins=pins)
     ask = Ask(ModelShape.from_config(job.model, job.train.seq_len), cluster, profile, job.train.global_batch, limits)
@@ -85,13 +134,13 @@ def _planned(
     for row in range(min(TRIED, len(found))):
         plan = plan_of(request, found, row)
         try:
-            taken = load(path, [*sets, *settings(plan, kept)])
+            taken = _read(path, [*sets, *(f"{field}={value}" for field, value in settings(plan, kept))])
         except UserError as error:  # what the planner does not know of the engine
             refusal = refusal or error
             continue
         other = runner_up(found)
         rival = plan_of(request, found, other) if other is not None else None
-        second = f"{found.considered:,} layouts were looked at, of which {len(found):,} come near; {profile.name}"
+        second = f"{found.considered:,} layouts were compared, and {len(found):,} come near; {profile.name}"
         if rival:
             gaps = differences(plan, rival)
             most = f", {gaps[0][0]} most of all" if gaps else ""
@@ -106,19 +155,28 @@ def _planned(
     raise refusal
 
 
-def settings(plan: Plan, kept: Collection[str] = ()) -> Iterator[str]:
-    """Of the job, for a plan; but those of the training that are `kept`."""
-    layout = plan.layout
-    sizes = {name: layout[name] for name in ("replica", "shard", "tp", "pp", "cp", "ep")}
-    sizes["zero"] = max(1, layout["zero"])
-    if layout["pp"] > 1:
-        yield f"layout.schedule={layout['schedule']}"
-        sizes["chunks"] = layout["vpp"]
-    for name, size in sizes.items():
-        yield f"layout.{name}={size}"
-    for name in ("micro_batch", "recompute"):
-        if name not in kept:
-            yield f"train.{name}={layout[name]}"
+def _predicted(job: Job, cluster: Cluster, profile: Profile) -> Forecast:
+    """Of the layout that the job gives."""
+    from phalanx.plan.cost.candidates import Candidates
+    from phalanx.plan.cost.sizes import ModelShape
+    from phalanx.plan.planner import Request, costed, plan_of
+    from phalanx.plan.search.space import Ask
+
+    layout, train = job.layout, job.train
+    ask = Ask(ModelShape.from_config(job.model, train.seq_len), cluster, profile, train.global_batch)
+    request = Request(job.name, ask, float(train.steps * job.tokens_per_step), "step")
+    given = Candidates.of(
+        tp=layout.tp, pp=layout.pp, vpp=layout.num_chunks, cp=layout.cp, ep=layout.ep, replica=layout.replica,
+        shard=layout.shard, zero=layout.zero, micro_batch=train.micro_batch, recompute=train.recompute,
+        schedule=layout.schedule, precision="bf16" if train.precision == "bf16" else "fp32",
+        bucket_bytes=1e6 * train.bucket_mb,
+    )  # fmt: skip
+    plan = plan_of(request, costed(ask, given))
+    memory = f"{plan.memory_bytes / 1e9:.2f} of {plan.capacity_bytes / 1e9:.1f} GB"
+    if plan.margin < 0:
+        memory += f", up to {plan.memory_high_bytes / 1e9:.2f}: it may not fit"
+    span = f"{_seconds(plan.step_low_s)} to {_seconds(plan.step_high_s)}"
+    return Forecast(plan, (f"expected: a step of {_seconds(plan.step_s)} ({span}), {memory}; {profile.name}",))
 
 
 # -- the machine
@@ -129,25 +187,42 @@ def calibration() -> Path:
     return Path(os.path.expanduser("~/.config/phalanx/calibration.json"))
 
 
-def _machine(job: Job, ranks: int, gpus: list[str]) -> tuple[Cluster, Profile]:
-    from phalanx.hardware import load as load_catalogue
-    from phalanx.plan.calibrated import profile_from, read
-    from phalanx.plan.machine import Machine
-    from phalanx.plan.profiles import default_profile
+def feedback() -> Path:
+    """Where finished runs leave how far off their plan was, for the next one: beside the calibration."""
+    return calibration().with_name("feedback.jsonl")
 
-    path = calibration()
-    if path.exists():
-        measured = read(path)
-        cluster = cluster_of(measured, ranks)
-        return cluster, profile_from(path, Machine.of(cluster))
-    if gpus and len(gpus) >= ranks:
-        cluster = load_catalogue().cluster(gpus[0] or "h100", ranks)
-        profile = default_profile(cluster.node.chip.name, job.model.family == "moe")
-        return cluster, profile if gpus[0] else replace(
-            profile, name=f"an unknown accelerator, taken for an H100: {UNSURE}"
-        )
-    guessed = replace(default_profile("", job.model.family == "moe"), low=-1.0, high=1.0)
-    return _cores(ranks), replace(guessed, name=f"this machine's speed is {UNSURE}")
+
+def _machine(ranks: int, gpus: list[str], compiled: bool) -> tuple[Cluster, Profile]:
+    from phalanx.hardware import load as load_catalogue
+    from phalanx.plan.cost.calibrated import profile_from
+    from phalanx.plan.cost.feedback import learned
+    from phalanx.plan.cost.machine import Machine
+    from phalanx.plan.cost.profiles import default_profile
+
+    cluster = load_catalogue().cluster(gpus[0] or "h100", ranks) if gpus else _cores(ranks)
+    facts: dict[str, Any] = {"fused": compiled} if gpus else {}
+    if measured := _measured(gpus):
+        if not gpus or ranks <= measured.machine.ranks:  # else it is one node of several
+            cluster = cluster_of(measured, ranks)
+        profile = profile_from(calibration(), Machine.of(cluster), **facts)
+    elif gpus:
+        profile = default_profile(cluster.node.chip, **facts)
+        if not gpus[0]:
+            profile = replace(profile, name=f"an unknown accelerator, taken for an H100: {UNSURE}")
+    else:
+        profile = default_profile(cluster.node.chip)
+        profile = replace(profile, error=GUESS, name=f"this machine's speed is {UNSURE}")
+    return cluster, learned(profile, cluster.node.name, feedback())
+
+
+def _measured(gpus: list[str]) -> Calibration | None:
+    """What `phalanx calibrate` found on this machine, if it measured what the job is to run on."""
+    if not calibration().exists():
+        return None
+    from phalanx.plan.cost.measurements import read
+
+    found = read(calibration())
+    return found if found.machine.device.startswith("cpu") != bool(gpus) else None
 
 
 def _gpus(job: Job) -> list[str]:
@@ -166,14 +241,13 @@ def _gpus(job: Job) -> list[str]:
 
 def cluster_of(measured: Any, ranks: int) -> Cluster:
     """The calibrated node, as a cluster of `ranks` chips: where cores are shared, more ranks have less each."""
-    from phalanx.plan.calibrated import machine_from
+    from phalanx.plan.cost.calibrated import machine_from
 
     m = machine_from(measured)
     share = measured.machine.ranks / ranks if measured.machine.device.startswith("cpu") else 1.0
-    ceiling = float(m.ceiling[0]) * share
     return _one_node(
-        measured.machine.device, ranks, ceiling, float(m.ceiling[-1]) * share, float(m.memory_bytes) * share,
-        float(m.memory_bytes_per_s) * share, int(m.sms), float(m.up_bytes_per_s), float(m.up_latency_s),
+        measured.machine.device, ranks, float(m.peak[0]) * share, float(m.peak[-1]) * share,
+        float(m.memory_bytes) * share, float(m.memory_bytes_per_s) * share, int(m.sms), float(m.up_bytes_per_s),
     )  # fmt: skip
 
 
@@ -182,14 +256,12 @@ def _cores(ranks: int) -> Cluster:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
     return _one_node(
         "cpu", ranks, CORE_FLOPS * cores, CORE_FLOPS * cores, memory, CORE_BYTES_PER_S * cores, 1, LINK_BYTES_PER_S,
-        LINK_S,
     )  # fmt: skip
 
 
 def _one_node(
-    name: str, ranks: int, bf16: float, fp32: float, memory: float, memory_per_s: float, units: int, link: float,
-    latency_s: float,
-) -> Cluster:  # fmt: skip
+    name: str, ranks: int, bf16: float, fp32: float, memory: float, memory_per_s: float, units: int, link: float
+) -> Cluster:
     from phalanx.hardware import Chip, Cluster, Node, ScaleUp
     from phalanx.hardware import load as load_catalogue
 
@@ -197,7 +269,7 @@ def _one_node(
     ours = ("this machine",)
     flops = {"bf16": bf16, "fp32": fp32}
     chip = Chip(name, "", flops, int(memory), memory_per_s, units, 0.0, flops, ours)
-    wires = ScaleUp("memory", "switch", ranks, link, link, latency_s, False)
+    wires = ScaleUp("memory", "switch", ranks, link, link, 0.0, False)
     usual = catalogue.node("h100")
     node = Node(name, chip, ranks, wires, 1, link, int(memory * ranks), link, 0, 0.0, None, usual.fabric, ours)
     return Cluster(node, catalogue.fabric(usual.fabric).sized(node, 1), 1, catalogue.site("us-average"))

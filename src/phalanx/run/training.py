@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from phalanx import __version__
@@ -25,6 +26,7 @@ from phalanx.data.selection import RunData
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
 from phalanx.run.host import refuse
+from phalanx.run.planned import Forecast
 from phalanx.run.start import FOLDER, Start, check_fits, check_room, find_start
 from phalanx.run.stop import Stop
 from phalanx.runtime.cluster import Begin, Cluster, Entries
@@ -57,9 +59,12 @@ class Listener(Protocol):
     def finished(self, summary: dict[str, Any]) -> None: ...
 
 
-def run_job(job: Job, origins: dict[str, str], listener: Listener, resume: str = "") -> dict[str, Any]:
-    """Train to the end, from the checkpoint that `resume` names; the summary that is also in the record. Raises
-    UserError, RunFailed or KeyboardInterrupt, each after everything has been cleaned up and recorded."""
+def run_job(
+    job: Job, origins: dict[str, str], listener: Listener, resume: str = "", forecast: Forecast | None = None
+) -> dict[str, Any]:
+    """Train to the end, from the checkpoint that `resume` names; the summary that is also in the record, with the
+    forecast beside what was measured. Raises UserError, RunFailed or KeyboardInterrupt, each after everything has been
+    cleaned up and recorded."""
     refuse(job)
     with Stop() as stop:
         noticed: list[dict[str, Any]] = []
@@ -74,6 +79,8 @@ def run_job(job: Job, origins: dict[str, str], listener: Listener, resume: str =
         run = _Run(job, record, listener, stop, start, noticed)
         try:
             summary = run.go(resume)
+            if forecast:
+                summary["forecast"] = forecast.learn(summary)
             record.finish(summary)
         except BaseException as error:
             told = run.end(error)
@@ -102,6 +109,13 @@ def _create_record(job: Job, origins: dict[str, str]) -> RunRecord:
             value=job.run.dir,
             remedy="name a folder that you may write to, on a disk with space left",
         ) from error
+
+
+def _median_phases(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of a step by phase, and what its ranks waited for samples."""
+    timed = [row["phases"] for row in rows if row["phases"]]
+    phases = {name: median(phases[name] for phases in timed) for name in (timed[0] if timed else ())}
+    return {"data": median(row["data_wait_s"] for row in rows), **phases}
 
 
 class _Run:
@@ -256,6 +270,7 @@ class _Run:
                 "first_loss": self.first_loss,
                 "last_loss": sum(r["loss"] for r in rows[-10:]) / len(rows[-10:]),
                 "median_step_s": middle,
+                "phases": _median_phases(rows),
                 "tokens_per_s": self.job.tokens_per_step / middle,
             }
             if self.table and self.table.peak_flops:

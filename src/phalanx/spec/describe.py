@@ -29,6 +29,14 @@ class Row(NamedTuple):
 
 def schema() -> dict[str, Any]:
     """JSON schema of the job file, with descriptions and defaults; editors complete TOML with it."""
+    whole = _sections_alone()
+    auto = {"const": "auto", "description": "The planner chooses every degree."}
+    planned = {"anyOf": [whole["properties"]["layout"], auto]}
+    return whole | {"properties": whole["properties"] | {"layout": planned}}
+
+
+def _sections_alone() -> dict[str, Any]:
+    """The schema with a table for every section."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **JobFile.model_json_schema()}
 
 
@@ -45,7 +53,7 @@ def explain(resolved: Resolved) -> list[Row]:
 @cache
 def sections() -> dict[str, str]:
     """The sections by name, each with its sentence; the top level is the empty name."""
-    defs = schema()["$defs"]
+    defs = _sections_alone()["$defs"]
     named = {name: defs[ref]["description"] for name, ref in _references().items()}
     return {"": "Above the first section.", **named}
 
@@ -53,7 +61,7 @@ def sections() -> dict[str, str]:
 @cache
 def fields() -> dict[str, FieldHelp]:
     """Every field by its dotted name."""
-    whole, references = schema(), _references()
+    whole, references = _sections_alone(), _references()
     found = {name: _help(prop) for name, prop in whole["properties"].items() if name not in references}
     for section, ref in references.items():
         found |= {f"{section}.{name}": _help(prop) for name, prop in whole["$defs"][ref]["properties"].items()}
@@ -61,7 +69,7 @@ def fields() -> dict[str, FieldHelp]:
 
 
 def _references() -> dict[str, str]:
-    refs = {name: prop.get("$ref") for name, prop in schema()["properties"].items()}
+    refs = {name: prop.get("$ref") for name, prop in _sections_alone()["properties"].items()}
     return {name: ref.rsplit("/", 1)[-1] for name, ref in refs.items() if ref}
 
 

@@ -53,10 +53,11 @@ def load(path: Path | None = None, sets: Sequence[str] = ()) -> Resolved:
     return _resolve(given)
 
 
-def from_mapping(job: Mapping[str, Any]) -> Resolved:
-    """The job of a nested mapping, in the shape of the job file."""
+def from_mapping(job: Mapping[str, Any], sets: Sequence[str] = ()) -> Resolved:
+    """The job of a nested mapping, in the shape of the job file, with `section.field=value` settings over it."""
     given: dict[KeyPath, Given] = {}
     _lay_over(given, ((path, Given(value, "given", Path())) for path, value in _flatten(job)))
+    _lay_over(given, (item for text in sets for item in _parse_set(text)))
     return _resolve(given)
 
 

@@ -1,6 +1,6 @@
 """Calibration: what the ranks of this machine really reach, in a few minutes. Matrix products by shape and precision,
 attention, memory and collectives are timed on all ranks at once, as in training, each as often as the time allows; the
-slowest rank's times are kept. `plan.calibrated` makes a machine and a profile of them."""
+slowest rank's times are kept. `plan.cost.calibrated` makes a machine and a profile of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from phalanx.core.errors import UserError
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import TIMEOUT, connect_store
-from phalanx.plan.calibrated import FORMAT
+from phalanx.plan.cost.measurements import FORMAT
 
 SAMPLE_S = 2e-3  # a sample repeats a short call until it lasts as long: clocks and launches have a price
 SAMPLES = (3, 40)  # at least, at most

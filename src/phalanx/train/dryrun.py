@@ -1,6 +1,6 @@
 """Dry run: one rank's real program, one step of it, on tensors without values and process groups without peers, at the
 full size of the world. Every collective is written down and compared with what the planner expects of this engine
-(`plan.engine`), and so are the bytes of the state: a difference is an error of the planner."""
+(`plan.cost.traffic`), and so are the bytes of the state: a difference is an error of the planner."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from phalanx.model.moe import MoE
 from phalanx.parallel.device import Device
 from phalanx.parallel.expert import Exchange
 from phalanx.parallel.groups import Groups
-from phalanx.plan.engine import Footprint, Key, Volume, expect
-from phalanx.plan.units import names
+from phalanx.plan.cost.traffic import Footprint, Key, Volume, expect
+from phalanx.plan.cost.units import names
 from phalanx.train.engine import Engine
 from phalanx.train.state import State
 

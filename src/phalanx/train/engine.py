@@ -5,7 +5,6 @@ same state. Nothing in it is worth keeping."""
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -25,7 +24,7 @@ from phalanx.observe.progress import Phase
 from phalanx.parallel.collectives import all_gather
 from phalanx.parallel.context import cut_batch
 from phalanx.parallel.deferred import Halves, WeightGradients
-from phalanx.parallel.device import Device
+from phalanx.parallel.device import Device, Moment
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.norm import exact_norm, fast_norm
 from phalanx.parallel.parallelize import parallelize
@@ -50,7 +49,7 @@ class StepResult:
     tokens: Tensor  # target tokens in the whole global batch
     grad_norm: Tensor
     lr: float
-    backward_end_ns: int = 0
+    passed: Moment  # forward and backward are done; what is not reduced yet was not hidden behind them
     grads: dict[str, Tensor] = field(default_factory=dict)
     loads: dict[str, Tensor] = field(default_factory=dict)  # of the experts, by the name of their bias
 
@@ -134,7 +133,7 @@ class Engine:
         self._loss_sums: list[Tensor] = []
         Stages(job.layout, self.coord.pp, self._pipe(), self._forward, self._backward).run(len(batches))
         self._batches.clear()
-        backward_end_ns = time.perf_counter_ns()
+        passed = self.device.moment()
         self.mark(Phase.reduce, step=self.state.step)
         self.reducer.finish()
         loads = self._take_loads()
@@ -142,7 +141,7 @@ class Engine:
         norm = self._clip(grads)
         lr = learning_rate(job.optimizer, self.state.step, job.train.steps)
         loss_sums = torch.stack(self._loss_sums) if self._loss_sums else torch.zeros(0)
-        return StepResult(loss_sums, local_tokens, tokens, norm, lr, backward_end_ns, grads, loads)
+        return StepResult(loss_sums, local_tokens, tokens, norm, lr, passed, grads, loads)
 
     def _take_loads(self) -> dict[str, Tensor]:
         """How many tokens every expert got in the step, over all ranks: integers, so the order of the

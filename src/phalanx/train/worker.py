@@ -38,7 +38,7 @@ from phalanx.data.feed import Feed
 from phalanx.data.samples import digest, places_of, unpack
 from phalanx.model.family import Batch, check_family, load_family
 from phalanx.observe.progress import Phase, Reading
-from phalanx.parallel.device import Device, avoid_broken_amx
+from phalanx.parallel.device import Device, Moment, avoid_broken_amx
 from phalanx.parallel.groups import Groups, break_connections, connect_store
 from phalanx.parallel.reduce import StepFailed
 from phalanx.parallel.shard import COMPUTE_DTYPE
@@ -150,6 +150,7 @@ class Worker:
         self.report: dict[str, Any] = {}  # of that
         self.record: Record | None = None  # of that, for the ledger
         self.rng = b""  # before the step that is under way
+        self.moments: list[Moment] = []  # of the last step, between its phases
         self.told_facts = False
 
     def _move(self) -> None:
@@ -391,8 +392,10 @@ class Worker:
         self.rng = rng_state(self.device)
         batches, fed = self.source.take(step)
         with self.commands.interruptible():
+            moments = [self.device.moment()]
             result = engine.gradients(batches)
-        self.report = self._tell_of(step, result, fed)
+            moments += [result.passed, self.device.moment()]
+        self.report = self._tell_of(step, result, fed) | {"phases": self._phases()}
         if self.commands.halted >= m.generation or channel.progress.lease_ended:
             raise Halted("no controller was heard of, and the lease has ended")
         self.result = result
@@ -404,13 +407,27 @@ class Worker:
         channel.progress.mark(Phase.optimizer)
         if self.saver:
             self.report |= self.saver.before_update()
+        moments.append(self.device.moment())
         engine.update(result)
+        self.moments = [*moments, self.device.moment()]
         self._enter_ledger()
         self.result = None
         m.commit(pauses > 0)
         if self.saver:
             self.saver.after_update(result.grad_norm, known=total**2 == votes * squares)
         channel.send(self.report | {"time_s": time.perf_counter() - began})
+
+    def _phases(self) -> dict[str, float]:
+        """Seconds of the last step's phases. This one's are not over on the device, and nobody is to wait for them."""
+        if not self.moments:
+            return {}
+        begin, passed, reduced, updating, updated = self.moments
+        between = self.device.seconds_between
+        return {
+            "passes": between(begin, passed),
+            "reduce": between(passed, reduced),
+            "optimizer": between(updating, updated),
+        }
 
     def _enter_ledger(self) -> None:
         """The step that was just applied, in the chain of those before it."""

@@ -1,0 +1,175 @@
+"""Calibrated: what `phalanx calibrate` measured, as the planner's nouns. `machine_from` is that very machine, one node;
+`profile_from` refits the few constants that the measurements show, for it or for a cluster of the catalogue that it is
+a part of; the rest stays as published runs have it. The file is written by `train.calibrate`, and read by
+`measurements`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.plan.cost.candidates import PRECISIONS
+from phalanx.plan.cost.chip import BACKWARD, Chip
+from phalanx.plan.cost.links import Group
+from phalanx.plan.cost.machine import TIERS, Machine
+from phalanx.plan.cost.measurements import Attention, Calibration, Call, Product, Stream, read
+from phalanx.plan.cost.numbers import values
+from phalanx.plan.cost.profiles import Kind, Profile, profile_of
+from phalanx.plan.cost.software import OWN, software
+
+SEARCH = (1e-4, 1e4)  # of a fitted share
+K_HALVES = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+LEAST_ERROR = 0.1  # ln: a step is more than the calls that were timed
+
+
+def machine_from(calibration: Calibration) -> Machine:
+    """One node, its ranks the chips. Each figure is what was reached at best, or the published peak if that is more."""
+    c, node = calibration, calibration.machine
+    best = {p: max((x.flops / x.median_s for x in c.matmul if x.dtype == p), default=0.0) for p in PRECISIONS}
+    rates = np.array([best[p] or best["bf16"] for p in PRECISIONS])
+    link = max((x.sent_bytes / x.median_s for x in c.collectives), default=1e9)
+    return Machine(
+        peak=rates * max(1.0, node.peak_flops / best["bf16"]),
+        memory_bytes=float(node.memory_bytes),
+        memory_bytes_per_s=max(x.size_bytes / x.median_s for x in c.memory),
+        sms=node.units,
+        domain=node.ranks,
+        up_bytes_per_s=link,
+        nvls=False,
+        torus=False,
+        nic_bytes_per_s=link,  # there is no other node; nothing may divide by zero
+        sharp=False,
+        node=node.ranks,
+        chips=node.ranks,
+        span_chips=np.full(TIERS, float(node.ranks)),
+        tier_factor=np.ones(TIERS),
+        tier_latency_s=np.zeros(TIERS),
+    )
+
+
+def profile_from(path: str | Path, machine: Machine | None = None, **facts: Any) -> Profile:
+    """For plans on `machine`, which the calibrated node is a part of; None: on that node alone. Each share is the one
+    with which half of the calls take longer than predicted, and half less; calls that mostly wait for launches and hops
+    tell nothing of it. The inner width at which products reach half of their speed is fitted too: on a CPU it is not
+    what it is on tiles of an accelerator. `facts` of the software are those of the job."""
+    c = read(path)
+    machine = machine or machine_from(c)
+    start = profile_of(Kind("other", 1.0, 1.0), software(OWN, **facts), values())
+    found = [_fitted(c, machine, replace(start, k_half=width)) for width in K_HALVES]
+    took = np.array([x.median_s for x in c.matmul])
+    return min(found, key=lambda p: float(np.median(np.abs(np.log(took / _products(c.matmul, machine, p))))))
+
+
+def _fitted(c: Calibration, machine: Machine, profile: Profile) -> Profile:
+    profile = replace(
+        profile, generation="calibrated",
+        name=f"calibrated on {c.machine.device}, {c.date}", evidence=f"measurements of {c.date}",
+    )  # fmt: skip
+    if c.collectives:
+        hop_s, call_s = _latencies(c.collectives)
+        profile = replace(profile, up_hop_s=hop_s, call_s=call_s)
+    errors: list[NDArray] = []
+    for change, predict, rows in _parts(c):
+        if not rows:
+            continue
+        took, floor = np.array([x.median_s for x in rows]), predict(rows, machine, change(profile, math.inf))
+        telling = [x for x, above in zip(rows, took > 2 * floor, strict=True) if above]
+        if not telling:
+            continue
+        took = np.array([x.median_s for x in telling])
+        profile = _changed(profile, change, predict, telling, machine)
+        if change is not _with_links:
+            errors.append(np.log(took / predict(telling, machine, profile)))
+    low, high = np.quantile(np.concatenate([*errors, [0.0]]), [0.05, 0.95])
+    return replace(profile, error=(min(float(low), -LEAST_ERROR), max(float(high), LEAST_ERROR)))
+
+
+def _latencies(calls: list[Call]) -> tuple[float, float]:
+    """Seconds of a hop and a collective's floor, from the smallest messages: a ring's all-reduce has twice the hops of
+    an all-gather."""
+    least = min(x.size_bytes for x in calls)
+    took = {x.kind: x.median_s for x in calls if x.size_bytes == least}
+    hops = calls[0].ranks - 1
+    gather = min(took.get("all-gather", math.inf), took.get("reduce-scatter", math.inf))
+    if not math.isfinite(gather):
+        gather = took.get("all-reduce", 1e-4) / 2
+    hop = max(0.0, (took.get("all-reduce", gather) - gather) / hops) if hops else 0.0
+    return min(hop, gather / max(1, hops)), max(1e-6, gather - hops * hop)
+
+
+Predict = Callable[[Any, Machine, Profile], NDArray]
+Change = Callable[[Profile, float], Profile]
+
+
+def _parts(c: Calibration) -> list[tuple[Change, Predict, list[Any]]]:
+    """What is fitted, in this order: products wait for memory too."""
+    forward = [x for x in c.attention if not x.backward]
+    return [
+        (lambda p, share: replace(p, memory=share), _streams, c.memory),
+        (_with_gemm(("bf16", "fp8", "mxfp8", "nvfp4")), _products, [x for x in c.matmul if x.dtype == "bf16"]),
+        (_with_gemm(("fp32",)), _products, [x for x in c.matmul if x.dtype == "fp32"]),
+        (lambda p, share: replace(p, attention_fwd=share), _attentions, forward),
+        (lambda p, share: replace(p, attention_bwd=share), _attentions, [x for x in c.attention if x.backward]),
+        (_with_links, _calls, c.collectives),
+    ]
+
+
+def _with_gemm(names: tuple[str, ...]) -> Change:
+    rows = [PRECISIONS.index(name) for name in names]
+
+    def change(profile: Profile, share: float) -> Profile:
+        table = np.array(profile.gemm, dtype=float)
+        table[rows] = share
+        return replace(profile, gemm=table)
+
+    return change
+
+
+def _with_links(profile: Profile, share: float) -> Profile:
+    return replace(profile, up=share, exchange=share)
+
+
+def _changed(profile: Profile, change: Change, predict: Predict, rows: list[Any], machine: Machine) -> Profile:
+    """With the share that makes half of the rows take longer than predicted. The larger the share, the shorter the
+    prediction, so halving finds it."""
+    took = np.array([x.median_s for x in rows])
+    low, high = (math.log(bound) for bound in SEARCH)
+    for _ in range(60):
+        middle = (low + high) / 2
+        slow = np.median(predict(rows, machine, change(profile, math.exp(middle))) / took) > 1
+        low, high = (middle, high) if slow else (low, middle)
+    return change(profile, math.exp((low + high) / 2))
+
+
+def _products(rows: list[Product], machine: Machine, profile: Profile) -> NDArray:
+    precision = np.array([PRECISIONS.index(x.dtype) for x in rows])
+    m, n, inner = (np.array([getattr(x, side) for x in rows], float) for side in ("m", "n", "k"))
+    return Chip(machine, profile, precision).gemm_s(m, n, inner)
+
+
+def _attentions(rows: list[Attention], machine: Machine, profile: Profile) -> NDArray:
+    """As in chip.py."""
+    chip = Chip(machine, profile, np.zeros(len(rows), dtype=int))
+    rate = np.where([x.backward for x in rows], chip.attention_b / BACKWARD, chip.attention_f)
+    length = np.array([x.seq for x in rows], float)
+    speed = length / (length + profile.length_half)
+    return np.array([x.forward_flops for x in rows]) / (rate * speed)
+
+
+def _streams(rows: list[Stream], machine: Machine, profile: Profile) -> NDArray:
+    chip = Chip(machine, profile, np.zeros(len(rows), dtype=int))
+    return chip.stream_s(np.array([x.size_bytes for x in rows], float), 1)
+
+
+def _calls(rows: list[Call], machine: Machine, profile: Profile) -> NDArray:
+    ranks, size = (np.array([getattr(x, name) for x in rows], float) for name in ("ranks", "size_bytes"))
+    kind = np.array([x.kind for x in rows])
+    group = Group.of(machine, ranks, 1, profile)
+    sums, exchanges = group.reduce_s(size), group.exchange_s(size, 1.0)
+    return np.select([kind == "all-reduce", kind == "all-to-all"], [sums, exchanges], group.gather_s(size))

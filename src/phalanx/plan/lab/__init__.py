@@ -1,0 +1,1 @@
+"""Where the cost model is fitted and judged on published runs. Nothing here is loaded to plan."""

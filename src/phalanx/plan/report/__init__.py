@@ -1,0 +1,1 @@
+"""What a plan says to people: words, pages, pictures."""
