@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.core.manifest import HASH_BYTES, MANIFEST, Extent, Field, Manifest, manifest_name
+from phalanx.core.manifest import HASH_BYTES, MANIFEST, Extent, Field, Manifest, manifest_name, shard_file
 from phalanx.core.store import open_store
 from phalanx.data.fetch import Fetcher, read_manifest
 from phalanx.data.loader import Loader, make_order
@@ -65,7 +65,7 @@ def write_data(folder: Path) -> None:
     roots = m.roots.copy()
     for (extent, shard), chunks in touched.items():
         footer = np.frombuffer(rng.bytes(m.footer_bytes(extent, shard)), np.uint8).reshape(-1, HASH_BYTES).copy()
-        with open(folder / m.shard_name(extent, shard), "wb") as f:
+        with open(folder / "shards" / "part", "wb") as f:
             for chunk in chunks:
                 start, end = m.chunk_range(extent, shard, chunk)
                 data = rng.integers(0, VOCAB, (end - start) // 4).astype("<u4").tobytes()
@@ -74,7 +74,9 @@ def write_data(folder: Path) -> None:
                 footer[chunk] = np.frombuffer(fast_hash(data) + strong_hash(data), np.uint8)
             f.seek(m.shard_bytes(extent, shard) - footer.size)
             f.write(footer.tobytes())
-        roots[m.first_root[extent] + shard] = np.frombuffer(root_of(footer.tobytes()), np.uint8)
+        root = root_of(footer.tobytes())
+        roots[m.first_root[extent] + shard] = np.frombuffer(root, np.uint8)
+        (folder / "shards" / "part").rename(folder / shard_file(m.extents[extent].source, extent, shard, root))
     whole = Manifest(m.fields, m.extents, roots, m.chunk_items, m.shard_chunks, vocab_size=VOCAB, eos=0)
     data = whole.encode()
     for name in (manifest_name(version_of(data)), MANIFEST):

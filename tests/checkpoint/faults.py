@@ -87,12 +87,11 @@ def contents(reader: Reader) -> dict[str, bytes]:
 
 def load_newest(catalog: Catalog, on_event=lambda event: None) -> tuple[str, dict[str, bytes]] | None:
     """As a run that resumes does it: the newest, or the next older one when damage is found."""
-    reader = catalog.newest_good(on_event)
-    while reader:
+    while reader := catalog.newest_good(on_event):
         try:
             return reader.name, contents(reader)
         except BadCheckpoint as error:
-            reader = catalog.fall_back(reader.name, str(error), on_event)
+            catalog.judge(reader.name, str(error), on_event)
     return None
 
 

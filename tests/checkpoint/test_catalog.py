@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.catalog import CATALOG, Catalog
+from phalanx.checkpoint import second
+from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.files import Reader, write_whole
-from phalanx.core.checkpoint import MANIFEST, BadCheckpoint, Entry, Manifest, Plan, checkpoint_name, file_name
+from phalanx.checkpoint.index import CATALOG
+from phalanx.core.checkpoint import (
+    MANIFEST,
+    BadCheckpoint,
+    Entry,
+    Manifest,
+    Plan,
+    Unreadable,
+    checkpoint_name,
+    file_name,
+)
 from phalanx.core.held import Held
 from phalanx.core.layout import Layout
 from phalanx.core.store import Folder, ObjectStore, open_store
@@ -34,7 +47,8 @@ def make(store, step, mark="aa", layout=LAYOUT, rows=6, **more):
     random = np.random.default_rng(step)
     plans = [Plan.of(entries, layout, layout.coord(rank)) for rank in range(layout.world_size)]
     images = ((memoryview(random.bytes(plan.own_bytes)), b"rng") for plan in plans)
-    manifest = Manifest(checkpoint_name(step, mark), step, layout, entries, [], updates=step, **more)
+    name = checkpoint_name(step, mark, more.get("generation", 0), more.get("lineage", ""))
+    manifest = Manifest(name, step, layout, entries, [], updates=step, **more)
     done = write_whole(store, manifest, images)
     Catalog(store).added(done)
     return done.name
@@ -116,10 +130,33 @@ def test_a_bucket_knows_what_was_begun_before_it_was_committed(tmp_path):
 def test_a_damaged_catalog_is_not_an_empty_one(tmp_path):
     """Or a run would begin from its start, and say nothing."""
     store = ObjectStore(f"memory://{tmp_path.name}-damaged")
-    make(store, 8)
+    name = make(store, 8)
     store.write(CATALOG, b"{")
-    with pytest.raises(BadCheckpoint, match=CATALOG):
+    with pytest.raises(BadCheckpoint, match="phalanx checkpoint reindex"):
         Catalog(store).newest_good()
+    assert [*Catalog(store).index.rebuild()] == [name] and Catalog(store).newest_good().name == name
+
+
+def test_a_catalog_that_is_gone_hides_nothing(tmp_path):
+    store = ObjectStore(f"memory://{tmp_path.name}-gone")
+    old = make(store, 8)
+    store.remove(CATALOG)
+    assert names(Catalog(store)) == [old], "the bucket is listed"
+    new = make(store, 9)
+    assert names(Catalog(store)) == [new, old] and old in store.read(CATALOG).decode()
+
+
+def test_writers_of_one_catalog_lose_none_of_their_names(tmp_path):
+    store = ObjectStore(f"memory://{tmp_path.name}-many")
+    wanted = [checkpoint_name(n, f"w{w}") for w in range(4) for n in range(10)]
+
+    def write(w):
+        for name in wanted[w * 10 : w * 10 + 10]:
+            Catalog(store).begun(name, 2)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert sorted(Catalog(store).index.names()) == sorted(wanted)
 
 
 # -- what is damaged
@@ -153,16 +190,108 @@ def test_what_was_removed_is_not_quarantined(folder, events):
     """Or an empty folder would come back."""
     made = [make(folder, step) for step in (1, 2)]
     shutil.rmtree(folder.path / made[1])
-    assert Catalog(folder).fall_back(made[1], "is missing", events.append).name == made[0]
+    assert not Catalog(folder).judge(made[1], "is missing", events.append)
     assert not (folder.path / made[1]).exists() and events == []
+
+
+def spoil(store, name, rank=0, at=3):
+    data = bytearray(store.read(f"{name}/{file_name(rank)}"))
+    data[at] ^= 1
+    store.write(f"{name}/{file_name(rank)}", bytes(data))
 
 
 def test_damage_that_a_loader_finds_makes_it_fall_back(store, events):
     made = [make(store, step) for step in (1, 2)]
+    for name in made:
+        spoil(store, name)
     catalog = Catalog(store)
-    assert catalog.fall_back(made[1], "rank-000000.bin: ...", events.append).name == made[0]
-    assert catalog.fall_back(made[0], "too", events.append) is None
+    assert not catalog.judge(made[1], f"{made[1]}/rank-000000.bin: ...", events.append)
+    assert catalog.newest_good().name == made[0]
+    assert not catalog.judge(made[0], "too", events.append) and catalog.newest_good() is None
     assert [e["checkpoint"] for e in events] == made[::-1] and Catalog(store).newest_good() is None
+    assert {e["type"] for e in events} == {"checkpoint_quarantined"}
+
+
+def test_what_cannot_be_read_is_not_damaged(folder, events, tmp_path):
+    """A mount that is away takes no checkpoint with it: nothing is condemned, and all is well when it is back."""
+    made = [make(folder, step) for step in (1, 2, 3)]
+    for name in made:
+        os.rename(folder.path / name / file_name(1), tmp_path / name)
+    catalog = Catalog(folder)
+    for name in reversed(made):
+        with pytest.raises(Unreadable, match="is missing"):
+            Reader(folder, name).file(1)
+        assert not catalog.judge(name, f"{name}/{file_name(1)}: is missing", events.append)
+    assert catalog.newest_good() is None, "not again by this process"
+    assert [e["type"] for e in events] == ["checkpoint_unreadable"] * 3
+    assert Catalog(folder).retain(1, on_event=events.append) == []
+    for name in made:
+        os.rename(tmp_path / name, folder.path / name / file_name(1))
+    assert names(Catalog(folder)) == made[::-1] and Catalog(folder).newest_good().name == made[2]
+    assert Catalog(folder).scrub() == {name: [] for name in made}
+
+
+def test_a_failing_disk_is_not_damage(folder, events, monkeypatch):
+    name = make(folder, 1)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Folder, "read_into", fail)
+    ((_, wrong),) = Catalog(folder).verify(Catalog(folder).good())
+    assert wrong and not any(fault.damage for fault in wrong) and "Input/output error" in wrong[0].text
+    assert not Catalog(folder).judge(name, "EIO", events.append) and events[0]["type"] == "checkpoint_unreadable"
+    assert names(Catalog(folder)) == [name]
+
+
+@pytest.mark.real_second_reader
+def test_only_what_a_second_process_finds_damaged_too_is_condemned(folder, events):
+    deceived, damaged = make(folder, 1), make(folder, 2)
+    flip(folder.path / damaged / file_name(0), 10)
+    catalog = Catalog(folder)
+    said = "chunk 0, bytes 0 to 9 have the xxh3 aa instead of bb"
+    assert not catalog.judge(damaged, f"{damaged}/{file_name(0)}: {said}", events.append)
+    assert [e["type"] for e in events] == ["checkpoint_quarantined"] and "xxh3" in events[0]["reason"]
+    assert catalog.judge(deceived, f"{deceived}/{file_name(0)}: {said}", events.append), "it is tried again"
+    assert not catalog.judge(deceived, f"{deceived}/{file_name(0)}: {said}", events.append), "and not for ever"
+    assert events[1]["type"] == "checkpoint_unreadable" and names(Catalog(folder)) == [deceived]
+    # It reads the files that are named, and no others.
+    assert second.look(folder, damaged, f"{damaged}/{file_name(1)}") == []
+
+
+def test_a_checkpoint_is_released_when_all_its_bytes_are_right(store):
+    good, bad = make(store, 1), make(store, 2)
+    spoil(store, bad)
+    catalog = Catalog(store)
+    for name in (good, bad):
+        catalog.quarantine(name, "looked odd")
+    assert catalog.release(good) == [] and catalog.release(bad)[0].damage
+    assert names(Catalog(store)) == [good] and names(Catalog(store), "quarantined") == [bad]
+
+
+def test_a_later_generation_goes_before_a_higher_step(store):
+    """A writer that was fenced off may add a checkpoint late: what has gone on without it is not undone."""
+    first = make(store, 40, "aa", generation=2, lineage="0badcafe")
+    went_on = make(store, 50, "bb", generation=3, lineage="0badcafe")
+    stale = make(store, 60, "cc", generation=2, lineage="0badcafe")
+    assert names(Catalog(store)) == [went_on, stale, first]
+    assert Catalog(store).newest_good().name == went_on
+    assert Catalog(store).retain(1, lineage="0badcafe") == [stale, first]
+
+
+def test_a_manifest_under_the_name_of_another_generation_is_refused(folder):
+    name = make(folder, 40, "aa", generation=2, lineage="0badcafe")
+    os.rename(folder.path / name, folder.path / name.replace("g0002", "g0009"))
+    with pytest.raises(BadCheckpoint, match="is that of"):
+        Reader(folder, name.replace("g0002", "g0009"))
+
+
+def test_retention_stays_inside_its_lineage(store):
+    theirs = [make(store, step, generation=1, lineage="aaaaaaaa") for step in (1, 2, 3)]
+    mine = [make(store, step, generation=1, lineage="bbbbbbbb") for step in (10, 20, 30)]
+    imported = make(store, 5)
+    assert sorted(Catalog(store).retain(1, lineage="bbbbbbbb")) == mine[:2]
+    assert sorted(names(Catalog(store))) == sorted([*theirs, mine[2], imported])
 
 
 def test_what_cannot_be_written_down_is_still_not_loaded_again(folder, events, monkeypatch):
@@ -170,21 +299,22 @@ def test_what_cannot_be_written_down_is_still_not_loaded_again(folder, events, m
         raise PermissionError("read-only")
 
     made = [make(folder, step) for step in (1, 2)]
+    spoil(folder, made[1])
     monkeypatch.setattr(Folder, "write", refuse)
     catalog = Catalog(folder)
-    assert catalog.fall_back(made[1], "damage", events.append).name == made[0]
+    assert not catalog.judge(made[1], "damage", events.append) and catalog.newest_good().name == made[0]
     assert catalog.newest_good().name == made[0] and "could not be written down" in events[0]["reason"]
 
 
 def test_a_scrub_quarantines_what_is_damaged_and_nothing_else(folder, events):
     made = [make(folder, step) for step in (1, 2, 3, 4)]
     flip(folder.path / made[0] / file_name(1), 10)
-    (folder.path / made[1] / file_name(0)).unlink()
+    os.truncate(folder.path / made[1] / file_name(0), 100)
     flip(folder.path / made[2] / MANIFEST, 100)
     progress = []
     report = Catalog(folder).scrub(lambda *p: progress.append(p), events.append)
     assert {name: bool(wrong) for name, wrong in report.items()} == {n: n != made[3] for n in made}
-    assert f"{made[0]}/{file_name(1)}" in report[made[0]][0] and "xxh3" in report[made[0]][0]
+    assert f"{made[0]}/{file_name(1)}" in report[made[0]][0].text and "xxh3" in report[made[0]][0].text
     assert names(Catalog(folder)) == [made[3]] and len(events) == 3
     assert progress[0][0] == 0 < progress[-1][0] <= progress[-1][1]
     assert Catalog(folder).scrub() == {made[3]: []}
@@ -218,13 +348,13 @@ def test_retention_keeps_the_newest_and_the_multiples(store):
         assert [p.name for p in store.path.iterdir()] == [made[35]]
 
 
-def test_a_quarantined_one_can_be_looked_at_for_one_round(store):
+def test_a_quarantined_one_is_never_deleted(store):
     made = [make(store, step) for step in (1, 2, 3)]
-    Catalog(store).quarantine(made[2], "odd")
-    assert Catalog(store).retain(2) == [] and Reader(store, made[2])
-    assert Catalog(store).newest_first()[0].quarantine["reason"] == "odd"
-    assert Catalog(store).retain(2) == [made[2]]
-    assert names(Catalog(store)) == [made[1], made[0]] and not names(Catalog(store), "quarantined")
+    Catalog(store).quarantine(made[0], "odd")
+    for _ in range(3):
+        Catalog(store).retain(1)
+    assert names(Catalog(store)) == [made[2]] and names(Catalog(store), "quarantined") == [made[0]]
+    assert Reader(store, made[0]).verify() == []
 
 
 def test_leftovers_of_a_crash_go_and_what_may_be_under_way_stays(folder):
@@ -386,8 +516,8 @@ def test_in_a_real_bucket(monkeypatch, events):
             watched.write(f"{made[3]}/{file_name(1)}", bytes([data[0] ^ 1]) + data[1:])
             assert [bool(wrong) for wrong in catalog.scrub(on_event=events.append).values()] == [True, *[False] * 3]
             assert catalog.newest_good().name == made[2] and len(events) == 1
-            assert catalog.retain(2) == [made[0]] and catalog.retain(2) == [made[3]]
-            assert names(Catalog(watched)) == [made[2], made[1]]
+            assert catalog.retain(2) == [made[0]] and catalog.retain(2) == []
+            assert names(Catalog(watched)) == [made[2], made[1]] and names(Catalog(watched), "quarantined") == [made[3]]
             assert not [path for _, path, _ in proxy.requests if "list-type" in path]
         finally:
             proxy.close()

@@ -320,7 +320,7 @@ class Explorer:
     def _load(self, place):
         """What a run would resume from, and what is wrong with anything that says it is committed."""
         store, events = Folder(place), []
-        damage = "; ".join(w for _, wrong in Catalog(store).verify(Catalog(store).good()) for w in wrong)
+        damage = "; ".join(w.text for _, wrong in Catalog(store).verify(Catalog(store).good()) for w in wrong)
         got = faults.load_newest(Catalog(store), events.append)
         if got is None:
             return "none", damage
@@ -432,7 +432,7 @@ def test_a_crash_while_a_damaged_one_is_put_aside(tmp_path):
     explorer = explorer_of(tmp_path)
     faults.make(explorer.store, NEW, ENTRIES)
     faults.flip(explorer.store.path / NAME[NEW] / file_name(1), at=100)
-    recorder = explorer.record(lambda _: Catalog(explorer.store).fall_back(NAME[NEW], "a flipped byte"))
+    recorder = explorer.record(lambda _: Catalog(explorer.store).judge(NAME[NEW], "a flipped byte"))
     assert (explorer.store.path / NAME[NEW] / QUARANTINED).exists()
     for point in range(len(recorder.ops) + 1):
         for tree in states(recorder, point):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 KEY, SECRET = "phalanx-test-key", "phalanx-test-secret"
 SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>reduce your request rate</Message></Error>"
+FAILED = b"<?xml version='1.0'?><Error><Code>PreconditionFailed</Code><Message>changed</Message></Error>"
 DENIED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>no</Message></Error>"
 
 
@@ -169,6 +170,7 @@ class Proxy:
     def __init__(self, target):
         self.target, self.fault = target.removeprefix("http://"), lambda method, path, nth: None
         self.requests, self._lock, self._closed = Counter(), threading.Lock(), threading.Event()
+        self._writing = threading.Lock()
         proxy = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -215,6 +217,17 @@ class Proxy:
         if fault in ("503", "403"):
             self._answer(request, int(fault), {}, SLOW_DOWN if fault == "503" else DENIED)
             return
+        if request.command == "PUT" and "if-match" in request.headers:
+            with self._writing:  # moto does not look at it
+                self._hand_on(request, body, fault)
+            return
+        self._hand_on(request, body, fault)
+
+    def _hand_on(self, request, body, fault):
+        wanted = request.headers.get("if-match")
+        if wanted and self._tag(request) != wanted:
+            self._answer(request, 412, {}, FAILED)
+            return
         backend = http.client.HTTPConnection(self.target, timeout=30)
         try:
             # With its Host header, which is part of what was signed.
@@ -233,6 +246,14 @@ class Proxy:
             self._answer(request, status, headers, data[:-1] + bytes([data[-1] ^ 0x10]))
         else:
             self._answer(request, status, headers, data)
+
+    def _tag(self, request):
+        backend = http.client.HTTPConnection(self.target, timeout=30)
+        try:
+            backend.request("HEAD", request.path, headers={"Authorization": request.headers["authorization"]})
+            return {name.lower(): value for name, value in backend.getresponse().getheaders()}.get("etag")
+        finally:
+            backend.close()
 
     def _answer(self, request, status, headers, data, said=None):
         request.send_response(status)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, manifest_name
+from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, manifest_name, shard_file
 from phalanx.core.store import Folder
 from phalanx.data.fetch import Fetcher
 from phalanx.data.loader import Loader, make_order
@@ -29,7 +29,7 @@ def write_set(store, extents, chunk_items=16, shard_chunks=4, fields=TOKENS, pie
                 names.overlap,
                 chunk_items,
                 shard_chunks,
-                lambda shard, path, e=e: store.write(names.shard_name(e, shard), path),
+                lambda shard, path, e=e: store.write(shard_file(known[e].source, e, shard, writer.roots[-1]), path),  # noqa: B023
             )
             cuts = [0, *sorted(c % (len(items) + 1) for c in pieces), len(items)]
             for first, end in pairwise(cuts):

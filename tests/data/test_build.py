@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from phalanx.core import lease
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.manifest import MANIFEST, Field, manifest_name
-from phalanx.core.store import Folder, open_store
+from phalanx.core.store import Folder, ObjectStore, open_store
 from phalanx.data import documents, workers
 from phalanx.data.build import build, write_records
 from phalanx.data.fetch import Fetcher, read_manifest
@@ -295,7 +296,7 @@ def test_a_data_set_is_never_overwritten_but_may_be_built_again(tmp_path, texts)
     out, inputs = tmp_path / "out", [("a", str(texts))]
     _, version = build(inputs, out, Bytes(), workers=1, **SMALL)
     before = files(out)
-    shard = next((out / "shards").glob("*000001.shard"))
+    shard = next((out / "shards").glob("*000001-*.shard"))
     shard.write_bytes(b"damaged")
     assert build(inputs, out, Bytes(), workers=1)[1] == version
     assert files(out) == before  # and it is mended
@@ -443,6 +444,66 @@ def test_two_builds_do_not_meet(tmp_path, texts):
 
     with pytest.raises(Stop):
         build([("a", str(texts))], tmp_path / "out", Bytes(), workers=1, on_progress=on_progress, **SMALL)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_build_tells_of_characters_that_it_replaced(tmp_path, count):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\\ud800b"}\n' * 3)
+    notes = []
+    build([("a", str(tmp_path / "a.jsonl"))], tmp_path / "out", Bytes(), workers=count, on_note=notes.append)
+    assert [note for note in notes if "3 characters were replaced" in note]
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_a_build_that_comes_to_nothing_takes_nothing_of_another_with_it(tmp_path, texts, where):
+    """Two builds with staging folders of their own, so that neither sees the other's; one is believed to be dead."""
+    out = tmp_path / "out" if where == "folder" else ObjectStore(f"memory://{tmp_path.name}")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "0.txt").write_text(words(9, 9000))
+    built = []
+
+    def on_progress(progress):
+        if progress.done_bytes == progress.total_bytes and not built:
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(lease, "_is_held", lambda body: False)
+                built.append(build([("a", str(texts))], out, Bytes(), workers=1, staging=tmp_path / "s2", **SMALL))
+
+    with pytest.raises(UserError, match="somebody else has written to it meanwhile"):
+        build(
+            [("a", str(tmp_path / "b"))],
+            out,
+            Bytes(),
+            workers=1,
+            staging=tmp_path / "s1",
+            on_progress=on_progress,
+            **SMALL,
+        )
+    store = Folder(out) if where == "folder" else out
+    ((manifest, version),) = built
+    assert verify(store, manifest, version) == []
+    assert read_manifest(store)[1] == version
+    if where == "folder":  # what the loser made is gone
+        assert len([*(out / "shards").iterdir()]) == sum(manifest.num_shards(e) for e in range(len(manifest.extents)))
+
+
+TWICE = """
+import sys
+from phalanx.data.build import build
+from phalanx.data.tokenizer import Bytes
+notes = []
+sizes = dict(chunk_items=256, shard_chunks=8)
+print(build([("a", sys.argv[1])], sys.argv[2], Bytes(), workers=1, on_note=notes.append, **sizes)[1])
+"""
+
+
+def test_two_builds_of_one_data_set_wait_for_each_other(tmp_path, texts):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", TWICE, str(texts), str(out)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert said[0][0] == said[1][0] == read_manifest(Folder(out))[1] + "\n"
+    assert sorted(p.name for p in out.iterdir()) == sorted([manifest_name(said[0][0].strip()), MANIFEST, "shards"])
 
 
 def test_a_mistake_in_a_worker_is_told_as_one(tmp_path, texts):

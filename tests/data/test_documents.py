@@ -246,3 +246,32 @@ def test_the_library_that_came_with_python():
     files = documents.files(documents.STDLIB)
     assert any(f.name == "argparse.py" for f in files) and len(files) > 300
     assert not any({"site-packages", "test"} & set(f.parts[-4:]) for f in files) and files == sorted(files)
+
+
+@pytest.mark.parametrize(
+    "content", [lines(["one", "two"]), b'{\n  "text": "one document"\n}\n'], ids=["lines", "document"]
+)
+def test_json_is_read_alike_packed_and_not(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(content))
+    plain, packed = (all_texts(tmp_path / name) for name in ("a.json", "b.json.gz"))
+    assert plain == packed
+    assert [t.data for t in plain] == ([b"one", b"two"] if content.startswith(b'{"') else [content])
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a", "a.txt", "a.txt.gz"])
+def test_binary_files_are_not_read_as_text_without_being_asked_for(tmp_path, name):
+    data = b"\x7fELF\0\0\0\1" * 20
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    for raw in (True, False):
+        with pytest.raises(UserError, match=rf"{name} is binary.*\n.*--force"):
+            plan([("s", str(tmp_path))], "text", raw)
+        assert plan([("s", str(tmp_path))], "text", raw, force=True)
+
+
+def test_characters_that_are_replaced_are_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\\ud800b\\udc00"}\n{"text": "\\ud83d\\ude00"}\n')
+    counts = Counter()
+    (part,) = plan([("s", str(tmp_path))], "text", False)
+    found = [text.data for text, _ in read(part, "text", False, counts=counts)]
+    assert found == [b"a?b?", "\U0001f600".encode()] and counts[documents.REPLACED] == 2

@@ -98,7 +98,7 @@ def test_manifest_round_trip_and_growth():
     [
         (lambda d: b"", "Expecting value"),
         (lambda d: b"[1]\n" + d, "not a manifest"),
-        (lambda d: d.replace(b'"phalanx_manifest": 1', b'"phalanx_manifest": 9'), "another version"),
+        (lambda d: d.replace(b'"phalanx_manifest": 2', b'"phalanx_manifest": 9'), "newer than this program"),
         (lambda d: d[:-65], "names 1 shards, but its extents make 2"),
         (lambda d: d[:-2] + b"\n", "hex"),
         (lambda d: d.replace(b'"items": 100', b'"items": "x"'), "'x' items"),

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import UserError
+from phalanx.core.layout import Layout
 from phalanx.core.shape import FAMILIES, ModelConfig
 from phalanx.model.dense import DENSE, Decoder
 from phalanx.model.family import BUILTIN, Batch, Family, check_family, load_family
+from phalanx.parallel.schema import describe
 from tests.cases import IMAGE, MOE, MOE_ODD, connect, make_job
 
 EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'custom_model.py'}:FAMILY"
@@ -163,3 +165,26 @@ def test_positions_begin_anew_with_each_document():
     batch = Batch(tokens[:, part], tokens[:, part], tokens[:, part], documents, part)
     assert batch.document_positions().tolist() == [[1, 2], [1, 4]]
     assert Batch(tokens, tokens, tokens).document_positions().tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_weights_that_are_tied_across_stages_are_refused():
+    """As those of the families that are built in."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+            self.head = nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, batch, x=None):
+            return x
+
+    split = {"embed": "vocab", "head": "head"}
+    family = Family(
+        lambda config: Tied(), lambda name, config: DENSE.init(name, config), split, first=("embed",), last=("head",)
+    )
+    with pytest.raises(UserError, match=r"layout\.pp = 2: .* ties embed\.weight to head\.weight"):
+        describe(family, ModelConfig(), Layout(pp=2))
+    assert len(describe(family, ModelConfig(), Layout())) == 5

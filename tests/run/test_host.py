@@ -28,7 +28,7 @@ def job(replica: int = 1, precision: str = "fp32", device: str = "cpu", **model)
 @pytest.fixture
 def host(monkeypatch):
     def has(gib: float, accelerator: bool = False) -> None:
-        monkeypatch.setattr(limits, "host_memory_bytes", lambda: int(gib * limits.GIB))
+        monkeypatch.setattr(limits, "limit_bytes", lambda: int(gib * limits.GIB))
         monkeypatch.setattr(limits, "ACCELERATORS", ("/dev/null",) if accelerator else ())
 
     return has
@@ -76,12 +76,3 @@ def test_host_memory_does_not_bound_accelerators_or_unknown_models(host):
     limits.refuse(job(family="mine.py:FAMILY"))
     with pytest.raises(UserError):
         limits.refuse(job(device="cpu"))
-
-
-def test_a_container_s_limit_counts(monkeypatch, tmp_path):
-    (tmp_path / "max").write_text("max\n")
-    (tmp_path / "limit").write_text("1048576\n")
-    monkeypatch.setattr(limits, "CGROUP_LIMITS", (str(tmp_path / "missing"), str(tmp_path / "max")))
-    whole = limits.host_memory_bytes()
-    monkeypatch.setattr(limits, "CGROUP_LIMITS", (str(tmp_path / "max"), str(tmp_path / "limit")))
-    assert limits.host_memory_bytes() == 1048576 < whole

@@ -121,7 +121,7 @@ def disk_full(directory: Path) -> dict | None:
     with small_disk(directory / "disk", size_kb=4096) as disk:
         if disk is None:
             return None
-        filler = fill_disk(disk)
+        filler = fill_disk(disk, leave_bytes=6 * 4096)  # room to say who writes there, and for no checkpoint
         values = JOB | {"train.steps": 160, "checkpoint.every_steps": 40, "checkpoint.dir": disk}
         command = Command(directory / "run", *sets(values))
         command.wait_until(lambda: command.events("checkpoint_failed"), PATIENCE_S)
@@ -137,7 +137,7 @@ def full_then_killed(directory: Path) -> dict | None:
     with small_disk(directory / "disk", size_kb=4096) as disk:
         if disk is None:
             return None
-        filler = fill_disk(disk)
+        filler = fill_disk(disk, leave_bytes=6 * 4096)  # room to say who writes there, and for no checkpoint
         every = {"checkpoint.every_steps": 50, "checkpoint.memory_every_steps": 1, "checkpoint.dir": disk}
         command = Again(directory / "run", *sets(JOB | every | {"train.steps": 100_000}))
         command.wait_until(lambda: command.events("checkpoint_failed"), PATIENCE_S)

@@ -1,5 +1,6 @@
-"""A run that is stopped: exit code 130, nothing running afterwards, and a record that says how far it
-came. A command that is killed outright leaves no process either."""
+"""A run that is stopped at any moment: exit code 130, nothing running afterwards, a record that says how far it came,
+and every step that was trained is saved. A second signal does not wait for that. A command that is killed outright
+leaves no process either."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.faults import PATIENCE_S, slow_disk
 from tests.system.command import TINY, Command, sets
 
 STARTING = {"data.max_mb": 16}  # slow enough to be met while it reads
+LAST = {"train.steps": 30, "checkpoint.every_steps": 1000}
+NOTHING = ("term, first moment", "int, reading", "term, starting", "hup, starting")
 
 
 def has_handler(command: Command) -> bool:
@@ -24,17 +28,36 @@ def has_file(command: Command, pattern: str) -> bool:
     return any((command.directory / "runs").glob(f"*/{pattern}"))
 
 
-def stopped(directory, *numbers, moment):
-    command = Command(directory, *sets(TINY | ({} if moment == "steps" else STARTING)))
+def stopped(directory, *numbers, moment, **more):
+    values = TINY | ({} if moment in ("steps", "saving", "last save") else STARTING) | more
+    slow = {"env": slow_disk(directory)} if moment in ("saving", "last save") else {}
+    command = Command(directory, *sets(values), **slow)
     reached = {
         "first moment": lambda: has_handler(command),
         "reading": lambda: any((command.directory / "runs").glob(".data/*")),
         "starting": lambda: has_file(command, "logs/node-0.log"),
         "steps": lambda: len(command.rows()) > 1,
+        "saving": lambda: begun(command) and not made(command),
+        "last save": lambda: len(command.rows()) == 30 and begun(command) and not made(command),
+        "never": lambda: command.process.poll() is not None,
     }
-    command.wait_until(reached[moment])
-    command.signal(*numbers)
-    return command.end()
+    command.wait_until(reached[moment], PATIENCE_S)
+    if moment != "never":
+        command.signal(*numbers)
+    ended = command.end(PATIENCE_S)
+    ended.saved = made(command)
+    return ended
+
+
+def begun(command: Command) -> list[int]:
+    return [int(p.name.split("-")[1]) for p in command.directory.glob("runs/*/checkpoints/step-*")]
+
+
+def made(command: Command) -> list[int]:
+    """The steps that have a checkpoint."""
+    return sorted(
+        int(p.parent.name.split("-")[1]) for p in command.directory.glob("runs/*/checkpoints/*/manifest.json")
+    )
 
 
 SCENARIOS = {
@@ -44,6 +67,9 @@ SCENARIOS = {
     "hup, starting": lambda d: stopped(d, signal.SIGHUP, moment="starting"),
     "int": lambda d: stopped(d, signal.SIGINT, moment="steps"),
     "term": lambda d: stopped(d, signal.SIGTERM, moment="steps"),
+    "int, saving": lambda d: stopped(d, signal.SIGINT, moment="saving"),
+    "int, last save": lambda d: stopped(d, signal.SIGINT, moment="last save", **LAST),
+    "limit": lambda d: stopped(d, moment="never", **{"run.time_limit_s": 20}),
     "int held down": lambda d: stopped(d, *[signal.SIGINT] * 20, moment="steps"),
     "kill": lambda d: stopped(d, signal.SIGKILL, moment="steps"),
 }
@@ -57,10 +83,16 @@ def test_a_stop_is_orderly_at_any_moment(outcomes, name):
     if name == "term, first moment":
         assert ended.runs == []
         return
-    steps = len(ended.rows)
-    assert ended.err == f"stopped after {steps} of {TINY['train.steps']} steps\n"
+    assert ended.err.endswith("--resume auto\n") and "\n  continue with: phalanx train --set " in ended.err
+    steps, of = len(ended.rows), 30 if name == "int, last save" else TINY["train.steps"]
+    why = "stopped by run.time_limit_s" if name == "limit" else "stopped"
+    assert ended.err.startswith(f"{why} after step {steps} of {of}; "), ended.err
     assert ended.summary["status"] == "stopped" and ended.summary["steps"] == steps
-    assert steps > 1 if "," not in name else steps == 0
+    assert bool(steps) == (name not in NOTHING)
+    if name == "int held down":  # nothing more was waited for
+        return
+    assert ended.saved[-1:] == [steps] * bool(steps) and ended.summary["durable"] == steps
+    assert (f"saved up to step {steps}: " if steps else "nothing of it is saved") in ended.err
 
 
 @pytest.mark.parametrize("name", ["kill"])

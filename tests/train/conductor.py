@@ -89,7 +89,12 @@ class Conductor:
             elif isinstance(action, machine.Spawn):
                 self.homes[action.number] = agent
                 args = {**action.args, "job": self.job.to_dict(), "token": "secret", "host": "127.0.0.1"}
-                args |= {"die": self.die.get(action.number), "resume": None, "ledger": "", "data_version": "1"}
+                args |= {
+                    "die": self.die.get(action.number),
+                    "resume": None,
+                    "ledger": "",
+                    "facts": {"data_version": "1"},
+                }
                 self.client.spawn(action.number, self.entry, args, self.folder / f"rank-{args['rank']}.log")
             elif isinstance(action, machine.Send):
                 self.client.send(action.number, action.body)

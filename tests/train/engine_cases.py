@@ -188,6 +188,13 @@ def compression(args):
     return sent
 
 
+def first_gradients(args):
+    """Those of the first step, saved by name."""
+    rank = connect(args)
+    np.savez(f"{args['stem']}-{args['rank']}.npz", **{name: g.numpy() for name, g in _grads(rank).items()})
+    rank.close()
+
+
 def dtypes(args):
     rank = connect(args)
     seen = {}

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import dataclasses
+import json
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +11,13 @@ import torch.nn.functional as F
 from phalanx.checkpoint.files import commit, make_folder, make_tail, root_of, write_file
 from phalanx.checkpoint.keeper import Line
 from phalanx.checkpoint.torch_state import Snapshotter, rng_state
-from phalanx.core.checkpoint import Manifest, Plan, file_name
+from phalanx.core.checkpoint import Facts, Manifest, Plan, file_name
 from phalanx.core.job import Job
 from phalanx.core.layout import Layout
 from phalanx.core.store import open_store
 from phalanx.model.family import load_family
 from phalanx.parallel.groups import connect_store
-from phalanx.train.snapshots import resume, resume_from_memory
+from phalanx.train.snapshots import Saver, resume, resume_from_memory
 from phalanx.train.state import State
 from tests.cases import CPU, Rank
 from tests.checkpoint.faults import a_keeper
@@ -55,7 +56,7 @@ def case_resume(args):
     with a_keeper(args["dir"], serve=True, ranks=job.layout.world_size) as keeper:
         line = Line(keeper.address, number, plan.image_bytes, plan.own_bytes, base)
         snapshots = Snapshotter(line, state.entries, job.layout, rank.coord, state.get, rank.device, "run")
-        snapshots.begin(state.step, durable=False)
+        snapshots.begin(state.step, durable=False, about={"updates": state.updates})
         snapshots.wait()
         norms = steps(rank, BEFORE, AFTER)
         snapshots.close()
@@ -93,6 +94,34 @@ def case_resume(args):
         again[how] = {"norms": norms, "digest": rank.state.digest(), "rng": rng_state(rank.device).hex()}
         rank.close()
     return {"name": name, "straight": straight, **again}
+
+
+def case_import(args):
+    """Weights without moments at step 1000; three steps, a snapshot, two more; then those two from the snapshot, in a
+    state that has moments of its own already."""
+    job, number = Job.from_dict(args["job"]), args["rank"]
+    store = connect_store(args["store"]["host"], args["store"]["port"])
+    rank = Rank(job, number, store, args["generation"] * 10)
+    steps(rank, 0, 1)
+    rank.state.restore(lambda get: None, 1000, 0)
+    steps(rank, 1000, 3)
+    state, plan = rank.state, Plan.of(rank.state.entries, job.layout, rank.coord)
+    base = Manifest("base", 0, job.layout, state.entries, [], 0).to_json()
+    with a_keeper(args["dir"], serve=True, ranks=job.layout.world_size) as keeper:
+        line = Line(keeper.address, number, plan.image_bytes, plan.own_bytes, base)
+        saver = Saver.__new__(Saver)
+        saver.job, saver.state, saver.facts = job, state, Facts(first_step=1000)
+        snapshots = Snapshotter(line, state.entries, job.layout, rank.coord, state.get, rank.device, "run")
+        snapshots.begin(state.step, durable=False, about=saver._about())
+        snapshots.wait()
+        straight = steps(rank, 1003, 2)
+        snapshots.close()
+    about = json.loads(line.slots[0].header()["seal"])
+    resume_from_memory(job.layout, rank.coord, rank.state, rank.device, line.slots[0])
+    again = steps(rank, 1003, 2)
+    fresh = {float(rank.state.moments(name)["step"]) for name, p in rank.state.params.items() if p.numel()}
+    rank.close()
+    return {"about": about, "straight": straight, "again": again, "counts": sorted(fresh)}
 
 
 def case_load(args):

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from phalanx.core.held import travels_whole
 from phalanx.core.shape import ModelConfig
-from tests.cases import EVEN, make_job
+from tests.cases import EVEN, MOE, TWO_LEVELS, make_job
 from tests.train.engine_cases import listening_addresses
 
 CASES = "tests.train.engine_cases:"
@@ -105,6 +106,25 @@ def test_compressed_traffic_is_small_and_its_error_does_not_stay(pool, tmp_path,
     assert mean < once / 3, "what rounding takes must come back with the next step"
     if not nodes:
         assert packed_bytes < ratio * 1.1 * plain_bytes
+
+
+@pytest.mark.parametrize("codec, bar", [("bf16", 8e-3), ("int8", 5e-2)])
+@pytest.mark.parametrize("layout, nodes", [((2, 2, 1), 0), ((4, 1, 1), 2)], ids=str)
+def test_no_parameter_pays_for_anothers_compression(pool, tmp_path, codec, bar, layout, nodes):
+    """A norm's gradient in one block with an embedding's would be rounded away."""
+    options = dict(model=MOE, precision="fp32", clip=0.0, ranks_per_node=nodes)
+    if nodes:
+        options["collectives"] = TWO_LEVELS
+    stems = {name: str(tmp_path / name) for name in ("none", codec)}
+    for name, stem in stems.items():
+        pool.run(CASES + "first_gradients", make_job(layout, compress=name, **options), stem=stem)
+    for rank in range(layout[0] * layout[1]):
+        want, got = (np.load(f"{stem}-{rank}.npz") for stem in stems.values())
+        for name in want.files:
+            error = np.linalg.norm(got[name] - want[name]) / (np.linalg.norm(want[name]) or 1.0)
+            whole = travels_whole(name, got[name].shape)
+            assert error <= (1e-5 if whole else bar), (name, error)
+        assert any(travels_whole(name, want[name].shape) for name in want.files)
 
 
 def test_bf16_computes_in_bf16_over_fp32_masters_and_reduces_in_fp32(pool):

@@ -39,6 +39,14 @@ def test_without_the_random_state_it_does_not(pool, tmp_path):
     assert all(rank["file"]["digest"] != rank["straight"]["digest"] for rank in got)
 
 
+def test_imported_weights_count_the_updates_that_were_made(pool, tmp_path):
+    """And not the steps: Adam corrects its moments by their number."""
+    job = make_job((1, 2, 1), precision="fp32", steps=2000)
+    for got in pool.run("tests.train.resume_cases:case_import", job, dir=str(tmp_path)):
+        assert got["about"]["updates"] == 3 and got["about"]["cursor"] == 3 * job.train.global_batch
+        assert got["again"] == got["straight"] and got["counts"] == [5.0]
+
+
 DENSE, EXPERTS = dict(model=make_job().model), dict(model=MOE_DEEP)
 PAIRS = {
     "shard 4 -> replica 2 x tp 2": (DENSE, ((1, 4, 1), {}), ((2, 1, 2), {})),

@@ -1,18 +1,19 @@
 """Which checkpoints a folder or a bucket has: the newest that may be loaded, those that must not be, those that may
-go. A folder is looked at; a bucket is never listed, so `catalog.json` has the names there. It may name what does not
-exist: a checkpoint exists when its manifest does.
+go. A folder is looked at; a bucket has an index (`checkpoint.index`). A checkpoint exists when its manifest does.
 
-    catalog.json                          of a bucket: name -> how many files, and since when
-    step-000000042-<mark>/manifest.json
-                          rank-000000.bin …
-                          quarantined.json      why it must not be loaded
+    owner.json                            which run writes here (`core.lease`)
+    step-000000042-g0003-<lineage>-<mark>/manifest.json
+                                          rank-000000.bin …
+                                          quarantined.json      why it must not be loaded
+
+Only damage that a second reader confirms puts a checkpoint into quarantine. What cannot be read now is left alone, and
+what is in quarantine is never deleted: `release` takes it out again when all its bytes are right.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import threading
 import time
@@ -23,13 +24,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.files import Reader, read_manifest
-from phalanx.core.checkpoint import MANIFEST, BadCheckpoint, Manifest, file_name
+from phalanx.checkpoint import second
+from phalanx.checkpoint.files import Fault, Reader, read_manifest
+from phalanx.checkpoint.index import Index
+from phalanx.core.checkpoint import (
+    MANIFEST,
+    NAME,
+    BadCheckpoint,
+    Manifest,
+    Place,
+    Unreadable,
+    file_name,
+    lineage_of,
+    place_of,
+)
 from phalanx.core.store import Folder, Store, sync_folder
 
-CATALOG = "catalog.json"
 QUARANTINED = "quarantined.json"
-NAME = re.compile(r"step-(\d{9,})-[A-Za-z0-9._-]+")
+OWNER = "owner.json"  # a lease: the run that writes there
 UNDER_WAY_S = 3600  # what was touched less long ago may be
 THREADS = 16
 
@@ -50,33 +62,37 @@ class Found:
     num_files: int = 0  # in a bucket
 
     @property
+    def place(self) -> Place:
+        return place_of(self.name)
+
+    @property
     def step(self) -> int:
-        return step_of(self.name)
+        return self.place.step
+
+    @property
+    def lineage(self) -> str:
+        return lineage_of(self.name)
 
     @cached_property
     def manifest(self) -> Manifest:
-        """FileNotFoundError: it has been removed since. BadCheckpoint: it is damaged."""
+        """FileNotFoundError: it has been removed since. BadCheckpoint: it is damaged, or cannot be read."""
         return read_manifest(self.store, self.name)
-
-
-def step_of(name: str) -> int:
-    found = NAME.fullmatch(name)
-    assert found, name
-    return int(found[1])
 
 
 class Catalog:
     def __init__(self, store: Store):
         self.store = store
+        self.index = None if isinstance(store, Folder) else Index(store)
         self._bad: dict[str, str] = {}  # quarantined here, for when that could not be written
-        self._lock = threading.Lock()
+        self._aside: dict[str, str] = {}  # not to be tried again by this process: why
+        self._doubted: set[str] = set()  # that a second reader found good
 
     # -- what there is
 
     def all(self) -> list[Found]:
-        """Also what was never committed, the newest first: by its step, then by its time."""
-        found = [self._look(name, known) for name, known in self._names().items()]
-        return sorted((f for f in found if f), key=lambda f: (f.step, f.since), reverse=True)
+        """Also what was never committed, the newest first: by generation, then by step, then by time."""
+        found = [self._look(name, *known) for name, known in self._names().items()]
+        return sorted((f for f in found if f), key=lambda f: (f.place, f.since), reverse=True)
 
     def newest_first(self) -> list[Found]:
         """The committed ones."""
@@ -86,15 +102,13 @@ class Catalog:
         """Those that may be loaded, the newest first."""
         return [found for found in self.all() if found.status == "good"]
 
-    def _names(self) -> dict[str, dict[str, Any]]:
-        if not isinstance(self.store, Folder):
-            return self._read()
-        try:
-            return {path.name: {} for path in self.store.path.iterdir() if NAME.fullmatch(path.name) and path.is_dir()}
-        except FileNotFoundError:
-            return {}
+    def _names(self) -> dict[str, tuple[float, int]]:
+        """Since when, and of how many files; of a folder that is seen later."""
+        if self.index:
+            return {name: (known.since, known.files) for name, known in self.index.names().items()}
+        return {name: (0.0, 0) for name in self.store.folders() if NAME.fullmatch(name)}
 
-    def _look(self, name: str, known: dict[str, Any]) -> Found | None:
+    def _look(self, name: str, since: float, num_files: int) -> Found | None:
         """None: it has been removed since."""
         why = self._quarantine_of(name)
         is_there = self._has(name)
@@ -104,8 +118,7 @@ class Catalog:
                 since = (self.store.path / name / (MANIFEST if is_there else "")).stat().st_mtime
             except FileNotFoundError:
                 return None
-            return Found(self.store, name, status, since, why)
-        return Found(self.store, name, status, known["since"], why, known["files"])
+        return Found(self.store, name, status, since, why, num_files)
 
     def _has(self, name: str) -> bool:
         try:
@@ -125,34 +138,18 @@ class Catalog:
     # -- what comes
 
     def begun(self, name: str, num_files: int) -> None:
-        """Before the first of its files is written to a bucket: then they can be found, whatever happens. One writer
-        at a time."""
-        if not isinstance(self.store, Folder):
-            with self._lock:
-                names = self._read()
-                if name not in names:
-                    self._write({**names, name: {"files": num_files, "since": time.time()}})
+        """Before the first of its files is written to a bucket."""
+        if self.index:
+            self.index.add(name, num_files)
 
     def added(self, manifest: Manifest) -> None:
         """After it was committed."""
         self.begun(manifest.name, len(manifest.files))
 
-    def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            names = json.loads(self.store.read(CATALOG))["checkpoints"]
-            return {name: {"files": int(of["files"]), "since": float(of["since"])} for name, of in names.items()}
-        except FileNotFoundError:
-            return {}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise BadCheckpoint(f"{self.store.url}/{CATALOG}: is damaged; what it named cannot be found") from None
-
-    def _write(self, names: dict[str, dict[str, Any]]) -> None:
-        self.store.write(CATALOG, json.dumps({"checkpoints": names}).encode())
-
     # -- what is damaged
 
     def quarantine(self, name: str, reason: str) -> bool:
-        """It is never loaded again, and nothing is deleted. False: it was removed before."""
+        """It is not loaded any more, and nothing is deleted. False: it was removed before."""
         self._bad[name] = reason
         if not self._has(name):
             return False
@@ -160,6 +157,32 @@ class Catalog:
         with contextlib.suppress(FileExistsError):  # the first reason stays
             self.store.write(f"{name}/{QUARANTINED}", why, overwrite=False)
         return True
+
+    def release(self, name: str) -> list[Fault]:
+        """Take it out of quarantine if a second reader finds every byte right; else what is wrong with it."""
+        faults = second.look(self.store, name)
+        if not faults:
+            self._bad.pop(name, None)
+            with contextlib.suppress(FileNotFoundError):
+                self.store.remove(f"{name}/{QUARANTINED}")
+        return faults
+
+    def judge(self, name: str, reason: str, on_event: OnEvent = ignore) -> bool:
+        """Whether to try it again, after a reader has refused it. What a second reader finds damaged too is put into
+        quarantine; what is found good is tried once more; what cannot be read is left as it is."""
+        faults = second.look(self.store, name, reason)
+        damage = [fault.text for fault in faults if fault.damage]
+        if damage:
+            self._condemn(name, told(damage), on_event)
+            return False
+        if not faults and name not in self._doubted:
+            self._doubted.add(name)
+            return True
+        if faults and not self._has(name):
+            return False  # removed meanwhile
+        self._aside[name] = faults[0].text if faults else f"{reason} (a second reader found it good)"
+        on_event({"type": "checkpoint_unreadable", "checkpoint": name, "reason": self._aside[name]})
+        return False
 
     def _condemn(self, name: str, reason: str, on_event: OnEvent) -> None:
         try:
@@ -176,72 +199,75 @@ class Catalog:
             raise BadCheckpoint(f"{name}: is quarantined: {why['reason']}")
         return Reader(self.store, name)
 
-    def newest_good(self, on_event: OnEvent = ignore) -> Reader | None:
-        """The newest whose manifest verifies. One that does not is quarantined."""
-        for found in self.good():
+    def try_open(self, name: str, on_event: OnEvent = ignore) -> Reader | None:
+        """None: its manifest does not verify, or it has been removed, or it has failed here before."""
+        while name not in self._aside and name not in self._bad:
             try:
-                return Reader(self.store, found.name)
+                return Reader(self.store, name)
             except BadCheckpoint as error:
-                self._condemn(found.name, str(error), on_event)
+                if not self.judge(name, str(error), on_event):
+                    return None
             except FileNotFoundError:
-                continue  # removed since
+                return None
         return None
 
-    def fall_back(self, name: str, reason: str, on_event: OnEvent = ignore) -> Reader | None:
-        """For whoever found damage in it while loading: quarantine it, and take the next."""
-        self._condemn(name, reason, on_event)
-        return self.newest_good(on_event)
+    def newest_good(self, on_event: OnEvent = ignore) -> Reader | None:
+        """The newest whose manifest verifies."""
+        return next(filter(None, (self.try_open(found.name, on_event) for found in self.good())), None)
 
-    def verify(self, found: Iterable[Found], on_progress: OnProgress = ignore) -> Iterator[tuple[str, list[str]]]:
+    def verify(self, found: Iterable[Found], on_progress: OnProgress = ignore) -> Iterator[tuple[str, list[Fault]]]:
         """Read every byte of them; for each its name and all that is wrong with it. One that is removed meanwhile
         is left out."""
-        readers: list[tuple[str, Reader | BadCheckpoint]] = []
+        readers: list[tuple[str, Reader | Fault]] = []
         for each in found:
             try:
                 readers.append((each.name, Reader(self.store, each.name)))
             except BadCheckpoint as error:
-                readers.append((each.name, error))
+                readers.append((each.name, Fault(str(error), not isinstance(error, Unreadable))))
             except FileNotFoundError:
                 continue
         done, total = 0, sum(r.manifest.size_bytes for _, r in readers if isinstance(r, Reader))
+        lock = threading.Lock()
 
-        def told(size: int) -> None:
+        def add(size: int) -> None:
             nonlocal done
-            done += size
-            on_progress(done, total)
+            with lock:
+                done += size
+                on_progress(done, total)
 
         on_progress(0, total)
         for name, reader in readers:
-            wrong = reader.verify(told) if isinstance(reader, Reader) else [str(reader)]
+            wrong = reader.verify(add) if isinstance(reader, Reader) else [reader]
             if not wrong or self._has(name):
                 yield name, wrong
 
-    def scrub(self, on_progress: OnProgress = ignore, on_event: OnEvent = ignore) -> dict[str, list[str]]:
+    def scrub(self, on_progress: OnProgress = ignore, on_event: OnEvent = ignore) -> dict[str, list[Fault]]:
         """Read every byte of the good ones and quarantine what is damaged; what is wrong with each, by name."""
         report = {}
         for name, wrong in self.verify(self.good(), on_progress):
             report[name] = wrong
             if wrong:
-                self._condemn(name, "; ".join(wrong[:3]) + (" …" if len(wrong) > 3 else ""), on_event)
+                self.judge(name, "; ".join(fault.text for fault in wrong), on_event)
         return report
 
     # -- what may go
 
-    def retain(self, keep_last: int, keep_every: int = 0, on_event: OnEvent = ignore) -> list[str]:
+    def retain(
+        self, keep_last: int, keep_every: int = 0, on_event: OnEvent = ignore, lineage: str | None = None
+    ) -> list[str]:
         """Remove all but the newest `keep_last` good ones and those whose step is a multiple of `keep_every` (0:
-        none); returns the names. A quarantined one goes with the second retention that meets it. What was never
-        committed goes when its step is below the newest good one's and nothing of it was touched for an hour.
-        Nothing goes before the newest `keep_last` are seen to have right manifests and files of the right sizes."""
+        none); returns the names. What belongs to another lineage stays (None: there is only one), and so does what is
+        in quarantine. What was never committed goes when it comes before the newest good one and nothing of it was
+        touched for an hour. Nothing goes before the newest `keep_last` are seen to have right manifests and files of
+        the right sizes."""
         assert keep_last > 0 and keep_every >= 0, (keep_last, keep_every)
-        everything = self.all()
+        everything = [found for found in self.all() if lineage is None or found.lineage == lineage]
         good = [found for found in everything if found.status == "good"]
         if not good:
             return []
         kept = {f.name for i, f in enumerate(good) if i < keep_last or (keep_every and f.step % keep_every == 0)}
-        quarantined = [found for found in everything if found.status == "quarantined"]
         doomed = [found for found in good if found.name not in kept]
-        doomed += [found for found in quarantined if found.quarantine.get("met")]
-        doomed += [f for f in everything if f.status == "incomplete" and f.step < good[0].step and self._is_old(f)]
+        doomed += [f for f in everything if f.status == "incomplete" and f.place < good[0].place and self._is_old(f)]
         for found in good[:keep_last] if doomed else []:
             if wrong := self._wrong_at_a_glance(found):
                 on_event({"type": "retention_refused", "checkpoint": found.name, "reason": wrong})
@@ -253,9 +279,6 @@ class Catalog:
                 removed.append(found.name)
             except OSError as error:
                 on_event({"type": "checkpoint_not_removed", "checkpoint": found.name, "reason": str(error)})
-        for found in quarantined:
-            if not found.quarantine.get("met"):
-                self.store.write(f"{found.name}/{QUARANTINED}", json.dumps({**found.quarantine, "met": True}).encode())
         return removed
 
     def _is_old(self, found: Found) -> bool:
@@ -293,12 +316,16 @@ class Catalog:
         names = [f"{name}/{file_name(rank)}" for rank in range(found.num_files)]
         with ThreadPoolExecutor(THREADS, "phalanx-retain") as pool:
             list(pool.map(self._remove_object, [*names, f"{name}/{QUARANTINED}"]))
-        with self._lock:
-            self._write({known: of for known, of in self._read().items() if known != name})
+        assert self.index
+        self.index.remove(name)
 
     def _remove_object(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.store.remove(name)
+
+
+def told(faults: list[str]) -> str:
+    return "; ".join(faults[:3]) + (" …" if len(faults) > 3 else "")
 
 
 def _with_files(folder: Path) -> list[Path]:

@@ -20,7 +20,19 @@ import blake3
 import numpy as np
 import xxhash
 
-from phalanx.core.checkpoint import CHUNK_BYTES, MANIFEST, PAGE_BYTES, BadCheckpoint, Manifest, chunks, file_name
+from phalanx.core.checkpoint import (
+    CHUNK_BYTES,
+    MANIFEST,
+    PAGE_BYTES,
+    BadCheckpoint,
+    Manifest,
+    Unreadable,
+    chunks,
+    file_name,
+    lineage_of,
+    place_of,
+)
+from phalanx.core.errors import UserError
 from phalanx.core.store import Folder, ObjectStore, Store, sync_folder
 
 HASH_BYTES = 16
@@ -186,8 +198,21 @@ class Request(NamedTuple):
             self.room[row, a - self.first : b - self.first] = data[a - inside : b - inside]
 
 
+class Fault(NamedTuple):
+    """Something wrong with a checkpoint. `damage`: the bytes are not those that were written; otherwise they could
+    not be read, which may pass."""
+
+    text: str
+    damage: bool
+
+    @property
+    def error(self) -> BadCheckpoint:
+        return (BadCheckpoint if self.damage else Unreadable)(self.text)
+
+
 class Reader:
-    """Of one committed checkpoint. Whatever it hands out has been verified; BadCheckpoint otherwise."""
+    """Of one committed checkpoint. All that it hands out has been verified; otherwise it raises BadCheckpoint, or
+    Unreadable."""
 
     def __init__(self, store: Store, name: str, local_ranks: int = 1):
         """`local_ranks` of this host read at the same time. A disk is read by as many threads as there are cores, a
@@ -219,8 +244,8 @@ class Reader:
     def _range(self, name: str, start: int, stop: int) -> Any:
         try:
             return _patient(self.store, lambda: self.store.read_range(name, start, stop))
-        except FileNotFoundError:
-            raise BadCheckpoint(f"{name}: is missing") from None
+        except OSError as error:
+            raise _unreadable(name, error).error from None
 
     def fill(self, requests: Iterable[Request]) -> int:
         """Read what is asked for, and no chunk beside; returns the bytes read."""
@@ -251,31 +276,28 @@ class Reader:
     def _read_verified(self, file: File, first: int, start: int, stop: int, room: memoryview) -> None:
         wrong = self._read_chunks(file, first, start, stop, room)
         if wrong:
-            raise BadCheckpoint(wrong[0])
+            raise max(wrong, key=lambda fault: fault.damage).error
 
-    def _read_chunks(self, file: File, first: int, start: int, stop: int, room: memoryview) -> list[str]:
+    def _read_chunks(self, file: File, first: int, start: int, stop: int, room: memoryview) -> list[Fault]:
         """What is wrong with them. A bucket is asked twice: its answer may have been damaged on its way."""
         wrong = self._try_chunks(file, first, start, stop, room)
         return wrong if self.store.is_local or not wrong else self._try_chunks(file, first, start, stop, room)
 
-    def _try_chunks(self, file: File, first: int, start: int, stop: int, room: memoryview) -> list[str]:
+    def _try_chunks(self, file: File, first: int, start: int, stop: int, room: memoryview) -> list[Fault]:
         try:
             got = read_into(self.store, file.name, start, room)
-        except FileNotFoundError:
-            return [f"{file.name}: is missing"]
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            return [f"{file.name}: bytes {start} to {stop} cannot be read: {error.strerror}"]
+            return [_unreadable(file.name, error, f"bytes {start} to {stop}")]
         if got < stop - start:
-            return [f"{file.name}: ends after {start + got} bytes"]
+            return [Fault(f"{file.name}: ends after {start + got} bytes", True)]
         wrong = []
         for i, (a, b) in enumerate(chunks(start, stop), first):
             want = file.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
             found = hash_of(room[a - start : b - start])
             if found != want:
                 where = f"chunk {i}, bytes {a} to {b}"
-                wrong.append(f"{file.name}: {where} have the xxh3 {found.hex()} instead of {want.hex()}")
+                text = f"{file.name}: {where} have the xxh3 {found.hex()} instead of {want.hex()}"
+                wrong.append(Fault(text, True))
         return wrong
 
     def read(self, name: str) -> np.ndarray:
@@ -303,26 +325,41 @@ class Reader:
                 requests.append(Request(b.rank, start, stop, there, s.row_bytes, (b.c0 - s.c0) * col_bytes))
         return self.fill(requests)
 
-    def verify(self, on_bytes: Callable[[int], None] = lambda n: None) -> list[str]:
-        """Everything that is wrong with it, file by file."""
-        wrong = []
-        room = memoryview(bytearray(RUN_CHUNKS * CHUNK_BYTES))
-        for rank in range(len(self.manifest.files)):
-            try:
-                file = self.file(rank)
-                self._check_header(rank, file)
-                self._check_size(rank, file)
-            except BadCheckpoint as error:
-                wrong.append(str(error))
-                continue
-            for start in range(0, file.own_bytes, len(room)):
-                stop = min(start + len(room), file.own_bytes)
-                wrong += self._read_chunks(file, start // CHUNK_BYTES, start, stop, room[: stop - start])
-                on_bytes(stop - start)
-        return wrong
+    def verify(
+        self, on_bytes: Callable[[int], None] = lambda n: None, ranks: Iterable[int] | None = None
+    ) -> list[Fault]:
+        """Everything that is wrong with it, or with the files of these ranks: with as many threads as there are
+        cores. `on_bytes` hears of every run of chunks, from any of them."""
+        wanted = list(range(len(self.manifest.files)) if ranks is None else ranks)
+        with ThreadPoolExecutor(self.threads, "phalanx-verify") as pool:
+            heads = list(pool.map(self._verify_head, wanted))
+            good = [self.file(rank) for rank, fault in zip(wanted, heads, strict=True) if fault is None]
+            size = RUN_CHUNKS * CHUNK_BYTES
+            runs = [(f, at, on_bytes) for f in good for at in range(0, f.own_bytes, size)]
+            found = pool.map(lambda run: self._verify_run(*run), runs)
+            return [fault for fault in heads if fault] + [fault for faults in found for fault in faults]
+
+    def _verify_head(self, rank: int) -> Fault | None:
+        try:
+            file = self.file(rank)
+            self._check_header(rank, file)
+            self._check_size(rank, file)
+        except BadCheckpoint as error:
+            return Fault(str(error), not isinstance(error, Unreadable))
+        return None
+
+    def _verify_run(self, file: File, start: int, on_bytes: Callable[[int], None]) -> list[Fault]:
+        stop = min(start + RUN_CHUNKS * CHUNK_BYTES, file.own_bytes)
+        room = memoryview(bytearray(stop - start))
+        faults = self._read_chunks(file, start // CHUNK_BYTES, start, stop, room)
+        on_bytes(stop - start)
+        return faults
 
     def _check_size(self, rank: int, file: File) -> None:
-        size, want = self.store.size(file.name), self.manifest.files[rank][0]
+        try:
+            size, want = self.store.size(file.name), self.manifest.files[rank][0]
+        except OSError as error:
+            raise _unreadable(file.name, error).error from None
         if size != want:
             raise BadCheckpoint(f"{file.name}: has {size} bytes instead of {want}")
 
@@ -331,6 +368,12 @@ class Reader:
         said = file.header.get("checkpoint"), file.header.get("rank"), file.header.get("step")
         if said != (m.name, rank, m.step):
             raise BadCheckpoint(f"{file.name}: belongs to {said}, not to {(m.name, rank, m.step)}")
+
+
+def _unreadable(name: str, error: OSError, what: str = "it") -> Fault:
+    if isinstance(error, FileNotFoundError):
+        return Fault(f"{name}: is missing", False)
+    return Fault(f"{name}: {what} cannot be read: {error.strerror or error}", False)
 
 
 def _runs(wanted: list[Request]) -> list[tuple[int, int, list[Request]]]:
@@ -381,13 +424,24 @@ def _patient(store: Store, call: Callable[[], Any]) -> Any:
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
-    """FileNotFoundError: it was never committed. BadCheckpoint: it is damaged."""
-    data = store.read(f"{name}/{MANIFEST}")
+    """FileNotFoundError: it was never committed. Unreadable: it cannot be read now. BadCheckpoint: it is damaged."""
+    try:
+        data = store.read(f"{name}/{MANIFEST}")
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{name}/{MANIFEST} is not there") from None
+    except OSError as error:
+        raise _unreadable(f"{name}/{MANIFEST}", error).error from None
     root, _, body = data.partition(b"\n")
     if root.decode(errors="replace") != root_of(body):
         raise BadCheckpoint(f"{name}/{MANIFEST}: is torn or damaged: its blake3 is {root_of(body)[:16]}…")
-    manifest = Manifest.from_json(body)
-    if manifest.name != name:
+    try:
+        manifest = Manifest.from_json(body)
+    except UserError as error:
+        raise UserError(f"{name}: {error.message}", field=error.field, value=error.value, remedy=error.remedy) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadCheckpoint(f"{name}/{MANIFEST}: cannot be understood: {error!r}") from None
+    said = (manifest.generation, manifest.step), manifest.lineage
+    if manifest.name != name or (lineage_of(name) and said != (place_of(name), lineage_of(name))):
         raise BadCheckpoint(f"{name}/{MANIFEST}: is that of {manifest.name}")
     return manifest
 

@@ -28,8 +28,9 @@ import numpy as np
 
 from phalanx.checkpoint import files
 from phalanx.checkpoint.buddy import BuddyServer, Held, push
-from phalanx.checkpoint.catalog import Catalog
+from phalanx.checkpoint.catalog import OWNER, Catalog
 from phalanx.checkpoint.memory import SLOTS, Slot, num_slots, slot_bytes
+from phalanx.core import lease
 from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan, Segment, file_name, word_of
 from phalanx.core.errors import UserError
 from phalanx.core.store import open_store
@@ -61,7 +62,9 @@ class Keeper:
         token: str,
         has_buddy: bool,
         host: str = "127.0.0.1",
+        run: str = "",
     ):
+        self.run = run
         self.channel, self.keep, self.num_ranks, self.token, self.has_buddy = channel, keep, ranks, token, has_buddy
         self.store = open_store(url)
         self.catalog = Catalog(self.store)
@@ -348,6 +351,7 @@ class Keeper:
         try:
             if self.base is None:
                 raise OSError("no rank has told this keeper what its checkpoints are of")
+            self._check_owner()
             manifest = Manifest.from_json(json.dumps({**self.base, **parts}).encode())
             with contextlib.suppress(FileExistsError):
                 files.commit(self.store, manifest)
@@ -366,6 +370,12 @@ class Keeper:
         self.channel.send(report)
         self._retain(name)
 
+    def _check_owner(self) -> None:
+        """That no other run has taken this place over, while this one was believed to be dead."""
+        owner = lease.read(self.store, OWNER) if self.run else {}
+        if owner.get("run", self.run) != self.run:
+            raise OSError(f"it belongs to a run on {owner.get('host')} now, which has taken it over")
+
     def _drain_s(self, name: str) -> float:
         """The longest that a rank's file of it took here."""
         reports = [held.written.get(name) for held in self.ranks.values()]
@@ -373,7 +383,9 @@ class Keeper:
 
     def _retain(self, name: str) -> None:
         try:
-            removed = self.catalog.retain(*self.keep, on_event=self.channel.send)
+            lineage = str(self.base["lineage"]) if self.base else ""
+            self._check_owner()
+            removed = self.catalog.retain(*self.keep, on_event=self.channel.send, lineage=lineage)
         except OSError as error:
             self.channel.send({"type": "checkpoint_not_removed", "checkpoint": name, "reason": str(error)})
             return
@@ -391,6 +403,7 @@ def main(channel: Any, args: dict[str, Any]) -> None:
         args["token"],
         bool(args["has_buddy"]),
         args.get("host", "127.0.0.1"),
+        str(args.get("run", "")),
     ).serve()
 
 

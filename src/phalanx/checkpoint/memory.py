@@ -12,7 +12,6 @@ import json
 import mmap
 import os
 import struct
-from pathlib import Path
 from typing import Any
 
 import blake3
@@ -21,6 +20,7 @@ import numpy as np
 from phalanx.checkpoint.files import HASH_BYTES, hash_of
 from phalanx.core.checkpoint import PAGE_BYTES, BadCheckpoint, chunks
 from phalanx.core.errors import UserError
+from phalanx.core.memory import available_bytes
 
 SEAL_BYTES = 64 << 10
 SLOTS = 3
@@ -112,10 +112,3 @@ def num_slots(ranks: int, size: int, has_buddy: bool, available: int | None = No
         remedy="raise layout.shard, put fewer ranks on a node, or set checkpoint.every_steps = -1 for a run "
         "without checkpoints",
     )
-
-
-def available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

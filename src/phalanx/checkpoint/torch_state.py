@@ -101,8 +101,10 @@ class Snapshotter:
         device: Any,
         run: str,
         generation: int = 0,
+        lineage: str = "",
     ):
         self.line, self.device, self.run, self.generation = line, device, run, generation
+        self.lineage = lineage
         self.rank = layout.rank(coord)
         self.source = Source(entries, layout, coord, get)
         self.plan = Plan.of(entries, layout, coord)
@@ -182,7 +184,9 @@ class Snapshotter:
             if norm is not None and not bool(torch.isfinite(norm)):
                 return
             header = {
-                "checkpoint": checkpoint_name(step, mark(self.run, self.generation, step)),
+                "checkpoint": checkpoint_name(
+                    step, mark(self.run, self.generation, step), self.generation, self.lineage
+                ),
                 "rank": self.rank,
                 "world_size": self.source.layout.world_size,
                 "step": step,

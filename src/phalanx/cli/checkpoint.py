@@ -15,6 +15,7 @@ from phalanx.cli.data import _bar
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.catalog import Catalog, Found
+    from phalanx.checkpoint.files import Fault
     from phalanx.core.checkpoint import Manifest
     from phalanx.observe.record import RunRecord
 
@@ -64,7 +65,7 @@ def show_command(
             "step": f"{m.step:,}, with {m.updates:,} updates",
             "made": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(m.made)),
             "layout": m.layout.describe(),
-            "generation": str(m.generation),
+            "lineage": f"{m.lineage or '-'}, generation {m.generation}",
             "cursor": f"{m.cursor:,} in the order of the data",
             "data": m.data_version or "-",
             "ledger": m.ledger or "-",
@@ -87,12 +88,12 @@ def verify_command(path: Place) -> None:
         catalog, found = _found(path)
         with _bar("verifying") as told:
             report = dict(catalog.verify(found, lambda done, total: told(done, total, "")))
-        _print_report(report, "remedy: load an older one; `phalanx checkpoint scrub` marks those that are bad")
+        _print_report(report, "remedy: bring back what is missing; `phalanx checkpoint scrub` marks what is damaged")
 
 
 @checkpoint_app.command("scrub")
 def scrub_command(path: Place) -> None:
-    """Verify all checkpoints, and quarantine those that are bad: they are not loaded any more."""
+    """Verify all checkpoints, and quarantine those that a second process finds damaged too: they are not loaded."""
     with _edge(path):
         catalog, name = _locate(path)
         if name:
@@ -101,14 +102,40 @@ def scrub_command(path: Place) -> None:
         _found(path)
         with _bar("scrubbing") as told:
             report = catalog.scrub(lambda done, total: told(done, total, ""))
-        _print_report(report, "these are quarantined: the next older good one is loaded instead")
+        _print_report(report, "what is damaged is in quarantine: the next older good one is loaded instead")
 
 
-def _print_report(report: dict[str, list[str]], remedy: str) -> None:
+@checkpoint_app.command("release")
+def release_command(path: Place) -> None:
+    """Take checkpoints out of quarantine whose bytes are all right: the one named, or all of a folder."""
+    with _edge(path):
+        catalog, name = _locate(path)
+        held = [f.name for f in catalog.all() if f.status == "quarantined" and f.name == (name or f.name)]
+        if not held:
+            remedy = f"`phalanx checkpoint ls {catalog.store.url}` says which are"
+            raise _error("nothing of it is in quarantine", path, remedy)
+        report = {each: catalog.release(each) for each in held}
+        for each in held:
+            if not report[each]:
+                print(f"released: {each}")
+        _print_report(report, "these stay in quarantine")
+
+
+@checkpoint_app.command("reindex")
+def reindex_command(path: Place) -> None:
+    """Write the catalog.json of a bucket anew, from a listing of the bucket."""
+    with _edge(path):
+        catalog, _ = _locate(path)
+        if not catalog.index:
+            raise _error("it is a folder, which needs no index", path, "name the URL of a bucket")
+        print(f"{len(catalog.index.rebuild())} checkpoints are in {catalog.store.url}/catalog.json now")
+
+
+def _print_report(report: dict[str, list[Fault]], remedy: str) -> None:
     bad = {name: wrong for name, wrong in report.items() if wrong}
     for wrong in bad.values():
-        for each in wrong:
-            print(each)
+        for fault in wrong:
+            print(fault.text)
     print(f"{len(bad)} BAD: {', '.join(bad)}" if bad else f"good: all bytes of {', '.join(report)}")
     if bad:
         print(f"  {remedy}")
@@ -265,8 +292,8 @@ def _locate(path: str) -> tuple[Catalog, str]:
     """Where the checkpoints are, and the name of one if that is what was named."""
     import json
 
-    from phalanx.checkpoint.catalog import NAME, Catalog
-    from phalanx.core.checkpoint import MANIFEST
+    from phalanx.checkpoint.catalog import Catalog
+    from phalanx.core.checkpoint import MANIFEST, NAME
     from phalanx.core.errors import UserError
     from phalanx.core.store import Folder, is_remote, open_store
 

@@ -55,8 +55,9 @@ def train(
     resume: Annotated[
         str,
         typer.Option(
-            metavar="auto|PATH",
-            help="Go on from a checkpoint: the newest good one of this job, or of a run's folder, or the one named.",
+            metavar="auto|new|PATH",
+            help="Continue from a checkpoint: the newest good one of this job, or of a run's folder, or the one named. "
+            "new: begin anew, even where checkpoints are.",
         ),
     ] = "",
     dry_run: Annotated[
@@ -78,6 +79,7 @@ def train(
         if not dry(resolved.job):
             raise typer.Exit(1)
         return
+    from phalanx.core.errors import RunFailed
     from phalanx.run.console import Console
     from phalanx.run.training import run_job
 
@@ -86,8 +88,24 @@ def train(
             run_job(resolved.job, resolved.origins, console, resume, forecast)
     except KeyboardInterrupt as stopped:
         with contextlib.suppress(OSError):  # the terminal may be gone
-            print(stopped or "stopped", file=sys.stderr)
+            print(f"{stopped or 'stopped'}\n  continue with: {_again(sys.argv[1:])}", file=sys.stderr)
         raise typer.Exit(130) from None
+    except RunFailed as failed:
+        failed.args = (f"{failed}\n  continue with: {_again(sys.argv[1:])}",)
+        raise
+
+
+def _again(arguments: list[str]) -> str:
+    """The command that continues a run which was started with these arguments."""
+    import shlex
+
+    kept, rest = list[str](), iter(arguments)
+    for each in rest:
+        if each == "--resume":
+            next(rest, "")
+        elif not each.startswith("--resume="):
+            kept.append(each)
+    return shlex.join(["phalanx", *kept, "--resume", "auto"])
 
 
 @spec_app.command("schema")

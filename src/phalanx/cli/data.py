@@ -36,6 +36,7 @@ def build_command(
     shard_mb: ShardMb = None,
     max_mb: Annotated[float | None, typer.Option("--max-mb", help="Of text from each source; then stop.")] = None,
     staging: Staging = None,
+    force: Annotated[bool, typer.Option("--force", help="Read binary files as text.")] = False,
 ) -> None:
     """Build a data set from text and JSON lines (.gz, .zst) and Parquet. Started again after a kill, it goes on."""
     from phalanx.data.build import Progress, build
@@ -61,6 +62,7 @@ def build_command(
             append=append,
             max_bytes=max_bytes,
             shard_chunks=shard_chunks,
+            force=force,
             on_progress=on_progress,
             on_note=notes.append,
         )
@@ -153,7 +155,7 @@ def verify_command(
     url: Url,
     version: Version = "",
     fast: Annotated[bool, typer.Option("--fast", help="Sizes and footers alone, no chunks.")] = False,
-    threads: Annotated[int, typer.Option("--threads", min=1)] = 4,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="0: one for each core.")] = 0,
 ) -> None:
     """Check every byte: each shard's size, its footer's root, and both hashes of each chunk."""
     from phalanx.data.verify import bytes_to_check, verify
@@ -163,7 +165,12 @@ def verify_command(
     with _stopped("not all of it was checked"), _bar("verifying") as told:
         told(0, total, "")
         damage = verify(
-            store, manifest, found, fast=fast, threads=threads, on_progress=lambda done: told(done, total, "")
+            store,
+            manifest,
+            found,
+            fast=fast,
+            threads=threads or _cores(),
+            on_progress=lambda done: told(done, total, ""),
         )
     for each in damage:
         print(each)
@@ -174,6 +181,12 @@ def verify_command(
         remedy = "give the commands that built it again, without --append: they write the same shards anew"
         print(f"  remedy: {remedy}; or restore these files")
         raise typer.Exit(1)
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0))
 
 
 def _open(url: str, version: str) -> tuple[Any, Any, str]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
+from phalanx.core.memory import limit_bytes
 from phalanx.data.address import open_set
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
 from phalanx.data.loader import DataLost, Loader, make_order
@@ -27,7 +28,6 @@ from phalanx.data.tokenizer import tokenizer_of
 from phalanx.data.where import Found, where
 from phalanx.observe.record import RunRecord
 from phalanx.run.console import PlainConsole
-from phalanx.run.host import host_memory_bytes
 
 PLACE_BYTES = 200  # of arithmetic for each row that is located
 
@@ -75,14 +75,14 @@ def print_where(run: Path | None, step: int, rank: int | None, url: str | None, 
     data = _read(record, FILE, lambda: RunData.read(record.path))
     job = _read(record, "job.json", lambda: Job.from_dict(record.job["job"]))
     _read(record, FILE, lambda: Order.from_dict(data.order))
-    _check_step(record, job, step)
+    _check_step(data, job, step)
     places = list(data.places(step))
     if rank is not None:
         if not 0 <= rank < job.layout.world_size:
             remedy = f"name a rank from 0 to {job.layout.world_size - 1}"
             raise UserError(f"the run had {job.layout.describe()}", field="--rank", value=rank, remedy=remedy)
         mine = places_of(job.micro_indices(job.layout.coord(rank)), job.train.micro_batch)
-        places = (mine + step * data.global_batch).tolist()
+        places = (mine + data.cursor(step)).tolist()
     if url is not None:
         data = replace(data, url=open_set(url, "--data").url)
     events = _read(record, "events.jsonl", lambda: [e for e in record.events() if e.get("type") == "data_substitute"])
@@ -118,10 +118,12 @@ def print_where(run: Path | None, step: int, rank: int | None, url: str | None, 
         out.print(_compared(record, step, found), soft_wrap=True)
 
 
-def _check_step(record: RunRecord, job: Job, step: int) -> None:
-    if not 0 <= step < job.train.steps:
-        remedy = f"name a step from 0 to {job.train.steps - 1}"
-        raise UserError(f"the run has {job.train.steps} steps", field="--step", value=step, remedy=remedy)
+def _check_step(data: RunData, job: Job, step: int) -> None:
+    if not data.first_step <= step < job.train.steps:
+        remedy = f"name a step from {data.first_step} to {job.train.steps - 1}"
+        remedy += ", or the record of the run that this one continued" * bool(data.first_step)
+        message = f"the run has {job.train.steps} steps" + f", and began at {data.first_step}" * bool(data.first_step)
+        raise UserError(message, field="--step", value=step, remedy=remedy)
 
 
 def _shapes(row: np.ndarray) -> str:
@@ -180,7 +182,7 @@ def print_bench(url: str, seq_len: int, batch: int, seconds: float, as_json: boo
     except UserError as error:
         raise UserError(error.message, field="--seq-len", value=seq_len, remedy=error.remedy) from None
     shards = [(e, s) for e in range(len(manifest.extents)) for s in range(manifest.num_shards(e))]
-    set_bytes, memory = sum(manifest.shard_bytes(*shard) for shard in shards), host_memory_bytes()
+    set_bytes, memory = sum(manifest.shard_bytes(*shard) for shard in shards), limit_bytes()
     width = (seq_len if manifest.is_tokens else 1) + manifest.overlap
     most = memory // 4 // (width * manifest.dtype.itemsize + PLACE_BYTES)
     if batch > most:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from phalanx.core.errors import UserError
+from phalanx.core import document
 from phalanx.core.held import Held
 from phalanx.core.layout import Coord, Layout
 
@@ -28,8 +29,16 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 MANIFEST = "manifest.json"
 
 
+NAME = re.compile(r"step-(\d{9,})-(?:g(\d+)-)?(?:([0-9a-f]{8})-)?[A-Za-z0-9._-]+")
+
+
 class BadCheckpoint(Exception):
     """It must not be loaded. Says which file, and what is wrong with it."""
+
+
+class Unreadable(BadCheckpoint):
+    """It cannot be read now: a file is missing, or the disk fails. That may pass, so nothing is wrong with the
+    checkpoint itself."""
 
 
 def _up(size: int, to: int) -> int:
@@ -139,8 +148,11 @@ class Manifest:
     entries: list[Entry]
     files: list[tuple[int, str]]  # by rank: size, and the blake3 of its tail
     updates: int  # of the optimizer; 0: it has no moments, and starts anew
-    cursor: int = 0  # in the order of the data
+    cursor: int = 0  # samples that were served before it
+    order: dict[str, Any] = field(default_factory=dict)  # of the data, which the cursor counts in
     data_version: str = ""
+    seq_len: int = 0  # of a sample
+    lineage: str = ""  # the run that it belongs to, with all that continue it; "": imported
     generation: int = 0
     ledger: str = ""  # the hash of the last committed step
     job: dict[str, Any] = field(default_factory=dict)
@@ -187,21 +199,56 @@ class Manifest:
     @staticmethod
     def from_json(data: bytes) -> Manifest:
         body = json.loads(data)
-        if body.get("format") != FORMAT:
-            remedy = "use the version of Phalanx that wrote it, or a newer one"
-            raise UserError(f"this version reads {FORMAT}", field="format", value=body.get("format"), remedy=remedy)
-        entries = [Entry(Held(name, tuple(shape), *how), dtype) for name, shape, *how, dtype in body.pop("entries")]
-        files = [(int(size), str(root)) for size, root in body.pop("files")]
-        return Manifest(layout=Layout(**body.pop("layout")), entries=entries, files=files, **body)
+        document.check_version(body, FORMAT, "the manifest")
+        entries = [Entry(Held(name, tuple(shape), *how), dtype) for name, shape, *how, dtype in body["entries"]]
+        files = [(int(size), str(root)) for size, root in body["files"]]
+        layout = document.make(Layout, body["layout"])
+        return document.make(Manifest, {**body, "layout": layout, "entries": entries, "files": files})
 
 
 def file_name(rank: int) -> str:
     return f"rank-{rank:06d}.bin"
 
 
-def checkpoint_name(step: int, mark: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a run says alike of all its checkpoints."""
+
+    lineage: str = ""
+    data_version: str = ""
+    order: dict[str, Any] = field(default_factory=dict)
+    first_step: int = 0  # where the run began,
+    first_place: int = 0  # and how many samples had been served before
+
+    def cursor(self, step: int, global_batch: int) -> int:
+        """How many samples were served before `step`."""
+        return self.first_place + (step - self.first_step) * global_batch
+
+
+class Place(NamedTuple):
+    """Where a checkpoint stands among those of its lineage: a later generation goes before a higher step, since the
+    steps that a later generation has not got were abandoned."""
+
+    generation: int
+    step: int
+
+
+def checkpoint_name(step: int, mark: str, generation: int = 0, lineage: str = "") -> str:
     """Never used twice: `mark` is random, and the same on all ranks."""
-    return f"step-{step:09d}-{mark}"
+    parts = [f"step-{step:09d}"] + [f"g{generation:04d}"] * bool(generation or lineage) + [lineage] * bool(lineage)
+    return "-".join([*parts, mark])
+
+
+def place_of(name: str) -> Place:
+    found = NAME.fullmatch(name)
+    assert found, name
+    return Place(int(found[2] or 0), int(found[1]))
+
+
+def lineage_of(name: str) -> str:
+    found = NAME.fullmatch(name)
+    assert found, name
+    return found[3] or ""
 
 
 def buddies(domains: list[str]) -> list[int | None]:

@@ -12,6 +12,14 @@ from dataclasses import dataclass
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import chunk_bounds, even_bounds
 
+CODEC_BLOCK = 1024  # values of a gradient that share one scale where it travels in 8 bits
+
+
+def travels_whole(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter's gradient is never compressed: vectors, and the routers of experts. They are few, and an
+    error in them is felt by every token."""
+    return len(shape) < 2 or name.endswith("gate.weight")
+
 
 @dataclass(frozen=True, slots=True)
 class Held:

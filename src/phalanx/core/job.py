@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.core import document
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig
 
@@ -69,7 +70,7 @@ class DataConfig:
     max_mb: float = 16.0  # of text
     stages: list[dict[str, Any]] = field(default_factory=list)  # {"at": place, "weights": {source: x}, "version": …}
     skips: list[list[int]] = field(default_factory=list)  # [from, to) of places
-    groups: int = 0  # 0: as many as there may be nodes
+    groups: int = 0  # 0: 8
     buffer_steps: int = 4  # that are ready before they are needed
     cache_dir: str = ""  # for chunks of remote data; "": the user's cache folder
     cache_gb: float = 10.0
@@ -107,6 +108,7 @@ class RunConfig:
     device: str = "auto"
     threads: int = 0  # CPU threads per rank; 0: cores / ranks
     hang_timeout_s: float = 0.0  # 0: derived from the measured step time
+    time_limit_s: float = 0.0  # after which the run saves and stops; 0: none
     share_devices: bool = False  # more ranks than devices
     hosts: str = ""  # a file: where nodes start and listen
 
@@ -172,4 +174,4 @@ class Job:
         kinds: dict[str, Any] = {
             f.name: f.default_factory for f in dataclasses.fields(Job) if callable(f.default_factory)
         }
-        return Job(**{k: kinds[k](**v) if k in kinds else v for k, v in d.items()})
+        return document.make(Job, {k: document.make(kinds[k], v) if k in kinds else v for k, v in d.items()})

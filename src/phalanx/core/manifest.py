@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = 1
+from phalanx.core import document
+
+FORMAT = 2  # 1: the names of shards do not carry their roots
 HASH_BYTES = 32  # of a shard's root, in the manifest; and of a chunk's two hashes, in the shard's footer
 MANIFEST = "manifest.jsonl"  # the newest version of a data set
 
@@ -28,6 +30,11 @@ MANIFEST = "manifest.jsonl"  # the newest version of a data set
 def manifest_name(version: str) -> str:
     """The file that holds this version, and never another."""
     return f"manifest-{version[:16]}.jsonl"
+
+
+def shard_file(source: str, extent: int, shard: int, root: bytes = b"") -> str:
+    """The name carries the root, so that two builds never write different bytes under one name."""
+    return f"shards/{source}-{extent:03d}-{shard:06d}{'-' * bool(root)}{root[:6].hex()}.shard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,7 @@ class Manifest:
     vocab_size: int = 0  # of tokens; every id is below it
     eos: int = -1  # the id that ends a document
     parent: str = ""  # the version that this one extends
+    format: int = FORMAT
 
     @cached_property
     def is_tokens(self) -> bool:
@@ -89,7 +97,8 @@ class Manifest:
         return self.roots[self.first_root[extent] + shard].tobytes()
 
     def shard_name(self, extent: int, shard: int) -> str:
-        return f"shards/{self.extents[extent].source}-{extent:03d}-{shard:06d}.shard"
+        root = self.root(extent, shard) if self.format > 1 else b""
+        return shard_file(self.extents[extent].source, extent, shard, root)
 
     def items_in(self, extent: int, shard: int) -> int:
         """Items whose place is this shard; its file may hold one more, for the last target."""
@@ -132,8 +141,8 @@ class Manifest:
 
     def encode(self) -> bytes:
         """A line of JSON, then the root of every shard in hexadecimal, a line each."""
-        head: dict[str, Any] = {"phalanx_manifest": FORMAT}
-        head |= {k: v for k, v in asdict(self).items() if k != "roots"}
+        head: dict[str, Any] = {"phalanx_manifest": self.format}
+        head |= {k: v for k, v in asdict(self).items() if k not in ("roots", "format")}
         lines = [json.dumps(head, sort_keys=True), *(root.tobytes().hex() for root in self.roots)]
         return ("\n".join(lines) + "\n").encode()
 
@@ -144,13 +153,13 @@ class Manifest:
         head = json.loads(line)
         if not isinstance(head, dict) or "phalanx_manifest" not in head:
             raise ValueError("it is not a manifest")
-        if head.pop("phalanx_manifest") != FORMAT:
-            raise ValueError("it was written by another version of this format")
+        version = document.check_version(head, FORMAT, "the manifest of the data set", "phalanx_manifest")
         try:
-            fields = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in head.pop("fields"))
-            extents = tuple(Extent(e["source"], e["items"]) for e in head.pop("extents"))
+            fields = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in head["fields"])
+            extents = tuple(Extent(e["source"], e["items"]) for e in head["extents"])
             roots = np.frombuffer(bytes.fromhex(rest.decode("ascii")), np.uint8).reshape(-1, HASH_BYTES)
-            manifest = Manifest(fields=fields, extents=extents, roots=roots, **head)
+            made = {**head, "fields": fields, "extents": extents, "roots": roots, "format": version}
+            manifest = document.make(Manifest, made)
             manifest.check()
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is damaged: {error}") from None

@@ -1,18 +1,22 @@
 """Where data sets and checkpoints lie: a folder, or a bucket behind obstore (S3, GCS, Azure, HTTP, memory). Reads
-ranges, writes whole objects atomically, never lists. Errors are OSErrors: FileNotFoundError when there is no such
-object, PermissionError when asking again would not help, any other when it might."""
+ranges, writes whole objects atomically, and replaces an object only if nobody else has changed it. Lists names only to
+repair. Errors are OSErrors: FileNotFoundError when there is no such object, PermissionError when asking again would not
+help, Changed when somebody else was first, any other when asking again might help."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import hashlib
 import os
 import re
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -27,11 +31,25 @@ WHOLE_S = 120  # one request for a whole object, or for a part of one that is wr
 T = TypeVar("T")
 
 
+class Changed(OSError):
+    """Somebody else has written the object meanwhile."""
+
+
 class Store(Protocol):
     url: str
     is_local: bool
 
     def read(self, name: str) -> bytes: ...
+    def read_tagged(self, name: str) -> tuple[bytes, str]:
+        """Return the content and a tag that changes with it, for `replace`."""
+
+    def replace(self, name: str, data: bytes, tag: str) -> str:
+        """Write if the content is still that of `tag` ("": if there is none), and return the new tag. Changed: it is
+        not. Of several writers with one tag one succeeds."""
+
+    def folders(self) -> list[str]:
+        """List the names of all folders in it: a slow request, and not for the steady state."""
+
     def read_range(self, name: str, start: int, end: int) -> Any:
         """A bytes-like object; shorter than asked where the object ends before."""
 
@@ -118,6 +136,43 @@ class Folder:
             near.unlink(missing_ok=True)
         sync_folder(target.parent)
 
+    def read_tagged(self, name: str) -> tuple[bytes, str]:
+        data = self.read(name)
+        return data, _tag_of(data)
+
+    def replace(self, name: str, data: bytes, tag: str) -> str:
+        with self._locked(name):
+            try:
+                now = _tag_of(self.read(name))
+            except FileNotFoundError:
+                now = ""
+            if now != tag:
+                raise Changed(f"{name}: somebody else has written it")
+            self.write(name, data)
+        return _tag_of(data)
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """By a lock on the folder, or on a file where folders cannot be locked (NFS)."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:
+                os.close(lock)
+                lock = os.open(self.path / f".{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def folders(self) -> list[str]:
+        try:
+            return [path.name for path in self.path.iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            return []
+
     def remove(self, name: str) -> None:
         (self.path / name).unlink()
 
@@ -127,6 +182,10 @@ class Folder:
     def refresh(self, name: str) -> None:
         with self._lock:
             self._files.pop(name, None)
+
+
+def _tag_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -193,6 +252,40 @@ class ObjectStore:
         if isinstance(data, Path):
             data.unlink()
 
+    def read_tagged(self, name: str) -> tuple[bytes, str]:
+        import obstore
+
+        def get() -> tuple[bytes, str]:
+            answer = obstore.get(self._patient, name)
+            return bytes(answer.bytes()), str(answer.meta["e_tag"])
+
+        return _translated(name, get)
+
+    def replace(self, name: str, data: bytes, tag: str) -> str:
+        try:
+            return self._replace(name, data, tag)
+        except (Changed, FileExistsError) as error:
+            with contextlib.suppress(FileNotFoundError):
+                there, now = self.read_tagged(name)
+                if there == data:  # it was this very request, whose first answer was lost
+                    return now
+                if now == tag and '"' in tag:  # Ceph 16 and 17 compare the tag without its quotes
+                    return self._replace(name, data, tag.strip('"'))
+            raise Changed(str(error)) from None
+
+    def _replace(self, name: str, data: bytes, tag: str) -> str:
+        import obstore
+
+        mode: Any = {"e_tag": tag} if tag else "create"
+        put = partial(obstore.put, self._patient, name, data, mode=mode, use_multipart=False)
+        return str(_translated(name, put)["e_tag"])
+
+    def folders(self) -> list[str]:
+        import obstore
+
+        found = _translated("", lambda: obstore.list_with_delimiter(self._patient))
+        return [prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"]]
+
     def write_pieces(self, name: str, pieces: list[Any]) -> None:
         """One object out of several buffers, which are sent while others are still on their way."""
         import obstore
@@ -251,6 +344,8 @@ def _translated(name: str, call: Callable[[], T]) -> T:
         raise FileNotFoundError(f"{name}: {text}") from None
     except exceptions.AlreadyExistsError as error:
         raise FileExistsError(f"{name}: {_text(error)}") from None
+    except exceptions.PreconditionError as error:
+        raise Changed(f"{name}: {_text(error)}") from None
     except exceptions.BaseError as error:
         text = _text(error)
         found = re.search(r"status code: (\d{3})", text)

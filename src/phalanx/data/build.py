@@ -23,13 +23,16 @@ import numpy as np
 from blake3 import blake3
 
 from phalanx.core.errors import UserError
+from phalanx.core.lease import Held, Lease
 from phalanx.core.manifest import HASH_BYTES, Field, Manifest
 from phalanx.core.store import Folder, Store
 from phalanx.data import documents, workers
+from phalanx.data.address import open_set
 from phalanx.data.shard import ShardWriter, version_of
 from phalanx.data.target import Target
 from phalanx.data.tokenizer import Tokenizer, Vocabulary
 
+BUILDING = "building.json"  # a lease: the build that writes there
 AHEAD = 4  # parts per worker that may wait for their turn
 
 Built = tuple[Manifest, str]
@@ -55,6 +58,7 @@ class _State:
     skip: int = 0  # items of it that are in shards
     taken: int = 0  # bytes of text of the extent before it
     empty: int = 0  # documents before it that were
+    replaced: int = 0  # characters before it that were
     notes: list[str] = field(default_factory=list)  # for the user
     version: str = ""  # of the manifest that is about to be written
 
@@ -72,6 +76,7 @@ def build(
     chunk_items: int | None = None,
     shard_chunks: int | None = None,
     left_out: Iterable[Path] = (),
+    force: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> Built:
@@ -82,9 +87,32 @@ def build(
     for _, path in inputs:
         if not path:
             raise documents.refusal(path, "it is empty")
+    with _alone(out, on_note) as store:
+        return _build(
+            inputs, store, tokenizer, field, workers, staging, append, max_bytes, chunk_items, shard_chunks, left_out,
+            force, on_progress, on_note,
+        )  # fmt: skip
+
+
+def _build(
+    inputs: Sequence[tuple[str, str]],
+    store: Store,
+    tokenizer: Tokenizer,
+    field: str,
+    workers: int,
+    staging: Path | None,
+    append: bool,
+    max_bytes: int | None,
+    chunk_items: int | None,
+    shard_chunks: int | None,
+    left_out: Iterable[Path],
+    force: bool,
+    on_progress: Callable[[Progress], None] | None,
+    on_note: Callable[[str], None],
+) -> Built:
     sources = list(dict.fromkeys(label for label, _ in inputs))
     target = Target(
-        out,
+        store,
         (Field("tokens", tokenizer.vocabulary.dtype),),
         sources,
         append=append,
@@ -101,7 +129,7 @@ def build(
                 remedy = "name a folder that is not an input"
                 raise UserError("a data set cannot lie in its own input", field="--out", value=path, remedy=remedy)
     counts: Counter[str] = Counter()
-    parts = documents.plan(inputs, field, tokenizer.raw, [*left_out, *own], counts)
+    parts = documents.plan(inputs, field, tokenizer.raw, [*left_out, *own], counts, force)
     with _staged(target.store, staging) as folder:
         made = _Build(target, tokenizer, field, inputs, parts, folder, max_bytes, on_progress)
         done = made.already()
@@ -115,8 +143,10 @@ def build(
                 target.undo()
             raise
         _remove(folder)
-    counts["empty document"] += made.state.empty
-    for note in (*made.state.notes, f"left out: {documents.told(counts)}" * bool(counts.total())):
+    counts[documents.EMPTY] += made.state.empty
+    replaced = f"{made.state.replaced:,} characters were replaced, as UTF-8 has none for half a surrogate pair"
+    notes = [*made.state.notes, replaced * bool(made.state.replaced)]
+    for note in (*notes, f"left out: {documents.told(counts)}" * bool(counts.total())):
         if note:
             on_note(note)
     return done
@@ -177,8 +207,8 @@ class _Build:
         state, empty, source = self.state, self.target.empty, self.target.sources[extent]
         last = max((i + 1 for i, part in enumerate(self.parts) if part.source == source), default=state.part)
         put, finishing = self.target.put(extent), False
-        # Of parts: index, first item, bytes of text before, empty documents before.
-        starts: deque[tuple[int, int, int, int]] = deque()
+        # Of parts: index, first item, and before it bytes of text, empty documents and replaced characters.
+        starts: deque[tuple[int, int, int, int, int]] = deque()
 
         def on_shard(number: int, path: Path, root: bytes) -> None:
             put(number, path, root)
@@ -189,7 +219,7 @@ class _Build:
             while len(starts) > 1 and starts[1][1] <= end:
                 starts.popleft()
             done = state.part
-            state.part, begin, state.taken, state.empty = starts[0]
+            state.part, begin, state.taken, state.empty, state.replaced = starts[0]
             state.skip, state.shards = end - begin, number + 1
             self._save(state)
             self._drop(done, state.part)
@@ -198,13 +228,13 @@ class _Build:
         writer = _writer(self.target, self.folder, on_shard, [bytes.fromhex(root) for root in here])
         try:
             self.sent, taken, skip, at = state.part, state.taken, state.skip, writer.items - state.skip
-            blank = state.empty
+            blank, odd = state.empty, state.replaced
             for i in range(state.part, last):
                 if self.max_bytes is not None and taken >= self.max_bytes:
                     break
-                ids, size, few = self._ids(i, last, None if self.max_bytes is None else self.max_bytes - taken)
-                starts.append((i, at, taken, blank))
-                at, taken, blank = at + len(ids), taken + size, blank + few
+                ids, size, few, changed = self._ids(i, last, None if self.max_bytes is None else self.max_bytes - taken)
+                starts.append((i, at, taken, blank, odd))
+                at, taken, blank, odd = at + len(ids), taken + size, blank + few, odd + changed
                 writer.add(ids[skip:])
                 skip = 0
                 self.done_bytes += self.parts[i].weight
@@ -223,12 +253,13 @@ class _Build:
             state.notes.append(f"cut by --max-mb: {used}; its files hold {size / 1e6:,.1f} MB")
         done, state.part = state.part, last
         state.items.append(writer.items)
-        state.shards, state.skip, state.taken, state.empty = 0, 0, 0, blank
+        state.shards, state.skip, state.taken, state.empty, state.replaced = 0, 0, 0, blank, odd
         self._save(state)
         self._drop(done, last)
 
-    def _ids(self, index: int, last: int, limit: int | None) -> tuple[np.ndarray, int, int]:
-        """The ids of a part, the bytes of text they are, `limit` at most, and how many documents were empty."""
+    def _ids(self, index: int, last: int, limit: int | None) -> tuple[np.ndarray, int, int, int]:
+        """The ids of a part, the bytes of text they are, `limit` at most, and how many documents were empty and
+        characters replaced."""
         pool = self._pool
         while True:
             pool.listen(block=False)
@@ -306,19 +337,19 @@ def write_arrays(
     on_progress: Callable[[int], None] | None = None,
 ) -> Built:
     """Items as they come, for each label of a source. `on_progress` hears how many there were, and may raise."""
-    target = Target(
-        out,
-        fields,
-        [label for label, _ in streams],
-        append=append,
-        vocabulary=vocabulary,
-        tokenizer_file=tokenizer_file,
-        chunk_items=chunk_items,
-        shard_chunks=shard_chunks,
-    )
     items: list[int] = []
     roots: list[np.ndarray] = []
-    with _staged(target.store, staging) as folder:
+    with _alone(out) as store, _staged(store, staging) as folder:
+        target = Target(
+            store,
+            fields,
+            [label for label, _ in streams],
+            append=append,
+            vocabulary=vocabulary,
+            tokenizer_file=tokenizer_file,
+            chunk_items=chunk_items,
+            shard_chunks=shard_chunks,
+        )
         try:
             for extent, (label, arrays) in enumerate(streams):
                 writer = _writer(target, folder, target.put(extent))
@@ -385,6 +416,36 @@ def write_records(
         shard_chunks=shard_chunks,
         on_progress=on_progress,
     )
+
+
+@contextlib.contextmanager
+def _alone(out: Store | Path | str, on_note: Callable[[str], None] = lambda note: None) -> Iterator[Store]:
+    """The data set's store, while no other build writes to it: of two the second waits for the first."""
+    store = open_set(str(out), "--out") if isinstance(out, str | Path) else out
+    made: list[Path] = []  # folders that were not there
+    if isinstance(store, Folder):
+        path = store.path
+        made = [folder for folder in (path / "shards", path, *path.parents) if not folder.exists()]
+    lease = Lease(store, BUILDING, {})
+    try:
+        lease.take(True, lambda body: on_note(f"waited for the build of process {body['pid']} on {body['host']}"))
+    except Held:
+        remedy = "wait until it has ended, or name another --out"
+        raise UserError("another build is writing to it", field="--out", value=store.url, remedy=remedy) from None
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror or error}",
+            field="--out",
+            value=store.url,
+            remedy="name a folder or bucket that you may write to, with space left",
+        ) from error
+    try:
+        yield store
+    finally:
+        lease.close(remove=True)
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if it is empty
 
 
 @contextlib.contextmanager

@@ -19,10 +19,12 @@ from phalanx.core.errors import UserError
 from phalanx.data.tokenizer import INSTALL
 
 STDLIB = "python-stdlib"
+EMPTY, REPLACED = "empty document", "replaced character"
 PART_BYTES = 16 << 20
 BLOCK_BYTES = 1 << 20
-_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-_KINDS |= {f".{name}.{how}": f"jsonl.{how}" for name in ("jsonl", "ndjson", "json") for how in ("gz", "zst")}
+_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+_KINDS |= {f".{name}.{how}": f"jsonl.{how}" for name in ("jsonl", "ndjson") for how in ("gz", "zst")}
+_KINDS |= {f".json.{how}": f"json.{how}" for how in ("gz", "zst")}
 _KINDS |= {f".txt.{how}": f"txt.{how}" for how in ("gz", "zst")}
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz")
 _MAGIC = re.compile(
@@ -103,9 +105,10 @@ def plan(
     raw: bool,
     left_out: Iterable[Path] = (),
     counts: Counter[str] | None = None,
+    force: bool = False,
 ) -> list[Part]:
     """The parts of all inputs (label, path), those of a label together, in the order of the inputs. `raw`: a text
-    may be cut anywhere. `counts` gets what is left out."""
+    may be cut anywhere. `counts` gets what is left out. `force`: read binary files as text."""
     by_label: dict[str, list[str]] = {}
     for label, path in inputs:
         by_label.setdefault(label, []).append(path)
@@ -116,7 +119,7 @@ def plan(
         weight = 0
         for path in paths:
             found = files(path, skip, counts)
-            for piece in (piece for file in found for piece in _pieces(path, file, field, raw, counts)):
+            for piece in (piece for file in found for piece in _pieces(path, file, field, raw, counts, force)):
                 gathered.append(piece)
                 weight += piece.weight
                 if weight >= PART_BYTES:
@@ -131,7 +134,7 @@ def _stamp(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _pieces(source: str, path: Path, field: str, raw: bool, counts: Counter[str]) -> Iterator[Piece]:
+def _pieces(source: str, path: Path, field: str, raw: bool, counts: Counter[str], force: bool) -> Iterator[Piece]:
     if path.exists() and not path.is_file():
         raise refusal(source, f"{path} is neither a file nor a folder")  # reading a pipe may never end
     try:
@@ -143,8 +146,15 @@ def _pieces(source: str, path: Path, field: str, raw: bool, counts: Counter[str]
     kind = next((kind for ending, kind in _KINDS.items() if path.name.lower().endswith(ending)), "txt")
     if kind.endswith(".zst"):
         _zstandard(str(path))
-    if kind in ("txt", "jsonl"):
+    if kind in ("txt", "jsonl", "json"):
         _check_plain(path, head)
+    if kind.startswith(("txt", "json")) and not kind.startswith("jsonl") and size:
+        begins = _beginning(str(path), kind)
+        if kind.startswith("json"):  # a document, or a line for each document
+            kind = kind.replace("json", "jsonl" if _is_object(begins.partition(b"\n")[0]) else "txt")
+        if b"\0" in begins and not force:
+            remedy = "leave it out, or have it read as text with --force"
+            raise UserError(f"{path} is binary: it has a zero byte", field="SRC", value=str(path), remedy=remedy)
     if not size:
         counts["empty file"] += 1
     elif kind == "parquet":
@@ -155,6 +165,24 @@ def _pieces(source: str, path: Path, field: str, raw: bool, counts: Counter[str]
             yield Piece(str(path), kind, start, end, stamp, end - start)
     else:
         yield Piece(str(path), kind, 0, size, stamp, size)
+
+
+def _beginning(path: str, kind: str) -> bytes:
+    """The first block, unpacked. Damage is told when the file is read."""
+    try:
+        if kind.endswith((".gz", ".zst")):
+            return next(_gunzip(path) if kind.endswith(".gz") else _unzstd(path), b"")
+        with open(path, "rb") as file:
+            return file.read(BLOCK_BYTES)
+    except (OSError, EOFError, zlib.error, UserError):
+        return b""
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _check_plain(path: Path, head: bytes) -> None:
@@ -192,12 +220,12 @@ def read(
 ) -> Iterator[tuple[Text, int]]:
     """The texts of a part that are not empty, up to `limit` bytes of them, each with how many bytes of text there
     were up to its end. The last may be cut; unless `raw`, at a whole character, and the count is then the limit's.
-    `counts` gets how many were empty."""
+    `counts` gets how many were empty, and how many characters were replaced."""
     taken, counts = 0, Counter() if counts is None else counts
     for piece in part.pieces:
-        for data, ends in _texts(piece, field, raw):
+        for data, ends in _texts(piece, field, raw, counts):
             if not data:
-                counts["empty document"] += 1
+                counts[EMPTY] += 1
                 continue
             if limit is not None and taken + len(data) >= limit:
                 data = data[: limit - taken]
@@ -208,7 +236,7 @@ def read(
             yield Text(data, ends), taken
 
 
-def _texts(piece: Piece, field: str, raw: bool) -> Iterator[tuple[bytes, bool]]:
+def _texts(piece: Piece, field: str, raw: bool, counts: Counter[str]) -> Iterator[tuple[bytes, bool]]:
     path = piece.path
     try:
         if _stamp(os.stat(path)) != piece.stamp:
@@ -222,7 +250,7 @@ def _texts(piece: Piece, field: str, raw: bool) -> Iterator[tuple[bytes, bool]]:
         else:
             for line, number in _jsonl(piece) if piece.kind == "jsonl" else _lines(piece):
                 if line.strip():
-                    yield _text_of(line, field, path, number), True
+                    yield _text_of(line, field, path, number, counts), True
     except (EOFError, zlib.error) as error:
         raise _damaged(path, error) from None
     except OSError as error:
@@ -346,7 +374,7 @@ def _zstandard(path: str) -> Any:
     return zstandard
 
 
-def _text_of(line: bytes, field: str, path: str, number: _Line) -> bytes:
+def _text_of(line: bytes, field: str, path: str, number: _Line, counts: Counter[str]) -> bytes:
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:
@@ -357,7 +385,12 @@ def _text_of(line: bytes, field: str, path: str, number: _Line) -> bytes:
         reason = "it is nested too deeply"
     else:
         if isinstance(found, dict) and isinstance(found.get(field), str):
-            return found[field].encode("utf-8", "replace")  # of half a surrogate pair
+            text = found[field]
+            try:
+                return text.encode()
+            except UnicodeEncodeError:  # half a surrogate pair
+                counts[REPLACED] += sum(0xD800 <= ord(c) < 0xE000 for c in text)
+                return text.encode("utf-8", "replace")
         if isinstance(found, dict) and field not in found:
             message = f"{path}, line {number}: there is no field {field!r}"
             remedy = f"it has {', '.join(map(str, found))[:200]}" if found else "mend the line"

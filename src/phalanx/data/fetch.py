@@ -66,6 +66,8 @@ def read_manifest(
         except NotADirectoryError:
             remedy = "name the folder of a data set, in which manifest.jsonl lies"
             raise UserError("it is a file", field=field, value=store.url, remedy=remedy) from None
+        except UserError as error:  # of a newer version
+            raise UserError(error.message, field=field, value=store.url, remedy=error.remedy) from None
         except ValueError as error:
             if attempt < TRIES - 1:
                 continue  # it may have been damaged on its way

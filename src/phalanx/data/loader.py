@@ -304,7 +304,7 @@ def unserved(manifest: Manifest, order: Order, stages: Sequence[Mapping[str, Any
     for number, (extent, stream) in enumerate(zip(manifest.extents, order.streams, strict=True)):
         asked = [
             made.quotas[number]
-            for stage, made in zip(stages or [{}], order.stages, strict=True)
+            for stage, made in zip(reversed(stages or [{}]), reversed(order.stages), strict=False)
             if not stage.get("version") and (stage.get("weights") or {extent.source: 1.0}).get(extent.source)
         ]
         if asked and not any(asked):

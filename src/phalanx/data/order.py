@@ -167,7 +167,7 @@ class Order:
         )
 
     def position(self, served: Any) -> np.ndarray:
-        """The place in the order of the sample that is served as the how-manieth of the run."""
+        """Map the n-th served sample to its position in the order."""
         at = np.array(served, np.int64)
         for first, end in self.skips:
             at = np.where(at >= first, at + (end - first), at)
@@ -260,6 +260,21 @@ class Order:
                 moved = permute(at, whole, key)
             unit = np.where(unit < whole, moved, unit)
         return unit * s.per_unit + k
+
+
+def continued(served: Order, cursor: int, wanted: Order) -> Order:
+    """The order that is `served` up to the cursor and what `wanted` asks for from there on: weights, skipped ranges and
+    streams that were added. Nothing that was served comes again before its turn, and nothing is left out."""
+    at, added = int(served.position(cursor)), len(wanted.streams) - len(served.streams)
+    assert wanted.streams[: len(served.streams)] == served.streams and wanted.groups == served.groups, "checked before"
+    stages = [Stage(s.start, s.quotas + (0,) * added) for s in served.stages if s.start < at or s.start == 0]
+    now = [s for s in wanted.stages if s.start <= at][-1]
+    if now.quotas != stages[-1].quotas:
+        stages = [s for s in stages if s.start < at] + [Stage(at, now.quotas)]
+    stages += [s for s in wanted.stages if s.start > at]
+    skips = [skip for skip in served.skips if skip[1] <= at]
+    skips += [(max(first, at), end) for first, end in wanted.skips if end > at]
+    return Order(served.seed, served.groups, wanted.streams, tuple(stages), tuple(skips))
 
 
 def _divmod(a: np.ndarray, b: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,18 +13,69 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.core import document
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
+from phalanx.core.manifest import Manifest
 from phalanx.core.store import Store, open_store
 from phalanx.data.address import open_set
 from phalanx.data.cache import Cache
 from phalanx.data.fetch import Fetcher, read_manifest
 from phalanx.data.loader import Event, Loader, make_order
-from phalanx.data.order import Order
+from phalanx.data.order import Order, continued
 from phalanx.data.samples import Samples, unpack
 
 FILE = "data.json"
+GROUPS = 8  # whatever the number of nodes: the order must not depend on it
 POOL_BYTES = 2 << 30  # of chunks in memory, at most
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where an earlier run has come to, as its checkpoint says."""
+
+    step: int
+    cursor: int  # samples that were served
+    order: dict[str, Any]  # that they were served in; empty: it is not known
+    data_version: str
+    seq_len: int
+
+    def check(self, job: Job) -> None:
+        """Refuse what cannot change within an order: samples that were served could come again, and others never."""
+        try:
+            order = Order.from_dict(self.order)
+        except (ValueError, KeyError, TypeError) as error:
+            remedy = "use the version of Phalanx that wrote it, or a newer one"
+            raise UserError(f"the checkpoint's order cannot be read: {error}", remedy=remedy) from None
+        fixed = {
+            "seed": (job.seed, order.seed),
+            "train.seq_len": (job.train.seq_len, self.seq_len),
+            "data.groups": (job.data.groups or order.groups, order.groups),
+        }
+        for field, (here, there) in fixed.items():
+            if here != there:
+                raise UserError(
+                    f"the checkpoint's data was served with {there!r}, and its order goes on",
+                    field=field,
+                    value=here,
+                    remedy=f"set {field} = {there!r}, or begin anew from its weights (`phalanx checkpoint convert`)",
+                )
+
+
+def _check_extends(store: Store, manifest: Manifest, version: str, served: str, job: Job) -> None:
+    """That the data that was served so far is still there."""
+    try:
+        before = read_manifest(store, served)[0]
+    except UserError:
+        before = None
+    if before is None or not manifest.extends(before):
+        field, value = ("data.version", job.data.version) if job.data.version else ("data.source", job.data.source)
+        raise UserError(
+            f"its version {version[:16]} does not contain what the checkpoint was trained on, version {served[:16]}",
+            field=field,
+            value=value,
+            remedy="name the data of the checkpoint, or a version that `phalanx data build --append` made from it",
+        )
 
 
 @dataclass(frozen=True)
@@ -40,10 +91,13 @@ class RunData:
     cache_dir: str
     cache_gb: float
     quarantine_limit: int
+    first_step: int = 0  # where the run began,
+    first_place: int = 0  # and how many samples had been served before
 
     @staticmethod
-    def plan(job: Job, url: str) -> RunData:
-        """Of a job that reads the data set at `url`. UserError if they do not fit together."""
+    def plan(job: Job, url: str, position: Position | None = None) -> RunData:
+        """Of a job that reads the data set at `url`, from the position of an earlier run on. UserError if they do not
+        fit together."""
         d, store = job.data, open_set(url, "data.source")
         manifest, version = read_manifest(store, d.version)
         reads = {"dense": "tokens", "moe": "tokens", "image": "records"}.get(job.model.family)
@@ -68,9 +122,15 @@ class RunData:
                 remedy = "name a version that this one was made from by `phalanx data build --append`"
                 raise UserError(f"version {version[:16]} does not extend it", field=field, value=given, remedy=remedy)
             known.append(len(seen.extents))
-        nodes = -(-job.layout.world_size // (job.layout.ranks_per_node or job.layout.world_size))
-        groups = d.groups or max(8, 1 << (nodes - 1).bit_length())
+        groups = d.groups or GROUPS
+        if position and position.order:
+            position.check(job)
+            groups = int(position.order["groups"])
+            if position.data_version != version:
+                _check_extends(store, manifest, version, position.data_version, job)
         order = make_order(manifest, job.train.seq_len, job.seed, groups, stages, [(a, b) for a, b in d.skips], known)
+        if position and position.order:
+            order = continued(Order.from_dict(position.order), position.cursor, order)
         return RunData(
             url=store.url,
             version=version,
@@ -83,6 +143,8 @@ class RunData:
             cache_dir=d.cache_dir,
             cache_gb=d.cache_gb,
             quarantine_limit=d.quarantine_limit,
+            first_step=position.step if position else 0,
+            first_place=position.cursor if position else 0,
         )
 
     def write(self, run_dir: Path) -> None:
@@ -90,7 +152,7 @@ class RunData:
 
     @staticmethod
     def read(run_dir: Path) -> RunData:
-        return RunData(**json.loads((run_dir / FILE).read_bytes()))
+        return document.make(RunData, json.loads((run_dir / FILE).read_bytes()))
 
     def open(self, on_event: Callable[[Event], None] = lambda event: None) -> Loader:
         store = open_store(self.url)
@@ -109,9 +171,13 @@ class RunData:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return Cache(Path(self.cache_dir) if self.cache_dir else home / "phalanx" / "chunks", int(self.cache_gb * 1e9))
 
+    def cursor(self, step: Any) -> Any:
+        """How many samples were served before a step; of an array too."""
+        return self.first_place + (step - self.first_step) * self.global_batch
+
     def places(self, step: int) -> range:
         """What the run serves in a step."""
-        return range(step * self.global_batch, (step + 1) * self.global_batch)
+        return range(self.cursor(step), self.cursor(step + 1))
 
 
 def first_samples(loader: Loader, count: int) -> Samples:

@@ -60,13 +60,13 @@ class Lane:
         """Whether a rank that begins there can take part."""
         return bool(self.clients) and max(self.start, self.step - self.slots) <= step <= self.step
 
-    def fill(self, loader: Loader, global_batch: int) -> None:
+    def fill(self, loader: Loader, run: RunData) -> None:
         """The next step."""
         n = len(self.places)
         done = self.step - self._ahead_from
         if self._ahead is None or (done + 1) * n > len(self._ahead):
             steps = self.step + np.arange(max(1, AT_ONCE // n))
-            self._ahead, self._ahead_from, done = loader.locate(_places(steps, self.places, global_batch)), self.step, 0
+            self._ahead, self._ahead_from, done = loader.locate(_places(steps, self.places, run)), self.step, 0
         located = self._ahead[done * n : (done + 1) * n]
         at = self.step % self.slots * self.slot_bytes
         counts = np.frombuffer(self.memory, np.int64, self.counts, at)
@@ -79,8 +79,8 @@ class Lane:
         os.close(self.fd)  # the mapping goes when nothing points into it any more
 
 
-def _places(steps: np.ndarray, places: np.ndarray, global_batch: int) -> np.ndarray:
-    return (steps[:, None] * global_batch + places[None, :]).ravel()
+def _places(steps: np.ndarray, places: np.ndarray, run: RunData) -> np.ndarray:
+    return (run.cursor(steps)[:, None] + places[None, :]).ravel()
 
 
 class Service:
@@ -182,7 +182,7 @@ class Service:
                     while not (open_lanes := [lane for lane in self.lanes if lane.has_room]):
                         self.changed.wait()
                 lane = min(open_lanes, key=lambda lane: lane.step)
-                lane.fill(self.loader, self.run.global_batch)
+                lane.fill(self.loader, self.run)
                 with self.changed:
                     for client in lane.clients:
                         with contextlib.suppress(OSError):  # it is gone, as reading will tell

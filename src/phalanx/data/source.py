@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from phalanx.data import documents
 from phalanx.data.build import build, write_records
 from phalanx.data.images import Images
 from phalanx.data.loader import DataLost, unserved
-from phalanx.data.selection import RunData, unigram_entropy
+from phalanx.data.selection import Position, RunData, unigram_entropy
 from phalanx.data.tokenizer import Bytes
 
 BUILT = ".data"  # beside the records of runs
@@ -33,24 +32,17 @@ ENTROPY_TOKENS = 1 << 20  # that it is measured on
 OnProgress = Callable[[int], None]
 
 
-def prepare(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, float]:
-    """Make sure that the data set is there and put into the run's record how it is read. Lines that say what it is and
-    what of it is not used, and its unigram entropy."""
+def prepare(job: Job, run_dir: Path, on_progress: OnProgress, position: Position | None = None) -> tuple[str, float]:
+    """Make sure that the data set is there and put into the run's record how it is read, from `position` on. Returns
+    lines that say what it is and what of it is not used, and its unigram entropy."""
     source = job.data.source
     is_there = is_remote(source) or (Path(source) / MANIFEST).is_file()
     url, make = (source, None) if is_there else _recipe(job, run_dir, on_progress)
     if make and (Path(url) / MANIFEST).is_file():
         make = None  # an earlier run has made it
-    try:
-        if make:
-            make()
-        data = RunData.plan(job, url)
-    except UserError:
-        if make:  # a run that is refused leaves nothing
-            shutil.rmtree(url, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                Path(url).parent.rmdir()
-        raise
+    if make:
+        make()
+    data = RunData.plan(job, url, position)
     data.write(run_dir)
     loader = data.open()
     try:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.core.errors import UserError
-from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, check_source, manifest_name
-from phalanx.core.store import Folder, Store
+from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, check_source, manifest_name, shard_file
+from phalanx.core.store import Changed, Store
 from phalanx.data.address import open_set
 from phalanx.data.fetch import read_manifest
 from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, version_of
@@ -47,11 +47,7 @@ class Target:
         self.base, self.version = self._newest()
         if append and not self.base:
             read_manifest(self.store, field="--out")  # says that there is none
-        self._put: list[str] = []  # shards that no manifest names yet
-        self._made: list[Path] = []  # folders that were not there
-        if isinstance(self.store, Folder):
-            path = self.store.path
-            self._made = [folder for folder in (path / "shards", path, *path.parents) if not folder.exists()]
+        self._put: list[str] = []  # shards that this build has made, and no manifest names yet
         self._fits: list[int] = []  # extents of the base from which on this may be it, built again
         if self.base:
             chunk_items = chunk_items or self.base.chunk_items
@@ -60,6 +56,8 @@ class Target:
         chunk_items = chunk_items or max(1, CHUNK_BYTES // item_bytes)
         shard_chunks = shard_chunks or _power_of_two(SHARD_BYTES // (chunk_items * item_bytes))
         self.empty = Manifest(fields, (), NO_ROOTS, chunk_items, shard_chunks)
+        if self.base:
+            self.empty = replace(self.empty, format=self.base.format)
         if vocabulary:
             self.empty = replace(
                 self.empty,
@@ -78,16 +76,15 @@ class Target:
     def put(self, extent: int) -> Callable[[int, Path, bytes], None]:
         """Takes the finished shards of the how-manieth new extent."""
         source, number = self.sources[extent], self.first_extent + extent
-        named = replace(self.empty, extents=(Extent(source, 1),) * (number + 1))
 
         def put(shard: int, path: Path, root: bytes) -> None:
-            name = named.shard_name(number, shard)
+            name = shard_file(source, number, shard, root if self.empty.format > 1 else b"")
             with self._writing():
                 if self.base and not self.append:
                     name, *copies = self._same(self.base, extent, shard, root)
                     for copy in copies:
                         self.store.write(copy, path.read_bytes())
-                else:
+                elif not self._has(name):
                     self._put.append(name)
                 self.store.write(name, path)
 
@@ -102,14 +99,25 @@ class Target:
         self._fits = [e - extent for e in same]
         return [base.shard_name(e, shard) for e in same]
 
+    def _has(self, name: str) -> bool:
+        try:
+            self.store.size(name)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
     def undo(self) -> None:
-        """Remove what this call has written, if it comes to nothing."""
+        """Remove what this build has made, if it comes to nothing; nothing that a manifest names now."""
+        try:
+            newest = self._newest()[0]
+        except UserError:
+            return
+        shards = [(e, s) for e in range(len(newest.extents)) for s in range(newest.num_shards(e))] if newest else []
+        named = {newest.shard_name(e, s) for e, s in shards} if newest else set()
         for name in self._put:
-            with contextlib.suppress(OSError):
-                self.store.remove(name)
-        for folder in self._made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+            if name not in named:
+                with contextlib.suppress(OSError):
+                    self.store.remove(name)
 
     def manifest(self, items: Sequence[int], roots: np.ndarray) -> Manifest:
         """With so many items in each new extent."""
@@ -131,23 +139,25 @@ class Target:
         manifest.check()
         data = manifest.encode()
         version = version_of(data)
-        newest, self._put = self._newest()[1], []
+        newest = self._newest()[1]
         with self._writing():
             try:
+                tag = self.store.read_tagged(MANIFEST)[1] if newest else ""
                 if newest not in (version, self.version):
-                    raise FileExistsError
+                    raise Changed
                 if self._file:
                     self.store.write(TOKENIZER, self._file)
                 self.store.write(manifest_name(version), data)
                 if newest != version:
-                    self.store.write(MANIFEST, data, overwrite=bool(self.base))
-            except FileExistsError:
+                    self.store.replace(MANIFEST, data, tag)
+            except Changed:
                 raise UserError(
                     "somebody else has written to it meanwhile",
                     field="--out",
                     value=self.store.url,
                     remedy="run it again, with --append to add to what is there now",
                 ) from None
+        self._put = []
         return manifest, version
 
     def _newest(self) -> tuple[Manifest | None, str]:

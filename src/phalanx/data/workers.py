@@ -23,7 +23,7 @@ from phalanx.data.shard import fast_hash
 from phalanx.data.tokenizer import Bytes, FromFile, Tokenizer
 
 BATCH_BYTES = 1 << 20
-TRAILER = 32  # bytes of text that went into it, documents that were empty, and the hash of all before
+TRAILER = 40  # bytes of text, empty documents, replaced characters, and the hash of all before
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def tokenize(
     if texts:
         pieces.append(tokenizer.encode([t.data for t in texts], [t.ends for t in texts]).tobytes())
         on_bytes(held)
-    body = b"".join(pieces) + taken.to_bytes(8, "little") + counts.total().to_bytes(8, "little")
+    figures = (taken, counts[documents.EMPTY], counts[documents.REPLACED])
+    body = b"".join(pieces) + b"".join(figure.to_bytes(8, "little") for figure in figures)
     try:
         partial.write_bytes(body + fast_hash(body))
         os.replace(partial, job.path(index))
@@ -69,17 +70,18 @@ def tokenize(
         partial.unlink(missing_ok=True)
 
 
-def load(job: Job, index: int, dtype: str) -> tuple[np.ndarray, int, int] | None:
-    """The ids of a part, how many bytes of text they were, and how many documents were empty; None if there is no such
-    file, or half of it."""
+def load(job: Job, index: int, dtype: str) -> tuple[np.ndarray, int, int, int] | None:
+    """The ids of a part, how many bytes of text they were, how many documents were empty and how many characters were
+    replaced; None if there is no such file, or half of it."""
     try:
         data = job.path(index).read_bytes()
     except FileNotFoundError:
         return None
     if len(data) < TRAILER or fast_hash(data[:-16]) != data[-16:]:
         return None
-    taken, empty = (int.from_bytes(data[at : at + 8], "little") for at in (len(data) - TRAILER, len(data) - 24))
-    return np.frombuffer(data[:-TRAILER], dtype), taken, empty
+    end = len(data) - TRAILER
+    taken, empty, replaced = (int.from_bytes(data[at : at + 8], "little") for at in range(end, end + 24, 8))
+    return np.frombuffer(data[:-TRAILER], dtype), taken, empty, replaced
 
 
 class Here:

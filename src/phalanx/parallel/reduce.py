@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from phalanx.core.held import travels_whole
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.parallel.device import Device
@@ -40,6 +41,7 @@ class _Unit:
     """One FSDP2 module's accumulated gradient. A micro-batch is one leaf of the exact sum, or several
     when ranks that share it (cp, and tp for experts) are added up by FSDP2."""
 
+    slices: list[tuple[int, bool]]  # of its parameters: elements, padded, and whether they travel whole
     leaves: int = 1
     scattered: bool = False
     tree: TreeSum = field(default_factory=TreeSum)  # exact
@@ -65,6 +67,7 @@ class Reducer:
         self._units: list[_Unit] = []
         self._micro = 0
         self._bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]] = []
+        self._slices: list[list[tuple[int, bool]]] = []  # of what is in the bucket
         self._bucket_leaves = 1
         self._flying: list[Future[None]] = []
         self._error: BaseException | None = None
@@ -72,10 +75,11 @@ class Reducer:
         self._thread = ThreadPoolExecutor(1, "cross-replica") if groups.cross else None
 
     def attach(self, model: nn.Module) -> None:
+        names = {id(module): name for name, module in model.named_modules()}
         for module in model.modules():
             if not isinstance(module, FSDPModule):
                 continue
-            unit = _Unit()
+            unit = _Unit(_slices(module, names))
             self._units.append(unit)
             # The loss already carries 1 / tokens, the same for every micro-batch: plain sums from here.
             module.set_gradient_divide_factor(1.0)
@@ -142,14 +146,14 @@ class Reducer:
                     unit.tree.push((0, self.indices[self._micro]), flat)
                     self.note_pending()
                 if self.last:
-                    self._add_to_bucket(flat, unit.tree.take(), unit.leaves)
+                    self._add_to_bucket(flat, unit.tree.take(), unit.leaves, unit.slices)
                 return
             if unit.total is not None:
                 self.device.hold(unit.total)
                 flat.add_(unit.total)
             unit.total = None if self.last else flat
             if self.last and self.groups.cross:
-                self._add_to_bucket(flat, [], 1)
+                self._add_to_bucket(flat, [], 1, unit.slices)
 
         return reduced
 
@@ -158,7 +162,9 @@ class Reducer:
 
     # -- across replicas --------------------------------------------------------------------------
 
-    def _add_to_bucket(self, flat: Tensor, parts: list[tuple[Node, Tensor]], leaves: int) -> None:
+    def _add_to_bucket(
+        self, flat: Tensor, parts: list[tuple[Node, Tensor]], leaves: int, slices: list[tuple[int, bool]]
+    ) -> None:
         for _, part in parts:
             self.device.hold(part, self._stream if self.groups.cross else None)
         if not self.groups.cross:
@@ -170,6 +176,7 @@ class Reducer:
             self._send_bucket()
         self._bucket_leaves = leaves
         self._bucket.append((flat, parts))
+        self._slices.append(slices)
         if sum(f.numel() * f.element_size() for f, _ in self._bucket) >= self.job.train.bucket_mb * 1e6:
             self._send_bucket()
 
@@ -177,6 +184,7 @@ class Reducer:
         if not self._bucket or not self._thread:
             return
         bucket, self._bucket, leaves = self._bucket, [], self._bucket_leaves
+        slices, self._slices = self._slices, []
         trace = BucketTrace(sum(f.numel() * f.element_size() for f, _ in bucket), time.perf_counter_ns())
         slot = len(self.trace)
         self.trace.append(trace)
@@ -186,14 +194,24 @@ class Reducer:
             with self.device.on(self._stream):
                 self.device.wait(self._stream, ready)
                 trace.started_ns = time.perf_counter_ns()
-                self._guard(lambda: self._reduce_bucket(bucket, slot, leaves))
+                self._guard(lambda: self._reduce_bucket(bucket, slices, slot, leaves))
             trace.done_ns = time.perf_counter_ns()
 
         self._flying.append(self._thread.submit(run))
 
-    def _reduce_bucket(self, bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]], slot: int, leaves: int) -> None:
+    def _reduce_bucket(
+        self,
+        bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]],
+        slices: list[list[tuple[int, bool]]],
+        slot: int,
+        leaves: int,
+    ) -> None:
         cross, flats = self.groups.cross, [flat for flat, _ in bucket]
         assert cross is not None
+        if self.job.train.compress != "none":  # never with the exact reduction
+            parts = [part for flat, of in zip(flats, slices, strict=True) for part in _cut(flat, of)]
+            cross.sum_parts_(parts, self.job.train.compress, slot)
+            return
         if self.exact:
             nodes = [node for node, _ in bucket[0][1]]
             joined = [(node, torch.cat([p[k][1] for _, p in bucket])) for k, node in enumerate(nodes)]
@@ -202,7 +220,7 @@ class Reducer:
             total = cross.tree_sum(joined, ranges)
         else:
             total = flats[0] if len(flats) == 1 else torch.cat(flats)
-            cross.sum_(total, self.job.train.compress, slot)
+            cross.sum_(total)
         if total.data_ptr() != flats[0].data_ptr() or len(flats) > 1:
             for flat, part in zip(flats, total.split([f.numel() for f in flats]), strict=True):
                 flat.copy_(part)
@@ -217,6 +235,24 @@ class Reducer:
             traceback.clear_frames(error.__traceback__)  # they hold the group, and so its sockets
             if self.groups.cross:
                 self.groups.cross.close()  # so that peers waiting for us fail at once
+
+
+def _slices(module: FSDPModule, names: dict[int, str]) -> list[tuple[int, bool]]:
+    """Of the parameters of an FSDP2 module, in the order of its flat gradient."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    out = []
+    for param in group.fsdp_params if group else ():
+        name = f"{names[id(param._module_info.module)]}.{param._module_info.param_name}"
+        out.append((param.padded_sharded_param_size.numel(), travels_whole(name, tuple(param._orig_size))))
+    return out
+
+
+def _cut(flat: Tensor, slices: list[tuple[int, bool]]) -> list[tuple[Tensor, bool]]:
+    """Into parameters. If one has no gradient, the places of the others are not known, and all travel whole."""
+    if sum(size for size, _ in slices) != flat.numel():
+        return [(flat, True)]
+    parts = flat.split([size for size, _ in slices])
+    return [(part, whole) for part, (_, whole) in zip(parts, slices, strict=True) if part.numel()]
 
 
 class _TreeReduceScatter:

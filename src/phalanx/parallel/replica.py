@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.core.held import CODEC_BLOCK as BLOCK
 from phalanx.parallel.tiers import Peers, Way
 from phalanx.parallel.tree import Node, fold
 
-BLOCK = 1024  # values that share one scale
-
 
 class Cross:
-    """The replicas that hold one coordinate. Dropping it (`close`) closes the sockets."""
+    """The replicas that hold one coordinate. Dropping it (`close`) closes the sockets. What rounding has taken so far
+    belongs to these replicas: another membership has another object, which begins with nothing."""
 
     def __init__(self, peers: Peers):
         self._peers, self.size = peers, peers.size
@@ -35,8 +35,25 @@ class Cross:
         assert way is not None
         return way
 
-    def _padded(self, flat: Tensor) -> Tensor:
-        return F.pad(flat, (0, -flat.numel() % self.size))
+    def _padded(self, flat: Tensor, block: int = 1) -> Tensor:
+        return F.pad(flat, (0, -flat.numel() % (self.size * block)))
+
+    def sum_parts_(self, parts: Sequence[tuple[Tensor, bool]], codec: str, slot: int) -> None:
+        """All-reduce parameters in place, each with whether it travels whole. In the message of the others each begins
+        with a block of its own, so that no two share a scale."""
+        whole = [part for part, is_whole in parts if is_whole]
+        coded = [part for part, is_whole in parts if not is_whole]
+        if whole:
+            total = torch.cat(whole)
+            self.sum_(total)
+            torch._foreach_copy_(whole, list(total.split([part.numel() for part in whole])))
+        if coded:
+            sizes = [-(-part.numel() // BLOCK) * BLOCK for part in coded]
+            message = coded[0].new_zeros(sum(sizes))
+            rooms = [room[: part.numel()] for room, part in zip(message.split(sizes), coded, strict=True)]
+            torch._foreach_copy_(rooms, coded)
+            self.sum_(message, codec, slot)
+            torch._foreach_copy_(coded, rooms)
 
     def sum_(self, flat: Tensor, codec: str = "none", slot: int = 0) -> None:
         """All-reduce in place. `slot` says which bucket of the step it is."""
@@ -45,7 +62,7 @@ class Cross:
         if inner == 0:
             self._sum_across(way, flat, codec, slot)
             return
-        part = way.down(self._padded(flat), inner)
+        part = way.down(self._padded(flat, 1 if codec == "none" else BLOCK), inner)
         self._sum_across(way, part, codec, slot)
         flat.copy_(way.up(part, inner)[: flat.numel()])
 

@@ -48,7 +48,23 @@ def cut_stages(family: Family, model: nn.Module, config: ModelConfig, layout: La
     stages = {name: stage for stage, names in ends.items() for name in names}
     counts = balance(costs, num)
     assignment = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    return stages | dict(zip(units, assignment, strict=True))
+    stages |= dict(zip(units, assignment, strict=True))
+    _check_tied(model, config, layout, stages)
+    return stages
+
+
+def _check_tied(model: nn.Module, config: ModelConfig, layout: Layout, stages: dict[str, int]) -> None:
+    """Refuse a parameter that would live in two stages."""
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(param), name)
+        if stage_of(name, stages) != stage_of(other, stages):
+            raise UserError(
+                f"the family {config.family!r} ties {other} to {name}, and they would be in different stages",
+                field="layout.pp",
+                value=layout.pp,
+                remedy="untie them, or set layout.pp = 1",
+            )
 
 
 def stage_of(param: str, stages: dict[str, int]) -> int:

@@ -3,19 +3,17 @@ refused by the spec (`core.compat`)."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 from phalanx.core.errors import UserError
 from phalanx.core.image import MAX_CLASSES, SYNTHETIC_IMAGES
 from phalanx.core.job import Job
 from phalanx.core.layout import num_nodes
+from phalanx.core.memory import limit_bytes
 from phalanx.runtime.spawner import SLOTS
 
 GIB = 2**30
 MOST_NODES = 32  # that one host plays: each has processes of its own
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # Device nodes of drivers: where one is, the ranks may not run in host memory.
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 
@@ -72,7 +70,7 @@ def _memory(job: Job) -> None:
     master = 8 if job.train.precision == "fp64" else 4
     moment = {"nvme": 0}.get(job.optimizer.offload, 2 if job.optimizer.state == "bf16" else master)
     bytes_per_param = 2 * (master + moment)
-    need, have = job.model.num_params * bytes_per_param * job.layout.replica, host_memory_bytes()
+    need, have = job.model.num_params * bytes_per_param * job.layout.replica, limit_bytes()
     if need > have:
         raise UserError(
             f"weights, gradients and optimizer state of {job.model.num_params / 1e9:.1f} billion parameters, "
@@ -82,12 +80,3 @@ def _memory(job: Job) -> None:
             value=f"{job.model.num_layers} layers of width {job.model.dim}",
             remedy="choose a smaller model.preset, or run on accelerators",
         )
-
-
-def host_memory_bytes() -> int:
-    """What this process may use: the host's memory, or less in a container."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            limits.append(int(Path(file).read_text()))
-    return min(limits)

@@ -1,4 +1,5 @@
-"""From which checkpoint a run goes on: the one that was named, or the newest good one of earlier runs of the job."""
+"""Which checkpoint a run continues: the one that was named, or the best good one of the job's earlier runs. A run that
+finds checkpoints and can load none of them does not begin anew by itself."""
 
 from __future__ import annotations
 
@@ -7,24 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.catalog import NAME, Catalog
+from phalanx.checkpoint.catalog import OWNER, Catalog, Found
 from phalanx.checkpoint.files import Reader
-from phalanx.core.checkpoint import BadCheckpoint, Manifest
+from phalanx.core import lease
+from phalanx.core.checkpoint import NAME, BadCheckpoint, Manifest
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
-from phalanx.core.store import open_store
-from phalanx.observe.record import run_folders
+from phalanx.core.store import Store, open_store
+from phalanx.observe.record import RunRecord, run_folders
 
 FOLDER = "checkpoints"
+AUTO, NEW = "auto", "new"
 OnEvent = Callable[[dict[str, Any]], None]
+Candidate = tuple[Catalog, Found]
 
 
 @dataclass
 class Start:
-    """Where to begin, and what to try if that is damaged."""
+    """Where to begin, and what to try if that cannot be loaded."""
 
-    catalogs: list[Catalog]  # the best first
+    catalog: Catalog
     reader: Reader
+    job: str  # its name
+    others: list[Candidate]  # the best first
 
     @property
     def manifest(self) -> Manifest:
@@ -35,58 +41,173 @@ class Start:
         return {"url": self.reader.store.url, "name": self.reader.name}
 
     def next(self, reason: str, on_event: OnEvent) -> Start | None:
-        """After damage was found in this one."""
-        found = self.catalogs[0].fall_back(self.reader.name, reason, on_event)
-        return Start(self.catalogs, found) if found else _first(self.catalogs[1:], on_event)
+        """After a rank could not load this one."""
+        if self.catalog.judge(self.reader.name, reason, on_event):
+            return Start(self.catalog, Reader(self.reader.store, self.reader.name), self.job, self.others)
+        return _first(self.others, self.job, on_event)
 
 
 def find_start(asked: str, job: Job, on_event: OnEvent) -> Start | None:
-    """`asked`: auto, or the path of a checkpoint, of a run, or of a folder or bucket of checkpoints. None: auto has
-    found nothing."""
-    if asked == "auto":
-        places = [job.checkpoint.dir] if job.checkpoint.dir else []
-        places += [str(run / FOLDER) for run in run_folders(Path(job.run.dir), job.name)]
-        return _first([Catalog(open_store(place)) for place in places], on_event)
-    place, _, name = asked.rstrip("/").rpartition("/")
+    """`asked`: auto, new, or the path of a checkpoint, of a run, or of a folder or bucket of checkpoints. None: begin
+    with first weights."""
+    if asked in ("", NEW):
+        return None
     try:
-        if NAME.fullmatch(name):
-            catalog = Catalog(open_store(place or "."))
-            return Start([catalog], catalog.open(name))
-        folder = Path(asked)
-        inside = (folder / FOLDER).is_dir()
-        start = _first([Catalog(open_store(str(folder / FOLDER) if inside else asked))], on_event)
+        return _auto(job, on_event) if asked == AUTO else _named(asked, job, on_event)
     except FileNotFoundError:
-        start = None
+        remedy = "name a checkpoint, a run's folder, or `auto` for the newest of this job; `phalanx checkpoint ls`"
+        raise UserError("there is no good checkpoint", field="--resume", value=asked, remedy=remedy) from None
     except (BadCheckpoint, OSError) as error:
         remedy = "name another, or a run's folder, whose newest good one is taken; `phalanx checkpoint ls` lists them"
         raise UserError(f"it cannot be loaded: {error}", field="--resume", value=asked, remedy=remedy) from None
+
+
+def _named(asked: str, job: Job, on_event: OnEvent) -> Start:
+    place, _, name = asked.rstrip("/").rpartition("/")
+    if NAME.fullmatch(name):
+        catalog = Catalog(open_store(place or "."))
+        return Start(catalog, catalog.open(name), "", [])
+    inside = Path(asked) / FOLDER
+    candidates = _candidates([Catalog(open_store(str(inside) if inside.is_dir() else asked))])
+    start = _first(candidates, "", on_event)
     if start is None:
-        remedy = "name a checkpoint, a run's folder, or `auto` for the newest of this job; `phalanx checkpoint ls`"
-        raise UserError("there is no good checkpoint", field="--resume", value=asked, remedy=remedy)
+        raise FileNotFoundError(asked)
     return start
 
 
-def _first(catalogs: list[Catalog], on_event: OnEvent) -> Start | None:
-    for i, catalog in enumerate(catalogs):
-        if reader := catalog.newest_good(on_event):
-            return Start(catalogs[i:], reader)
+def _auto(job: Job, on_event: OnEvent) -> Start | None:
+    places = [job.checkpoint.dir] if job.checkpoint.dir else []
+    records = run_folders(Path(job.run.dir), job.name)
+    catalogs = [Catalog(open_store(place)) for place in [*places, *(str(run / FOLDER) for run in records)]]
+    first, others = catalogs[: len(places)], catalogs[len(places) :]
+    refused: list[str] = []
+
+    def noticed(event: dict[str, Any]) -> None:
+        refused.append(f"{event['checkpoint']}: {event['reason']}")
+        on_event(event)
+
+    start = _first([*_candidates(first), *_candidates(others)], job.name, noticed)
+    if start:
+        return start
+    for catalog in catalogs:
+        for found in catalog.newest_first():
+            if found.status == "quarantined" and _is_of(found, job.name):
+                refused.append(f"{found.name} is in quarantine: {found.quarantine['reason']}")
+    refused = refused or [f"{record} says so, but they are not there" for record in records if _has_saved(record)]
+    if refused:
+        raise UserError(
+            f"the job has checkpoints, and none of them can be loaded: {'; '.join(refused[:3])}",
+            field="--resume",
+            value=AUTO,
+            remedy="bring their files back (is everything mounted?); `phalanx checkpoint verify` reads them, `release` "
+            "takes a good one out of quarantine; or begin anew with --resume new, which deletes none of them",
+        )
     return None
 
 
-def check_room(start: Start | None, job: Job) -> None:
-    """That no checkpoint is in the way: the one with the highest step counts as the newest, so those of a run that
-    begins before it would be the first to go."""
-    if not job.checkpoint.dir or job.checkpoint.every_steps < 0:
+def _candidates(catalogs: list[Catalog]) -> list[Candidate]:
+    """The good checkpoints: first those of the lineage that owns the place, then the lineage that came the furthest;
+    in a lineage the newest first."""
+    groups: dict[tuple[int, str], list[Candidate]] = {}
+    for number, catalog in enumerate(catalogs):
+        for found in catalog.good():
+            groups.setdefault((number, found.lineage), []).append((catalog, found))
+    owners = [lease.read(catalog.store, OWNER).get("lineage") for catalog in catalogs]
+
+    def rank(key: tuple[int, str]) -> tuple[bool, int, float]:
+        newest = groups[key][0][1]
+        return owners[key[0]] == key[1], newest.step, newest.since
+
+    return [each for key in sorted(groups, key=rank, reverse=True) for each in groups[key]]
+
+
+def _first(candidates: list[Candidate], job: str, on_event: OnEvent) -> Start | None:
+    """`job`: the name that the checkpoint's job must have; "": any."""
+    for i, (catalog, found) in enumerate(candidates):
+        reader = catalog.try_open(found.name, on_event)
+        if reader and (not job or reader.manifest.job.get("name", job) == job):
+            return Start(catalog, reader, job, candidates[i + 1 :])
+    return None
+
+
+def _is_of(found: Found, job: str) -> bool:
+    try:
+        return found.manifest.job.get("name", job) == job
+    except (BadCheckpoint, OSError, UserError):
+        return True
+
+
+def _has_saved(run: Path) -> bool:
+    """Whether the record of a run says that it made checkpoints."""
+    try:
+        return any(event["type"] == "checkpoint" for event in RunRecord.open(run).events())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def check_room(start: Start | None, job: Job, asked: str) -> None:
+    """That no newer checkpoint of this lineage, and none of another run, is where this run will write, unless it is to
+    begin anew."""
+    if not job.checkpoint.dir or job.checkpoint.every_steps < 0 or asked == NEW:
         return
-    found = Catalog(open_store(job.checkpoint.dir)).good()
-    begins = start.manifest.step if start else 0
-    if found and found[0].step > begins:
+    lineage = start.manifest.lineage if start else None
+    try:
+        found = [f for f in Catalog(_open(job)).good() if not start or f.lineage == lineage]
+    except (BadCheckpoint, OSError) as error:
+        raise _unreachable(job, error) from None
+    begins = (start.manifest.generation, start.manifest.step) if start else (0, 0)
+    if found and found[0].place > begins:
         raise UserError(
-            f"it has a checkpoint of step {found[0].step:,}, and this run begins at {begins:,}",
+            f"it has a checkpoint of step {found[0].step:,}, and this run begins at {begins[1]:,}",
             field="checkpoint.dir",
             value=job.checkpoint.dir,
-            remedy="go on from it with --resume auto, or name another folder",
+            remedy="continue it with --resume auto, begin anew beside it with --resume new, or name another folder",
         )
+
+
+def take_place(store: Store, job: Job, lineage: str, run: str, on_wait: Callable[[str], None]) -> lease.Lease:
+    """Become the only run that writes checkpoints there."""
+    mine = lease.Lease(store, OWNER, {"job": job.name, "lineage": lineage, "run": run})
+
+    def wait(body: lease.Body) -> None:
+        on_wait(
+            f"{store.url} belongs to a run on {body.get('host')}: waiting {body.get('term_s'):g} s for a sign of it"
+        )
+
+    try:
+        mine.take(on_wait=wait)
+    except lease.Held as held:
+        who = f"process {held.body.get('pid')} on {held.body.get('host')}"
+        raise UserError(
+            f"a run of {held.body.get('job')!r} writes its checkpoints there ({who})",
+            field="checkpoint.dir",
+            value=store.url,
+            remedy="name another folder, or stop that run first",
+        ) from None
+    except OSError as error:
+        raise _unreachable(job, error) from None
+    return mine
+
+
+def next_generation(store: Store, start: Start | None) -> int:
+    """The generation after which the run begins: what it writes must come after all that is there."""
+    if not start:
+        return 0
+    own = [f.place.generation for f in Catalog(store).all() if f.lineage == start.manifest.lineage]
+    return max([start.manifest.generation, *own])
+
+
+def _open(job: Job) -> Store:
+    return open_store(job.checkpoint.dir)
+
+
+def _unreachable(job: Job, error: Exception) -> UserError:
+    return UserError(
+        f"no checkpoint can be written there: {error}",
+        field="checkpoint.dir",
+        value=job.checkpoint.dir,
+        remedy="name a folder that you may write to, or a bucket that is there, with the right credentials",
+    )
 
 
 def check_fits(start: Start, job: Job) -> None:

@@ -1,8 +1,9 @@
-"""Ctrl-C, SIGTERM and a closed terminal ask a run for an orderly stop."""
+"""Ctrl-C, SIGTERM, a closed terminal and the end of a time limit ask a run for an orderly stop."""
 
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -10,21 +11,30 @@ from typing import Any
 
 
 class Stop:
-    """While it is entered the first signal asks, and more of them only end a grace period: the stop takes a
-    moment, is bounded, and leaves a record; cutting it short would only lose the record."""
+    """While it is entered the first signal asks the run to save and to leave within its grace period; the second asks
+    it to leave at once, though still in order. `limit_s`: after which the run stops by itself; 0: none."""
 
-    def __init__(self) -> None:
-        self.asked = False
-        self.gently = False  # by SIGTERM, as a scheduler does that wants its machines back, and not twice
+    def __init__(self, limit_s: float = 0.0) -> None:
+        self.at_limit = time.monotonic() + limit_s if limit_s else float("inf")
+        self.hurried = False
+        self._signalled = False
         self._raises = False
         self._before: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        return self._signalled or time.monotonic() > self.at_limit
+
+    @property
+    def why(self) -> str:
+        return "stopped" if self._signalled or not self.asked else "stopped by run.time_limit_s"
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """For a time in which nothing runs that wants an orderly end: a signal raises KeyboardInterrupt."""
         self._raises = True
         try:
-            if self.asked:
+            if self._signalled:
                 raise KeyboardInterrupt
             yield
         finally:
@@ -41,8 +51,8 @@ class Stop:
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        first, self.asked = not self.asked, True
-        self.gently = first and number == signal.SIGTERM
+        first, self._signalled = not self._signalled, True
+        self.hurried = not first
         if first and self._raises:
             raise KeyboardInterrupt
 

@@ -4,8 +4,10 @@ reports. The listener only listens."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
+import secrets
 import shutil
 import time
 from collections import deque
@@ -16,18 +18,22 @@ from statistics import median
 from typing import Any, Protocol
 
 from phalanx import __version__
+from phalanx.checkpoint.catalog import Catalog, Found
 from phalanx.control.messages import Failure
 from phalanx.control.verdict import remedy
+from phalanx.core.checkpoint import BadCheckpoint, Facts
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
+from phalanx.core.lease import Lease
 from phalanx.core.shape import MFU_CONVENTION, MFU_EXPERTS
+from phalanx.core.store import open_store
 from phalanx.data import source
-from phalanx.data.selection import RunData
+from phalanx.data.selection import Position, RunData
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
 from phalanx.run.host import refuse
 from phalanx.run.planned import Forecast
-from phalanx.run.start import FOLDER, Start, check_fits, check_room, find_start
+from phalanx.run.start import AUTO, FOLDER, Start, check_fits, check_room, find_start, next_generation, take_place
 from phalanx.run.stop import Stop
 from phalanx.runtime.cluster import Begin, Cluster, Entries
 
@@ -66,15 +72,15 @@ def run_job(
     forecast beside what was measured. Raises UserError, RunFailed or KeyboardInterrupt, each after everything has been
     cleaned up and recorded."""
     refuse(job)
-    with Stop() as stop:
+    with Stop(job.run.time_limit_s) as stop:
         noticed: list[dict[str, Any]] = []
-        start = find_start(resume, job, noticed.append) if resume else None
-        if start and resume == "auto" and start.manifest.step == job.train.steps:
+        start = find_start(resume, job, noticed.append)
+        if start and resume == AUTO and start.manifest.step == job.train.steps:
             listener.note(f"{start.place['url']}/{start.reader.name} is of the last step: nothing is left to do")
             return {"status": "done", "steps": 0}
         if start:
             check_fits(start, job)
-        check_room(start, job)
+        check_room(start, job, resume)
         record = _create_record(job, origins)
         run = _Run(job, record, listener, stop, start, noticed)
         try:
@@ -87,8 +93,21 @@ def run_job(
             if told is error:
                 raise
             raise told from error
+        finally:
+            run.close()
         listener.finished(summary)
     return summary
+
+
+def _words(saved: Found | None) -> str:
+    return f"saved up to step {saved.step}: {saved.store.url}/{saved.name}" if saved else "nothing of it is saved"
+
+
+def _position(start: Start | None) -> Position | None:
+    if not start:
+        return None
+    m = start.manifest
+    return Position(m.step, m.cursor, m.order, m.data_version, m.seq_len)
 
 
 def _create_record(job: Job, origins: dict[str, str]) -> RunRecord:
@@ -131,7 +150,11 @@ class _Run:
         self.job, self.record, self.listener, self.stop = job, record, listener, stop
         self.start, self.noticed = start, noticed
         self.attempts = 0  # to start from a checkpoint
-        self.data_version = ""
+        self.place = job.checkpoint.dir or str(record.path / FOLDER)  # of its checkpoints
+        self.mark = secrets.token_hex(8)
+        self.lineage = (start.manifest.lineage if start else "") or secrets.token_hex(4)
+        self.lease: Lease | None = None
+        self.data: RunData | None = None
         self.launched = False
         self.running: set[int] = set()
         self.facts: dict[int, dict[str, Any]] = {}
@@ -149,10 +172,13 @@ class _Run:
         self.listener.starting(self.record.path)
         for event in self.noticed:
             self._on_checkpoint_event(event)
-        if resume and not self.start:
+        if resume == AUTO and not self.start:
             self.listener.note("no earlier checkpoint of this job was found: starting from the beginning")
         with self.stop.at_once():
             self._build_source()
+            if self.saves:
+                store = open_store(self.place)
+                self.lease = take_place(store, self.job, self.lineage, self.mark, self.listener.note)
         self.launched = True
         while True:
             try:
@@ -160,8 +186,10 @@ class _Run:
                 break
             except _Damaged as damaged:
                 self._fall_back(str(damaged))
+        saved = self._saved()
         return {
             "status": "done",
+            "durable": saved.step if saved else 0,
             **self.figures(),
             "wall_s": time.monotonic() - started,
             "start_s": ended["start_s"],
@@ -178,24 +206,24 @@ class _Run:
                 said += f", saved on {start.manifest.layout.describe()}"
             self.listener.note(said)
             self.record.event({"type": "resume", **start.place, "step": start.manifest.step})
-            if start.manifest.data_version not in ("", self.data_version):
-                was = start.manifest.data_version[:16]
-                self.listener.note(f"the data is of another version than the checkpoint's: not {was}")
         self.listener.status(f"starting {job.layout.world_size} ranks: loading torch")
+        assert self.data
         begin = Begin()
         if start:
-            m = start.manifest
-            begin = Begin(m.step, m.generation, m.ledger, start.place)
-        saves = job.checkpoint.every_steps >= 0
+            generation = next_generation(open_store(self.place), start)
+            begin = Begin(start.manifest.step, generation, start.manifest.ledger, start.place)
+        data = self.data
+        facts = Facts(self.lineage, data.version, data.order, data.first_step, data.first_place)
         cluster = Cluster(
             job,
             self.record.path,
-            replace(ENTRIES, keeper=KEEPER if saves else ""),
+            replace(ENTRIES, keeper=KEEPER if self.saves else ""),
             self._on_event,
             stop=lambda: self.stop.asked,
-            gently=lambda: self.stop.gently,
-            checkpoints=job.checkpoint.dir or str(self.record.path / FOLDER),
-            data_version=self.data_version,
+            gently=lambda: not self.stop.hurried,
+            checkpoints=self.place,
+            facts=dataclasses.asdict(facts),
+            run=self.mark,
         )
         if self.attempts:
             cluster.folder = self.record.path / f"control-{self.attempts}"  # another beginning, another journal
@@ -235,9 +263,28 @@ class _Run:
             raise UserError(
                 f"no good checkpoint is left; the last was refused: {reason}",
                 field="--resume",
-                value="auto",
-                remedy="restore one from elsewhere, or start without --resume",
+                value=AUTO,
+                remedy="restore one from elsewhere, or begin anew with --resume new, which deletes none of them",
             )
+        assert self.data
+        self.data = RunData.plan(self.job, self.data.url, _position(self.start))
+        self.data.write(self.record.path)
+
+    def _saved(self) -> Found | None:
+        """The newest checkpoint of this run, or of those that it continues; as it lies there, whoever wrote it."""
+        try:
+            own = [f for f in Catalog(open_store(self.place)).good() if f.lineage == self.lineage]
+        except (BadCheckpoint, OSError, UserError):
+            return None
+        return own[0] if own else None
+
+    @property
+    def saves(self) -> bool:
+        return self.job.checkpoint.every_steps >= 0
+
+    def close(self) -> None:
+        if self.lease:
+            self.lease.close()
 
     def end(self, error: BaseException) -> BaseException:
         """Record how far the run came; returns what the caller is told. A run that was refused before
@@ -249,13 +296,20 @@ class _Run:
                 self.record.path.parent.rmdir()  # if it is empty, it was made for this run
             return error
         stopped = isinstance(error, KeyboardInterrupt | BrokenPipeError) or self.stop.asked
+        saved = self._saved() if self.launched else None
         if stopped and not isinstance(error, BrokenPipeError):
-            error = KeyboardInterrupt(f"stopped after {self.num_steps} of {self.job.train.steps} steps")
+            done = self.num_steps + (self.start.manifest.step if self.start else 0)
+            error = KeyboardInterrupt(f"{self.stop.why} after step {done} of {self.job.train.steps}; {_words(saved)}")
+        elif isinstance(error, RunFailed):
+            error = RunFailed(
+                f"{error.reason}; {_words(saved)}", rank=error.rank, log_tail=error.log_tail, remedy=error.remedy
+            )
         elif isinstance(error, OSError) and not stopped:
             error = RunFailed(f"the record {self.record.path} cannot be written: {error.strerror}")
         with contextlib.suppress(OSError):
             status = "stopped" if stopped else "failed"
-            self.record.finish({"status": status, "reason": str(error), **self.figures()})
+            about = {"status": status, "reason": str(error), "durable": saved.step if saved else 0}
+            self.record.finish({**about, **self.figures()})
         return error
 
     def figures(self) -> dict[str, Any]:
@@ -281,8 +335,8 @@ class _Run:
         def on_progress(size_bytes: int) -> None:
             self.listener.status(f"reading {self.job.data.source}: {size_bytes / 1e6:.1f} MB")
 
-        built, self.entropy = source.prepare(self.job, self.record.path, on_progress)
-        self.data_version = RunData.read(self.record.path).version
+        built, self.entropy = source.prepare(self.job, self.record.path, on_progress, _position(self.start))
+        self.data = RunData.read(self.record.path)
         self.listener.note(built)
 
     def _on_event(self, event: dict[str, Any]) -> None:
@@ -348,6 +402,10 @@ class _Run:
             self.listener.note(f"recovery from memory is {self.memory}")
         elif kind == "checkpoint_quarantined":
             self.listener.note(f"checkpoint {event['checkpoint']} is DAMAGED and was put aside: {event['reason']}")
+        elif kind == "checkpoint_unreadable":
+            self.listener.note(
+                f"checkpoint {event['checkpoint']} CANNOT BE READ and is left as it is: {event['reason']}"
+            )
         elif kind == "checkpoint":
             size, stall_ms = event["bytes"] / 1e6, event["stall_s"] * 1e3
             took = f"{size:,.1f} MB in {event['drain_s']:.2f} s, training waited {stall_ms:.1f} ms"
@@ -367,7 +425,8 @@ class _Run:
         table.events.clear()
 
     def _on_row(self, row: dict[str, Any]) -> None:
-        row["cursor"] = (row["step"] + 1) * self.job.train.global_batch
+        assert self.data
+        row["cursor"] = self.data.cursor(row["step"] + 1)
         line = row.pop("record")
         if line:
             self.record.ledger(line)

@@ -150,7 +150,7 @@ class Cluster:
         gently: Callable[[], bool] = lambda: False,
         *,
         checkpoints: str = "",
-        data_version: str = "",
+        facts: dict[str, Any] | None = None,
         run: str = "",
     ):
         if not job.run.threads and job.train.reduction != "exact":  # all nodes share the cores of this machine
@@ -159,7 +159,7 @@ class Cluster:
         self.job, self.run_dir, self.entries, self.on_event = job, run_dir.absolute(), entries, on_event
         self.stop, self.gently = stop, gently
         self.folder = self.run_dir / "control"
-        self.checkpoints, self.data_version, self.mark = checkpoints, data_version, run or secrets.token_hex(8)
+        self.checkpoints, self.facts, self.mark = checkpoints, facts or {}, run or secrets.token_hex(8)
         self.host, self.places = places_of(job.run.hosts)
         self.loop = Loop()
         self.nodes_up: dict[str, NodeClient] = {}
@@ -237,7 +237,7 @@ class Cluster:
             "resume": begin.place,
             "ledger": begin.ledger,
             "checkpoints": self.checkpoints,
-            "data_version": self.data_version,
+            "facts": self.facts,
             "keeper": {"run": self.mark, "token": token},
         }
         services: dict[str, Any] = {"store": {"entry": e.store, "args": {}}}
@@ -250,6 +250,7 @@ class Cluster:
                 "keep_last": c.keep_last,
                 "keep_every": c.keep_every,
                 "token": token,
+                "run": self.mark,
                 "has_buddy": policy_of(self.job, True).buddies,
             }
             services["keeper"] = {"entry": e.keeper, "args": args}

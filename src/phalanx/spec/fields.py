@@ -290,7 +290,10 @@ class DataSection(Section):
         [], "Ranges [from, to) of places in the order that are left out."
     )
     groups: int = option(
-        DATA.groups, "Parts of the order that are read apart; 0 means a power of two, as many as nodes.", ge=0, le=65536
+        DATA.groups,
+        "Parts of the order that are read apart; 0 means 8, for any number of nodes. It stays for the whole run.",
+        ge=0,
+        le=65536,
     )
     buffer_steps: int = option(
         DATA.buffer_steps, "Steps whose samples are ready before they are needed.", ge=2, le=1024
@@ -375,6 +378,11 @@ class RunSection(Section):
     )
     hang_timeout_s: float = option(
         RUN.hang_timeout_s, "Seconds without a step until a run counts as hung; 0 derives it from the step time.", ge=0
+    )
+    time_limit_s: float = option(
+        RUN.time_limit_s,
+        "Seconds after which a run saves and stops, within recovery.grace_s, as after Ctrl-C; 0: it has no limit.",
+        ge=0,
     )
     share_devices: bool = option(
         RUN.share_devices, "Whether ranks may share an accelerator where there are more of them: slow, over Gloo."

@@ -18,7 +18,7 @@ from phalanx.checkpoint.files import Reader
 from phalanx.checkpoint.keeper import Line
 from phalanx.checkpoint.memory import Slot
 from phalanx.checkpoint.torch_state import Snapshotter, load, load_slot, set_rng_state
-from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan
+from phalanx.core.checkpoint import BadCheckpoint, Facts, Manifest, Plan
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.ledger import GENESIS
@@ -33,9 +33,11 @@ FIRST_STEP = 10  # early, so that what it costs is known soon; then twice as far
 class Saver:
     """`heard.interval` is what was announced last: its version, and steps between checkpoints and between snapshots."""
 
-    def __init__(self, job: Job, coord: Coord, state: State, device: Device, channel: Any, args: Any, heard: Any):
-        """`args`: the keeper's address, the run's mark and the version of the data."""
-        self.job, self.state, self.channel, self.heard = job, state, channel, heard
+    def __init__(
+        self, job: Job, coord: Coord, state: State, device: Device, channel: Any, args: Any, heard: Any, facts: Facts
+    ):
+        """`args`: the keeper's address and the run's mark."""
+        self.job, self.state, self.channel, self.heard, self.facts = job, state, channel, heard, facts
         plan = Plan.of(state.entries, job.layout, coord)
         base = Manifest(
             name="",
@@ -44,11 +46,16 @@ class Saver:
             entries=state.entries,
             files=[],
             updates=0,
-            data_version=args["data_version"],
+            order=facts.order,
+            data_version=facts.data_version,
+            seq_len=job.train.seq_len,
+            lineage=facts.lineage,
             job=job.to_dict(),
         )
         line = Line(args["address"], job.layout.rank(coord), plan.image_bytes, plan.own_bytes, base.to_json())
-        self.snapshots = Snapshotter(line, state.entries, job.layout, coord, state.get, device, args["run"])
+        self.snapshots = Snapshotter(
+            line, state.entries, job.layout, coord, state.get, device, args["run"], lineage=facts.lineage
+        )
         self._under_way = 0  # the step of the snapshot whose stall is not reported yet
 
     def begin(self, generation: int) -> None:
@@ -100,7 +107,7 @@ class Saver:
 
     def _about(self) -> dict[str, Any]:
         """What the manifest says of the step; all ranks must say the same."""
-        cursor = self.state.step * self.job.train.global_batch
+        cursor = self.facts.cursor(self.state.step, self.job.train.global_batch)
         return {"cursor": cursor, "ledger": self.state.ledger, "updates": self.state.updates}
 
     def close(self) -> None:
@@ -150,12 +157,13 @@ def resume_from_checkpoint(
     url: str,
     step: int,
     generation: int,
+    lineage: str = "",
     progress: Callable[[], object] = lambda: None,
 ) -> None:
     """Go on from the checkpoint that this run made of `step` in that generation."""
     store = open_store(url)
-    for found in Catalog(store).newest_first():
-        if found.step == step and found.status == "good" and found.manifest.generation == generation:
+    for found in Catalog(store).good():
+        if (found.place, found.lineage) == ((generation, step), lineage):
             resume(job, coord, state, device, url, found.name, progress=progress)
             return
     raise BadCheckpoint(f"there is no checkpoint of step {step}, generation {generation}, at {url}")
@@ -168,8 +176,8 @@ def resume_from_memory(layout: Layout, coord: Coord, state: State, device: Devic
     if header is None:
         raise BadCheckpoint("there is no whole snapshot in memory")
     about = json.loads(header["seal"])
-    updates = int(about.get("updates", header["step"]))
-    state.restore(partial(load_slot, slot, state.entries, layout, coord), header["step"], updates)
+    fill = partial(load_slot, slot, state.entries, layout, coord)
+    state.restore(fill, header["step"], int(about["updates"]))
     state.ledger = str(about.get("ledger", GENESIS))
     set_rng_state(device, base64.b64decode(header["rng"]))
     return state.step

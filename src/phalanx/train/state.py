@@ -90,7 +90,7 @@ class State:
 
     def restore(self, fill: Callable[[Callable[[str], Tensor]], object], step: int, updates: int) -> None:
         """Go on from a checkpoint of `step`, after so many updates of the optimizer: `fill` is given this rank's slices
-        by name, to be written to. Without updates it has no moments, and the optimizer starts anew."""
+        by name, to be written to. Without updates the checkpoint has no moments, and the optimizer starts anew."""
         moments: dict[nn.Parameter, dict[str, Tensor]] = {}
         dtypes = {e.held.name: getattr(torch, e.dtype) for e in self.entries}
         for name, param in self.params.items():
@@ -101,8 +101,11 @@ class State:
             return moments[self.params[what]][kind].detach() if kind in MOMENTS else self.get(name)
 
         fill(room)
-        if updates:
-            self.optimizer.restore(moments, updates)
+        if not updates:  # the checkpoint has none, and those of a state that was here before do not count
+            for held in moments.values():
+                for moment in held.values():
+                    moment.zero_()
+        self.optimizer.restore(moments, updates)
         self.step, self.updates = step, updates
 
     def digest(self) -> dict[str, str] | None:

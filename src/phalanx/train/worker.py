@@ -29,7 +29,8 @@ from phalanx.checkpoint.torch_state import rng_state, set_rng_state
 from phalanx.control.member import Member
 from phalanx.control.messages import Source
 from phalanx.control.verdict import is_echo
-from phalanx.core.checkpoint import BadCheckpoint
+from phalanx.core import document
+from phalanx.core.checkpoint import BadCheckpoint, Facts
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
@@ -132,6 +133,7 @@ class Worker:
         self.channel, self.args, self.job, self.rank = channel, args, job, int(args["rank"])
         self._quiet = Phase.starting
         self.local_ranks = int(args["local_ranks"])
+        self.facts = document.make(Facts, args["facts"])
         torch.set_num_threads(num_threads(job, self.local_ranks))
         torch.manual_seed(job.seed)
         self.device = Device.pick(job.run.device, self.rank, job.layout.world_size, job.run.share_devices)
@@ -268,12 +270,13 @@ class Worker:
         self.engine = Engine(
             job, self.family, coord, self.groups, self.state, self.device, mark=self.channel.progress.mark
         )
-        self.source = Batches(
-            job, Feed(self.args["data"]["address"], self.engine.indices, self.state.step, self._peers(replicas))
-        )
+        feed = Feed(self.args["data"]["address"], self.engine.indices, self.state.step, self._peers(replicas))
+        self.source = Batches(job, feed, self.facts)
         self._keep_line(job, coord, generation)
         from_ = source.kind if source else "kept"
-        took = {"restore_s": restored - began, "form_s": time.perf_counter() - restored}
+        took: dict[str, Any] = {"restore_s": restored - began, "form_s": time.perf_counter() - restored}
+        if job.train.compress != "none":
+            took["residuals"] = "zeroed"  # of the compressed gradients: they belonged to another membership
         self.channel.send({"type": "entered", "generation": generation, "source": from_, **took})
         if not self.told_facts and (source is None or source.kind != "live"):  # else it is like its peers
             self.told_facts = True
@@ -305,10 +308,11 @@ class Worker:
             resume_from_memory(layout, layout.coord(source.number), self.state, self.device, slot)
         elif source.kind == "durable":
             url = self.args["checkpoints"]
-            resume_from_checkpoint(job, coord, self.state, self.device, url, step, source.made, self._move)
+            about = (url, step, source.made, self.facts.lineage)
+            resume_from_checkpoint(job, coord, self.state, self.device, *about, self._move)
         elif start := self.args["resume"]:
-            about = (start["url"], start["name"], self.local_ranks, self._move)
-            self.channel.send(resume(job, coord, self.state, self.device, *about))
+            place = (start["url"], start["name"], self.local_ranks, self._move)
+            self.channel.send(resume(job, coord, self.state, self.device, *place))
         else:
             self._begin_anew(coord)
         if self.state.step != step:
@@ -342,11 +346,10 @@ class Worker:
         keeper = self.args.get("keeper")
         if not keeper or "address" not in keeper:  # checkpoints are switched off
             return
-        keeper = {**keeper, "data_version": self.args["data_version"]}
         if self.saver and (self.saver.job.layout != job.layout or self.saver.state is not self.state):
             self._drop_saver()
         if self.saver is None:
-            self.saver = Saver(job, coord, self.state, self.device, self.channel, keeper, self.commands)
+            self.saver = Saver(job, coord, self.state, self.device, self.channel, keeper, self.commands, self.facts)
         self.saver.begin(generation)
 
     def _drop_saver(self) -> None:
@@ -463,8 +466,8 @@ class Worker:
         self.record = Record(
             step=step,
             previous="",
-            samples=(step * batch, (step + 1) * batch),
-            data_version=self.args["data_version"],
+            samples=(self.facts.cursor(step, batch), self.facts.cursor(step + 1, batch)),
+            data_version=self.facts.data_version,
             loss_bits=bits(mean_loss(losses, tokens)),
             norm_bits=bits(norm),
             layout=self.job.to_dict()["layout"],
@@ -512,14 +515,15 @@ def num_threads(job: Job, local_ranks: int) -> int:
 class Batches:
     """The micro-batches of a rank, step by step: a function of the job alone, and of which micro-batches they are."""
 
-    def __init__(self, job: Job, feed: Feed):
-        self.job, self.feed, self.places = job, feed, places_of(feed.indices, job.train.micro_batch)
+    def __init__(self, job: Job, feed: Feed, facts: Facts | None = None):
+        self.job, self.feed, self.facts = job, feed, facts or Facts()
+        self.places = places_of(feed.indices, job.train.micro_batch)
 
     def take(self, step: int) -> tuple[list[Batch], dict[str, Any]]:
         """And what is to be reported of how they came."""
         got = self.feed.take(step)
         samples = unpack(got.rows, self.feed.eos)
-        places = self.places + step * self.job.train.global_batch
+        places = self.places + self.facts.cursor(step, self.job.train.global_batch)
         fed = {
             "data_wait_s": got.waited_s,
             "data_ready": got.ready,

@@ -9,10 +9,11 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from phalanx.core.held import CODEC_BLOCK
 from phalanx.core.job import CollectivesConfig, Job
 from phalanx.core.layout import Coord
 from phalanx.core.shape import even_bounds
-from phalanx.plan.cost.units import has_experts, members, names, tensors, units
+from phalanx.plan.cost.units import Unit, has_experts, members, names, tensors, units
 from phalanx.plan.cost.volumes import (
     expert_exchanges,
     forward_runs,
@@ -25,7 +26,6 @@ from phalanx.plan.cost.volumes import (
 MASTER_BYTES = {"bf16": 4, "fp32": 4, "fp64": 8}
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 COUNT_BYTES = 8  # what is counted is int64, what is added up over all ranks fp64
-CODEC_BLOCK = 1024  # as in parallel/replica.py
 PARCEL_NUMEL, PARCEL_ALIGN, PARCEL_ROUND = 1 << 21, 64, 1024  # as in train/optimizer.py
 
 
@@ -216,25 +216,35 @@ class _Step:
     def _replicas(self) -> None:
         """Gradients in buckets, filled as the last backward goes on."""
         limit = self.job.train.bucket_mb * 1e6
-        bucket, leaves = 0, 1
+        bucket: list[Unit] = []
+        leaves = 1
         for unit in units(self.held, self.layout, self.coord):
             own = unit.parts // self.layout.shard if self.exact and unit.parts > 1 else 1
             if own != leaves:
                 self._bucket(bucket, leaves)
-                bucket = 0
+                bucket = []
             leaves = own
-            bucket += unit.slice_numel * self.master
-            if bucket >= limit:
+            bucket.append(unit)
+            if sum(u.slice_numel for u in bucket) * self.master >= limit:
                 self._bucket(bucket, leaves)
-                bucket = 0
+                bucket = []
         self._bucket(bucket, leaves)
 
-    def _bucket(self, size_bytes: int, leaves: int) -> None:
+    def _bucket(self, bucket: list[Unit], leaves: int) -> None:
         where, replica = self._where("replica"), self.layout.replica
+        size_bytes = sum(unit.slice_numel for unit in bucket) * self.master
         if not size_bytes or replica == 1:
             return
         if not self.exact:
-            self._sum_replicas(size_bytes, self.master, self.job.train.compress)
+            if self.job.train.compress == "none":
+                self._sum_replicas(size_bytes, self.master)
+                return
+            for numel, codec in (
+                (sum(unit.whole_numel for unit in bucket), "none"),
+                (sum(unit.coded_numel for unit in bucket), self.job.train.compress),
+            ):
+                if numel:
+                    self._sum_replicas(numel * self.master, self.master, codec)
             return
         whole = _padded(size_bytes, replica * self.master)
         where.tree(whole, leaves * self.job.num_micro // replica, 0, size_bytes)
@@ -245,7 +255,8 @@ class _Step:
         where = self._where("replica")
         inside, across = where.levels(size_bytes)
         if inside > 1:
-            size_bytes = _padded(size_bytes, self.layout.replica * item_bytes)
+            block = 1 if compress == "none" else CODEC_BLOCK
+            size_bytes = _padded(size_bytes, self.layout.replica * item_bytes * block)
             where.put("reduce-scatter", inside, 1, size_bytes)
             where.put("all-gather", inside, 1, size_bytes)
         size_bytes //= inside

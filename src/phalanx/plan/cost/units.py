@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.core.errors import UserError
-from phalanx.core.held import Held
+from phalanx.core.held import CODEC_BLOCK, Held, travels_whole
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig, balance
 
@@ -119,6 +119,8 @@ class Unit:
     axis: str
     parts: int  # ranks that share it
     slice_numel: int  # elements of a rank's slice, rows padded to the longest
+    whole_numel: int  # of them, those that are never compressed
+    coded_numel: int  # the others, each parameter padded to whole blocks of the codec
 
     @property
     def numel(self) -> int:
@@ -137,8 +139,11 @@ def units(held: list[Held], layout: Layout, coord: Coord) -> list[Unit]:
         parts = len(members(layout, coord, axis))
         part = layout.in_stage(coord) % layout.ep if axis == "edp" else coord.tp
         name = f"layers.{layer}" if layer >= 0 else "ends"
-        numel = sum(_slice(h, layout, part, parts) for h in some)
-        out.append(Unit(name + (".experts" if axis == "edp" else ""), stage, axis, parts, numel))
+        sizes = [(_slice(h, layout, part, parts), travels_whole(h.name, h.shape)) for h in some]
+        whole = sum(size for size, is_whole in sizes if is_whole)
+        coded = sum(-(-size // CODEC_BLOCK) * CODEC_BLOCK for size, is_whole in sizes if not is_whole)
+        numel = sum(size for size, _ in sizes)
+        out.append(Unit(name + (".experts" if axis == "edp" else ""), stage, axis, parts, numel, whole, coded))
     where = {(u.name, u.stage): i for i, u in enumerate(out)}
     return sorted(out, key=lambda u: (-u.stage, u.name == "ends", -where[u.name, u.stage]))
 

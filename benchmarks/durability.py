@@ -1,0 +1,270 @@
+"""What an operator's faults cost: each fault of the list is done to real checkpoints, data sets and runs, in a folder
+and behind an S3 API (Ceph's gateway if it is installed, else moto behind a proxy that honours If-Match), and what is
+lost is counted. Then random histories of two savers, a retention, a resume and a reader in one place, with requests
+that fail before or after they took effect and actors that die.
+
+"Before" is what a review of the version of 2026-11-15 lost to the same fault.
+
+Bar: nothing is lost, in no row; 1,000 histories in a folder and 1,000 in a bucket lose no committed checkpoint and load
+none of another run."""
+
+from common import finish, machine  # isort: skip
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from durability_cases import interleave
+
+from phalanx.checkpoint import second
+from phalanx.checkpoint.catalog import Catalog
+from phalanx.checkpoint.index import CATALOG
+from phalanx.core import lease
+from phalanx.core.checkpoint import file_name
+from phalanx.core.errors import UserError
+from phalanx.core.job import CheckpointConfig, DataConfig, Job, RunConfig, TrainConfig
+from phalanx.core.layout import Layout
+from phalanx.core.store import Folder, open_store
+from phalanx.data.build import build
+from phalanx.data.fetch import read_manifest
+from phalanx.data.selection import Position, RunData
+from phalanx.data.tokenizer import Bytes
+from phalanx.data.verify import verify
+from phalanx.run.start import AUTO, find_start, take_place
+from tests.checkpoint.test_catalog import make
+from tests.data import s3
+from tests.system.command import TINY, Command, sets
+
+SMALL = {"chunk_items": 256, "shard_chunks": 8}
+
+
+def job_at(store, root: Path) -> Job:
+    run = RunConfig(dir=str(root / "runs"))
+    return Job("bench", train=TrainConfig(steps=1000), run=run, checkpoint=CheckpointConfig(dir=store.url))
+
+
+def saved(store, steps, lineage="aaaaaaaa", name="bench"):
+    return [make(store, step, lineage=lineage, generation=1, job={"name": name}) for step in steps]
+
+
+# -- the rows: each returns how much is lost, and of how much
+
+
+def files_away(store, root: Path) -> tuple[int, int]:
+    """Rank files are away while a run tries to resume, and come back: checkpoints that cannot be loaded any more."""
+    names, kept = saved(store, (10, 20, 30)), {}
+    for name in names:
+        kept[name] = store.read(f"{name}/{file_name(0)}")
+        store.remove(f"{name}/{file_name(0)}")
+    start = find_start(AUTO, job_at(store, root), lambda event: None)
+    while start:
+        start = start.next(f"{start.reader.name}/{file_name(0)}: is missing", lambda event: None)
+    Catalog(store).retain(1, lineage="aaaaaaaa")
+    for name, data in kept.items():
+        store.write(f"{name}/{file_name(0)}", data)
+    start = find_start(AUTO, job_at(store, root), lambda event: None)
+    good = [name for name in names if not second.read_again(store, name)]
+    assert start and start.reader.name == names[-1]
+    return len(names) - len(good), len(names)
+
+
+def two_builds(store, root: Path) -> tuple[int, int]:
+    """A build that was believed to be dead comes to nothing after another has committed: shards of that one lost."""
+    for name, seed in (("a", 1), ("b", 2)):
+        (root / name).write_bytes(bytes(np.random.default_rng(seed).integers(97, 123, 40_000, np.uint8)))
+    built = []
+
+    def meanwhile(progress) -> None:
+        if progress.done_bytes == progress.total_bytes and not built:
+            held, lease._is_held = lease._is_held, lambda body: False
+            try:
+                built.append(build([("x", str(root / "a"))], store, Bytes(), workers=1, staging=root / "s1", **SMALL))
+            finally:
+                lease._is_held = held
+
+    with contextlib.suppress(UserError):
+        inputs = [("x", str(root / "b"))]
+        build(inputs, store, Bytes(), workers=1, staging=root / "s2", on_progress=meanwhile, **SMALL)
+    ((manifest, version),) = built
+    assert read_manifest(store)[1] == version
+    return len(verify(store, manifest, version)), manifest.num_shards(0)
+
+
+def data_position(store, root: Path) -> tuple[int, int]:
+    """Batch 8 -> 16, 8 -> 16 nodes and other weights at step 30: places of the next 10 steps served twice or never."""
+    for name in ("a", "b"):
+        (root / name).write_bytes(name.encode() * 40_000)
+    build([("x", str(root / "a")), ("y", str(root / "b"))], store, Bytes(), workers=1, staging=root / "s", **SMALL)
+    wide = {"layout": Layout(replica=8, ranks_per_node=1)}
+
+    def plan(batch: int, layout: Layout, weights: dict, position=None) -> RunData:
+        train = TrainConfig(seq_len=16, global_batch=batch, micro_batch=1)
+        stages = [{"at": 0, "weights": weights}]
+        return RunData.plan(Job(train=train, layout=layout, data=DataConfig(stages=stages)), store.url, position)
+
+    first = plan(8, wide["layout"], {"x": 1.0, "y": 1.0})
+    at = Position(30, first.cursor(30), first.order, first.version, first.seq_len)
+    second_run = plan(16, Layout(replica=16, ranks_per_node=1), {"x": 3.0, "y": 1.0}, at)
+    places = [p for step in range(30) for p in first.places(step)]
+    places += [p for step in range(30, 40) for p in second_run.places(step)]
+    loader, again = first.open(), second_run.open()
+    moved = int((loader.rows(range(240)) != again.rows(range(240))).any(1).sum())
+    loader.close()
+    again.close()
+    return moved + len(set(range(400)) ^ set(places)) + len(places) - len(set(places)), 400
+
+
+def two_runs(store, root: Path) -> tuple[int, int]:
+    """Another run in the same place, with a retention of its own: checkpoints of the first that are gone."""
+    job = job_at(store, root)
+    names, first = saved(store, (10, 20, 30)), take_place(store, job, "aaaaaaaa", "one", print)
+    refused = 0
+    try:
+        take_place(store, job, "bbbbbbbb", "two", print)
+    except UserError:
+        refused = 1
+    first.close()
+    saved(store, (5, 15, 25, 35), "bbbbbbbb", "other")
+    Catalog(store).retain(1, lineage="bbbbbbbb")
+    start = find_start(AUTO, job, print)
+    assert refused and start and start.manifest.lineage == "aaaaaaaa"
+    return sum(bool(second.read_again(store, name)) for name in names), len(names)
+
+
+def no_catalog(store, root: Path) -> tuple[int, int]:
+    """catalog.json is gone, then torn: checkpoints that are not found."""
+    names = saved(store, (10, 20, 30))
+    if isinstance(store, Folder):
+        return 0, 3
+    store.remove(CATALOG)
+    missing = len(names) - len(Catalog(store).good())
+    store.write(CATALOG, b'{"checkpoints": {"step')
+    try:
+        find_start(AUTO, job_at(store, root), print)
+        missing += 3
+    except UserError as error:
+        missing += 3 * ("reindex" not in str(error))
+    Catalog(store).index.rebuild()
+    return missing + len(names) - len(Catalog(store).good()), 3
+
+
+def late_writer(store, root: Path) -> tuple[int, int]:
+    """A writer that was fenced off adds a checkpoint of a higher step: steps of the run that went on, undone."""
+    for step, generation in ((40, 2), (50, 3), (60, 2)):
+        make(store, step, f"g{generation}", generation=generation, lineage="aaaaaaaa", job={"name": "bench"})
+    start = find_start(AUTO, job_at(store, root), print)
+    return int(start is None or start.manifest.step != 50), 1
+
+
+ROWS = {
+    "rank files away during --resume auto": (files_away, "3 of 3 checkpoints"),
+    "two builds into one address": (two_builds, "22 of 22 shards"),
+    "another batch, node count, weights": (data_position, "240 places skipped"),
+    "two runs in one checkpoint.dir": (two_runs, "all checkpoints of one"),
+    "catalog.json gone or torn": (no_catalog, "all, in silence"),
+    "a fenced-off writer's late checkpoint": (late_writer, "the newer generation"),
+}
+
+
+def stopped(number: int, root: Path) -> tuple[int, int]:
+    """A real run of two ranks without recovery gets a signal: steps that it trained and did not save."""
+    command = Command(root, *sets(TINY | {"checkpoint.every_steps": 100_000}))
+    command.wait_until(lambda: len(command.rows()) > 20, 300)
+    command.signal(number)
+    ended = command.end(120)
+    assert ended.code == 130 and "--resume auto" in ended.err, ended.err
+    return len(ended.rows) - ended.summary["durable"], len(ended.rows)
+
+
+def in_runs(root: Path) -> dict[str, tuple[int, int]]:
+    return {
+        "Ctrl-C (216 trained, 117 kept)": stopped(signal.SIGINT, root / "int"),
+        "SIGTERM without recovery (282, 30 kept)": stopped(signal.SIGTERM, root / "term"),
+    }
+
+
+@contextlib.contextmanager
+def bucket():
+    """The URL of a bucket, and what serves it."""
+    real = bool(shutil.which("radosgw"))
+    with s3.radosgw() if real else s3.moto() as endpoint:
+        s3.make_bucket(endpoint, "durability")
+        proxy = None if real else s3.Proxy(endpoint)
+        os.environ |= {"AWS_ACCESS_KEY_ID": s3.KEY, "AWS_SECRET_ACCESS_KEY": s3.SECRET, "AWS_REGION": "us-east-1"}
+        os.environ["AWS_ENDPOINT_URL"] = proxy.url if proxy else endpoint
+        try:
+            yield "s3://durability", "radosgw" if real else "moto"
+        finally:
+            if proxy:
+                proxy.close()
+
+
+def histories(make_store, runs: int) -> dict[str, object]:
+    began, wrong = time.perf_counter(), []
+    totals = dict.fromkeys(("requests", "failures", "deaths", "loads", "committed"), 0)
+    for seed in range(runs):
+        with make_store(seed) as store:
+            world, turns = interleave(store, seed)
+        wrong += [f"seed {seed}: {each}" for each in world.wrong]
+        counted = (turns.requests, turns.failures, turns.deaths, world.loaded, len(world.committed))
+        totals = {key: totals[key] + value for key, value in zip(totals, counted, strict=True)}
+    return {
+        "runs": runs,
+        "violations": len(wrong),
+        **totals,
+        "s": round(time.perf_counter() - began),
+        "first": wrong[:3],
+    }
+
+
+@contextlib.contextmanager
+def shm(seed: int):
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        yield Folder(Path(folder))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--smoke", action="store_true", help="20 histories each, no runs")
+    parser.add_argument("--histories", type=int, default=1000)
+    args = parser.parse_args()
+    runs = 20 if args.smoke else args.histories
+    print(f"{machine()}\n")
+    ok, lost = not args.smoke and runs >= 1000, {}
+    with bucket() as (url, server), tempfile.TemporaryDirectory() as temporary:
+        print(f"{'fault':<42}{'lost before':<26}{'folder':>12}{server:>12}")
+        for number, (fault, (row, before)) in enumerate(ROWS.items()):
+            cells = []
+            for place in ("folder", "bucket"):
+                root = Path(temporary) / f"{number}-{place}"
+                root.mkdir()
+                store = open_store(f"{url}/{number}" if place == "bucket" else str(root / "store"))
+                cells.append(row(store, root))
+            lost[fault] = [gone for gone, _ in cells]
+            print(f"{fault:<42}{before:<26}" + "".join(f"{f'{gone} of {of}':>12}" for gone, of in cells), flush=True)
+        for fault, (gone, of) in {}.items() if args.smoke else in_runs(Path(temporary)).items():
+            lost[fault] = [gone]
+            print(f"{fault:<42}{'the steps since':<26}{f'{gone} of {of}':>12}{'-':>12}", flush=True)
+
+        @contextlib.contextmanager
+        def remote(seed: int):
+            yield open_store(f"{url}/history-{seed}")
+
+        second.look = lambda store, name, reason="": second.read_again(store, name)  # a process each would be too slow
+        figures = {"folder": histories(shm, runs), server: histories(remote, runs)}
+    for place, told in figures.items():
+        print(f"\n{place}: {json.dumps(told)}")
+        ok &= told["violations"] == 0
+    ok &= not any(gone for cells in lost.values() for gone in cells)
+    finish("durability", ok, lost=lost, histories=figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Which checkpoints a bucket has: `catalog.json`, since a bucket is not listed. Writers replace it only if nobody else
+has, so that none loses another's names. It may name what does not exist. If it is gone, the bucket is listed."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.checkpoint.files import read_manifest
+from phalanx.core import document
+from phalanx.core.checkpoint import NAME, BadCheckpoint
+from phalanx.core.errors import UserError
+from phalanx.core.store import Changed, Store
+
+CATALOG = "catalog.json"
+FORMAT = 1
+TRIES = 30  # against writers that are faster
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    files: int
+    since: float  # seconds since 1970
+
+    @staticmethod
+    def of(body: Any) -> Known:
+        return Known(int(body["files"]), float(body["since"]))
+
+
+class Index:
+    def __init__(self, store: Store):
+        self.store = store
+
+    def names(self) -> dict[str, Known]:
+        known = self._read()[0]
+        return self._listed() if known is None else known
+
+    def add(self, name: str, num_files: int) -> None:
+        """Before the first file is written: then the files can be found after a crash."""
+        self._update(lambda known: known if name in known else {**known, name: Known(num_files, time.time())})
+
+    def remove(self, name: str) -> None:
+        self._update(lambda known: {other: of for other, of in known.items() if other != name})
+
+    def rebuild(self) -> dict[str, Known]:
+        """Write it anew from a listing, and return what it names now."""
+        found: dict[str, Known] = {}
+
+        def listed(known: dict[str, Known]) -> dict[str, Known]:
+            found.clear()
+            found.update({**self._listed(), **{name: of for name, of in known.items() if NAME.fullmatch(name)}})
+            return dict(found)
+
+        self._update(listed, mend=True)
+        return found
+
+    def _listed(self) -> dict[str, Known]:
+        """Those with a manifest."""
+        found = {}
+        for name in filter(NAME.fullmatch, self.store.folders()):
+            try:
+                manifest = read_manifest(self.store, name)
+                found[name] = Known(len(manifest.files), manifest.made)
+            except FileNotFoundError:
+                continue  # a writer adds it with its manifest
+            except (BadCheckpoint, UserError):
+                found[name] = Known(0, 0.0)
+        return found
+
+    def _read(self, mend: bool = False) -> tuple[dict[str, Known] | None, str]:
+        """None: there is none. `mend`: take a damaged one for empty."""
+        try:
+            data, tag = self.store.read_tagged(CATALOG)
+        except FileNotFoundError:
+            return None, ""
+        try:
+            body = json.loads(data)
+            document.check_version({"format": FORMAT, **body}, FORMAT, CATALOG)
+            return {name: Known.of(of) for name, of in body["checkpoints"].items()}, tag
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if mend:
+                return {}, tag
+            url = self.store.url
+            raise BadCheckpoint(
+                f"{url}/{CATALOG}: is damaged; `phalanx checkpoint reindex {url}` makes it anew"
+            ) from None
+
+    def _update(self, change: Callable[[dict[str, Known]], dict[str, Known]], mend: bool = False) -> None:
+        for attempt in range(TRIES):
+            known, tag = self._read(mend)
+            wanted = change(self._listed() if known is None else known)
+            if wanted == known:
+                return
+            checkpoints = {name: {"files": of.files, "since": of.since} for name, of in wanted.items()}
+            try:
+                self.store.replace(CATALOG, json.dumps({"format": FORMAT, "checkpoints": checkpoints}).encode(), tag)
+                return
+            except Changed:
+                time.sleep(random.uniform(0, min(1.0, 0.01 * 2**attempt)))  # noqa: S311
+        raise OSError(f"{self.store.url}/{CATALOG}: others have changed it {TRIES} times in a row")

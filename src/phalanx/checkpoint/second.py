@@ -1,0 +1,67 @@
+"""The second reader: another process, which reads what the first found damaged from the disk itself and not from the
+page cache. Only what both find damaged is condemned; memory, a cable or a stale mount may deceive one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from phalanx.checkpoint.files import Fault, Reader
+from phalanx.core.checkpoint import MANIFEST, BadCheckpoint, Unreadable, file_name
+from phalanx.core.errors import UserError
+from phalanx.core.store import Folder, Store, open_store
+
+RANK_FILE = re.compile(r"/rank-(\d{6,})\.bin")
+
+
+def look(store: Store, name: str, reason: str = "") -> list[Fault]:
+    """What another process finds wrong with the files that `reason` names; with all of them if it names none."""
+    ranks = sorted({int(rank) for rank in RANK_FILE.findall(reason)})
+    if store.url.startswith("memory:"):  # no other process sees it
+        return read_again(store, name, ranks)
+    command = [sys.executable, "-P", "-m", "phalanx.checkpoint.second", store.url, name, *map(str, ranks)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, env=env, stdin=subprocess.DEVNULL)
+    try:
+        return [Fault(str(text), bool(damage)) for text, damage in json.loads(done.stdout)]
+    except ValueError:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return [Fault(f"{name}: the second reader failed with code {done.returncode}: {said}", False)]
+
+
+def read_again(store: Store, name: str, ranks: Sequence[int] = ()) -> list[Fault]:
+    """What is wrong with these ranks' files, or with all of them."""
+    try:
+        _forget(store, f"{name}/{MANIFEST}")
+        reader = Reader(store, name)
+        wanted = [rank for rank in ranks or range(len(reader.manifest.files)) if rank < len(reader.manifest.files)]
+        for rank in wanted:
+            _forget(store, f"{name}/{file_name(rank)}")
+        return reader.verify(ranks=wanted)
+    except FileNotFoundError:
+        return [Fault(f"{name}: has been removed", False)]
+    except BadCheckpoint as error:
+        return [Fault(str(error), not isinstance(error, Unreadable))]
+    except (OSError, UserError) as error:
+        return [Fault(f"{name}: {error}", False)]
+
+
+def _forget(store: Store, name: str) -> None:
+    """Drop what the page cache holds of a file."""
+    if isinstance(store, Folder):
+        with contextlib.suppress(OSError):
+            fd = os.open(store.path / name, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+if __name__ == "__main__":
+    url, checkpoint, *numbers = sys.argv[1:]
+    print(json.dumps(read_again(open_store(url), checkpoint, [int(n) for n in numbers])))

@@ -1,0 +1,61 @@
+"""How much memory this process may use: the machine's, or what its control group is given (a container, a Slurm step, a
+systemd slice), whichever is less. Of nested groups the tightest counts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
+# The limit, and what is used of it: version 2 of control groups, and version 1.
+FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+
+def limit_bytes() -> int:
+    """Of memory that this process may ever use."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(limit for limit, _ in _limits())])
+
+
+def available_bytes() -> int:
+    """Of memory that is free for it now."""
+    return min([_machine_available(), *(max(0, limit - used) for limit, used in _limits())])
+
+
+def _machine_available() -> int:
+    for line in MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    for folder in _folders():
+        for limit, used in FILES:
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                yield int((folder / limit).read_text()), _reclaimed(folder, int((folder / used).read_text()))
+
+
+def _reclaimed(folder: Path, used: int) -> int:
+    """Without the page cache, which gives way."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            if line.split()[0] in ("inactive_file", "total_inactive_file"):
+                return max(0, used - int(line.split()[1]))
+    return used
+
+
+def _folders() -> list[Path]:
+    """The groups that this process is in, each inside the next. In a container the first one is all that is seen."""
+    found = [CGROUPS, CGROUPS / "memory"]
+    with contextlib.suppress(OSError):
+        for line in OWN.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            here = (CGROUPS / "memory" if kinds else CGROUPS) / path.lstrip("/")
+            found += [here, *here.parents]
+    return list(dict.fromkeys(folder for folder in found if folder.is_relative_to(CGROUPS)))
