@@ -98,7 +98,9 @@ def make_job(
     batch = max(2, min(8, 2 * layout[0] * layout[1]))  # two micro-batches per rank, one when there are many
     if axes and axes.get("pp", 1) > 1:
         batch = max(batch, 4 * layout[0] * layout[1])
-    defaults = dict(steps=STEPS, seq_len=16, global_batch=batch, micro_batch=1, precision="fp64", bucket_mb=0.05)
+    defaults = dict(
+        steps=STEPS, seq_len=16, global_batch=batch, micro_batch=1, precision="fp64", bucket_mb=0.05, compile="none"
+    )
     return Job(
         name="case",
         seed=7,
@@ -316,7 +318,7 @@ def reference_inputs(job: Job):
         batches = [make_batch(job, step, i) for i in range(job.num_micro)]
         plain = [(b.tokens_BL, b.targets_BL, b.weights_BL, b.documents_BL) for b in batches]
         steps.append((plain, learning_rate(job.optimizer, step, job.train.steps)))
-    return {k: v.detach().clone() for k, v in state.params.items()}, steps
+    return {k: state.master(k).clone() for k in state.params}, steps
 
 
 class Rank:
@@ -376,10 +378,15 @@ def case_save(args):
     for step in range(STEPS):
         out = rank.engine.gradients(rank.batches(step))
         if step == 0:
-            save(args["stem"] + "-single-grads.npz", out.grads)
+            save(args["stem"] + "-single-grads.npz", clipped(out))
         rank.engine.update(out)
     save(args["stem"] + "-single-weights.npz", rank.state.params)
     rank.close()
+
+
+def clipped(out) -> dict:
+    """The gradients as the update takes them."""
+    return {k: g.clone() if out.clip is None else g * out.clip.to(g.dtype) for k, g in out.grads.items()}
 
 
 def _array(tensor):
@@ -400,9 +407,9 @@ def case_train(args):
     arrays = {}
     for name, param in rank.state.params.items():
         moments = rank.state.moments(name)
-        arrays["weights/" + name] = param.detach().cpu().numpy()
+        arrays["weights/" + name] = rank.state.master(name).cpu().numpy()
         for key in ("exp_avg", "exp_avg_sq"):
-            arrays[f"{key}/{name}"] = _array(moments[key]) if moments else param.detach().cpu().numpy()
+            arrays[f"{key}/{name}"] = _array(moments[key]) if moments else _array(param.detach())
     np.savez(f"{args['stem']}-{args['rank']}.npz", **arrays)
     rank.close()
     return result
@@ -444,7 +451,7 @@ def case_parity(args):
     for step in range(STEPS):
         out = rank.engine.gradients(rank.batches(step))
         if step == 0:
-            grads = {k: g.clone() for k, g in out.grads.items()}
+            grads = clipped(out)
         rank.engine.update(out)
         result["losses"].append([float(x) for x in out.loss_sums])
         result["norms"].append(float(out.grad_norm))

@@ -3,7 +3,7 @@
     import phalanx
     phalanx.train({"model": {"family": "my_model.py:FAMILY"}, "layout": {"shard": 2, "tp": 2}})
 
-`Family`, `Init`, `Batch` and `Attend` are the door for a model of your own (phalanx.model.family).
+`Family`, `Init`, `Batch`, `Attend` and `Head` are the door for a model of your own (phalanx.model.family).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def train(job: Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> dict
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Attend", "Batch", "Family", "Init"):  # these need torch; importing phalanx does not
+    if name in ("Attend", "Batch", "Family", "Head", "Init"):  # these need torch; importing phalanx does not
         import phalanx.model
 
         return getattr(phalanx.model, name)

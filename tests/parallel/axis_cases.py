@@ -9,27 +9,33 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from phalanx.core.job import Job
 from phalanx.model import Attend, Batch
 from phalanx.parallel.context import apply_context_parallel, cut_batch, local_positions
+from phalanx.parallel.device import Device
 from phalanx.parallel.expert import Exchange
 from phalanx.parallel.groups import Groups, connect_store
 from tests.cases import CPU, connect
 
 
-def _groups(args, experts=False):
+def _groups(args, experts=False, device=CPU):
     job = Job.from_dict(args["job"])
     coord = job.layout.coord(args["rank"])
     store = connect_store(args["store"]["host"], args["store"]["port"])
-    return job, coord, Groups.form(store, args["generation"], job.layout, coord, CPU, experts)
+    return job, coord, Groups.form(store, args["generation"], job.layout, coord, device, experts)
 
 
 def attention(args):
     """Documents of the given lengths over cp ranks: this rank's part of the output and of the input's
-    gradients, beside those of the whole sequence on one process."""
-    job, coord, groups = _groups(args)
+    gradients, beside those of the whole sequence on one process. A second row has them in the opposite order."""
+    device = Device.pick(args.get("device", "cpu"), 0, 64, share=True)
+    dtype = getattr(torch, args.get("dtype", "float64"))
+    job, coord, groups = _groups(args, device=device)
     length = sum(args["documents"])
-    documents = torch.repeat_interleave(torch.arange(len(args["documents"])), torch.tensor(args["documents"]))[None]
+    lengths = torch.tensor([args["documents"], args["documents"][::-1]])
+    documents = torch.stack([torch.arange(lengths.shape[1]).repeat_interleave(row) for row in lengths])
     generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(1, 4, length, 8, generator=generator, dtype=torch.float64) for _ in range(4))
-    whole = Batch(torch.zeros(1, length), torch.zeros(1, length), torch.ones(1, length), documents)
+    q, grad = (torch.randn(2, 4, length, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, 2, length, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    rows = torch.zeros(2, length)
+    whole = Batch(rows, rows, rows, documents)
 
     def run(attend, batch, parts, grad):
         parts = [p.clone().requires_grad_() for p in parts]
@@ -40,10 +46,13 @@ def attention(args):
     here = local_positions(job.layout, length, coord.cp)
     holder = nn.ModuleList([Attend(args["causal"]), nn.Linear(1, 1)])
     apply_context_parallel(holder, job.layout, groups.axis("cp"))
-    batch = cut_batch(whole, job.layout, length, coord.cp)
-    got = run(holder[0], batch, [t[:, :, here] for t in (q, k, v)], grad[:, :, here])
+    batch = cut_batch(whole, job.layout, length, coord.cp).map(device.put)
+    holder[0].packed = not device.is_cpu and dtype == torch.bfloat16
+    holder[0].prepare(batch, documents, device.put)
+    local = [t[:, :, here].to(device.torch, dtype) for t in (q, k, v, grad)]
+    got = [t.cpu().double() for t in run(holder[0], batch, local[:3], local[3])]
     errors = [float((a - b[:, :, here]).abs().max()) for a, b in zip(got, want, strict=True)]
-    unmasked = run(Attend(args["causal"]), Batch(whole.tokens_BL, whole.targets_BL, whole.weights_BL), (q, k, v), grad)
+    unmasked = run(Attend(args["causal"]), Batch(rows, rows, rows), (q, k, v), grad)
     groups.close()
     return {
         "error": max(errors),

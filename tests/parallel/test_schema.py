@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.layout import Layout
 from phalanx.core.shape import ModelConfig, chunk_bounds
-from phalanx.model import Init, load_family
-from phalanx.model.init import draw
+from phalanx.model import load_family
 from phalanx.parallel.schema import describe
 from tests.cases import EVEN, ODD, TIED
 
@@ -38,30 +37,3 @@ def test_a_replica_holds_every_element_once(replica, shard, tp):
 @pytest.mark.parametrize("config", [EVEN, ODD, TIED, ModelConfig(), dataclasses.replace(EVEN, tied=True)])
 def test_the_parameter_count_is_the_modules(config):
     assert sum(i.numel for i in describe(load_family("dense"), config)) == config.num_params
-
-
-@given(st.integers(1, 400), st.integers(1, 300), st.data())
-@settings(max_examples=30, deadline=None)
-def test_any_slice_draws_the_numbers_of_the_whole(rows, cols, data):
-    shape, init = torch.Size((rows, cols)), Init(std=0.02)
-    whole = torch.empty(shape)
-    draw(3, "w", shape, init, slice(0, rows), slice(0, cols), whole)
-    r0 = data.draw(st.integers(0, rows - 1))
-    r1 = data.draw(st.integers(r0, rows))
-    c0 = data.draw(st.integers(0, cols - 1))
-    c1 = data.draw(st.integers(c0, cols))
-    part = torch.empty(r1 - r0, c1 - c0)
-    draw(3, "w", shape, init, slice(r0, r1), slice(c0, c1), part)
-    assert torch.equal(part, whole[r0:r1, c0:c1])
-
-
-def test_names_seeds_and_blocks_draw_different_numbers():
-    def values(seed, name):
-        out = torch.empty(1000, 100)
-        draw(seed, name, out.shape, Init(std=1.0), slice(0, 1000), slice(0, 100), out)
-        return out
-
-    a = values(1, "a")
-    assert abs(a.std() - 1) < 0.02 and abs(a.mean()) < 0.02
-    for other in (values(2, "a"), values(1, "b"), a.roll(655, 0)):
-        assert abs((a * other).mean()) < 0.02

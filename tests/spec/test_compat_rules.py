@@ -38,6 +38,7 @@ TRIPPED_BY: dict[str, dict] = {
     "exact-ep": {"layout": {"shard": 2, "ep": 2}, "model": {"family": "moe"}, "train": {"reduction": "exact"}},
     "tied-pp": {"layout": {"pp": 2}, "model": {"tied": True}},
     "compile-split": {"layout": {"pp": 2, "schedule": "zbv"}, "train": {"compile": "inductor"}},
+    "fp8-split": {"layout": {"pp": 2, "schedule": "zbv"}, "train": {"precision": "fp8"}},
     "exact-compress": {"layout": {"replica": 2}, "train": {"reduction": "exact", "compress": "bf16"}},
     "compress-replica": {"train": {"compress": "bf16"}},
     "compress-fp64": {"layout": {"replica": 2}, "train": {"precision": "fp64", "compress": "int8"}},

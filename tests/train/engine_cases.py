@@ -172,7 +172,8 @@ def saved_bytes(args):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        rank.engine.model(rank.batches(0)[0]).sum().backward()
+        scaled, _ = rank.engine.model(rank.batches(0)[0])
+    scaled.backward()
     rank.close()
     return kept
 
@@ -206,8 +207,9 @@ def dtypes(args):
     out = rank.engine.gradients(rank.batches(0))
     seen["grad"] = str(next(iter(out.grads.values())).dtype)
     rank.engine.update(out)
-    seen["master"] = str(next(iter(rank.state.params.values())).dtype)
-    seen["moment"] = str(next(iter(rank.state.optimizer.state.values()))["exp_avg"].dtype)
+    name, weight = next(iter(rank.state.params.items()))
+    seen["weight"], seen["master"] = str(weight.dtype), str(rank.state.master(name).dtype)
+    seen["moment"] = str(rank.state.moments(name)["exp_avg"].dtype)
     rank.close()
     return seen
 

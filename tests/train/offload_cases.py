@@ -40,7 +40,7 @@ def kept(args):
         rank.close()
     return {
         "dtypes": sorted({str(m[key].dtype) for m in moments for key in ("exp_avg", "exp_avg_sq")}),
-        "steps": sorted({float(m["step"]) for m in moments}),
+        "steps": rank.state.updates,
         "held": rank.state.optimizer.held_bytes(),
         "numel": sum(p.numel() for p in rank.state.params.values()),
     }

@@ -82,10 +82,11 @@ def test_zero_stages_communicate_as_they_should(pool):
     assert counts[3] == {"gathers": 10, "scatters": 6}  # blocks twice per micro-batch, the root once
 
 
-def test_recomputation_keeps_less(pool):
+@pytest.mark.parametrize("compiler", ["none", "aot_eager"])
+def test_recomputation_keeps_less(pool, compiler):
     kept = {}
     for mode in ("none", "selective", "full"):
-        job = make_job((1, 1, 1), model=EVEN, precision="fp32", recompute=mode)
+        job = make_job((1, 1, 1), model=EVEN, precision="fp32", recompute=mode, compile=compiler)
         (kept[mode],) = pool.run(CASES + "saved_bytes", job)
     assert kept["full"] < kept["none"] / 2, kept
     assert kept["selective"] < kept["none"], kept
@@ -132,6 +133,7 @@ def test_bf16_computes_in_bf16_over_fp32_masters_and_reduces_in_fp32(pool):
         assert seen == {
             "activation": "torch.bfloat16",
             "grad": "torch.float32",
+            "weight": "torch.bfloat16",
             "master": "torch.float32",
             "moment": "torch.float32",
         }

@@ -58,7 +58,7 @@ class Source:
     def __init__(self, entries: list[Entry], layout: Layout, coord: Coord, get: Get):
         self.entries, self.layout, self.coord, self.get = entries, layout, coord, get
         self._seen: dict[Segment, tuple[int, Tensor]] = {}  # and where the tensor was
-        self._fleeting: set[int] = set()  # entries that are made anew for each look, such as moments in a file
+        self._fleeting: set[int] = set()  # entries that are made anew for each look: masters, moments in a file
 
     def bytes_of(self, s: Segment) -> Tensor:
         """Those of a segment."""
@@ -72,6 +72,10 @@ class Source:
             else:
                 self._fleeting.add(s.entry)
         return seen
+
+    def is_made(self, s: Segment) -> bool:
+        """Whether its tensor was made for the last look at it."""
+        return s.entry in self._fleeting
 
     def _cut(self, s: Segment, entry: Entry, local: Tensor) -> Tensor:
         if _dtype(local) != entry.dtype:
@@ -226,22 +230,33 @@ class Snapshotter:
         self.device.use()
         image, on_host = self.image(number), 0
         rooms, sources, weights = list[Tensor](), list[Tensor](), list[int]()
-        for i, s in enumerate(self.plan.segments):
-            room, source = image[s.offset : s.offset + s.size], self.source.bytes_of(s)
-            if source.is_cpu:  # offloaded
-                room.copy_(source)
-                on_host += (2 * i + 1) * int(content_sum(source))
-            else:
-                rooms.append(room)
-                sources.append(source)
-                weights.append(2 * i + 1)
+        sums_of_made, weights_of_made = list[Tensor](), list[int]()
         for stream in self._streams:
             self.device.wait(stream, ready)
         copies, adds = self._streams
-        with self.device.on(copies):  # in one call, which leaves the interpreter to the trainer
-            torch._foreach_copy_(rooms, sources, non_blocking=True)
-        with self.device.on(adds):
-            self._sums[: len(sources)].copy_(torch.stack([content_sum(x) for x in sources]), non_blocking=True)
+        with self.device.on(copies):
+            for i, s in enumerate(self.plan.segments):
+                room, source = image[s.offset : s.offset + s.size], self.source.bytes_of(s)
+                if source.is_cpu:  # offloaded
+                    room.copy_(source)
+                    on_host += (2 * i + 1) * int(content_sum(source))
+                elif self.source.is_made(s):  # and lives until it is copied, so that only one is there at a time
+                    room.copy_(source, non_blocking=True)
+                    sums_of_made.append(content_sum(source))
+                    weights_of_made.append(2 * i + 1)
+                else:
+                    rooms.append(room)
+                    sources.append(source)
+                    weights.append(2 * i + 1)
+            if sources:  # in one call, which leaves the interpreter to the trainer
+                torch._foreach_copy_(rooms, sources, non_blocking=True)
+            if sums_of_made:
+                end = len(sources) + len(sums_of_made)
+                self._sums[len(sources) : end].copy_(torch.stack(sums_of_made), non_blocking=True)
+        if sources:
+            with self.device.on(adds):
+                self._sums[: len(sources)].copy_(torch.stack([content_sum(x) for x in sources]), non_blocking=True)
+        weights += weights_of_made
         self._copied = [stream.record_event() for stream in self._streams]
         self._enqueued.set()
         for event in self._copied:

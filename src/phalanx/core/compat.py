@@ -283,11 +283,20 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "compile-split",
         "train.compile",
-        lambda j: j.train.compile != "none" and j.layout.splits_backward,
-        "train.compile is on with a layout.schedule that splits the backward (interleaved-zb, zbv)",
+        lambda j: j.train.compile not in ("auto", "none") and j.layout.splits_backward,
+        "train.compile names a compiler with a layout.schedule that splits the backward (interleaved-zb, zbv)",
         "a compiled block has one backward graph that computes all gradients at once; torch refuses it for its "
         "own zero-bubble schedules too (_check_torch_compile_compatibility, pytorch issue 161904)",
-        'set train.compile = "none", or layout.schedule = "interleaved"',
+        'leave out train.compile, or set layout.schedule = "interleaved"',
+        composition=True,
+    ),
+    Rule(
+        "fp8-split",
+        "train.precision",
+        lambda j: j.train.precision == "fp8" and j.layout.splits_backward,
+        'train.precision = "fp8" with a layout.schedule that splits the backward (interleaved-zb, zbv)',
+        "there weight gradients are put off layer by layer, and computed in bf16",
+        'set train.precision = "bf16", or layout.schedule = "interleaved"',
         composition=True,
     ),
     Rule(

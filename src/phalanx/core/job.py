@@ -23,15 +23,16 @@ class TrainConfig:
     seq_len: int = 256
     global_batch: int = 16  # sequences per optimizer step
     micro_batch: int = 2  # sequences per forward/backward
-    precision: str = "fp32"  # bf16 | fp32 | fp64
+    precision: str = "fp32"  # fp8 | bf16 | fp32 | fp64
     reduction: str = "fast"  # fast | exact
+    deterministic: bool = False  # on accelerators; exact always is
     recompute: str = "none"  # none | selective | full
     offload_activations: bool = False
     prefetch: int = 1  # layers whose parameters are gathered ahead
     bucket_mb: float = 25.0
     compress: str = "none"  # none | bf16 | int8: cross-replica traffic
     document_mask: bool = True
-    compile: str = "none"  # none | inductor | aot_eager: each unit by itself
+    compile: str = "auto"  # auto | none | inductor | aot_eager: each unit by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +158,17 @@ class Job:
         return self.train.global_batch * self.train.seq_len
 
     @property
+    def deterministic(self) -> bool:
+        """Whether accelerators use only kernels that give the same bits twice. CPUs have no others."""
+        return self.train.deterministic or self.train.reduction == "exact"
+
+    @property
     def promise(self) -> str:
         """What determinism this run has (contract 8)."""
         if self.train.reduction == "exact":
             return "bit-identical for any replica x shard x pp split at this TP and CP degree and micro-batch"
-        return "bit-identical for this layout; other layouts agree to rounding"
+        where = "" if self.deterministic else " on CPUs, to rounding on accelerators"
+        return f"bit-identical for this layout{where}; other layouts agree to rounding"
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -21,6 +21,16 @@ def even_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return size * index // parts, size * (index + 1) // parts
 
 
+LOSS_BYTES = 4 << 30  # of logits that a rank holds at a time; with each chunk a gradient in fp32 is read and written
+
+
+def loss_rows(vocab_size: int, tp: int, item_bytes: int) -> int:
+    """Tokens whose logits are made at a time, the same on every tensor-parallel rank; by 128s, as matrix products like
+    their sides."""
+    rows = LOSS_BYTES // (-(-vocab_size // tp) * item_bytes)
+    return max(1, rows // 128 * 128 or rows)
+
+
 def balance(costs: Sequence[float], parts: int) -> list[int]:
     """How many neighbouring items each of `parts` gets (at least one), so that the dearest part is as
     cheap as can be; among equals, the earlier parts get more."""

@@ -2,5 +2,6 @@
 
 from phalanx.model.attention import Attend
 from phalanx.model.family import Batch, Family, Init, load_family
+from phalanx.model.head import Head
 
-__all__ = ["Attend", "Batch", "Family", "Init", "load_family"]
+__all__ = ["Attend", "Batch", "Family", "Head", "Init", "load_family"]

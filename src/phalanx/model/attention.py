@@ -1,38 +1,77 @@
 """The attention itself, as a module of its own so that context parallelism can take its place: a
-family that attends through `Attend` gets the cp axis, one that calls torch directly does not."""
+family that attends through `Attend` gets the cp axis, one that calls torch directly does not.
+
+Documents that are packed into one row do not see each other. On accelerators a kernel is told where they begin
+(`packed`); elsewhere a mask says for every query and key whether it may look."""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from phalanx.model.family import Batch
 
+_aten = torch.ops.aten
+# torch 2.11 takes fewer key/value heads as it is; from 2.12 on it wants to be told.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+CUDNN_WIDTH = 128  # of a head, at most
+FEWEST_DOCUMENTS = 16  # for which there is room in the offsets
 
-def visible(
-    positions_Q: Tensor, positions_K: Tensor, documents_BQ: Tensor | None, documents_BK: Tensor | None, causal: bool
-) -> Tensor | None:
-    """(B or 1, 1, Q, K): true where a query may look, that is back, and inside its own document.
-    None: everywhere."""
-    mask: Tensor | None = None
-    if documents_BQ is not None and documents_BK is not None:
-        mask = documents_BQ[:, None, :, None] == documents_BK[:, None, None, :]
-    if causal:
-        back = (positions_Q[:, None] >= positions_K[None, :])[None, None]
-        mask = back if mask is None else mask & back
-    return mask
+
+def document_offsets(documents_BL: Tensor) -> Tensor:
+    """Where each run of equal numbers begins in the rows laid end to end, and the end."""
+    opens_BL = torch.ones_like(documents_BL, dtype=torch.bool)
+    opens_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+    starts = opens_BL.flatten().nonzero().flatten()
+    return torch.cat((starts, starts.new_tensor([documents_BL.numel()]))).to(torch.int32)
+
+
+def kernel_takes(head_dim: int, widest: int = 256) -> bool:
+    """Whether torch's flash attention has a kernel for heads of this width."""
+    return head_dim % 8 == 0 and head_dim <= widest
+
+
+class _TwoKernels(torch.autograd.Function):
+    """cuDNN's forward and flash attention's backward: cuDNN's backward adds in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        lse, seed = lse.view(q.shape[:3]), torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout of 0
+        backward, length = _aten._scaled_dot_product_flash_attention_backward, q.shape[2]
+        return *backward(grad, q, k, v, out, lse, None, None, length, length, 0.0, ctx.causal, seed, seed), None
 
 
 class Attend(nn.Module):
     """softmax(q k') v. Fewer key/value heads than query heads: each serves a run of them."""
 
+    packed = False  # whether the kernel for packed documents takes what comes: an accelerator, bf16
+    two_kernels = False  # whether to take the fastest forward and backward that give the same bits twice
+
     def __init__(self, causal: bool = True):
         super().__init__()
         self.causal = causal
+        self.room = FEWEST_DOCUMENTS
 
     def forward(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, batch: Batch) -> Tensor:
+        if self.packed and batch.documents_BL is not None and kernel_takes(q_BHLE.shape[-1]):
+            return self._attend_packed(q_BHLE, k_BKLE, v_BKLE, batch.cache["offsets"])
         mask = self._mask(batch)
+        if self.two_kernels and mask is None and kernel_takes(q_BHLE.shape[-1], CUDNN_WIDTH):
+            return _TwoKernels.apply(q_BHLE, k_BKLE, v_BKLE, self.causal)
         return F.scaled_dot_product_attention(
             q_BHLE,
             k_BKLE,
@@ -42,16 +81,33 @@ class Attend(nn.Module):
             enable_gqa=q_BHLE.shape[1] != k_BKLE.shape[1],
         )
 
-    def prepare(self, batch: Batch) -> None:
-        """What is the same for all layers, made once per micro-batch; before the first layer, since a
-        compiled block must not write to the batch."""
-        self._mask(batch)
+    def prepare(self, batch: Batch, documents_BL: Tensor | None, put: Callable[[Tensor], Tensor]) -> None:
+        """Make what all layers share, once per micro-batch and before the first layer: a compiled block must not write
+        to the batch. `documents_BL` are the batch's, on the host; `put` brings a tensor to the device."""
+        if not self.packed:
+            self._mask(batch)
+        elif documents_BL is not None and "offsets" not in batch.cache:
+            offsets_N = document_offsets(documents_BL)
+            while offsets_N.numel() > self.room + 1:  # doubled, so that a compiled block sees few lengths
+                self.room *= 2
+            empty = (0, self.room + 1 - offsets_N.numel())  # documents without a token, at the end
+            batch.cache["offsets"] = put(F.pad(offsets_N, empty, value=documents_BL.numel()))
+
+    def _attend_packed(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, offsets_N: Tensor) -> Tensor:
+        length = q_BHLE.shape[2]
+        q_THE, k_TKE, v_TKE = [t.transpose(1, 2).flatten(0, 1) for t in (q_BHLE, k_BKLE, v_BKLE)]
+        window = (-1, 0) if self.causal else (-1, -1)
+        out_THE = varlen_attn(q_THE, k_TKE, v_TKE, offsets_N, offsets_N, length, length, window_size=window, **GROUPED)
+        return out_THE.unflatten(0, (-1, length)).transpose(1, 2)
 
     def _mask(self, batch: Batch) -> Tensor | None:
-        if batch.documents_BL is None:
+        """(B, 1, L, L): true where a query may look, that is inside its own document and, if causal, back. None:
+        everywhere."""
+        documents_BL = batch.documents_BL
+        if documents_BL is None:
             return None
         key = ("mask", self.causal)
         if key not in batch.cache:
-            at = torch.arange(batch.documents_BL.shape[1], device=batch.documents_BL.device)
-            batch.cache[key] = visible(at, at, batch.documents_BL, batch.documents_BL, self.causal)
+            mask = documents_BL[:, None, :, None] == documents_BL[:, None, None, :]
+            batch.cache[key] = mask.tril() if self.causal else mask
         return batch.cache[key]

@@ -18,24 +18,25 @@ from torch import Tensor, nn
 from phalanx.core.shape import ModelConfig
 from phalanx.model.attention import Attend
 from phalanx.model.family import Batch, Family, Init
+from phalanx.model.head import Head
 
 Rope = tuple[Tensor, Tensor]  # cos and sin
 
 
 def rotary_tables(batch: Batch, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
-    """cos and sin of position x frequency, (L, E/2), computed in fp64 and rounded once."""
+    """cos and sin of position x frequency, (L, 1, E/2), computed in fp64 and rounded once."""
     positions_L = batch.positions().double()
     frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_L.device) / head_dim)
-    angle = torch.outer(positions_L, frequency)
+    angle = torch.outer(positions_L, frequency).unsqueeze(1)
     table = torch.float64 if dtype == torch.float64 else torch.float32
     return angle.cos().to(table), angle.sin().to(table)
 
 
-def rotate(x_BHLE: Tensor, cos_LE: Tensor, sin_LE: Tensor) -> Tensor:
+def rotate(x_BLHE: Tensor, cos_L1E: Tensor, sin_L1E: Tensor) -> Tensor:
     """Rotate the pairs (e, e + E/2) by the position's angle; in fp32 at least."""
-    first, second = x_BHLE.to(cos_LE.dtype).chunk(2, dim=-1)
-    turned = torch.cat((first * cos_LE - second * sin_LE, second * cos_LE + first * sin_LE), dim=-1)
-    return turned.to(x_BHLE.dtype)
+    first, second = x_BLHE.to(cos_L1E.dtype).chunk(2, dim=-1)
+    turned = torch.cat((first * cos_L1E - second * sin_L1E, second * cos_L1E + first * sin_L1E), dim=-1)
+    return turned.to(x_BLHE.dtype)
 
 
 class Attention(nn.Module):
@@ -49,13 +50,15 @@ class Attention(nn.Module):
         self.attend = Attend(causal)
 
     def forward(self, x_BLD: Tensor, rope: Rope | None, batch: Batch) -> Tensor:
-        q_BHLE = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        k_BKLE = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        v_BKLE = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q_BLHE, k_BLKE, v_BLKE = [y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x_BLD)]
         if rope is not None:
-            q_BHLE, k_BKLE = rotate(q_BHLE, *rope), rotate(k_BKLE, *rope)
-        out_BHLE = self.attend(q_BHLE, k_BKLE, v_BKLE, batch)
+            q_BLHE, k_BLKE = rotate(q_BLHE, *rope), rotate(k_BLKE, *rope)
+        out_BHLE = self.attend(q_BLHE.transpose(1, 2), k_BLKE.transpose(1, 2), v_BLKE.transpose(1, 2), batch)
         return self.wo(out_BHLE.transpose(1, 2).flatten(2))
+
+    def project(self, x_BLD: Tensor) -> list[Tensor]:
+        """Queries, keys and values."""
+        return [w(x_BLD) for w in (self.wq, self.wk, self.wv)]
 
 
 class FeedForward(nn.Module):
@@ -103,17 +106,27 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): block(i) if block else Block(c) for i in range(c.num_layers)})
         self.norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
-        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.head = Head(c.dim, c.vocab_size, bias=False)
         if c.tied:
             self.head.weight = self.embed.weight
+        self._kept_tables: dict[tuple[int, torch.dtype, torch.device], Rope] = {}
 
     def forward(self, batch: Batch, x_BLD: Tensor | None = None) -> Tensor:
         if x_BLD is None:
             x_BLD = self.embed(batch.tokens_BL)
-        rope = rotary_tables(batch, self.config.head_dim, self.config.rope_theta, x_BLD.dtype)
+        rope = self._rotary_tables(batch, x_BLD.dtype)
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, rope, batch)
-        return self.head(self.norm(x_BLD))  # (B, L, V)
+        return self.head(self.norm(x_BLD), batch)  # (B, L, V)
+
+    def _rotary_tables(self, batch: Batch, dtype: torch.dtype) -> Rope:
+        """Those of positions from 0 on are kept from one step to the next."""
+        kept = self._kept_tables if batch.positions_L is None else {}
+        key = batch.tokens_BL.shape[1], dtype, batch.tokens_BL.device
+        if key not in kept:
+            kept.clear()
+            kept[key] = rotary_tables(batch, self.config.head_dim, self.config.rope_theta, dtype)
+        return kept[key]
 
 
 def _init(name: str, c: ModelConfig) -> Init:
@@ -140,4 +153,5 @@ DENSE = Family(
     },
     first=("embed",),
     last=("norm", "head"),
+    ends_in_head=True,
 )

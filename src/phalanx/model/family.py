@@ -112,6 +112,7 @@ class Family:
     buffers: Mapping[str, float] = dataclasses.field(default_factory=dict)  # those that it may have -> first value
     experts: Sequence[str] = ()  # modules whose parameters hold the rows of one expert after the other
     loss: Callable[[Tensor, Batch, object], Tensor] | None = None  # default: cross-entropy, summed
+    ends_in_head: bool = False  # whether the model returns what its phalanx.Head does: the loss may take its place
 
     def style_of(self, module_name: str) -> str | None:
         for pattern, style in self.split.items():

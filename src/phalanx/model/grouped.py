@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels.swiglu import gate, gate_backward
+
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 KERNEL_DEVICES = ("cpu", "cuda")
 KERNEL_ALIGN_BYTES = 16  # of a row of either operand
@@ -36,6 +38,29 @@ def weight_gradient(x_TD: Tensor, grad_TO: Tensor, counts_E: Tensor) -> Tensor:
     counts = counts_E.tolist()
     pairs = zip(grad_TO.split(counts), x_TD.split(counts), strict=True)
     return torch.cat([grad.mT @ x for grad, x in pairs])
+
+
+@torch.compiler.disable
+def grouped_feed_forward(x_TD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, counts_E: Tensor) -> Tensor:
+    """A SwiGLU feed-forward per expert, which keeps of its inside the two first products alone (kernels/swiglu.py)."""
+    return _GroupedFeedForward.apply(x_TD, w1, w2, w3, counts_E)
+
+
+class _GroupedFeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, counts_E: Tensor) -> Tensor:
+        a_TF, b_TF = (_multiply(x_TD, _by_expert(w, counts_E).mT, counts_E) for w in (w1, w3))
+        ctx.save_for_backward(x_TD, w1, w2, w3, counts_E, a_TF, b_TF)
+        return _multiply(gate(a_TF, b_TF), _by_expert(w2, counts_E).mT, counts_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, w1, w2, w3, counts_E, a_TF, b_TF = ctx.saved_tensors
+        grad_TD = grad_TD.contiguous()
+        da_TF, db_TF, h_TF = gate_backward(a_TF, b_TF, input_gradient(grad_TD, w2, counts_E))
+        dx_TD = input_gradient(da_TF, w1, counts_E) + input_gradient(db_TF, w3, counts_E)
+        dw1, dw3 = weight_gradient(x_TD, da_TF, counts_E), weight_gradient(x_TD, db_TF, counts_E)
+        return dx_TD, dw1, weight_gradient(h_TF, grad_TD, counts_E), dw3, None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -11,6 +11,7 @@ from phalanx.core.image import ImageShape
 from phalanx.core.shape import ModelConfig
 from phalanx.model.dense import DENSE, Block
 from phalanx.model.family import Batch, Family, Init
+from phalanx.model.head import Head
 
 
 class Classifier(nn.Module):
@@ -21,7 +22,7 @@ class Classifier(nn.Module):
         self.position = nn.Embedding(shape.num_patches, c.dim)
         self.layers = nn.ModuleDict({str(i): Block(c, causal=False) for i in range(c.num_layers)})
         self.norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
-        self.head = nn.Linear(c.dim, c.vocab_size)
+        self.head = Head(c.dim, c.vocab_size)
 
     def forward(self, batch: Batch, x_BLD: Tensor | None = None) -> Tensor:
         if x_BLD is None:
@@ -29,7 +30,7 @@ class Classifier(nn.Module):
             x_BLD = self.embed(patches_BLP) + self.position(batch.positions()[None])
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, None, batch)
-        return self.head(self.norm(x_BLD))  # (B, L, classes)
+        return self.head(self.norm(x_BLD), batch)  # (B, L, classes)
 
 
 def _shape(c: ModelConfig) -> ImageShape:
@@ -58,4 +59,5 @@ IMAGE = Family(
     split={**DENSE.split, "embed": "input", "position": "vocab"},
     first=("embed", "position"),
     last=("norm", "head"),
+    ends_in_head=True,
 )

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.core.shape import ModelConfig
+from phalanx.kernels.rows import combine_rows, take_rows
 from phalanx.model.dense import DENSE, Block, Decoder, FeedForward, HalfBlock
 from phalanx.model.family import Batch, Family, Init
 from phalanx.model.grouped import grouped_linear
@@ -39,32 +40,16 @@ def own_length(length: int) -> int:
     return length
 
 
+def inverse(order_N: Tensor) -> Tensor:
+    """Of a permutation."""
+    return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
+
+
 def next_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
     """After a step: an expert with less than the mean load is chosen more readily, one with more less
     (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). In integers, so that a tie is a tie."""
     missing_E = load_E.sum() - load_E * load_E.numel()
     return bias_E + rate * missing_E.sign().to(bias_E.dtype)
-
-
-class _Take(torch.autograd.Function):
-    """Rows by index. Each row is taken equally often, and `back` lists where its copies went; so the
-    gradient is a sum of rows in a fixed order, with no atomics."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index_N: Tensor, back_N: Tensor) -> Tensor:
-        ctx.save_for_backward(back_N)
-        ctx.rows = x.shape[0]
-        return x[index_N]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (back_N,) = ctx.saved_tensors
-        copies = grad[back_N]
-        return copies if len(copies) == ctx.rows else copies.unflatten(0, (ctx.rows, -1)).sum(1), None, None
-
-
-def take_rows(x: Tensor, index_N: Tensor, back_N: Tensor) -> Tensor:
-    return _Take.apply(x, index_N, back_N)
 
 
 class _Routed(torch.autograd.Function):
@@ -152,12 +137,11 @@ class MoE(nn.Module):
     def _route(self, x_BLD: Tensor, ids_BLK: Tensor, weights_BLK: Tensor, counts_E: Tensor) -> Tensor:
         top_k = ids_BLK.shape[-1]
         order_N = ids_BLK.flatten().argsort(stable=True)  # sorted row n is a copy of token order[n] // K
-        place_N = order_N.argsort()
-        rows_ND = take_rows(x_BLD.flatten(0, 1), order_N // top_k, place_N)
+        places_TK = inverse(order_N).view(-1, top_k)
+        rows_ND = take_rows(x_BLD.flatten(0, 1), order_N // top_k, places_TK)
         rows_ND, counts_E, back = self.exchange(rows_ND, counts_E)
-        out_ND = take_rows(back(self.experts(rows_ND, counts_E)), place_N, order_N)
-        weighted_BLKD = out_ND.view(*ids_BLK.shape, -1) * weights_BLK.unsqueeze(-1)
-        return weighted_BLKD.sum(2).to(x_BLD.dtype)
+        out_ND = back(self.experts(rows_ND, counts_E))
+        return combine_rows(out_ND, places_TK, weights_BLK.flatten(0, 1)).view_as(x_BLD)
 
     def _balance(self, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
         """The load-balance loss of every sequence times its length, summed over this rank's tokens:
@@ -212,4 +196,5 @@ MOE = Family(
     last=DENSE.last,
     experts=("layers.*.moe.experts",),
     buffers={"layers.*.moe.bias": 0.0},
+    ends_in_head=True,
 )

@@ -1,6 +1,7 @@
 """Attention of some queries to some keys, with the log-sum-exp that lets results be merged, and its
 backward given the log-sum-exp over all keys. The fused kernel of the device where it takes the case,
-else the formulas."""
+else the formulas. Every query sees every key, or with `causal` those up to its own place; documents are a matter of
+which queries and keys are brought together (context.py)."""
 
 from __future__ import annotations
 
@@ -9,51 +10,57 @@ import math
 import torch
 from torch import Tensor
 
+from phalanx.model.attention import kernel_takes
+
 _aten = torch.ops.aten
+Offsets = tuple[Tensor, int]  # where documents begin in the rows laid end to end, and how long one is at most
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Take a further block's result into `out` and `lse`, in place."""
     total = torch.logaddexp(lse, part_lse)
-    seen = torch.isfinite(total)  # a query that has met no visible key yet has none
-    old, new = ((t - total).exp().where(seen, 0.0).unsqueeze(-1) for t in (lse, part_lse))
-    out.mul_(old).add_(part * new)
+    out.mul_((lse - total).exp().unsqueeze(-1)).add_(part * (part_lse - total).exp().unsqueeze(-1))
     lse.copy_(total)
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """(B, H, Q, E) and (B, H, Q). A query that sees none of these keys gets 0 and -inf."""
+def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(B, H, Q, E) and (B, H, Q)."""
+    if flash_takes(q):
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse
     k, v = _for_all_heads(q, k), _for_all_heads(q, v)
     if _cpu_kernel(q):
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_bias(mask, q))
-        return out, lse if mask is None else lse.masked_fill(~mask.any(-1), float("-inf"))
-    if _device_kernel(q, k):
-        bias = _bias(mask, q, k.shape[2])
-        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)
-        lse = lse[:, :, : q.shape[2]]
-        if mask is None:
-            return out, lse
-        blind = ~mask.any(-1)
-        return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, float("-inf"))
-    scores = _scores(q, k, mask, causal)
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if _device_kernel(q):
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+        return out, lse[:, :, : q.shape[2]]
+    scores = _scores(q, k, causal)
     lse = scores.logsumexp(-1)
-    p = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
-    return p @ v.to(p.dtype), lse
+    return (scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The share of this block in the gradients of q, k and v; `out` and `lse` are over all blocks."""
+    if flash_takes(q):
+        backward, seed = _aten._scaled_dot_product_flash_attention_backward, _no_dropout(q)
+        lengths, lse = (q.shape[2], k.shape[2]), lse.contiguous()
+        return backward(grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed)
     keys, values = _for_all_heads(q, k), _for_all_heads(q, v)
     if _cpu_kernel(q):
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         parts = [t.contiguous() for t in (grad, q, keys, values, out, lse)]
-        dq, dk, dv = backward(*parts, 0.0, causal, attn_mask=_bias(mask, q))
-    elif _device_kernel(q, keys):
-        dq, dk, dv = _device_backward(grad, q, keys, values, out, lse, mask, causal)
+        dq, dk, dv = backward(*parts, 0.0, causal)
+    elif _device_kernel(q):
+        padding = -q.shape[2] % 32  # as the kernel's own forward would hand it over
+        lse = torch.nn.functional.pad(lse.float(), (0, padding), value=float("inf"))
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        backward = _aten._scaled_dot_product_efficient_attention_backward
+        wanted = [True, True, True, False]
+        dq, dk, dv, _ = backward(grad, q, keys, values, None, out, lse, seed, seed, 0.0, wanted, causal)
     else:
-        p = (_scores(q, keys, mask, causal) - lse.unsqueeze(-1)).exp()
+        p = (_scores(q, keys, causal) - lse.unsqueeze(-1)).exp()
         g = grad.to(p.dtype)
         dv = p.mT @ g
         delta = (g * out.to(p.dtype)).sum(-1, keepdim=True)
@@ -62,12 +69,51 @@ def attend_backward(
     return dq, _back_to_heads(dk, k), _back_to_heads(dv, v)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Offsets, causal: bool) -> tuple[Tensor, Tensor]:
+    """As `attend_block`, but every document by itself, where `flash_takes` it."""
+    starts, longest = offsets
+    forward = _aten._flash_attention_forward
+    out, lse, *_ = forward(_flat(q), _flat(k), _flat(v), starts, starts, longest, longest, 0.0, causal, False)
+    return _unflat(out, q), lse.unflatten(-1, (q.shape[0], -1)).transpose(0, 1)
+
+
+def attend_documents_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: Offsets, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts, longest = offsets
+    parts, flat_lse = [_flat(t) for t in (grad, q, k, v, out)], lse.transpose(0, 1).flatten(1).contiguous()
+    backward, seed = _aten._flash_attention_backward, _no_dropout(q)
+    grads = backward(*parts, flat_lse, starts, starts, longest, longest, 0.0, causal, seed, seed)
+    dq, dk, dv = (_unflat(d, t) for d, t in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def flash_takes(q: Tensor) -> bool:
+    """Fewer key/value heads included, without a copy of them for every query head."""
+    return q.device.type != "cpu" and q.dtype in (torch.bfloat16, torch.float16) and kernel_takes(q.shape[-1])
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(B, H, L, E) as (B L, H, E)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _unflat(flat: Tensor, like: Tensor) -> Tensor:
+    return flat.unflatten(0, (like.shape[0], -1)).transpose(1, 2)
+
+
+def _no_dropout(q: Tensor) -> Tensor:
+    """The state of the generator that flash attention would have drawn from."""
+    return torch.zeros(2, dtype=torch.uint64, device=q.device)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])
-    if causal:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+    if not causal:
+        return scores
+    back = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~back, float("-inf"))
 
 
 def _for_all_heads(q: Tensor, k: Tensor) -> Tensor:
@@ -78,33 +124,10 @@ def _back_to_heads(grad: Tensor, k: Tensor) -> Tensor:
     return grad if grad.shape[1] == k.shape[1] else grad.unflatten(1, (k.shape[1], -1)).sum(2)
 
 
-def _bias(mask: Tensor | None, q: Tensor, keys: int = 0) -> Tensor | None:
-    """What a kernel adds to the scores."""
-    if mask is None:
-        return None
-    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
-    return bias.expand(q.shape[0], q.shape[1] if keys else 1, *bias.shape[2:])
-
-
 def _cpu_kernel(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def _device_kernel(q: Tensor, k: Tensor) -> bool:
-    """The memory-efficient kernel: no fp64, and biases want rows of whole 16 bytes."""
-    return q.dtype in (torch.float32, torch.bfloat16) and k.shape[2] % 8 == 0 and q.shape[-1] % 8 == 0
-
-
-def _device_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if mask is not None:  # with a bias its bf16 version gives wrong gradients of q and k (torch 2.11, H200)
-        grad, q, k, v, out = (t.float() for t in (grad, q, k, v, out))
-    padding = -q.shape[2] % 32  # as the kernel's own forward would hand it over
-    lse = torch.nn.functional.pad(lse.float(), (0, padding), value=float("inf"))
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    bias = _bias(mask, q, k.shape[2])
-    backward = _aten._scaled_dot_product_efficient_attention_backward
-    wanted = [True, True, True, False]
-    dq, dk, dv, _ = backward(grad, q, k, v, bias, out, lse, seed, seed, 0.0, wanted, causal)
-    return dq, dk, dv
+def _device_kernel(q: Tensor) -> bool:
+    """The memory-efficient kernel: no fp64, and rows of whole 16 bytes."""
+    return q.dtype in (torch.float32, torch.bfloat16) and q.shape[-1] % 8 == 0

@@ -2,15 +2,17 @@
 
 Ring: keys and values go round, each rank attends to one block after the other and merges the results
 by their log-sum-exp; the next block travels while the current one is worked on. A rank holds one piece
-from the front and its mirror from the back, so that a causal mask gives all the same work, and of the
-blocks that a causal mask cuts in half only the visible half is computed.
+from the front and its mirror from the back, so that a causal mask gives all the same work. Nothing is masked:
+only queries and keys that see each other are brought together, which the host knows from the documents.
 
 Ulysses: an all-to-all exchanges positions for heads, each rank attends over the whole sequence with
 some of the heads, and a second one brings them back."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,16 @@ from torch import Tensor, nn
 
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
-from phalanx.model.attention import Attend, visible
+from phalanx.model.attention import Attend, document_offsets
 from phalanx.model.family import Batch
-from phalanx.parallel.block import attend_backward, attend_block, merge
+from phalanx.parallel.block import (
+    Offsets,
+    attend_backward,
+    attend_block,
+    attend_documents,
+    attend_documents_backward,
+    merge,
+)
 from phalanx.parallel.collectives import Shift, swap_dims
 
 
@@ -93,84 +102,136 @@ class RingAttend(Attend):
     layout: Layout
     group: dist.ProcessGroup
 
+    @torch.compiler.disable  # which would compile anew for every place at which a document may end
     def forward(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, batch: Batch) -> Tensor:
-        return _Ring.apply(q_BHLE, k_BKLE, v_BKLE, self._blocks(batch), self.group)
+        return _Ring.apply(q_BHLE, k_BKLE, v_BKLE, self._tiles(batch, batch.documents_BL), self.group)
 
-    def prepare(self, batch: Batch) -> None:
-        self._blocks(batch)
+    def prepare(self, batch: Batch, documents_BL: Tensor | None, put: Callable[[Tensor], Tensor]) -> None:
+        self._tiles(batch, documents_BL, put)
 
-    def _blocks(self, batch: Batch) -> list[_Block]:
-        """By how far the keys have come round the ring: what of it to compute, and the mask."""
+    def _tiles(
+        self, batch: Batch, documents_BL: Tensor | None, put: Callable[[Tensor], Tensor] = lambda t: t
+    ) -> list[list[_Tile]]:
+        """By how far the keys have come round the ring: which queries meet which keys."""
         key = ("ring", self.causal)
         if key not in batch.cache:
             me, width = self.group.rank(), self.group.size()
-            batch.cache[key] = [self._block(batch, me, (me - hop) % width) for hop in range(width)]
+            length = width * batch.positions().shape[0]
+            places = [local_positions(self.layout, length, rank) for rank in range(width)]
+            batch.cache[key] = [self._block(documents_BL, places, me, (me - hop) % width, put) for hop in range(width)]
         return batch.cache[key]
 
-    def _block(self, batch: Batch, me: int, source: int) -> _Block:
-        positions = batch.positions()
-        half = positions.shape[0] // 2
-        q, k = slice(None), slice(None)
+    def _block(
+        self,
+        documents_BL: Tensor | None,
+        places: list[Tensor],
+        me: int,
+        source: int,
+        put: Callable[[Tensor], Tensor],
+    ) -> list[_Tile]:
+        """The keys of rank `source` that queries here see."""
+        whole, half = len(places[me]), len(places[me]) // 2
+        q, k = slice(0, whole), slice(0, whole)
         if self.causal and source < me:
             k = slice(0, half)  # its front piece lies before both of ours, its back piece after them
         elif self.causal and source > me:
-            q = slice(half, None)  # our back piece lies after both of its, our front piece before them
-        causal = self.causal and source == me
-        if batch.documents_BL is None and not causal:
-            return _Block(q, k, None, False)
-        if batch.documents_BL is None and me == source:
-            return _Block(q, k, None, True)  # a rank's own positions are in order
-        length = positions.shape[0] * self.group.size()
-        theirs = local_positions(self.layout, length, source).to(positions.device)
-        documents = batch.documents_BL
-        assert documents is not None
-        mask = visible(positions[q], theirs[k], documents[:, positions[q]], documents[:, theirs[k]], causal)
-        return _Block(q, k, mask, False)
+            q = slice(half, whole)  # our back piece lies after both of its, our front piece before them
+        own = source == me  # a rank's own positions are in order
+        if documents_BL is None:
+            return [_Tile(slice(None), q, k, self.causal and own)]
+        ours_BQ, theirs_BK = documents_BL[:, places[me][q]], documents_BL[:, places[source][k]]
+        if own and self.packed:
+            starts = document_offsets(ours_BQ)
+            longest = int(starts.diff().max())
+            return [_Tile(slice(None), q, k, self.causal, (put(starts), longest))]
+        return [
+            _Tile(slice(row, row + 1), _within(q, mine), _within(k, theirs), self.causal and own)
+            for row in range(len(documents_BL))
+            for mine, theirs in _shared(ours_BQ[row], theirs_BK[row])
+        ]
 
 
-class _Block:
-    """Which queries and keys of a pair of ranks' see each other."""
+def _shared(ours_Q: Tensor, theirs_K: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Where the documents that both have lie in each. If the keys lie before the queries, there is one at most."""
+    mine, theirs = _runs(ours_Q), _runs(theirs_K)
+    for number in mine.keys() & theirs.keys():
+        yield mine[number], theirs[number]
 
-    __slots__ = ("causal", "keys", "mask", "queries")
 
-    def __init__(self, queries: slice, keys: slice, mask: Tensor | None, causal: bool):
-        self.queries, self.keys, self.mask, self.causal = queries, keys, mask, causal
+def _runs(documents_L: Tensor) -> dict[int, slice]:
+    starts = document_offsets(documents_L[None]).tolist()
+    numbers = documents_L[starts[:-1]].tolist()
+    return {number: slice(*ends) for number, ends in zip(numbers, pairwise(starts), strict=True)}
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    return slice(outer.start + inner.start, outer.start + inner.stop)
+
+
+class _Tile(NamedTuple):
+    """Queries and keys of a pair of ranks that see each other: all, or with `causal` back; with `offsets` each document
+    by itself."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    causal: bool
+    offsets: Offsets | None = None
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x[self.rows, :, self.queries]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x[self.rows, :, self.keys]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: list[_Block], group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, hops: list[list[_Tile]], group: dist.ProcessGroup) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
         held = torch.stack((k, v))
-        for hop, b in enumerate(blocks):
-            coming = Shift(held, group) if hop < len(blocks) - 1 else None
-            keys, values = held[0][:, :, b.keys], held[1][:, :, b.keys]
-            part, part_lse = attend_block(q[:, :, b.queries], keys, values, b.mask, b.causal)
-            merge(out[:, :, b.queries], lse[:, :, b.queries], part, part_lse)
+        for hop, tiles in enumerate(hops):
+            coming = Shift(held, group) if hop < len(hops) - 1 else None
+            for t in tiles:
+                parts = t.of_queries(q), t.of_keys(held[0]), t.of_keys(held[1])
+                if t.offsets:
+                    part, part_lse = attend_documents(*parts, t.offsets, t.causal)
+                else:
+                    part, part_lse = attend_block(*parts, t.causal)
+                merge(t.of_queries(out), t.of_queries(lse), part, part_lse)
             held = coming.wait() if coming else held
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.blocks, ctx.group = blocks, group
+        ctx.hops, ctx.group = hops, group
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        blocks, group = ctx.blocks, ctx.group
+        hops, group = ctx.hops, ctx.group
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         held, sums = torch.stack((k, v)), None  # the gradients of a block travel behind it
-        for hop, b in enumerate(blocks):
-            coming = Shift(held, group) if hop < len(blocks) - 1 else None
+        for hop, tiles in enumerate(hops):
+            coming = Shift(held, group) if hop < len(hops) - 1 else None
             sums_coming = Shift(sums, group) if sums is not None else None
-            keys, values = held[0][:, :, b.keys], held[1][:, :, b.keys]
-            parts = [t[:, :, b.queries] for t in (grad, q, out, lse)]
-            dq_part, dk, dv = attend_backward(parts[0], parts[1], keys, values, parts[2], parts[3], b.mask, b.causal)
-            dq[:, :, b.queries] += dq_part
+            found = [_tile_backward(t, grad, q, held, out, lse) for t in tiles]
             sums = sums_coming.wait() if sums_coming else torch.zeros(held.shape, dtype=lse.dtype, device=q.device)
-            sums[0][:, :, b.keys] += dk
-            sums[1][:, :, b.keys] += dv
+            for t, (dq_part, dk, dv) in zip(tiles, found, strict=True):
+                t.of_queries(dq).add_(dq_part)
+                t.of_keys(sums[0]).add_(dk)
+                t.of_keys(sums[1]).add_(dv)
             held = coming.wait() if coming else held
         dk, dv = Shift(sums, group).wait()  # home
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _tile_backward(
+    tile: _Tile, grad: Tensor, q: Tensor, held: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = tile.of_keys(held[0]), tile.of_keys(held[1])
+    grad, q, out, lse = (tile.of_queries(t) for t in (grad, q, out, lse))
+    if tile.offsets:
+        return attend_documents_backward(grad, q, keys, values, out, lse, tile.offsets, tile.causal)
+    return attend_backward(grad, q, keys, values, out, lse, tile.causal)

@@ -9,7 +9,7 @@ weights themselves are not needed for their gradients."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from phalanx.model.grouped import grouped_linear, input_gradient, weight_gradient
 from phalanx.model.moe import Experts
+from phalanx.parallel.reduce import Reducer
+from phalanx.parallel.tensor import OpenLinear
 
 Work = tuple[nn.Parameter, Callable[[], Tensor]]  # a weight, and what computes its gradient
 
@@ -68,12 +70,6 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, ctx.deferred.put_off(ctx.weight, lambda: weight_gradient(x, grad, counts)), None, None
 
 
-class DeferredLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.multiply(x, self.weight)
-        return out if self.bias is None else out + self.bias
-
-
 def apply_deferral(model: nn.Module, deferred: WeightGradients) -> None:
     def multiply(x: Tensor, weight: nn.Parameter) -> Tensor:
         return _Linear.apply(x, weight, deferred)
@@ -87,11 +83,59 @@ def apply_deferral(model: nn.Module, deferred: WeightGradients) -> None:
         if isinstance(module, nn.Linear):
             module.multiply = multiply
             if type(module) is nn.Linear:
-                module.__class__ = DeferredLinear
+                module.__class__ = OpenLinear
 
 
-class Halves:
-    """The two halves of one stage's backward, as FSDP2 must see them. After the first half FSDP2 may
+class Halves(Protocol):
+    """The two halves of one stage's backward."""
+
+    def inputs(self, micro: int, backward: Callable[[], None]) -> None: ...
+
+    def weights(self, micro: int, reduce: bool) -> None: ...
+
+
+def halves(model: nn.Module, deferred: WeightGradients, reducer: Reducer) -> Halves:
+    return ShardedHalves(model, deferred) if isinstance(model, FSDPModule) else WholeHalves(model, deferred, reducer)
+
+
+class WholeHalves:
+    """Where a rank holds all parameters: gradients are kept from the reducer until they are whole."""
+
+    def __init__(self, model: nn.Module, deferred: WeightGradients, reducer: Reducer):
+        self.deferred, self.reducer, self.params = deferred, reducer, list(model.parameters())
+        self.kept: dict[int, tuple[list[Work], dict[nn.Parameter, Tensor]]] = {}
+
+    def inputs(self, micro: int, backward: Callable[[], None]) -> None:
+        before, work = self._take(), list[Work]()
+        self.deferred.work, self.reducer.held_back = work, True
+        try:
+            backward()
+        finally:
+            self.deferred.work, self.reducer.held_back = None, False
+        self.kept[micro] = (work, self._take())
+        for param, grad in before.items():
+            param.grad = grad
+
+    @torch.no_grad()
+    def weights(self, micro: int, reduce: bool) -> None:
+        work, grads = self.kept.pop(micro)
+        while work:
+            weight, gradient = work.pop()
+            value = gradient()
+            grads[weight] = value if weight not in grads else grads[weight].add_(value)
+        for param, grad in grads.items():
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
+        self.reducer.complete(self.params)
+
+    def _take(self) -> dict[nn.Parameter, Tensor]:
+        taken = {p: p.grad for p in self.params if p.grad is not None}
+        for param in taken:
+            param.grad = None
+        return taken
+
+
+class ShardedHalves:
+    """As FSDP2 must see them. After the first half FSDP2 may
     free the parameters; the gradients it holds by then are taken from it, and given back together with
     the rest before it reduces them, micro-batch by micro-batch."""
 

@@ -17,9 +17,16 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.core.errors import UserError
 
+ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 # Dense bf16 tensor-core peaks from the makers' data sheets, FLOP/s. Others are measured.
 DATASHEET_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "MI300X": 1307e12}
 
@@ -61,7 +68,7 @@ class Device:
             )
         device = torch.device(wanted, rank % count)
         torch.accelerator.set_device_index(device.index)
-        _choose_deterministic_kernels()
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
         backend = dist.get_default_backend_for_device(device) if ranks <= count else "gloo"
         return Device(device, backend, min(1.0, count / ranks))
 
@@ -74,6 +81,25 @@ class Device:
     @property
     def is_cpu(self) -> bool:
         return self.torch.type == "cpu"
+
+    def choose_kernels(self, deterministic: bool) -> None:
+        """For this process. Some kernels (attention's backward) have a faster version that does not give the same bits
+        twice; cuDNN's attention is one, and the fastest there is."""
+        if self.is_cpu:
+            return
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        _attention.close()
+        _attention.enter_context(sdpa_kernel(ATTENTION, set_priority=True))
+
+    @property
+    def has_cudnn(self) -> bool:
+        return self.torch.type == "cuda" and torch.version.hip is None and torch.backends.cudnn.is_available()
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it multiplies e4m3 and e5m2 as the OCP formats have them. A CPU does it by way of fp32."""
+        return self.is_cpu or (torch.version.hip is None and torch.cuda.get_device_capability(self.torch) >= (8, 9))
 
     def synchronize(self) -> None:
         if not self.is_cpu:
@@ -215,12 +241,7 @@ def abort_all(groups: list[Any]) -> None:
         found[0]._group_end()
 
 
-def _choose_deterministic_kernels() -> None:
-    """The same job must give the same bits twice; some kernels (attention's backward) have a faster
-    version that does not."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+_attention = contextlib.ExitStack()  # torch has its preference among attention kernels as a context
 
 
 @cache

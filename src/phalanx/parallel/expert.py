@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from phalanx.core.layout import Layout
 from phalanx.core.shape import even_bounds
-from phalanx.model.moe import Experts, MoE, take_rows
+from phalanx.kernels.rows import take_rows
+from phalanx.model.moe import Experts, MoE, inverse
 from phalanx.parallel.collectives import all_to_all
 from phalanx.parallel.groups import Groups
 
@@ -73,15 +74,17 @@ class Exchange:
         width, mine = self.group.size(), self.held[1] - self.held[0]
         # From every rank: how many rows it has for each of the experts here.
         counts_RE = all_to_all(counts_E, self.sizes, [mine] * width, self.group).view(width, mine)
-        out = [int(part.sum()) for part in counts_E.cpu().split(self.sizes)]
-        into = counts_RE.sum(1).tolist()
+        out_R = torch.stack([part.sum() for part in counts_E.split(self.sizes)])
+        sizes = torch.cat((out_R, counts_RE.sum(1))).tolist()  # the host must know them: it waits for the router here
+        out, into = sizes[:width], sizes[width:]
         got_ND = _AllToAll.apply(rows_ND, out, into, self.group)
         # They come sorted by rank, then expert; the experts want them sorted by expert, then rank.
-        expert_N = torch.arange(mine, device=rows_ND.device).repeat(width).repeat_interleave(counts_RE.flatten())
+        each_RE = torch.arange(mine, device=rows_ND.device).repeat(width)
+        expert_N = each_RE.repeat_interleave(counts_RE.flatten(), output_size=sum(into))
         order_N = expert_N.argsort(stable=True)
-        place_N = order_N.argsort()
+        place_N = inverse(order_N)
 
         def back(out_ND: Tensor) -> Tensor:
-            return _AllToAll.apply(take_rows(out_ND, place_N, order_N), into, out, self.group)
+            return _AllToAll.apply(take_rows(out_ND, place_N, order_N.unsqueeze(1)), into, out, self.group)
 
-        return take_rows(got_ND, order_N, place_N), counts_RE.sum(0), back
+        return take_rows(got_ND, order_N, place_N.unsqueeze(1)), counts_RE.sum(0), back

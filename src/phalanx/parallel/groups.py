@@ -101,7 +101,8 @@ class Groups:
     def total(self, values: torch.Tensor) -> list[int]:
         """Integers, each summed over all ranks: inside the replica, then across. Whoever gets the sums knows that all
         have said theirs."""
-        dist.all_reduce(values)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(values)
         if self.cross:
             self.cross.sum_(values)
         return [int(x) for x in values.tolist()]

@@ -13,10 +13,12 @@ from phalanx.parallel.context import apply_context_parallel
 from phalanx.parallel.deferred import WeightGradients, apply_deferral
 from phalanx.parallel.device import Device
 from phalanx.parallel.expert import apply_expert_parallel
+from phalanx.parallel.fused import apply_kernels
 from phalanx.parallel.groups import Groups
+from phalanx.parallel.loss import apply_loss
 from phalanx.parallel.offload import apply_offload
-from phalanx.parallel.recompute import apply_compile, apply_recompute
-from phalanx.parallel.shard import MASTER_DTYPE, apply_shard
+from phalanx.parallel.recompute import apply_compile, compiler, keep_inputs, keep_products
+from phalanx.parallel.shard import COMPUTE_DTYPE, apply_shard
 from phalanx.parallel.stages import Absent, cut_stages, keep_stage
 from phalanx.parallel.tensor import apply_tensor_parallel
 
@@ -36,9 +38,11 @@ def parallelize(
     stages = {}
     for stage in job.layout.stages_of(coord.pp):
         with torch.device("meta"):
-            model = family.build(job.model).to(MASTER_DTYPE[job.train.precision])
+            model = family.build(job.model).to(COMPUTE_DTYPE[job.train.precision])
         where = cut_stages(family, model, job.model, job.layout)
         apply_tensor_parallel(model, family, groups.tp)
+        if family.ends_in_head and family.loss is None:
+            apply_loss(model, groups.tp, job.model)
         keep_stage(model, where, stage)
         apply_expert_parallel(model, job.layout, groups)
         apply_context_parallel(model, job.layout, groups.axis("cp"))
@@ -46,8 +50,12 @@ def parallelize(
             apply_deferral(model, deferred)
         units = [m for m in family.modules(model, family.units) if not isinstance(m, Absent)]
         experts = family.modules(model, family.experts)
-        apply_recompute(units, experts, job.train.recompute)
-        apply_compile(units, experts, job.train.compile)
+        apply_kernels(model, units, job, device)
+        if job.train.recompute == "selective":
+            keep_products(units, experts)
+        apply_compile(units, experts, compiler(job, device))
+        if job.train.recompute == "full":
+            keep_inputs(units)
         if job.train.offload_activations:
             apply_offload(units, device)
         apply_shard(job, model, units, experts, groups)

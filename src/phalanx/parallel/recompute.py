@@ -4,13 +4,20 @@ and redoes only the cheap rest. Parameter names do not change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # has its operator registered
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from phalanx.core.job import Job
+from phalanx.parallel.device import Device
 
 _aten, _comm = torch.ops.aten, torch.ops._c10d_functional
 KEEP = {
@@ -18,31 +25,38 @@ KEEP = {
     _aten.addmm.default,
     _aten.bmm.default,
     _aten._grouped_mm.default,
+    _aten._scaled_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
     _comm.all_gather_into_tensor.default,
     _comm.reduce_scatter_tensor.default,
     _comm.wait_tensor.default,
 }
 
 
+OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+
+
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_recompute(units: list[nn.Module], experts: list[nn.Module], mode: str) -> None:
-    """`experts` are FSDP2 modules of their own inside the units. What FSDP2 does around them differs when
-    it is done again, which selective recomputation takes for a mistake: it goes round them."""
-    if mode == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        units = [piece for unit in units for piece in _pieces(unit, experts)]
+def keep_products(units: list[nn.Module], experts: list[nn.Module]) -> None:
+    """Selective; before blocks are compiled, since the compiler must see what is kept. `experts` are FSDP2 modules of
+    their own inside the units. What FSDP2 does around them differs when it is done again, which selective recomputation
+    takes for a mistake: it goes round them."""
+    context = partial(create_selective_checkpoint_contexts, _policy)
+    for piece in (piece for unit in units for piece in _pieces(unit, experts)):
+        piece.forward = _again(piece.forward, {**OPTIONS, "context_fn": context})
+
+
+def keep_inputs(units: list[nn.Module]) -> None:
+    """Full; after blocks are compiled. Inside, the compiler would keep what an autograd function of ours keeps."""
     for unit in units:
-        unit.forward = _again(unit.forward, options)
+        unit.forward = _again(unit.forward, OPTIONS)
 
 
 def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -52,10 +66,30 @@ def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[...
     return run
 
 
+def compiler(job: Job, device: Device) -> str:
+    """Name what compiles the blocks. `auto`: inductor on accelerators, except where a schedule splits the backward (a
+    compiled block has one) and where ranks share a device (their collectives go through the host)."""
+    if job.train.compile != "auto":
+        return job.train.compile
+    alone = not device.is_cpu and device.backend != "gloo"
+    return "inductor" if alone and not job.layout.splits_backward else "none"
+
+
+@contextlib.contextmanager
+def importing(backend: str) -> Iterator[None]:
+    """Import the compiler meanwhile: seconds of Python that long work outside of Python hides."""
+    thread = threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",))
+    if backend == "inductor":
+        thread.start()
+    yield
+    if backend == "inductor":
+        thread.join()
+
+
 def apply_compile(units: list[nn.Module], experts: list[nn.Module], backend: str) -> None:
-    """Each block by itself, inside FSDP2's hooks, so that equal blocks share one compilation and no name
-    of a group or generation is baked in. Recomputation is compiled with the block. Not the experts: how
-    many rows they get differs every time, and their kernel is one already."""
+    """Compile each block by itself, inside FSDP2's hooks, so that equal blocks share one compilation and no name of a
+    group or generation is baked in. Not the experts: how many rows they get differs every time, and their kernel is one
+    already."""
     if backend == "none":
         return
     for piece in (piece for unit in units for piece in _pieces(unit, experts)):

@@ -1,7 +1,8 @@
-"""From FSDP2's per-module flat gradients to the sum over all micro-batches and replicas.
+"""From the gradients of a backward to their sum over all micro-batches and replicas, unit by unit.
 
 FSDP2 calls the hook of each module as its backward ends, with that module's gradient reduced over
-the shard axis. The reducer accumulates over micro-batches itself (FSDP2's own accumulation has no
+the shard axis; where a rank holds all parameters there is no FSDP2, and a unit is complete when autograd has left the
+gradient of its last parameter. The reducer accumulates over micro-batches itself (FSDP2's own accumulation has no
 place for a fixed order), fills buckets during the last backward, and sends each full bucket across
 the replicas from a thread of its own while the backward goes on. A failed exchange is recorded, not
 raised: the shard peers of this rank are inside collectives of their own and must get through them.
@@ -11,21 +12,24 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from phalanx.core.held import travels_whole
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups
+from phalanx.parallel.shard import MASTER_DTYPE
 from phalanx.parallel.tiers import way_over
 from phalanx.parallel.tree import Node, TreeSum, exchange, fold, span
 
@@ -36,16 +40,23 @@ class StepFailed(RuntimeError):
     """The gradients of this step are not usable; throw the engine away and redo the step."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Unit:
-    """One FSDP2 module's accumulated gradient. A micro-batch is one leaf of the exact sum, or several
-    when ranks that share it (cp, and tp for experts) are added up by FSDP2."""
+    """Parameters that are gathered and reduced together, and their accumulated gradient. A micro-batch is one leaf of
+    the exact sum, or several when ranks that share it (cp, and tp for experts) are added up by FSDP2."""
 
-    slices: list[tuple[int, bool]]  # of its parameters: elements, padded, and whether they travel whole
+    params: list[nn.Parameter] = field(default_factory=list)
+    slices: list[tuple[int, bool]] = field(default_factory=list)  # of those: elements, padded; if they travel whole
+    arrived: int = 0  # gradients in this backward, without FSDP2
     leaves: int = 1
     scattered: bool = False
     tree: TreeSum = field(default_factory=TreeSum)  # exact
     total: Tensor | None = None  # fast
+    flat: Tensor | None = None  # the sum over everything, at the step's end
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([p.numel() for p in self.params])
+        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
 
 
 @dataclass(slots=True)
@@ -65,6 +76,12 @@ class Reducer:
         self.trace: list[BucketTrace] = []
         self.peak_pending_bytes = 0
         self._units: list[_Unit] = []
+        self._unit_of: dict[nn.Parameter, _Unit] = {}
+        self._sharded: dict[nn.Module, list[nn.Parameter]] = {}  # by model; at times FSDP2 has others in their place
+        self._dtype = MASTER_DTYPE[job.train.precision]
+        # Nothing to add to a gradient: it stays where autograd has put it.
+        self._single = len(self.indices) == 1 and groups.cross is None
+        self.held_back = False  # gradients are not complete when they arrive
         self._micro = 0
         self._bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]] = []
         self._slices: list[list[tuple[int, bool]]] = []  # of what is in the bucket
@@ -74,19 +91,30 @@ class Reducer:
         self._stream = device.new_stream()
         self._thread = ThreadPoolExecutor(1, "cross-replica") if groups.cross else None
 
-    def attach(self, model: nn.Module) -> None:
-        names = {id(module): name for name, module in model.named_modules()}
-        for module in model.modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            unit = _Unit(_slices(module, names))
+    def attach(self, parts: list[nn.Module]) -> None:
+        """The model, its units and its experts: a parameter belongs to the last part that has it."""
+        owner: dict[nn.Parameter, _Unit] = {}
+        modules = {id(module): name for name, module in parts[0].named_modules()}
+        names = {param: name for name, param in parts[0].named_parameters()}
+        for module in parts:
+            unit = _Unit()
             self._units.append(unit)
-            # The loss already carries 1 / tokens, the same for every micro-batch: plain sums from here.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_all_reduce_hook(self._hook(unit))
-            if self.exact:
-                module.set_custom_reduce_scatter(_TreeReduceScatter(self, unit))
+            owner |= dict.fromkeys(module.parameters(), unit)
+            if isinstance(module, FSDPModule):
+                unit.slices = _slices(module, modules)
+                # The loss already carries 1 / tokens, the same for every micro-batch: plain sums from here.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_all_reduce_hook(partial(self._reduced, unit))
+                if self.exact:
+                    module.set_custom_reduce_scatter(_TreeReduceScatter(self, unit))
+        for param, unit in owner.items():
+            unit.params.append(param)
+            if not isinstance(param, DTensor):
+                unit.slices.append((param.numel(), travels_whole(names[param], tuple(param.shape))))
+                param.register_post_accumulate_grad_hook(partial(self._arrived, unit))
+        self._unit_of |= owner
+        self._sharded[parts[0]] = [p for p in owner if isinstance(p, DTensor)]
 
     def close(self) -> None:
         """Does not wait for a peer that is silent: what its bucket still writes to is ours no more."""
@@ -107,7 +135,8 @@ class Reducer:
     def sum_counts(self, count: Tensor) -> Tensor:
         """An integer summed over every rank that sees different samples. Opens the step."""
         self.trace.clear()
-        dist.all_reduce(count, group=self.groups.shard)
+        if self.groups.shard.size() > 1:
+            dist.all_reduce(count, group=self.groups.shard)
         if cross := self.groups.cross:
             self._guard(lambda: cross.sum_(count))
         return count[0]
@@ -136,26 +165,74 @@ class Reducer:
         if self._error is not None:
             raise StepFailed(f"the reduction across replicas failed: {self._error}") from self._error
 
-    # -- called by FSDP2 in backward --------------------------------------------------------------
+    def clear(self, model: nn.Module) -> None:
+        """After a backward that is not the step's last: what FSDP2 has left has been taken."""
+        for param in self._sharded.get(model, []):
+            param.grad = None
 
-    def _hook(self, unit: _Unit) -> Callable[[Tensor], None]:
-        def reduced(flat: Tensor) -> None:
-            if self.exact:
-                if not unit.scattered:  # FSDP2 calls no reduce-scatter for a group of one
-                    self.device.hold(flat)
-                    unit.tree.push((0, self.indices[self._micro]), flat)
-                    self.note_pending()
-                if self.last:
-                    self._add_to_bucket(flat, unit.tree.take(), unit.leaves, unit.slices)
-                return
-            if unit.total is not None:
-                self.device.hold(unit.total)
-                flat.add_(unit.total)
-            unit.total = None if self.last else flat
-            if self.last and self.groups.cross:
-                self._add_to_bucket(flat, [], 1, unit.slices)
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """The final gradients, in the precision of the master weights unless there was nothing to add. A parameter
+        that has got none is left out."""
+        out: dict[nn.Parameter, Tensor] = {}
+        for unit in self._units:
+            flat, unit.flat = unit.flat, None
+            for param in unit.params:
+                grad, param.grad = param.grad, None
+                if isinstance(grad, DTensor):
+                    out[param] = grad = grad.to_local()
+                    if flat is not None and flat.dtype != grad.dtype:  # FSDP2 has rounded its own
+                        out[param] = flat.as_strided(grad.shape, grad.stride(), grad.storage_offset())
+                elif grad is not None:
+                    out[param] = grad
+            if flat is not None and not any(isinstance(p, DTensor) for p in unit.params):
+                out |= zip(unit.params, unit.views(flat), strict=True)
+        return out
 
-        return reduced
+    # -- called in backward -----------------------------------------------------------------------
+
+    def _reduced(self, unit: _Unit, flat: Tensor) -> None:
+        """`flat`: of one micro-batch, reduced over the shard axis."""
+        if self.last:
+            unit.flat = flat
+        if self.exact:
+            if not unit.scattered:  # there is no reduce-scatter in a group of one
+                self.device.hold(flat)
+                unit.tree.push((0, self.indices[self._micro]), flat)
+                self.note_pending()
+            if self.last:
+                self._add_to_bucket(flat, unit.tree.take(), unit.leaves, unit.slices)
+            return
+        if unit.total is not None:
+            self.device.hold(unit.total)
+            flat.add_(unit.total)
+        unit.total = None if self.last else flat
+        if self.last and self.groups.cross:
+            self._add_to_bucket(flat, [], 1, unit.slices)
+
+    def _arrived(self, unit: _Unit, param: nn.Parameter) -> None:
+        unit.arrived += not self.held_back
+        if unit.arrived == len(unit.params):
+            self._complete(unit)
+
+    def complete(self, params: Iterable[nn.Parameter]) -> None:
+        """The gradients of these have been put together by hand, after they were held back."""
+        for unit in reversed(list(dict.fromkeys(self._unit_of[p] for p in params))):
+            self._complete(unit)
+
+    def _complete(self, unit: _Unit) -> None:
+        unit.arrived = 0
+        if self._single or (not self.exact and self.groups.cross is None and unit.params[0].dtype == self._dtype):
+            return  # autograd adds up the micro-batches by itself, in this precision
+        grads = [cast(Tensor, p.grad) for p in unit.params]
+        for param in unit.params:
+            param.grad = None
+        if self.exact or unit.total is None:
+            flat = torch.empty(sum(g.numel() for g in grads), dtype=self._dtype, device=grads[0].device)
+            torch._foreach_copy_(unit.views(flat), grads)
+        else:  # in one pass, and rounded once
+            flat, unit.total = unit.total, None
+            torch._foreach_add_(unit.views(flat), grads)
+        self._reduced(unit, flat)
 
     def note_pending(self) -> None:
         self.peak_pending_bytes = max(self.peak_pending_bytes, sum(u.tree.size_bytes for u in self._units))

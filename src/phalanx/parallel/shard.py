@@ -1,6 +1,7 @@
 """The shard axis: ZeRO-1, 2 and 3 through FSDP2. Each unit is one FSDP2 module, what is outside the
 units belongs to the root. Stage 3 frees a unit's parameters after its forward; stages 1 and 2 keep
-them until the step's last backward, and stage 1 also reduces gradients only then."""
+them until the step's last backward, and stage 1 also reduces gradients only then. Where there is nobody to share with,
+there is no FSDP2."""
 
 from __future__ import annotations
 
@@ -12,12 +13,20 @@ from phalanx.core.job import Job
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.tiers import apply_tiers
 
-MASTER_DTYPE = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+MASTER_DTYPE = {"fp8": torch.float32, "bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
+# With fp8 all but the operands of the blocks' products is in bf16.
+COMPUTE_DTYPE = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def alone(groups: Groups) -> bool:
+    """Whether this rank holds all of its stage's parameters."""
+    return groups.state.size() == 1 and (groups.experts is None or groups.experts["edp"].size() == 1)
 
 
 def apply_shard(job: Job, model: nn.Module, units: list[nn.Module], experts: list[nn.Module], groups: Groups) -> None:
     """`experts` are inside the units, and sharded over the ranks that hold the same ones."""
+    if alone(groups):
+        return
     precision, zero, prefetch = job.train.precision, job.layout.zero, job.train.prefetch
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPE[precision],
@@ -40,16 +49,20 @@ def apply_shard(job: Job, model: nn.Module, units: list[nn.Module], experts: lis
             unit.set_modules_to_backward_prefetch([m for s in behind for m in s])
 
 
-def set_micro_batch(model: FSDPModule, zero: int, exact: bool, last: bool) -> None:
+def set_micro_batch(model: nn.Module, zero: int, exact: bool, last: bool) -> None:
     """What FSDP2 does at the end of the coming backward."""
+    if not isinstance(model, FSDPModule):
+        return
     if zero < 3:
         model.set_reshard_after_backward(last)
     if zero == 1 and not exact:
         model.set_requires_gradient_sync(last)
 
 
-def set_half(model: FSDPModule, zero: int, half: str, last: bool) -> None:
+def set_half(model: nn.Module, zero: int, half: str, last: bool) -> None:
     """The same for a backward in two halves: the first reduces nothing, the second has nothing to free
     unless the parameters were kept for the step."""
+    if not isinstance(model, FSDPModule):
+        return
     model.set_requires_gradient_sync(half == "weights")
     model.set_reshard_after_backward(zero == 3 or (half == "weights" and last))

@@ -1,4 +1,4 @@
-"""Tensor parallelism with sequence and loss parallelism, on plain tensors. Between blocks a rank
+"""Tensor parallelism with sequence parallelism, on plain tensors. Between blocks a rank
 holds a slice of the sequence; a block gathers it, works on a slice of the features, and scatters the
 sum back. The styles are those of `phalanx.model.family`.
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from phalanx.core.errors import UserError
 from phalanx.core.shape import even_bounds
 from phalanx.model.family import Family
-from phalanx.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from phalanx.parallel.collectives import all_gather, reduce_scatter
 
 SPLIT_DIM = {"column": 0, "head": 0, "vocab": 0, "row": 1, "input": 1}
 SEQUENCE_DIM = 1
@@ -46,14 +46,26 @@ class _Scatter(torch.autograd.Function):
         return all_gather(grad, SEQUENCE_DIM, ctx.group), None
 
 
-class RowLinear(nn.Linear):
+class OpenLinear(nn.Linear):
+    """A linear layer with a door for another product: in fp8, or with the weight's gradient put off."""
+
+    multiply = staticmethod(F.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.multiply(x, self.weight)
+        return out if self.bias is None else out + self.bias
+
+
+class RowLinear(OpenLinear):
     """Input features split. The bias, if any, is added once, after the sum."""
 
     tp: dist.ProcessGroup
-    multiply = staticmethod(F.linear)  # a pipeline without a bubble puts its own here
+
+    def scatter(self, out: Tensor) -> Tensor:
+        return _Scatter.apply(out, self.tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = _Scatter.apply(self.multiply(x, self.weight), self.tp)
+        out = self.scatter(self.multiply(x, self.weight))
         return out if self.bias is None else out + self.bias
 
 
@@ -77,38 +89,6 @@ class VocabEmbedding(nn.Embedding):
         inside = (local >= 0) & (local < self.weight.shape[0])
         rows = F.embedding(local * inside, self.weight)
         return _Scatter.apply(rows * inside.unsqueeze(-1), self.tp)
-
-
-class _VocabCrossEntropy(torch.autograd.Function):
-    """Per-token cross-entropy of logits whose last dim is split over the group: the full row never
-    exists on one rank. Three small all-reduces, no gather."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
-        top = all_reduce(logits.amax(-1), "max", group)
-        exp = (logits - top.unsqueeze(-1)).exp()
-        local = targets - start
-        inside = (local >= 0) & (local < logits.shape[-1])
-        index = (local * inside).unsqueeze(-1)
-        wanted = (logits.gather(-1, index).squeeze(-1) - top) * inside
-        both = all_reduce(torch.stack((exp.sum(-1), wanted)), "sum", group)
-        ctx.save_for_backward(exp.div_(both[0].unsqueeze(-1)), index, inside)
-        return both[0].log() - both[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, index, inside = ctx.saved_tensors
-        out = softmax.scatter_add(-1, index, -inside.unsqueeze(-1).to(softmax.dtype))
-        return out.mul_(grad.unsqueeze(-1)), None, None, None
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, vocab_size: int) -> Tensor:
-    """Per-token loss in fp32 (fp64 stays), from whole or vocabulary-split logits."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    if group is None or group.size() == 1:
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view_as(targets)
-    start, _ = even_bounds(vocab_size, group.size(), group.rank())
-    return _VocabCrossEntropy.apply(logits, targets, start, group)
 
 
 def apply_tensor_parallel(model: nn.Module, family: Family, tp: dist.ProcessGroup) -> None:

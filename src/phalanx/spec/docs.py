@@ -81,6 +81,7 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
     "compress": {"train": {"compress": "bf16"}},
     "recompute": {"train": {"recompute": "full"}},
     "compile": {"train": {"compile": "inductor"}},
+    "fp8": {"train": {"precision": "fp8"}},
     "activation offload": {"train": {"offload_activations": True}},
     "optimizer offload": {"optimizer": {"offload": "nvme"}},
     "bf16 moments": {"optimizer": {"state": "bf16"}},

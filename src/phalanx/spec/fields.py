@@ -179,12 +179,18 @@ class TrainSection(Section):
     seq_len: int = option(TRAIN.seq_len, "Tokens per sequence.", ge=1)
     global_batch: int = option(TRAIN.global_batch, "Sequences per optimizer update, over all ranks.", ge=1)
     micro_batch: int = option(TRAIN.micro_batch, "Sequences per forward and backward pass of one rank.", ge=1)
-    precision: Literal["bf16", "fp32", "fp64"] = option(
-        TRAIN.precision, "Arithmetic of the forward and backward pass; bf16 keeps fp32 master weights."
+    precision: Literal["fp8", "bf16", "fp32", "fp64"] = option(
+        TRAIN.precision,
+        "Arithmetic of the forward and backward pass; bf16 keeps fp32 master weights, fp8 is bf16 with the products of "
+        "the blocks in 8 bits.",
     )
     reduction: Literal["fast", "exact"] = option(
         TRAIN.reduction,
         "How gradients are summed: exact gives the same bits for any replica x shard x pp split, fast for this layout.",
+    )
+    deterministic: bool = option(
+        TRAIN.deterministic,
+        "Whether an accelerator uses only kernels that give the same bits twice; always so with the exact reduction.",
     )
     recompute: Literal["none", "selective", "full"] = option(
         TRAIN.recompute, "Activations thrown away in the forward pass and computed again in the backward pass."
@@ -198,8 +204,10 @@ class TrainSection(Section):
         TRAIN.compress, "Format in which gradients cross between replicas; none sends them as they are."
     )
     document_mask: bool = option(TRAIN.document_mask, "Whether attention stops at document boundaries.")
-    compile: Literal["none", "inductor", "aot_eager"] = option(
-        TRAIN.compile, "Compiler for each block; aot_eager only traces, to see whether a model can be compiled."
+    compile: Literal["auto", "none", "inductor", "aot_eager"] = option(
+        TRAIN.compile,
+        "Compiler for each block: auto takes inductor on accelerators and none on CPUs; aot_eager only traces, to see "
+        "whether a model can be compiled.",
     )
 
 

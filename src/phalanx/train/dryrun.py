@@ -167,7 +167,7 @@ def _run(job: Job, coord: Coord) -> Footprint:
             result = engine.gradients([_batch(job) for _ in engine.indices])
             seen.gradient_bytes = _size_bytes(list(result.grads.values()))
             engine.update(result)
-        seen.weight_bytes = _size_bytes(list(state.params.values()))
+        seen.weight_bytes = _size_bytes([*state.params.values(), *state.remainders.values()])
         seen.moment_bytes = sum(state.optimizer.held_bytes().values())
     finally:
         if engine is not None:
@@ -183,7 +183,7 @@ def _no_init(name: str, config: Any) -> Init:
 def _batch(job: Job) -> Batch:
     shape = (job.train.micro_batch, job.train.seq_len)
     ids = torch.zeros(shape, dtype=torch.int64)
-    return Batch(ids, ids, torch.ones(shape), ids if job.train.document_mask else None)
+    return Batch(ids, ids, torch.ones(shape))  # documents change no collective
 
 
 def _size_bytes(what: Tensor | list[Tensor]) -> int:

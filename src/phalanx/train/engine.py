@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.core.errors import UserError
@@ -23,16 +22,17 @@ from phalanx.model.moe import MoE, next_bias
 from phalanx.observe.progress import Phase
 from phalanx.parallel.collectives import all_gather
 from phalanx.parallel.context import cut_batch
-from phalanx.parallel.deferred import Halves, WeightGradients
+from phalanx.parallel.deferred import Halves, WeightGradients, halves
 from phalanx.parallel.device import Device, Moment
 from phalanx.parallel.groups import Groups
+from phalanx.parallel.loss import Loss, loss_of_logits
 from phalanx.parallel.norm import exact_norm, fast_norm
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.pipeline import Pipe, Stages
 from phalanx.parallel.reduce import Reducer
 from phalanx.parallel.schema import describe
-from phalanx.parallel.shard import COMPUTE_DTYPE, set_half, set_micro_batch
-from phalanx.parallel.tensor import cross_entropy
+from phalanx.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, set_half, set_micro_batch
+from phalanx.parallel.stages import Absent
 from phalanx.train.schedule import learning_rate
 from phalanx.train.state import State
 
@@ -51,6 +51,7 @@ class StepResult:
     lr: float
     passed: Moment  # forward and backward are done; what is not reduced yet was not hidden behind them
     grads: dict[str, Tensor] = field(default_factory=dict)
+    clip: Tensor | None = None  # what the update multiplies them with
     loads: dict[str, Tensor] = field(default_factory=dict)  # of the experts, by the name of their bias
 
 
@@ -67,6 +68,7 @@ class Engine:
     ):
         self.job, self.family, self.coord, self.groups = job, family, coord, groups
         self.state, self.device, self.mark = state, device, mark
+        device.choose_kernels(job.deterministic)
         self.indices = job.micro_indices(coord)
         self._deferred = WeightGradients()
         self.stages = parallelize(job, family, coord, groups, self._deferred, device)
@@ -74,7 +76,8 @@ class Engine:
         self._bind()
         self.reducer = Reducer(job, coord, groups, device)
         for model in self.stages.values():
-            self.reducer.attach(model)
+            inner = [*family.modules(model, family.units), *family.modules(model, family.experts)]
+            self.reducer.attach([model, *(m for m in inner if not isinstance(m, Absent))])
         whole = [i.name for i in state.infos if i.tp_dim is None and not i.experts] if job.layout.tp > 1 else []
         self._summed_over_tp = whole
         uncounted = set(whole) if coord.tp else set()
@@ -82,17 +85,18 @@ class Engine:
         self.num_params = sum(i.numel for i in describe(family, job.model))
 
     def _bind(self) -> None:
-        """Make the wrapped model's parameters the very tensors of the state."""
+        """Make the model's parameters the very tensors of the state: slices of them where FSDP2 is there to gather
+        them, and whole otherwise."""
         tied: dict[int, torch.nn.Parameter] = {}
         for model in self.stages.values():
             bound = {}
             for name, param in model.named_parameters(remove_duplicate=False):
-                assert isinstance(param, DTensor), name
                 if id(param) not in tied:
                     local = self.state.params[name].detach()
-                    mesh, shape, stride = param.device_mesh, param.shape, param.stride()
-                    value = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-                    tied[id(param)] = torch.nn.Parameter(value)
+                    if isinstance(param, DTensor):
+                        mesh, shape, stride = param.device_mesh, param.shape, param.stride()
+                        local = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+                    tied[id(param)] = torch.nn.Parameter(local)
                 bound[name] = tied[id(param)]
             buffers = {name: self.state.buffers[name] for name, _ in model.named_buffers()}
             model.load_state_dict({**bound, **buffers}, assign=True)
@@ -104,7 +108,7 @@ class Engine:
         }
         modules = [m for model in self.stages.values() for m in model.modules()]
         self._attends = {m.causal: m for m in modules if isinstance(m, Attend)}
-        self._wrapped = {stage: list(model.named_parameters()) for stage, model in self.stages.items()}
+        self._named = {name: p for model in self.stages.values() for name, p in model.named_parameters()}
         self._aliased = False
 
     @property
@@ -122,14 +126,17 @@ class Engine:
         return result
 
     def gradients(self, batches: Sequence[Batch]) -> StepResult:
-        """Everything up to the gradients, reduced and clipped, in `result.grads`. Weights and
-        optimizer are untouched until `update`, so a step that fails here never happened."""
+        """Everything up to the gradients, reduced, in `result.grads`. Weights and optimizer are untouched until
+        `update`, so a step that fails here never happened."""
         assert len(batches) == len(self.indices), (len(batches), len(self.indices))
         job = self.job
         local_tokens = sum(int(b.weights_BL.sum()) for b in batches)  # on the host, where they come from
         tokens = self.reducer.sum_counts(self.device.put(torch.tensor([local_tokens])))
         scale = 1.0 / tokens.to(torch.float64)
-        self._batches = [self._prepare(batch, scale) for batch in batches]
+        self._documents = [_several(batch.documents_BL) for batch in batches]
+        self._batches = [
+            self._prepare(batch, documents, scale) for batch, documents in zip(batches, self._documents, strict=True)
+        ]
         self._loss_sums: list[Tensor] = []
         Stages(job.layout, self.coord.pp, self._pipe(), self._forward, self._backward).run(len(batches))
         self._batches.clear()
@@ -138,10 +145,10 @@ class Engine:
         self.reducer.finish()
         loads = self._take_loads()
         grads = self._take_gradients()
-        norm = self._clip(grads)
+        norm, clip = self._norm(grads)
         lr = learning_rate(job.optimizer, self.state.step, job.train.steps)
         loss_sums = torch.stack(self._loss_sums) if self._loss_sums else torch.zeros(0)
-        return StepResult(loss_sums, local_tokens, tokens, norm, lr, passed, grads, loads)
+        return StepResult(loss_sums, local_tokens, tokens, norm, lr, passed, grads, clip, loads)
 
     def _take_loads(self) -> dict[str, Tensor]:
         """How many tokens every expert got in the step, over all ranks: integers, so the order of the
@@ -154,8 +161,9 @@ class Engine:
         total = self.reducer.sum_loads(torch.stack(held))
         return dict(zip(self._balanced, total, strict=True))
 
-    def _prepare(self, batch: Batch, scale: Tensor) -> Batch:
+    def _prepare(self, batch: Batch, documents_BL: Tensor | None, scale: Tensor) -> Batch:
         """What this rank's stages read of it, on the device."""
+        batch = replace(batch, documents_BL=documents_BL)
         batch = cut_batch(batch, self.job.layout, self.job.train.seq_len, self.coord.cp)
         first, last = 0 in self.stages, self.job.layout.num_stages - 1 in self.stages
         if not (first and last):
@@ -175,36 +183,34 @@ class Engine:
         batch = self._batches[micro]
         self.mark(Phase.forward, step=self.state.step, micro=micro)
         for attend in self._attends.values():
-            attend.prepare(batch)
+            attend.prepare(batch, self._documents[micro], self.device.put)
         out = self.stages[stage](batch) if x is None else self.stages[stage](batch, x)
         if stage < self.job.layout.num_stages - 1:
             return out
-        loss = self._loss(out, batch)
-        self._loss_sums.append(loss.detach())
-        assert batch.scale is not None
-        return loss * batch.scale.to(loss.dtype)
+        scaled, total = self._loss(out, batch)
+        self._loss_sums.append(total.detach())
+        return scaled
 
     def _backward(self, stage: int, micro: int, run: Callable[[], None], half: str) -> None:
-        layout, model = self.job.layout, cast(FSDPModule, self.stages[stage])
+        zero, model = self.job.layout.zero, self.stages[stage]
         last = micro == len(self.indices) - 1
         self.mark(Phase.backward, step=self.state.step, micro=micro)
         self.reducer.begin(micro)
         if half == "both":
-            set_micro_batch(model, layout.zero, self.reducer.exact, last)
+            set_micro_batch(model, zero, self.reducer.exact, last)
             run()
             self._forget(stage, micro)
         else:
             if stage not in self._halves:
-                self._halves[stage] = Halves(model, self._deferred)
-            set_half(model, layout.zero, half, last)
+                self._halves[stage] = halves(model, self._deferred, self.reducer)
+            set_half(model, zero, half, last)
             if half == "inputs":
                 self._halves[stage].inputs(micro, run)
                 self._forget(stage, micro)
                 return
-            self._halves[stage].weights(micro, reduce=layout.zero > 1 or self.reducer.exact or last)
+            self._halves[stage].weights(micro, reduce=zero > 1 or self.reducer.exact or last)
         if not last:
-            for _, param in self._wrapped[stage]:
-                param.grad = None
+            self.reducer.clear(model)
 
     def _forget(self, stage: int, micro: int) -> None:
         """What layers share of a micro-batch, after the last backward here: the rank's first stage comes last."""
@@ -214,79 +220,77 @@ class Engine:
     def update(self, result: StepResult) -> None:
         apply(self.job, self.state, result)
 
-    def _loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """Summed over this micro-batch's target tokens."""
-        if self.family.loss is not None:
-            return self.family.loss(output, batch, self.groups.tp)
-        per_token = cross_entropy(output, batch.targets_BL, self.groups.tp, self.job.model.vocab_size)
-        return (per_token * batch.weights_BL).sum()
+    def _loss(self, output: Tensor | Loss, batch: Batch) -> Loss:
+        """Of this micro-batch's target tokens: times the step's scale, and summed."""
+        if not isinstance(output, Tensor):
+            return output
+        if self.family.loss is None:
+            return loss_of_logits(output, batch, self.groups.tp, self.job.model.vocab_size)
+        total = self.family.loss(output, batch, self.groups.tp)
+        assert batch.scale is not None
+        return total * batch.scale.to(total.dtype), total
 
     def _take_gradients(self) -> dict[str, Tensor]:
-        grads = {}
-        for name, param in (item for items in self._wrapped.values() for item in items):
-            if param.grad is None:
+        taken, grads = self.reducer.take(), {}
+        for name, param in self._named.items():
+            if param not in taken:
                 raise UserError(
                     f"parameter {name} got no gradient",
                     field="model.family",
                     value=self.job.model.family,
                     remedy="use every parameter in the loss, or leave it out of the model",
                 )
-            grads[name] = param.grad.to_local()
-            param.grad = None
-            if not self._aliased:  # FSDP2 pads uneven slices into a buffer of its own on first use
-                self.state.params[name].data = param.to_local()
+            grads[name] = taken[param]
+            if not self._aliased and isinstance(param, DTensor):
+                self.state.params[name].data = param.to_local()  # FSDP2 pads uneven slices into its own on first use
         self._aliased = True
         if self._summed_over_tp:
-            self._sum_over_tp([grads[name] for name in self._summed_over_tp])
+            self._sum_over_tp(grads)
         return grads
 
-    def _sum_over_tp(self, grads: list[Tensor]) -> None:
+    def _sum_over_tp(self, grads: dict[str, Tensor]) -> None:
         """Small and rare, so gathered and added in rank order: the same bits for any sharding."""
-        flat = torch.cat([g.reshape(-1) for g in grads])
+        mine = [grads[name] for name in self._summed_over_tp]
+        flat = torch.cat([g.reshape(-1).to(MASTER_DTYPE[self.job.train.precision]) for g in mine])
         first, *others = all_gather(flat, 0, self.groups.tp).view(self.job.layout.tp, -1)
         total = first.clone()
         for row in others:
             total.add_(row)
-        for grad, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+        parts = total.split([g.numel() for g in mine])
+        grads |= {name: part.view_as(g) for name, g, part in zip(self._summed_over_tp, mine, parts, strict=True)}
 
-    def _clip(self, grads: dict[str, Tensor]) -> Tensor:
+    def _norm(self, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The norm of the gradients, and the factor that clips them."""
         counted = [grads[name] for name in self._counted]
         if self.reducer.exact:
             norm = exact_norm(counted, None, counted[0], self.num_params)
         else:
             norm = fast_norm(counted, None, counted[0])
-        if self.job.optimizer.clip > 0:
-            factor = (self.job.optimizer.clip / (norm + 1e-6)).clamp_max(1.0)
-            torch._foreach_mul_(list(grads.values()), factor.to(counted[0].dtype))
-        return norm
+        limit = self.job.optimizer.clip
+        return norm, (limit / (norm + 1e-6)).clamp_max(1.0) if limit > 0 else None
 
     def close(self) -> None:
         """Let go of the model and of every reference to a group."""
         self.reducer.close()
-        del self.stages, self._wrapped, self._halves, self.reducer, self.groups
+        del self.stages, self._named, self._halves, self.reducer, self.groups
         gc.collect()
 
 
+def _several(documents_BL: Tensor | None) -> Tensor | None:
+    """The documents, if any row has more than one: otherwise there is nothing to keep apart."""
+    if documents_BL is None or bool((documents_BL == documents_BL[:, :1]).all()):
+        return None
+    return documents_BL
+
+
 def apply(job: Job, state: State, result: StepResult) -> None:
-    """The update, for which no group is needed. A step whose norm is not finite is not applied. The fused kernel looks
-    at that on the device; foreach cannot, so the exact reduction asks the host."""
-    optimizer, exact = state.optimizer, job.train.reduction == "exact"
-    bad = ~torch.isfinite(result.grad_norm)
-    if exact and bool(bad):
-        result.grads.clear()
-    elif not exact:
-        optimizer.found_inf = bad.float()  # torch's own door for this, made for gradient scalers
-    for group in optimizer.param_groups:
-        group["lr"] = result.lr
-    for name, grad in result.grads.items():
-        state.params[name].grad = grad
-    optimizer.step()
-    for param in state.params.values():
-        param.grad = None
+    """The update, for which no group is needed. A step whose norm is not finite is not applied."""
+    good = torch.isfinite(result.grad_norm)
+    grads = {state.params[name]: grad for name, grad in result.grads.items()}
+    state.optimizer.update(grads, result.lr, result.clip, good)
     for name, load in result.loads.items():
         bias = state.buffers[name]
-        bias.copy_(torch.where(bad, bias, next_bias(bias, load, job.model.balance_bias)))
+        bias.copy_(torch.where(good, next_bias(bias, load, job.model.balance_bias), bias))
     result.grads.clear()  # the caller keeps the rest; this must not live that long
     state.step += 1
     state.updates += 1

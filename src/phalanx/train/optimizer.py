@@ -1,19 +1,20 @@
-"""AdamW on a rank's local slices, so without communication. Its moments are torch's own tensors on the
-device, or (`optimizer.offload`, `optimizer.state`) parcels that are visited in turn. The arithmetic is torch's
-kernel on the device either way, so that only bf16 moments change a bit."""
+"""AdamW on a rank's local slices, so without communication. Weights in bf16 are updated with their remainders by one
+kernel (kernels/adamw.py), others by torch's. Moments lie on the device, or (`optimizer.offload`, and with torch's
+kernel `optimizer.state`) in parcels that are visited in turn; where they lie changes no bit."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from phalanx.core.job import Job
+from phalanx.core.job import Job, OptimizerConfig
+from phalanx.kernels.adamw import Rates, rates_now, update_
 from phalanx.parallel.device import Device
 from phalanx.train.moments import File, Memory, Parcels, Store
 
@@ -23,15 +24,15 @@ PARCEL_NUMEL = 1 << 21  # 16 MiB of fp32 moments: long enough for a disk, short 
 ALIGN_NUMEL = 64
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+Grads = Mapping[nn.Parameter, Tensor]
+
 
 class Optimizer(Protocol):
-    param_groups: list[dict[str, Any]]
-    found_inf: Tensor | None
-
-    def step(self) -> None: ...
+    def update(self, grads: Grads, lr: float, clip: Tensor | None, good: Tensor) -> None:
+        """Apply gradients times `clip`, which may be changed; unless `good` is true nothing happens."""
 
     def moments(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """Its step count and moments, not to be written to; none if it has no element, or no step yet."""
+        """Not to be written to; none if it has no element, or no step yet."""
 
     def restore(self, moments: dict[nn.Parameter, dict[str, Tensor]], updates: int) -> None:
         """Go on from these moments, after so many updates."""
@@ -40,34 +41,159 @@ class Optimizer(Protocol):
         """Bytes of moments by place: device, host, file."""
 
 
-def build_optimizer(job: Job, params: Iterable[nn.Parameter], device: Device) -> Optimizer:
-    """Vectors are not decayed. The exact reduction needs foreach: the fused kernel's result depends on where
-    a tensor is cut."""
-    c, exact = job.optimizer, job.train.reduction == "exact"
-    held = [p for p in params if p.numel()]
+class Group(NamedTuple):
+    params: list[nn.Parameter]
+    weight_decay: float
+
+
+def build_optimizer(
+    job: Job, params: Mapping[str, nn.Parameter], remainders: Mapping[str, Tensor], device: Device
+) -> Optimizer:
+    """`remainders` of weights in bf16; without any, the weights are the masters. Vectors are not decayed."""
+    c = job.optimizer
+    held = [p for p in params.values() if p.numel()]
     groups = [
-        {"params": [p for p in held if p.dim() > 1], "weight_decay": c.weight_decay},
-        {"params": [p for p in held if p.dim() <= 1], "weight_decay": 0.0},
+        Group([p for p in held if p.dim() > 1], c.weight_decay),
+        Group([p for p in held if p.dim() <= 1], 0.0),
     ]
-    options = {"lr": c.lr, "betas": (c.beta1, c.beta2), "eps": c.eps, "foreach": exact, "fused": not exact}
-    if c.offload == "none" and c.state == "full":
-        return Resident(groups, **options)
-    return Streamed(job, groups, options, device)
+    rule: Rule
+    if remainders:
+        rule = Joined(c, {params[name]: remainder for name, remainder in remainders.items()})
+    else:
+        rule = Torch(c, job.train.reduction == "exact")
+    kept = torch.bfloat16 if c.state == "bf16" else rule.moment_dtype(held)
+    if c.offload == "none" and (remainders or c.state == "full"):
+        return Resident(groups, rule, kept)
+    return Streamed(job, groups, rule, kept, device)
 
 
-class Resident(torch.optim.AdamW):
+class Part(NamedTuple):
+    """A run of a parameter's elements, flat, with what is updated along with it."""
+
+    param: nn.Parameter
+    start: int
+    stop: int
+    grad: Tensor
+    mean: Tensor
+    square: Tensor
+
+
+class Rule(Protocol):
+    """The arithmetic of an update."""
+
+    def moment_dtype(self, held: list[nn.Parameter]) -> torch.dtype: ...
+
+    def begin(self, lr: float, clip: Tensor | None, good: Tensor, updates: int) -> bool:
+        """Before the parts of an update, after which there have been `updates`. False: there is nothing to do."""
+
+    def apply(self, parts: list[Part], weight_decay: float) -> None: ...
+
+
+class Joined:
+    """Weight and remainder by one kernel, which also clips and looks at the gate: the host waits for nothing."""
+
+    def __init__(self, config: OptimizerConfig, remainders: Mapping[nn.Parameter, Tensor]):
+        self._c, self._remainders = config, remainders
+
+    def moment_dtype(self, held: list[nn.Parameter]) -> torch.dtype:
+        return torch.float32
+
+    def begin(self, lr: float, clip: Tensor | None, good: Tensor, updates: int) -> bool:
+        clip = torch.ones((), device=good.device) if clip is None else clip
+        self._now = rates_now(lr, self._c.beta1, self._c.beta2, updates, clip)
+        self._gate = good.to(torch.int32)
+        return True
+
+    def apply(self, parts: list[Part], weight_decay: float) -> None:
+        rates = Rates(self._c.beta1, self._c.beta2, self._c.eps, weight_decay, self._now)
+        for p in parts:
+            cut = slice(p.start, p.stop)
+            weight, remainder = p.param.detach().view(-1)[cut], self._remainders[p.param].view(-1)[cut]
+            update_(weight, remainder, p.grad, p.mean, p.square, rates, self._gate)
+
+
+class Torch:
+    """The exact reduction needs foreach: the fused kernel's result depends on where a tensor is cut. Foreach cannot
+    look at a gate on the device, so there the host does."""
+
+    def __init__(self, config: OptimizerConfig, exact: bool):
+        self._c, self._exact = config, exact
+
+    def moment_dtype(self, held: list[nn.Parameter]) -> torch.dtype:
+        return held[0].dtype if held else torch.float32
+
+    def begin(self, lr: float, clip: Tensor | None, good: Tensor, updates: int) -> bool:
+        if self._exact and not bool(good):
+            return False
+        self._lr, self._clip, self._updates = lr, clip, updates
+        self._bad = None if self._exact else (~good).float()  # torch's own door for this, made for gradient scalers
+        return True
+
+    def apply(self, parts: list[Part], weight_decay: float) -> None:
+        if not parts:
+            return
+        wide = parts[0].param.dtype
+        grads = [p.grad for p in parts]
+        if self._clip is not None:
+            torch._foreach_mul_(grads, self._clip.to(wide))
+        moments = [[m.to(wide) for m in (p.mean, p.square)] for p in parts]  # themselves, unless they are in bf16
+        where = torch.device("cpu") if self._exact else grads[0].device  # torch wants the count there
+        counts = torch.full((len(parts),), float(self._updates - 1), dtype=torch.float32, device=where)
+        adamw(
+            [p.param.detach().view(-1)[p.start : p.stop] for p in parts],
+            grads,
+            [mean for mean, _ in moments],
+            [square for _, square in moments],
+            [],
+            list(counts.unbind()),
+            amsgrad=False,
+            beta1=self._c.beta1,
+            beta2=self._c.beta2,
+            lr=self._lr,
+            weight_decay=weight_decay,
+            eps=self._c.eps,
+            maximize=False,
+            foreach=self._exact,
+            fused=not self._exact,
+            found_inf=self._bad,
+        )
+        for p, (mean, square) in zip(parts, moments, strict=True):
+            if mean is not p.mean:
+                p.mean.copy_(mean)  # to nearest, ties to even
+                p.square.copy_(square)
+
+
+class Resident:
+    """Moments as tensors of their own, on the device."""
+
+    def __init__(self, groups: list[Group], rule: Rule, dtype: torch.dtype):
+        self._groups, self._rule, self._dtype, self._updates = groups, rule, dtype, 0
+        self._moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def update(self, grads: Grads, lr: float, clip: Tensor | None, good: Tensor) -> None:
+        if not self._rule.begin(lr, clip, good, self._updates + 1):
+            return
+        for group in self._groups:
+            self._rule.apply([self._part(param, grads[param]) for param in group.params], group.weight_decay)
+        self._updates += 1
+
+    def _part(self, param: nn.Parameter, grad: Tensor) -> Part:
+        if param not in self._moments:
+            self._moments[param] = {key: torch.zeros_like(param, dtype=self._dtype) for key in MOMENTS}
+        mean, square = (self._moments[param][key].view(-1) for key in MOMENTS)
+        return Part(param, 0, param.numel(), grad.reshape(-1), mean, square)
+
     def moments(self, param: nn.Parameter) -> dict[str, Tensor]:
-        return dict(self.state.get(param, {}))
+        return self._moments.get(param, {})
 
     def restore(self, moments: dict[nn.Parameter, dict[str, Tensor]], updates: int) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:  # the count where torch wants it
-                where = param.device if group["fused"] else torch.device("cpu")
-                count = torch.tensor(float(updates), dtype=torch.float32, device=where)
-                self.state[param] = {"step": count, **{key: moments[param][key].to(param.device) for key in MOMENTS}}
+        self._updates = updates
+        for param in (p for group in self._groups for p in group.params):
+            self._moments[param] = {key: moments[param][key].to(param.device, self._dtype) for key in MOMENTS}
 
     def held_bytes(self) -> dict[str, int]:
-        held = [state[key] for state in self.state.values() for key in MOMENTS]
+        held = [m for each in self._moments.values() for m in each.values()]
         place = "host" if held and held[0].is_cpu else "device"
         return {"device": 0, "host": 0, "file": 0} | {place: sum(m.numel() * m.element_size() for m in held)}
 
@@ -82,8 +208,7 @@ class Piece(NamedTuple):
 @dataclass(slots=True)
 class Parcel:
     pieces: list[Piece]
-    group: dict[str, Any]
-    steps: list[Tensor]
+    weight_decay: float
 
     @property
     def numel(self) -> int:
@@ -112,57 +237,32 @@ def cut(params: list[nn.Parameter], room: int) -> list[list[Piece]]:
 
 
 class Streamed:
-    def __init__(self, job: Job, groups: list[dict[str, Any]], options: dict[str, Any], device: Device):
-        self.param_groups = [options | group for group in groups]
-        self.found_inf: Tensor | None = None
-        counter = torch.device("cpu") if options["foreach"] else device.torch  # where torch wants it
+    """Moments in parcels, which come to the device in turn."""
+
+    def __init__(self, job: Job, groups: list[Group], rule: Rule, dtype: torch.dtype, device: Device):
+        self._rule, self._dtype, self._updates = rule, dtype, 0
         self._parcels = [
-            Parcel(pieces, group, [torch.zeros((), dtype=torch.float32, device=counter) for _ in pieces])
-            for group in self.param_groups
-            for pieces in cut(group["params"], PARCEL_NUMEL)
+            Parcel(pieces, group.weight_decay) for group in groups for pieces in cut(group.params, PARCEL_NUMEL)
         ]
-        self._params = [p for group in self.param_groups for p in group["params"]]
-        self._master = self._params[0].dtype if self._params else torch.float32
-        self._dtype = torch.bfloat16 if job.optimizer.state == "bf16" else self._master
-        sizes = [2 * parcel.numel * self._dtype.itemsize for parcel in self._parcels]
+        sizes = [2 * parcel.numel * dtype.itemsize for parcel in self._parcels]
         self.stream = Parcels(_store(job, sizes, device), sizes, device)
 
     @torch.no_grad()
-    def step(self) -> None:
-        if all(p.grad is None for p in self._params):
+    def update(self, grads: Grads, lr: float, clip: Tensor | None, good: Tensor) -> None:
+        if not self._rule.begin(lr, clip, good, self._updates + 1):
             return
         for i, stored in self.stream.visit():
-            self._update(self._parcels[i], self._as_moments(stored))
+            parcel, stored_2N = self._parcels[i], self._as_moments(stored)
+            rows = zip(parcel.pieces, parcel.moments(stored_2N, 0), parcel.moments(stored_2N, 1), strict=True)
+            parts = [Part(p.param, p.start, p.stop, _flat(grads, p), mean, square) for p, mean, square in rows]
+            self._rule.apply(parts, parcel.weight_decay)
+        self._updates += 1
 
     def _as_moments(self, stored: Tensor) -> Tensor:
         return stored.view(self._dtype).view(2, -1)
 
-    def _update(self, parcel: Parcel, stored_2N: Tensor) -> None:
-        moments_2N = stored_2N.to(self._master)  # itself, unless it is in bf16
-        group = parcel.group
-        adamw(
-            [p.param.view(-1)[p.start : p.stop] for p in parcel.pieces],
-            [_grad(p.param).view(-1)[p.start : p.stop] for p in parcel.pieces],
-            parcel.moments(moments_2N, 0),
-            parcel.moments(moments_2N, 1),
-            [],
-            parcel.steps,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            foreach=group["foreach"],
-            fused=group["fused"],
-            found_inf=self.found_inf,
-        )
-        if moments_2N is not stored_2N:
-            stored_2N.copy_(moments_2N)  # to nearest, ties to even
-
     def moments(self, param: nn.Parameter) -> dict[str, Tensor]:
-        found: dict[str, list[Tensor]] = {"step": [], **{key: [] for key in MOMENTS}}
+        found: dict[str, list[Tensor]] = {key: [] for key in MOMENTS}
         for i, parcel in enumerate(self._parcels):
             mine = [n for n, piece in enumerate(parcel.pieces) if piece.param is param]
             if not mine:
@@ -170,28 +270,25 @@ class Streamed:
             stored_2N = self._as_moments(self.stream.read(i))
             for row, key in enumerate(MOMENTS):
                 found[key] += [parcel.moments(stored_2N, row)[n].clone() for n in mine]
-            found["step"] += [parcel.steps[n] for n in mine]
-        if not found["step"]:
+        if not found[MOMENTS[0]]:
             return {}
-        return {"step": found["step"][0]} | {key: torch.cat(found[key]).view(param.shape) for key in MOMENTS}
+        return {key: torch.cat(found[key]).view(param.shape) for key in MOMENTS}
 
     def restore(self, moments: dict[nn.Parameter, dict[str, Tensor]], updates: int) -> None:
+        self._updates = updates
         for i, parcel in enumerate(self._parcels):
             stored_2N = self._as_moments(self.stream.read(i))
             for row, key in enumerate(MOMENTS):
                 for piece, room in zip(parcel.pieces, parcel.moments(stored_2N, row), strict=True):
                     room.copy_(moments[piece.param][key].view(-1)[piece.start : piece.stop])
-            for steps in parcel.steps:
-                steps.fill_(updates)
             self.stream.store.keep(i, None)
 
     def held_bytes(self) -> dict[str, int]:
         return self.stream.held_bytes()
 
 
-def _grad(param: nn.Parameter) -> Tensor:
-    assert param.grad is not None
-    return param.grad
+def _flat(grads: Grads, piece: Piece) -> Tensor:
+    return grads[piece.param].reshape(-1)[piece.start : piece.stop]
 
 
 def _store(job: Job, sizes: list[int], device: Device) -> Store:

@@ -15,11 +15,13 @@ from phalanx.core.held import Held
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.core.ledger import GENESIS
+from phalanx.kernels.adamw import join, split
 from phalanx.model.family import Family
-from phalanx.model.init import draw
+from phalanx.model.init import Slice, draw_all
 from phalanx.parallel.device import Device
+from phalanx.parallel.recompute import compiler, importing
 from phalanx.parallel.schema import describe, describe_buffers
-from phalanx.parallel.shard import MASTER_DTYPE
+from phalanx.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE
 from phalanx.train.optimizer import MOMENTS, Optimizer, build_optimizer
 
 DIGEST_LIMIT_BYTES = 1 << 28
@@ -28,7 +30,8 @@ DIGEST_LIMIT_BYTES = 1 << 28
 @dataclass
 class State:
     infos: list[Held]
-    params: dict[str, nn.Parameter]  # local slices, in the master precision
+    params: dict[str, nn.Parameter]  # local slices, as the model computes with them
+    remainders: dict[str, Tensor]  # what the masters of weights in bf16 have beyond them (kernels/adamw.py)
     optimizer: Optimizer
     buffers: dict[str, Tensor]  # whole on every rank of the stage
     entries: list[Entry]  # of a checkpoint: what all ranks together hold
@@ -43,15 +46,21 @@ class State:
         """Draw first values: the same whole weights on any layout. `progress` is called now and then."""
         everywhere = describe(family, job.model, job.layout)
         infos = [i for i in everywhere if i.held_by(job.layout, coord)]
-        params = {}
-        for info in infos:
-            shape = info.local_shape(job.layout, coord)
-            local = torch.empty(shape, dtype=MASTER_DTYPE[job.train.precision])
-            rows, cols = info.local_slice(job.layout, coord)
-            draw(job.seed, info.name, info.shape, family.init(info.name, job.model), rows, cols, local)
-            params[info.name] = nn.Parameter(local.to(device.torch))
-            progress()
         dtype = MASTER_DTYPE[job.train.precision]
+        slices = []
+        for info in infos:
+            local = torch.empty(info.local_shape(job.layout, coord), dtype=dtype, device=device.torch)
+            init = family.init(info.name, job.model)
+            slices.append(Slice(info.name, info.shape, init, *info.local_slice(job.layout, coord), local))
+        with importing(compiler(job, device)):
+            draw_all(job.seed, slices, device.use, progress)
+        params, remainders = dict[str, nn.Parameter](), dict[str, Tensor]()
+        slices.reverse()
+        while slices:  # one by one, so that there is never room for all twice
+            name, _, _, _, _, local = slices.pop()
+            if COMPUTE_DTYPE[job.train.precision] == torch.bfloat16:
+                local, remainders[name] = split(local)
+            params[name] = nn.Parameter(local)
         described = describe_buffers(family, job.model, job.layout)
         buffers = {
             held.name: torch.full(held.shape, value, dtype=dtype, device=device.torch)
@@ -59,10 +68,16 @@ class State:
             if held.held_by(job.layout, coord)
         }
         entries = _entries(everywhere, [held for held, _ in described], job)
-        return State(infos, params, build_optimizer(job, params.values(), device), buffers, entries)
+        optimizer = build_optimizer(job, params, remainders, device)
+        return State(infos, params, remainders, optimizer, buffers, entries)
+
+    def master(self, name: str) -> Tensor:
+        """A parameter in the precision in which it is updated, not to be written to."""
+        param = self.params[name].detach()
+        return join(param, self.remainders[name]) if name in self.remainders else param
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """The optimizer's step count and moments of one parameter, wherever they are kept."""
+        """The optimizer's moments of one parameter, wherever they are kept."""
         return self.optimizer.moments(self.params[name])
 
     # -- what a checkpoint has of it
@@ -71,7 +86,7 @@ class State:
         """This rank's slice of one of the `entries`."""
         kind, _, what = name.partition("/")
         if kind == "weights":
-            return self.params[what]
+            return self.master(what)
         return self.buffers[what] if kind == "buffers" else self.moments(what)[kind]
 
     def names(self) -> list[str]:
@@ -92,15 +107,22 @@ class State:
         """Go on from a checkpoint of `step`, after so many updates of the optimizer: `fill` is given this rank's slices
         by name, to be written to. Without updates the checkpoint has no moments, and the optimizer starts anew."""
         moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+        masters = {name: torch.empty(self.params[name].shape) for name in self.remainders}  # on the host
         dtypes = {e.held.name: getattr(torch, e.dtype) for e in self.entries}
         for name, param in self.params.items():
             moments[param] = {key: torch.empty_like(param, dtype=dtypes[f"{key}/{name}"]) for key in MOMENTS}
 
         def room(name: str) -> Tensor:
             kind, _, what = name.partition("/")
-            return moments[self.params[what]][kind].detach() if kind in MOMENTS else self.get(name)
+            if kind in MOMENTS:
+                return moments[self.params[what]][kind].detach()
+            return masters[what] if kind == "weights" and masters else self.get(name)
 
         fill(room)
+        for name, master in masters.items():
+            weight, remainder = split(master.to(self.params[name].device))
+            self.params[name].detach().copy_(weight)
+            self.remainders[name].copy_(remainder)
         if not updates:  # the checkpoint has none, and those of a state that was here before do not count
             for held in moments.values():
                 for moment in held.values():
@@ -114,8 +136,8 @@ class State:
         if sum(p.numel() * p.element_size() for p in self.params.values()) > DIGEST_LIMIT_BYTES:
             return None
         weights, moments = hashlib.sha256(), hashlib.sha256()
-        for name, param in self.params.items():
-            weights.update(_bytes(name, param))
+        for name in self.params:
+            weights.update(_bytes(name, self.master(name)))
             for key, value in sorted(self.moments(name).items()):
                 moments.update(_bytes(key, value))
         for name, buffer in self.buffers.items():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from phalanx.core.held import CODEC_BLOCK
 from phalanx.core.job import CollectivesConfig, Job
 from phalanx.core.layout import Coord
-from phalanx.core.shape import even_bounds
+from phalanx.core.shape import even_bounds, loss_rows
 from phalanx.plan.cost.units import Unit, has_experts, members, names, tensors, units
 from phalanx.plan.cost.volumes import (
     expert_exchanges,
@@ -23,8 +23,8 @@ from phalanx.plan.cost.volumes import (
     tensor_pairs,
 )
 
-MASTER_BYTES = {"bf16": 4, "fp32": 4, "fp64": 8}
-COMPUTE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+MASTER_BYTES = {"fp8": 4, "bf16": 4, "fp32": 4, "fp64": 8}
+COMPUTE_BYTES = {"fp8": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 COUNT_BYTES = 8  # what is counted is int64, what is added up over all ranks fp64
 PARCEL_NUMEL, PARCEL_ALIGN, PARCEL_ROUND = 1 << 21, 64, 1024  # as in train/optimizer.py
 
@@ -96,15 +96,25 @@ class _Step:
         mine = [h for h in self.held if h.held_by(self.layout, self.coord)]
         shapes = [h.local_shape(self.layout, self.coord) for h in mine]
         numel = sum(math.prod(s) for s in shapes)
-        self.expected.weight_bytes = self.expected.gradient_bytes = numel * self.master
+        self.expected.weight_bytes = numel * self.master  # in bf16 with a remainder, together as wide
+        self.expected.gradient_bytes = numel * self.master
+        if self.micro == self.layout.replica == 1 and self._alone():  # there is nothing to add to them
+            whole = [h for h in mine if h.tp_dim is None and not h.experts] if self.layout.tp > 1 else []
+            wide = sum(math.prod(h.local_shape(self.layout, self.coord)) for h in whole)  # the tp ranks' are added up
+            self.expected.gradient_bytes = (numel - wide) * self.compute + wide * self.master
         self.expected.moment_bytes = self._moments(shapes)
+
+    def _alone(self) -> bool:
+        """Whether a rank holds all parameters of its stage, as parallel/shard.py has it."""
+        experts = self.layout.stage_size // self.layout.ep if self.model.family == "moe" else 1
+        return self.layout.shard * self.layout.cp == experts == 1
 
     def _moments(self, shapes: list[tuple[int, ...]]) -> int:
         """Two of each; moments that are visited in turn lie in parcels, padded."""
         optimizer = self.job.optimizer
-        if optimizer.state == "full" and optimizer.offload == "none":
-            return 2 * self.master * sum(math.prod(s) for s in shapes)
         width = 2 if optimizer.state == "bf16" else self.master
+        if optimizer.offload == "none" and (optimizer.state == "full" or self.compute < self.master):
+            return 2 * width * sum(math.prod(s) for s in shapes)
         parcels: list[int] = []  # elements
         for matrices in (True, False):
             used = PARCEL_NUMEL
@@ -141,9 +151,11 @@ class _Step:
             self._add("all-gather", "tp", m * holds, size)
             self._add("reduce-scatter", "tp", m * holds, size)
         if last and layout.tp > 1:
-            wide = max(4, self.compute)
-            self._add("all-reduce", "tp", m, self.tokens * wide)  # largest logit of a token
-            self._add("all-reduce", "tp", m, 2 * self.tokens * wide)  # its normaliser and its target's logit
+            wide, rows = max(4, self.compute), loss_rows(c.vocab_size, layout.tp, self.compute)
+            for start in range(0, self.tokens, rows):
+                chunk = min(rows, self.tokens - start)
+                self._add("all-reduce", "tp", m, chunk * wide)  # largest logit of a token
+                self._add("all-reduce", "tp", m, 2 * chunk * wide)  # its normaliser and its target's logit
         if layout.cp > 1:
             self._attention(m * len(layers), runs)
         for _ in routed:

@@ -1,0 +1,26 @@
+"""Sums of squares whose bits depend on no order: every square is cut to two limbs of fixed point, and integers add in
+any order."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from phalanx.kernels import has_kernel
+
+CHUNK = 1 << 16  # elements that a CPU works on at once, so that the temporaries stay in its cache
+
+
+def add_squares_(limbs_2: Tensor, x: Tensor, scale: Tensor, bits: int) -> None:
+    """Add the squares of x * scale, which are below 1, to int64 limbs: in units of 2^-bits, and what is left of each in
+    units of 2^-(2 bits). `scale` is a power of two, in fp64."""
+    if has_kernel(x):
+        from phalanx.kernels import triton_square_sum
+
+        triton_square_sum.add_squares_(limbs_2, x, scale, bits)
+        return
+    for chunk in x.reshape(-1).split(CHUNK if x.is_cpu else max(1, x.numel())):
+        square = chunk.double() * scale  # a copy, also of fp64
+        square.mul_(square).mul_(2.0**bits)
+        high = square.floor()
+        limbs_2[0] += high.long().sum()
+        limbs_2[1] += square.sub_(high).mul_(2.0**bits).long().sum()

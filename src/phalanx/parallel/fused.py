@@ -1,0 +1,85 @@
+"""Kernels in the place of a model's own layers: the same mathematics in fewer passes over memory, or in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.core.errors import UserError
+from phalanx.core.job import Job
+from phalanx.kernels import fp8, swiglu
+from phalanx.model.attention import Attend
+from phalanx.model.dense import Attention, FeedForward
+from phalanx.model.grouped import grouped_feed_forward
+from phalanx.model.moe import Experts
+from phalanx.parallel.device import Device
+from phalanx.parallel.shard import COMPUTE_DTYPE
+from phalanx.parallel.tensor import OpenLinear, RowLinear
+
+
+def apply_kernels(model: nn.Module, units: list[nn.Module], job: Job, device: Device) -> None:
+    """Not where a schedule splits the backward: weight gradients are put off there, layer by layer."""
+    packed = not device.is_cpu and COMPUTE_DTYPE[job.train.precision] == torch.bfloat16
+    for module in model.modules():
+        if isinstance(module, Attend):
+            module.packed = packed
+            module.two_kernels = packed and job.deterministic and device.has_cudnn
+    if job.layout.splits_backward:
+        return
+    low = job.train.precision == "fp8"
+    if low and not device.has_fp8:
+        raise UserError(
+            f"{device.describe()} has no products in fp8",
+            field="train.precision",
+            value="fp8",
+            remedy='set train.precision = "bf16"',
+        )
+    for module in [m for unit in units for m in unit.modules()]:
+        if isinstance(module, FeedForward):
+            module.__class__ = FusedFeedForward
+            module.function = feed_forward_fp8 if low else swiglu.feed_forward
+        elif isinstance(module, Experts):
+            module.__class__ = FusedExperts
+        elif low and isinstance(module, Attention):
+            module.__class__ = Fp8Attention
+        elif low and isinstance(module, nn.Linear):
+            module.multiply = multiply_fp8
+            if type(module) is nn.Linear:
+                module.__class__ = OpenLinear
+
+
+class FusedFeedForward(FeedForward):
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        out_BLD = self.function(x_BLD, self.w1.weight, self.w2.weight, self.w3.weight)
+        return self.w2.scatter(out_BLD) if isinstance(self.w2, RowLinear) else out_BLD
+
+
+class FusedExperts(Experts):
+    def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+        return grouped_feed_forward(x_ND, self.w1, self.w2, self.w3, counts_E)
+
+
+class Fp8Attention(Attention):
+    def project(self, x_BLD: Tensor) -> list[Tensor]:
+        layers = (self.wq, self.wk, self.wv)
+        if all(fp8.fits(_rows(x_BLD), layer.weight) for layer in layers):
+            return fp8.linears(x_BLD, *(layer.weight for layer in layers))
+        return super().project(x_BLD)
+
+
+def multiply_fp8(x: Tensor, weight: Tensor) -> Tensor:
+    return fp8.linears(x, weight)[0] if fp8.fits(_rows(x), weight) else F.linear(x, weight)
+
+
+def feed_forward_fp8(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    low = all(fp8.fits(_rows(x), weight) for weight in (w1, w2, w3))
+    return (fp8 if low else swiglu).feed_forward(x, w1, w2, w3)
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]

@@ -1,0 +1,62 @@
+"""The loss, in the place of a model's head: linear layer and cross-entropy in one, chunk by chunk; the tensor-parallel
+ranks may split the vocabulary. The summed loss comes with the one that is scaled for the step, whose backward finds its
+gradients ready (kernels/cross_entropy.py)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.core.errors import UserError
+from phalanx.core.shape import ModelConfig, even_bounds, loss_rows
+from phalanx.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from phalanx.model.family import Batch
+from phalanx.model.head import Head
+from phalanx.parallel.collectives import all_reduce
+
+Loss = tuple[Tensor, Tensor]  # scaled for the step, and summed over the target tokens
+
+
+class LossHead(Head):
+    tp: dist.ProcessGroup
+    vocab_size: int
+
+    def forward(self, x_BLD: Tensor, batch: Batch) -> Loss:
+        rows = loss_rows(self.vocab_size, self.tp.size(), x_BLD.element_size())
+        split = _split(self.tp, self.vocab_size)
+        return linear_cross_entropy(x_BLD, self.weight, self.bias, *_wanted(batch), rows=rows, **split)
+
+
+def apply_loss(model: nn.Module, tp: dist.ProcessGroup, config: ModelConfig) -> None:
+    """Let the model's head give the loss instead of logits."""
+    heads = [module for module in model.modules() if isinstance(module, Head)]
+    if len(heads) != 1:
+        raise UserError(
+            f"Family.ends_in_head is true, but the model has {len(heads)} phalanx.Head modules",
+            field="model.family",
+            value=config.family,
+            remedy="let the model end in one, called with its input and the batch, or leave ends_in_head out",
+        )
+    for module in heads:
+        module.__class__ = LossHead
+        module.tp, module.vocab_size = tp, config.vocab_size
+
+
+def loss_of_logits(logits: Tensor, batch: Batch, tp: dist.ProcessGroup, vocab_size: int) -> Loss:
+    """For a model that does something of its own with them."""
+    return cross_entropy(logits, *_wanted(batch), **_split(tp, vocab_size))
+
+
+def _wanted(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    scale = torch.ones((), device=batch.weights_BL.device) if batch.scale is None else batch.scale
+    return batch.targets_BL, batch.weights_BL, scale
+
+
+def _split(tp: dist.ProcessGroup, vocab_size: int) -> dict[str, Any]:
+    if tp.size() == 1:
+        return {}
+    return {"start": even_bounds(vocab_size, tp.size(), tp.rank())[0], "reduce": partial(all_reduce, group=tp)}

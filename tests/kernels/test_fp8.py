@@ -1,0 +1,90 @@
+"""Products in fp8: within the error of the format, and the kernels round as the formulas do."""
+
+import pytest
+import torch
+
+from phalanx.kernels import fp8, swiglu
+from tests.kernels.test_swiglu import error, operands
+
+FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def test_a_linear_layer_is_within_the_error_of_the_format(device):
+    """e4m3 keeps 3 bits after the leading one: a rounding is off by up to 1/16, by about 0.026 in the mean square; e5m2
+    twice that. The errors of a product's two operands add up as squares."""
+    x, w, grad = operands(torch.bfloat16, device, (64, 48), (32, 48), (64, 32))
+    got_x, got_w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    (out,) = fp8.linears(got_x, got_w)
+    out.backward(grad)
+    wide_x, wide_w = x.double().requires_grad_(), w.double().requires_grad_()
+    want = wide_x @ wide_w.T
+    want.backward(grad.double())
+    assert error(out.detach(), want.detach()) < 0.05
+    assert error(got_x.grad, wide_x.grad) < 0.08 and error(got_w.grad, wide_w.grad) < 0.08
+
+
+def test_layers_of_one_input_are_those_layers_one_by_one(device):
+    x, *weights = operands(torch.bfloat16, device, (64, 48), (32, 48), (16, 48), (16, 48))
+    leaves = [t.requires_grad_() for t in (x, *weights)]
+    together, single = fp8.linears(*leaves), [fp8.linears(leaves[0], w)[0] for w in leaves[1:]]
+    assert all(torch.equal(a, b) for a, b in zip(together, single, strict=True))
+    grads = [torch.autograd.grad(sum(out.sum() for out in outs), leaves) for outs in (together, single)]
+    assert all(error(a, b) < 1e-2 for a, b in zip(*grads, strict=True))
+
+
+def test_a_feed_forward_is_within_the_error_of_the_format(device):
+    x, w1, w2, w3, grad = operands(torch.bfloat16, device, (64, 32), (48, 32), (32, 48), (48, 32), (64, 32))
+    w1, w2, w3 = w1 / 6, w2 / 6, w3 / 6
+    leaves = [t.clone().requires_grad_() for t in (x, w1, w2, w3)]
+    out = fp8.feed_forward(*leaves)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    wide = [t.double().requires_grad_() for t in (x, w1, w2, w3)]
+    plain = swiglu.feed_forward(*wide)
+    want = [plain.detach(), *torch.autograd.grad(plain, wide, grad.double())]
+    errors = [error(a, b) for a, b in zip(got, want, strict=True)]
+    assert 0.01 < max(errors) < 0.15, errors
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_the_largest_element_just_fits_and_zeros_have_a_scale(dtype):
+    x = torch.tensor([[3.0, -7.0], [0.5, 0.0]])
+    scale = fp8.scale_of(x, dtype)
+    rounded, turned = fp8.round_both(x, scale, dtype, True, True)
+    assert float(rounded.float().abs().max()) == torch.finfo(dtype).max
+    assert torch.equal(turned.float(), rounded.float().T)
+    zeros = torch.zeros(2, 2)
+    assert fp8.round_both(zeros, fp8.scale_of(zeros, dtype), dtype, True, False)[0].float().eq(0).all()
+
+
+def test_products_with_odd_sides_stay_in_bf16():
+    weight = torch.empty(64, 48)
+    assert fp8.fits(32, weight) and not fp8.fits(24, weight) and not fp8.fits(32, torch.empty(64, 40))
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("plain, transposed", [(True, True), (True, False), (False, True)])
+def test_the_kernel_rounds_as_the_formula(accelerator, dtype, plain, transposed, device):
+    from phalanx.kernels import triton_fp8
+
+    (x,) = operands(torch.bfloat16, device, (144, 336))
+    scale = fp8.scale_of(x, dtype)
+    got = triton_fp8.round_both(x, scale, dtype, plain, transposed)
+    want = fp8.round_both(x.cpu(), scale.cpu(), dtype, plain, transposed)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        # A division may be off by its last bit, which moves a tie: a step of the format is 1/8 at most (e5m2: 1/4).
+        assert ((a.cpu().float() - b.float()).abs() > 0).float().mean() < 1e-3 if a.numel() else True
+
+
+def test_the_gates_kernels_compute_the_formulas(accelerator, device):
+    from phalanx.kernels import triton_fp8
+
+    a, b, grad = operands(torch.bfloat16, device, (144, 80), (144, 80), (144, 80))
+    scale = torch.tensor(0.02, device=device)
+    here = [t.cpu() for t in (a, b, grad, scale)]
+    for got, want in (
+        (triton_fp8.gate_largest(a, b), fp8.gate_largest(*here[:2])),
+        (triton_fp8.gate_backward_rounded(a, b, grad, scale), fp8.gate_backward_rounded(*here)),
+    ):
+        # The formula rounds twice on its way to bf16, which moves some ties of fp8.
+        assert all(error(x.cpu().float(), y.float()) < 0.03 for x, y in zip(got, want, strict=True))

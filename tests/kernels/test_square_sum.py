@@ -1,0 +1,42 @@
+"""The exact sum of squares. When this fails, the exact reduction gives other bits on other layouts or devices."""
+
+import math
+
+import pytest
+import torch
+
+from phalanx.kernels.square_sum import add_squares_
+
+SCALE, BITS = 2.0**-6, 40
+
+
+def limbs(x, bits, cuts=1, add=add_squares_):
+    out = torch.zeros(2, dtype=torch.int64, device=x.device)
+    for part in x.chunk(cuts):
+        add(out, part, torch.tensor(SCALE, dtype=torch.float64, device=x.device), bits)
+    return out.tolist()
+
+
+def values(dtype, numel=100_003):
+    """Of all sizes, zeros and numbers below the normal ones included."""
+    generator = torch.Generator().manual_seed(3)
+    powers = torch.randint(-150, 3, (numel,), generator=generator)
+    return torch.randn(numel, generator=generator).ldexp(powers.where(powers % 3 == 0, 0)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_sum_is_right_and_does_not_depend_on_the_cut(dtype, device):
+    x = values(dtype).to(device)
+    high, low = limbs(x, BITS)
+    want = math.fsum((float(v) * SCALE) ** 2 for v in x.cpu())
+    assert (high + low / 2**BITS) / 2**BITS == pytest.approx(want, rel=1e-11)
+    assert limbs(x, BITS, 7) == [high, low]
+
+
+@pytest.mark.parametrize("bits", [20, 31, 44])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_gives_the_bits_of_the_formula(dtype, bits, device, triton_kernels):
+    from phalanx.kernels import triton_square_sum
+
+    x = values(dtype)
+    assert limbs(x.to(device), bits, add=triton_square_sum.add_squares_) == limbs(x, bits)
