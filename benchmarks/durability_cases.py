@@ -120,10 +120,12 @@ class World:
                 commit(store, manifest)
                 self.committed.add(name)
                 Catalog(store).added(manifest)
-            except OSError:  # the next one is tried; this one may have its manifest all the same
+            except (OSError, Died) as error:  # it may have its manifest all the same
                 with contextlib.suppress(OSError):
                     self.store.size(f"{name}/{MANIFEST}")
                     self.committed.add(name)
+                if isinstance(error, Died):
+                    raise
 
     def retain(self, store, lineage: str) -> None:
         for _ in range(4):

@@ -113,6 +113,31 @@ def test_scrub_marks_what_is_bad(folder):
     assert phalanx("verify", folder.path / names[1]).returncode == 1
 
 
+def test_release_lifts_a_quarantine_when_all_bytes_are_right(folder):
+    kept, mended = (make(folder, step) for step in (1, 2))
+    for name in (kept, mended):
+        flip(folder.path / name / file_name(0), 7)
+    assert phalanx("scrub", folder.path).returncode == 1
+    flip(folder.path / mended / file_name(0), 7)
+    done = phalanx("release", folder.path)
+    assert done.returncode == 1 and f"released: {mended}" in done.stdout and f"1 BAD: {kept}" in done.stdout
+    assert f"{mended}/" not in done.stdout and [f.name for f in Catalog(folder).good()] == [mended]
+    done = phalanx("release", folder.path / mended)
+    assert done.returncode == 2 and "nothing of it is in quarantine" in done.stderr
+    assert "it is a folder, which needs no index" in phalanx("reindex", folder.path).stderr
+
+
+def test_reindex_finds_what_a_bucket_has(tmp_path, monkeypatch):
+    from phalanx.checkpoint.index import CATALOG
+    from phalanx.cli.checkpoint import reindex_command
+
+    store = ObjectStore(f"memory://{tmp_path.name}-index")
+    name = make(store, 7)
+    store.write(CATALOG, b"{")
+    reindex_command(store.url)
+    assert [f.name for f in Catalog(store).good()] == [name]
+
+
 def test_a_run_names_its_checkpoints(tmp_path, record):
     """In its folder, or where its job has them."""
     run = record()

@@ -123,6 +123,6 @@ def test_everybody_dies_and_the_run_begins_again(text, tmp_path, clean):
     with lead(a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path, ask_ns=10**8) as c:
         c.until(lambda: len(c.committed) >= 4)
         for worker in (1, 2, 3, 4):
-            c.client.kill(worker)
+            os.kill(c.pids[worker], signal.SIGKILL)
         assert c.finish() == clean
-        assert c.forms[-1].branch and c.forms[-1].step == 0 and c.forms[-1].last >= 2
+        assert any(form.branch and form.step == 0 and form.last >= 2 for form in c.forms[1:]), c.forms

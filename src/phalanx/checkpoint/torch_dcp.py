@@ -13,6 +13,7 @@ which keep what they are given and do nothing; any other name in it is refused. 
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import pickle
@@ -241,6 +242,8 @@ def _side(folder: Path) -> tuple[Job, str]:
         side = json.loads(path.read_bytes())
         if not side["job"]["model"]:
             raise ValueError("job.model is empty")
+        if unknown := side["job"]["model"].keys() - {field.name for field in dataclasses.fields(ModelConfig)}:
+            raise ValueError(f"a model has no {min(unknown)!r}")  # a person may have written it
         job, version = Job.from_dict(side["job"]), str(side.get("data_version", ""))
     except FileNotFoundError:
         what = f"nothing says of which model it is: it has no {SIDE}"

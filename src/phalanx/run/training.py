@@ -152,14 +152,14 @@ class _Run:
         self.attempts = 0  # to start from a checkpoint
         self.place = job.checkpoint.dir or str(record.path / FOLDER)  # of its checkpoints
         self.mark = secrets.token_hex(8)
-        self.lineage = (start.manifest.lineage if start else "") or secrets.token_hex(4)
+        own = start is not None and start.manifest.job.get("name", job.name) == job.name
+        self.lineage = (start.manifest.lineage if start and own else "") or secrets.token_hex(4)
         self.lease: Lease | None = None
         self.data: RunData | None = None
         self.launched = False
         self.running: set[int] = set()
         self.facts: dict[int, dict[str, Any]] = {}
         self.form: dict[str, Any] = {"generation": 0, "replicas": range(job.layout.replica)}  # of the last generation
-        self.durable = -1  # the last step with a checkpoint
         self.memory = ""  # why no recovery can go on from snapshots in memory
         self.incidents = 0  # generations that a failure has ended
         self.table: StepTable | None = None
@@ -237,7 +237,6 @@ class _Run:
 
     def _judge(self, ended: dict[str, Any]) -> None:
         """Raise what a run that was not done is told to its user."""
-        self.durable = ended["durable"]
         if ended["ok"]:
             return
         failure, reason, rank = Failure(**ended["failure"]), str(ended["reason"]), ended["rank"]
