@@ -13,8 +13,8 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 PARTS = {"__init__", "common", "plain_fsdp2"}  # of benchmarks, like *_cases.py
 FILES = {p.stem: p for p in sorted(FOLDER.glob("*.py")) if p.stem not in PARTS and not p.stem.endswith("_cases")}
-# They start, kill and restart whole jobs, each node of which imports torch: half as much work as all others together.
-SLOW = {"recovery", "recovery_nodes"}
+# They run whole jobs, each node of which imports torch, or thousands of histories: more work than all others together.
+SLOW = {"durability", "gpu_fp8", "recovery", "recovery_nodes"}
 FORKED = multiprocessing.get_context("forkserver")  # from a process that has imported torch, which takes seconds
 FORKED.set_forkserver_preload(["tests.parity", "torch.distributed.checkpoint"])
 

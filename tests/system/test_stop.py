@@ -88,7 +88,7 @@ def test_a_stop_is_orderly_at_any_moment(outcomes, name):
     why = "stopped by run.time_limit_s" if name == "limit" else "stopped"
     assert ended.err.startswith(f"{why} after step {steps} of {of}; "), ended.err
     assert ended.summary["status"] == "stopped" and ended.summary["steps"] == steps
-    assert bool(steps) == (name not in NOTHING)
+    assert name == "limit" or bool(steps) == (name not in NOTHING)  # a slow machine may not have got to a step by then
     if name == "int held down":  # nothing more was waited for
         return
     assert ended.saved[-1:] == [steps] * bool(steps) and ended.summary["durable"] == steps
