@@ -41,7 +41,7 @@ BARS = {
     "8b": {"bf16": (LEAN, 0, 1.25, 0.83), "fp8": (FP8, 0, 1.70, 0.83)},  # 100 GiB of 120
 }
 DEFAULT = 0.97  # the least that the default job reaches of our best in its precision
-TOGETHER = {"smoke", "1.5b", "2.8b"}  # shapes of which two fit on the card
+TOGETHER = {"smoke", "1.5b", "2.8b"}  # two engines of such a shape fit on the card
 LOSS = (
     1e-2  # by which first losses may differ, and bf16's after FIRST steps (LATE of them); fp8's first by 5 times that
 )

@@ -342,6 +342,18 @@ def test_a_commit_that_is_asked_for_again_is_answered_again(keeper, lines):
     assert "another checkpoint has this name" in failed["reason"] and failed["rank"] == -1
 
 
+@pytest.mark.parametrize("seal", [None, "{"], ids=["none", "torn"])
+def test_an_order_that_cannot_be_understood_is_answered(keeper, lines, seal):
+    """Or the controller would wait for its answer for ever."""
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, NEW)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+    order = faults.order_of(keeper.channel.of("shard"), NEW) | {"seal": seal}
+    keeper.order(order if seal else {key: value for key, value in order.items() if key != "seal"})
+    (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
+    assert "could not be committed" in failed["reason"] and not keeper.committed
+
+
 def test_what_is_not_in_memory_any_more_cannot_be_written(keeper, lines):
     snapshot(lines[0], 0, 0, NEW, durable=False)
     lines[0].wait_free(0)

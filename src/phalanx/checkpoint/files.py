@@ -211,7 +211,7 @@ class Fault(NamedTuple):
 
 
 class Reader:
-    """Of one committed checkpoint. All that it hands out has been verified; otherwise it raises BadCheckpoint, or
+    """Reads one committed checkpoint. All that it hands out has been verified; otherwise it raises BadCheckpoint, or
     Unreadable."""
 
     def __init__(self, store: Store, name: str, local_ranks: int = 1):

@@ -346,9 +346,9 @@ class Keeper:
             while len(self.committed) > KEPT_REPORTS:
                 del self.committed[next(iter(self.committed))]
         began = time.perf_counter()
-        parts: dict[str, Any] = {key: order[key] for key in ("step", "generation", "files")}
-        parts |= {"made": time.time(), "name": name, **json.loads(order["seal"])}
         try:
+            parts: dict[str, Any] = {key: order[key] for key in ("step", "generation", "files")}
+            parts |= {"made": time.time(), "name": name, **json.loads(order["seal"])}
             if self.base is None:
                 raise OSError("no rank has told this keeper what its checkpoints are of")
             self._check_owner()
@@ -359,9 +359,9 @@ class Keeper:
             if (there.files, there.generation) != (manifest.files, manifest.generation):
                 raise OSError("another checkpoint has this name")
             self.catalog.added(manifest)
-        except (OSError, BadCheckpoint) as error:
+        except (OSError, BadCheckpoint, KeyError, TypeError, ValueError) as error:  # nobody looks at a writer's errors
             self.committed.pop(name, None)
-            self._failed(-1, order, f"it could not be committed: {error}")
+            self._failed(-1, order, f"it could not be committed: {type(error).__name__}: {error}")
             return
         about = {"checkpoint": name, "step": order["step"], "generation": order["generation"]}
         report = {"type": "committed", **about, "drain_s": time.perf_counter() - began + self._drain_s(name)}

@@ -39,7 +39,7 @@ class Generation:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Of its crew."""
+        """The nodes of its crew."""
         assert self.roll
         return self.roll.crew_nodes
 

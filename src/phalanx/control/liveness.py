@@ -1,5 +1,5 @@
 """Who is alive, and who speaks for whom. An aggregator keeps a `Liveness` of its nodes and reports edges; the
-controller keeps a `Roster` of which aggregator reaches a node, and a `Liveness` of its own for the nodes whose
+controller keeps a `Roster`, which says what aggregator reaches a node, and a `Liveness` of its own for the nodes whose
 aggregator is gone.
 """
 

@@ -588,7 +588,7 @@ class Report(Command):
 
 @dataclass(frozen=True, slots=True)
 class Ended(Command):
-    """For the run: how it ended. `failure`: of which rank, if one is to blame."""
+    """Tell the run how it ended. `rank` and `failure`: who is to blame, if a rank is."""
 
     ok: bool
     reason: str

@@ -29,8 +29,8 @@ class Pace:
         self.limit_ns = self.fixed_ns or self.limit_ns
 
     def step(self, step: int, time_ns: int, snapshot: tuple[int, int] | None = None) -> bool:
-        """One rank's step; `snapshot`: of which step, and how long training stood still for it. Returns whether the
-        hang limit has changed by more than a tenth."""
+        """Note one rank's step; `snapshot`: the step of one, and how long training stood still for it. Returns
+        whether the hang limit has changed by more than a tenth."""
         self.times[step] = max(time_ns, self.times.get(step, 0))
         if snapshot:
             self.stalls[snapshot[0]] = max(snapshot[1], self.stalls.get(snapshot[0], 0))
@@ -49,7 +49,7 @@ class Pace:
         self.drains[step] = drain_ns
 
     def costs(self) -> list[Cost]:
-        """Of checkpoints that training has gone on from for two steps, so that every rank has told its stall."""
+        """List what checkpoints cost, two steps after each, when every rank has told its stall."""
         latest = max(self.times, default=0)
         found = [step for step in self.drains if step + 1 < latest]
         return [self._cost(step, self.drains.pop(step)) for step in found]
