@@ -69,7 +69,7 @@ class Controller:
 
 class Cluster:
     def __init__(self, folder: Path, layout: Layout, policy: Policy | None = None, steps: int = 10**6, **worker):
-        self.folder, self.control = folder, folder / "control"
+        self.folder, self.control, self.log = folder, folder / "control", folder / "controller.log"
         self.secret = load_secret(folder / "secret")
         (folder / "votes").mkdir()
         self.worker = {"folder": str(folder / "votes"), "replica_size": layout.replica_size, "steps": steps, **worker}
@@ -80,7 +80,8 @@ class Cluster:
         self.start_controller()
 
     def start_controller(self) -> None:
-        self.controllers.append(Controller(self.control, self.secret.path, "--aggregate"))
+        with self.log.open("ab") as log:
+            self.controllers.append(Controller(self.control, self.secret.path, "--aggregate", log=log))
         self.controller.wait_up(self.control)
 
     @property
@@ -128,7 +129,7 @@ class Cluster:
             return wait_for(look, timeout)
         except AssertionError:
             last = {name: events[-4:] for name, events in self.events.items()}
-            raise AssertionError(f"{self.controller.lines[-8:]}\n{last}") from None
+            raise AssertionError(f"{self.controller.lines[-8:]}\n{last}\n{self.log.read_text()[-4000:]}") from None
 
     def lines(self, kind: str) -> list[dict]:
         return [line for c in self.controllers for line in c.lines if line["type"] == kind]

@@ -18,6 +18,7 @@ from phalanx.control import fanout
 from phalanx.control.liveness import Edge, Liveness, Roster, event_of
 from phalanx.control.messages import Command, Event, Form, ManyParked, Parked
 from phalanx.runtime import aggregator as module
+from phalanx.runtime import secret
 from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, summary
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server
@@ -339,6 +340,28 @@ def test_what_agents_post_and_are_told_passes_through(cluster):
     cluster.until(lambda: len(cluster.commands["b"]) == 51)
     assert [v for v in cluster.of("a") if v != "seen"] == list(range(50))
     assert cluster.commands == {"a": [50], "b": list(range(51))} and b.outbox.last == 0
+
+
+def test_reports_that_one_message_cannot_hold_travel_as_several(cluster, monkeypatch, capsys):
+    """Each fits by itself. A report that fits nowhere is dropped, and does not stop the others."""
+    limit = 30_000
+    monkeypatch.setattr(secret, "FRAME_BYTES", limit)
+    link, news = cluster.agent("a", beats=False), cluster.news
+    cluster.until(lambda: link.session)
+    for name in ("BUNDLE_S", "TICK_S"):
+        monkeypatch.setattr(module, name, 0.2)  # in which all five come
+    cluster.run(0.05)
+    for i in range(5):
+        link.post({"type": "event", "event": {"value": i, "big": "x" * (limit // 3)}})
+    link.flush(60)
+    assert [value for _, value in news] == [0, 1, 2, 3, 4]
+    filled = {"type": "event", "event": {"value": 5, "big": ""}}
+    filled["event"]["big"] = "x" * (limit - len(json.dumps({"type": "post", "seq": 9, "body": filled})))
+    link.post(filled)
+    link.post({"type": "event", "event": {"value": 6}})
+    link.flush(60)
+    assert [value for _, value in news] == [0, 1, 2, 3, 4, 6]
+    assert "a report of node a is dropped" in capsys.readouterr().err
 
 
 def test_what_all_say_at_once_travels_as_one_and_is_overtaken(cluster):

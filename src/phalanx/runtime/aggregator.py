@@ -28,6 +28,7 @@ from typing import Any
 from phalanx.control import fanout
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
 from phalanx.control.messages import Event, ManyParked, ManyReady, Parked, Ready
+from phalanx.runtime import kernel
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
@@ -258,12 +259,24 @@ class Aggregator:
 
     def _pass(self, items: list[Message], bundle: list[tuple[Message, Session | None]]) -> int:
         try:
-            number = self.link.post({"type": "reports", "items": items})
+            number = self._post_reports(items)
         except OverflowError:  # nobody has listened for very long
             self._give_back(bundle)
             return 0
         self._passed += [(number, agent, item["number"]) for item, agent in bundle if agent]
         return number
+
+    def _post_reports(self, items: list[Message]) -> int:
+        """Post them, in several messages if one cannot hold them all. Return the number of the last."""
+        try:
+            return self.link.post({"type": "reports", "items": items})
+        except WireError as error:
+            if len(items) == 1:  # its sender would repeat it for ever, and everybody else would wait
+                kernel.complain(f"a report of node {items[0].get('node')} is dropped: {error}")
+                return self.link.outbox.last
+        half = len(items) // 2
+        self._post_reports(items[:half])
+        return self._post_reports(items[half:])
 
     def _give_back(self, bundle: list[tuple[Message, Session | None]]) -> None:
         """Agents connect anew, and send what they said again, from the first on that was not acknowledged. Of the edges
