@@ -116,6 +116,7 @@ class Conductor:
                 for name, at in list(agent.alarms.items()):
                     if at <= now and name != "lease":
                         agent.fire(now, name)
+                agent.beat(now)
                 self.act(agent)
             event = self.client.events(0.01)
             if event:
