@@ -13,12 +13,13 @@ import ssl
 import struct
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from phalanx.runtime import transport
-from phalanx.runtime.secret import READ, Identity, Secret
+from phalanx.runtime.secret import READ, WRITE, Identity, Secret
 from phalanx.runtime.transport import Link, Loop, Server
 from phalanx.runtime.wire import WireError
 
@@ -79,6 +80,25 @@ def all_acked(link):
 
 
 # -- delivery
+
+
+def test_a_source_that_was_ended_in_the_same_round_is_not_called():
+    """A node that starts anew closes its link while a connection of that link is ready."""
+    loop, called = Loop(), []
+    ends = [end for _ in range(2) for end in socket.socketpair()]
+
+    def end_others(me, mask):
+        called.append(me)
+        for other in ends:
+            if other is not me:
+                loop.watch(other, 0)
+                other.close()
+
+    for end in ends:  # all can be written to
+        loop.watch(end, WRITE, partial(end_others, end))
+    loop.turn(0)
+    assert len(called) == 1
+    called[0].close()
 
 
 def test_what_is_posted_arrives_once_and_in_order_in_both_directions(net):

@@ -86,8 +86,11 @@ class Loop:
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
         wait = min(timeout_s, self._timers[0][0] - now if self._timers else math.inf)
+        known = self._selector.get_map()
         for key, mask in self._selector.select(None if wait == math.inf else max(0.0, wait)):
-            key.data(mask)
+            found = known.get(key.fd)
+            if found and found.fileobj is key.fileobj:  # else a callback of this round has ended it
+                key.data(mask)
 
     def after(self, seconds: float, callback: Callable[[], object]) -> None:
         self._count += 1
