@@ -165,7 +165,7 @@ def test_a_node_that_was_given_up_is_fenced_and_comes_back(cluster):
     kill(c.nodes[lost].process.pid, signal.SIGCONT)
     wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
     c.until(lambda: c.status()["nodes"][lost]["spare"])
-    assert [event["incarnation"] for event in c.of("booted", lost)] == [1, 2]
+    c.until(lambda: [event["incarnation"] for event in c.of("booted", lost)] == [1, 2])
     assert [event["worker"] for event in c.of("exit", lost)] == [worker], "its services stay"
     assert c.status()["generation"] == 2
 
