@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow test-pairs test-s3 soak lint docs clean
+.PHONY: setup demo test test-ranks test-others test-slow test-pairs test-s3 soak lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -17,8 +17,17 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/phalanx train
 
+# Tests that start ranks need a core and wait a lot; the others run beside them.
+RANKS := tests/parallel tests/system tests/train tests/test_benchmarks.py
+
 test: setup lint
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs 2 --output-sync=target test-ranks test-others
+
+test-ranks: setup
+	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/ranks $(RANKS)
+
+test-others: setup
+	$(BIN)/python -m pytest $(RANKS:%=--ignore=%)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

@@ -14,7 +14,17 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 PARTS = {"__init__", "common", "plain_fsdp2"}  # of benchmarks, like *_cases.py
 FILES = {p.stem: p for p in sorted(FOLDER.glob("*.py")) if p.stem not in PARTS and not p.stem.endswith("_cases")}
 # They run whole jobs, each node of which imports torch, or thousands of histories: more work than all others together.
-SLOW = {"durability", "gpu_fp8", "recovery", "recovery_nodes"}
+SLOW = {
+    "bubble",
+    "checkpoint_restore",
+    "durability",
+    "exact",
+    "gpu_fp8",
+    "parity",
+    "plan_truth",
+    "recovery",
+    "recovery_nodes",
+}
 FORKED = multiprocessing.get_context("forkserver")  # from a process that has imported torch, which takes seconds
 FORKED.set_forkserver_preload(["tests.parity", "torch.distributed.checkpoint"])
 

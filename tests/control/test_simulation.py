@@ -1,4 +1,4 @@
-"""A thousand worlds, each with a mix of faults of its own, and the judge sees nothing wrong; with a bug planted, it
+"""Five hundred worlds, each with a mix of faults of its own, and the judge sees nothing wrong; with a bug planted, it
 does. A seed that fails is told in full by `python -m tests.control.sim SEED`."""
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def test_a_late_form_does_not_make_a_worker_drop_what_it_has_voted_for():
     assert not member.may_serve(2) and not member.may_serve(1) and member.may_serve(3)
 
 
-def test_a_thousand_seeds():
+def test_five_hundred_seeds():
     failed, faults, rungs, causes = [], 0, set(), Counter()
-    for seed in range(1000):
+    for seed in range(500):
         _, result, error = attempt(seed)
         if result is None:
             failed.append(f"python -m tests.control.sim {seed}\n{error}")
@@ -44,8 +44,8 @@ def test_a_thousand_seeds():
             rungs |= result.rungs
             causes[result.cause] += 1
     assert not failed, "\n".join(failed[:5])
-    assert faults > 3000 and rungs == {-1, 0, 1, 2, 3, 4, 6}, "the seeds have become tame"
-    assert causes["done"] > 800 and causes["failed"] and causes["start"], causes
+    assert faults > 1500 and rungs == {-1, 0, 1, 2, 3, 4, 6}, "the seeds have become tame"
+    assert causes["done"] > 400 and causes["failed"] and causes["start"], causes
 
 
 def test_a_seed_is_the_same_world_wherever_it_runs():

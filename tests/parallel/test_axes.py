@@ -55,7 +55,14 @@ def test_torch_loses_gradients_when_it_splits_the_backward_of_a_resharded_module
     assert pool.run(CASES + "torch_split_backward", job, reshard=True) != [4, 4]
 
 
-@pytest.mark.parametrize("options", [{}, dict(recompute="full"), dict(recompute="selective")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(recompute="selective"),
+        *(pytest.param(options, marks=pytest.mark.slow) for options in ({}, dict(recompute="full"))),
+    ],
+    ids=str,
+)
 def test_blocks_are_really_compiled(pool, options):
     job = make_job((1, 2, 1), compile="aot_eager", **options)
     assert pool.run(CASES + "compiled_graphs", job) == [1, 1], "one compilation serves all layers"

@@ -32,7 +32,7 @@ def test_every_collective_gives_what_the_plain_one_gives(pool, shard, per_node, 
         ((1, 4, 1), dict(ranks_per_node=2, collectives=TWO_LEVELS), set(), {"hierarchical"}),
         ((2, 2, 1), dict(ranks_per_node=2, collectives=TWO_LEVELS), {"flat"}, set()),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_what_is_formed_is_used_and_one_node_forms_nothing(pool, layout, options, replica, shard):
     for answer in pool.run(CASES + "ways", make_job(layout, precision="fp32", **options)):

@@ -14,7 +14,7 @@ JOB = TINY | {
     "train.steps": 60,
     "layout.tp": 1,
     "layout.replica": 2,
-    "layout.ranks_per_node": 1,
+    "layout.ranks_per_node": 2,
     "train.global_batch": 4,
 }
 LAST_ONLY = JOB | {"checkpoint.every_steps": 100_000}
@@ -54,7 +54,7 @@ def test_a_last_checkpoint_that_fails_for_good_is_a_failure(tmp_path):
     assert len(ended.rows) == 60
 
 
-@pytest.mark.parametrize("recovery", ["true", "false"])
+@pytest.mark.parametrize("recovery", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_resume_from_a_damaged_checkpoint_takes_the_newest_good_one(tmp_path, recovery):
     values = JOB | {"train.steps": 20, "checkpoint.every_steps": 10, "recovery.on": recovery}
     first = train(tmp_path, *sets(values))

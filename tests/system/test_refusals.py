@@ -110,7 +110,12 @@ def test_refused_before_anything_starts(outcomes, name):
     assert not [*(directory / "runs").glob("[!.]*")], "a run that never was left a record"
 
 
-@pytest.mark.parametrize("name", list(FROM_A_WORKER))
+SLOW = list(FROM_A_WORKER)[2:]  # found by the same code
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in FROM_A_WORKER]
+)
 def test_a_mistake_that_a_worker_finds_is_told_like_any_other(outcomes, name):
     ended, _ = outcomes(name)
     ended.check_clean()

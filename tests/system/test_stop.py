@@ -69,13 +69,19 @@ SCENARIOS = {
     "term": lambda d: stopped(d, signal.SIGTERM, moment="steps"),
     "int, saving": lambda d: stopped(d, signal.SIGINT, moment="saving"),
     "int, last save": lambda d: stopped(d, signal.SIGINT, moment="last save", **LAST),
-    "limit": lambda d: stopped(d, moment="never", **{"run.time_limit_s": 20}),
+    "limit": lambda d: stopped(d, moment="never", **{"run.time_limit_s": 10}),
     "int held down": lambda d: stopped(d, *[signal.SIGINT] * 20, moment="steps"),
     "kill": lambda d: stopped(d, signal.SIGKILL, moment="steps"),
 }
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "kill"])
+# Another signal at the same moment, another save: they differ by little from those that run by default.
+SLOW = ("hup, starting", "term", "int, saving")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in SCENARIOS if n != "kill"]
+)
 def test_a_stop_is_orderly_at_any_moment(outcomes, name):
     ended = outcomes(name)
     ended.check_clean()

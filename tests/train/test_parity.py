@@ -10,29 +10,22 @@ from tests.parity import TOLERANCE, run_case
 # and in benchmarks/parity.py.
 DEFAULT = {
     "shard 3, uneven rows",
-    "shard 4, ZeRO-1",
     "tp 4, 9 FFN features",
-    "replica 3",
     "replica 4, two nodes",
     "shard 4, two nodes, hierarchical",
     "shard 2 x tp 2, tied",
-    "replica 2 x shard 2",
     "exact: shard 3, 6 leaves",
     "pp 4, ZB-V",
     "shard 2 x pp 2, ZB-V, ZeRO-3",
-    "tp 2 x pp 2",
     "cp 3, Ulysses, 2 key/value heads",
     "pp 2 x cp 2, ZB-V, Ulysses",
     "moe: shard 4, ep 4, 6 experts",
-    "moe: shard 2 x pp 2, ep 2",
     "image: shard 2 x tp 2",
     "activations offloaded: pp 2, ZB-V x tp 2",
     "replica 2 x shard 2 x tp 2",
     "shard 4 x tp 2, ZeRO-1, two nodes, by size",
     "exact: replica 2 x shard 2 x pp 2, ZB-V",
-    "replica 2 x shard 2 x cp 2",
     "moe: tp 2 x pp 2 x cp 2, ep 4, ZeRO-3, ZB-V (5 axes)",
-    "compile: shard 2 x tp 2",
 }
 
 
