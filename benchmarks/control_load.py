@@ -5,7 +5,7 @@ their workers do no work.
 
 Each node sends a heartbeat with its step report every 5 s. Ten times a minute something fails: by turns a worker, which
 its agent reports at once, and a node, which falls silent and comes back as a spare half a minute later. When a member
-breaks the whole gang parks, and re-forms: all nodes report twice per generation, within a second or so.
+breaks its replica parks and is built again, and the others part from it and re-form twice: without it, and with it.
 
 Latency is from a report to the moment when the commands that follow from it are durable and handed to the sockets:
 once since the controller has read it, once since it came to its aggregator, with all waiting in between (on two cores
@@ -127,7 +127,9 @@ class Fleet:
             "here": [here for _, _, here, _ in said],
             "whole": [whole for _, whole, _, _ in said],
             "cpu": [cpu for _, _, _, cpu in said],
-            "edges": [here for kind, _, here, _ in said if kind not in ("Parked", "Ready", "WorkersUp")],
+            "edges": [
+                here for kind, _, here, _ in said if kind not in ("Parked", "Parted", "Built", "Formed", "WorkersUp")
+            ],
             "latencies": said,
         }
 

@@ -1,10 +1,9 @@
 """The processes of control_load.py: the controller, aggregators, and generators that each are some thousand nodes.
 
-A node is the real agent; its workers do no work: they are numbers, and say at once what workers say. A generation does
-one step. When a member of the gang breaks, its generator tells the others, and all members park, as they would when
-their groups break."""
+A node is the real agent; its workers are real members that do no work, and say at once what workers say. A generation
+does one step, when the controller knows all its replicas to be in it. When a member breaks, its generator tells the
+others: the ranks of its replica park and all other replicas part, as they do when their groups break."""
 
-import hashlib
 import heapq
 import json
 import os
@@ -18,7 +17,8 @@ from phalanx.control import codec, messages
 from phalanx.control.agent import Agent, Service
 from phalanx.control.fold import Plan
 from phalanx.control.liveness import event_of
-from phalanx.control.messages import Command, Failure
+from phalanx.control.member import Member
+from phalanx.control.messages import Command, Failure, Source
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.runtime import controller
@@ -39,13 +39,15 @@ def rack(number: int) -> str:
 
 
 class Stamping(Aggregator):
-    """Each report says when it came, so that waiting anywhere after that counts; of many, the first."""
+    """Each report says when the first of its bundle came, so that waiting anywhere after that counts."""
 
     def _gather(self, item, agent=None):
-        super()._gather({**item, "at_ns": time.monotonic_ns()}, agent)
+        if not self._bundle:
+            self._since_ns = time.monotonic_ns()
+        super()._gather(item, agent)
 
-    def _many(self, group):
-        return super()._many(group) | {"at_ns": min(item["at_ns"] for item, _ in group)}
+    def _post_reports(self, items):
+        return super()._post_reports([{**item, "at_ns": self._since_ns} for item in items])
 
 
 def aggregate(secret, name, address):
@@ -71,7 +73,7 @@ class Node:
         self.incarnation += 1
         store = Service({"host": self.name, "port": 1})
         self.agent = Agent(self.name, rack(self.number), {"store": store}, incarnation=self.incarnation)
-        self.generation, self.step, self.running = 0, 0, False
+        self.members: dict[int, Member] = {}
         me = Identity("agent", self.name, self.incarnation)
         how = {"on_open": self.opened, "on_close": self.closed, "on_ack": self.agent.acknowledged, "seed": self.number}
         self.link = Link(self.fleet.loop, self.fleet.secret, me, [self.address], COMMANDS, self.commanded, **how)
@@ -91,7 +93,7 @@ class Node:
     def beat(self):
         if self.link:
             said = self.agent.beat(time.monotonic_ns())
-            self.link.tell({"type": "beat", "visit": self.link.visits, "counter": self.step, **said})
+            self.link.tell({"type": "beat", "visit": self.link.visits, "counter": said["step"], **said})
             self.fleet.beats += 1
             self.act()
 
@@ -103,10 +105,13 @@ class Node:
                     self.link.post({"type": "event", "event": action.event.to_dict()})
                     self.fleet.events += 1
                 elif isinstance(action, machine.Spawn):
+                    speaks = action.args["rank"] % self.fleet.replica_size == 0
+                    self.members[action.number] = Member(action.number, 10**9, speaks)
                     self.agent.worker_said(time.monotonic_ns(), action.number, {"type": "up"})
                 elif isinstance(action, machine.End):
+                    self.members.pop(action.number, None)
                     self.agent.ended(time.monotonic_ns(), action.number, Failure(signal="SIGKILL"))
-                elif isinstance(action, machine.Send):
+                elif isinstance(action, machine.Send) and action.number in self.members:
                     self.tell(action.number, action.body)
                 elif isinstance(action, machine.Alarm) and action.name == "gather":
                     self.fleet.later(action.at_ns, self.number, self.incarnation)
@@ -120,50 +125,70 @@ class Node:
             self.act()
 
     def tell(self, worker, body):
-        """A worker hears its agent."""
-        kind = body["type"]
-        if kind == "form" and body["generation"] >= self.generation:
-            self.generation, self.step, self.running = body["generation"], body["step"], True
-            # No work is done, so replicas have the same states.
-            digest = self.fleet.digests[body["rank"] % len(self.fleet.digests)]
-            about = {"generation": self.generation, "step": self.step, "digest": digest}
-            self.say(worker, {"type": "ready", **about})
-        elif kind == "start" and body["generation"] == self.generation and self.running:
-            if self.agent.done < (self.generation, self.step + 1):
-                self.say(worker, {"type": "step", "generation": self.generation, "step": self.step, "time_s": 5.0})
-        elif kind in ("halt", "pause") and body["generation"] == self.generation:
-            self.running = False
-            self.say(worker, self.parked())
+        """A worker hears its agent, and does at once what it is told."""
+        m, kind = self.members[worker], body["type"]
+        if kind == "build":
+            if m.build(body["world"]):
+                m.built()
+            self.say(worker)
+        elif kind == "halt" and m.halt(body["world"]):
+            self.say(worker)
+        elif kind == "form":
+            self.enter(worker, m, body)
+        elif kind == "serve" and m.may_serve(body["generation"]):
+            m.settle(body["step"])
+        elif kind in ("part", "pause") and m.part(body["generation"]):
+            self.say(worker)
 
-    def say(self, worker, body):
-        self.agent.worker_said(time.monotonic_ns(), worker, body)
+    def enter(self, worker, m, form):
+        """No state is moved and nothing computed, so it is in its groups at once, and votes for the next step."""
+        if m.form(form["generation"], form["world"], Source(**form["source"]) if form["source"] else None):
+            if form["source"] is None:
+                m.settle(form["step"])
+            m.restored(form["step"])
+            m.formed(form["step"])
+            m.vote()
+        self.say(worker)
 
-    def parked(self):
-        step = max(self.step, self.agent.done[1]) if self.agent.done[0] == self.generation else self.step
-        held = {"step": step, "prepared": step, "made": self.generation, "why": None}
-        return {"type": "parked", "generation": self.generation, **held}
+    def say(self, worker, body=None):
+        """Where it stands."""
+        if body := body or self.members[worker].standing():
+            self.agent.worker_said(time.monotonic_ns(), worker, body)
 
-    def park(self):
-        """Its groups are broken."""
-        if self.link and self.running:
-            self.running = False
-            for worker in list(self.agent.mates):
-                self.say(worker, self.parked())
-            self.act()
+    def commit(self, generation):
+        """All ranks of the generation have voted for its one step."""
+        for worker, m in self.members.items():
+            if m.phase == "running" and m.generation == generation and m.prepared > m.step:
+                m.commit(False)
+                self.say(worker, {"type": "step", "generation": generation, "step": m.step - 1, "time_s": 5.0})
+        self.act()
+
+    @property
+    def running(self):
+        """World and generation of its workers, if they train."""
+        found = [(m.world, m.generation) for m in self.members.values() if m.phase == "running"]
+        return found[0] if self.link and found else None
+
+    def lose(self, world, generation):
+        """A member of that world is gone: those in it lose their groups, the others those with it."""
+        for worker, m in list(self.members.items()) if self.link else ():
+            if m.world == world and m.phase != "parked":
+                m.halt(world, {"text": "it has lost its peers"})
+                self.say(worker)
+            elif m.phase == "running" and m.generation == generation and m.part(generation):
+                self.say(worker)
+        self.act()
 
     def break_worker(self):
-        if self.link and self.running and self.agent.mates:
-            self.agent.ended(time.monotonic_ns(), min(self.agent.mates), Failure(signal="SIGKILL"))
-            self.act()
-            return True
-        return False
+        worker = min(self.members)
+        del self.members[worker]
+        self.agent.ended(time.monotonic_ns(), worker, Failure(signal="SIGKILL"))
+        self.act()
 
     def commanded(self, session, number, body):
         if body["type"] == "command":
-            known = messages.KINDS[body["command"]["kind"]]
-            absent = {"nodes": [self.name], "crew": {}, "places": {}, "sources": {}, "buddies": {}}
-            filled = {k: v for k, v in absent.items() if k in codec.hints(known)}
-            self.agent.obey(time.monotonic_ns(), Command.from_dict({**filled, **body["command"]}))
+            sent = {"nodes": [self.name]} if "nodes" in codec.hints(messages.KINDS[body["command"]["kind"]]) else {}
+            self.agent.obey(time.monotonic_ns(), Command.from_dict({**sent, **body["command"]}))
             self.act()
 
 
@@ -174,8 +199,7 @@ class Fleet:
     def __init__(self, folder, index, count, secret, given):
         self.loop, self.secret = Loop(), load_secret(Path(secret), create=False)
         self.beats = self.events = 0
-        self.beat_s, places = given["beat_s"], range(given["replica_size"])
-        self.digests = [hashlib.blake2b(b"%d" % i, digest_size=16).hexdigest() for i in places]
+        self.beat_s, self.replica_size = given["beat_s"], given["replica_size"]
         self.others = [f"{folder}/generator-{i}" for i in range(count)]
         self.bus = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.bus.bind(self.others[index])
@@ -209,14 +233,14 @@ class Fleet:
 
     def act(self, what, number):
         node = self.nodes[number]
-        if what == "worker":
-            if node.break_worker():
-                self.tell({"break": number})
+        running = node.running
+        if what == "worker" and running:
+            node.break_worker()
+            self.tell({"lost": running})
         elif what == "node" and node.link:
-            was_member = node.running
             node.die()
-            if was_member:
-                self.tell({"break": number})
+            if running:
+                self.tell({"lost": running})
         elif what == "back" and node.link is None:
             node.start()
 
@@ -236,9 +260,12 @@ class Fleet:
             connected = sum(node.link is not None and node.link.session is not None for node in self.nodes.values())
             answer = {"beats": self.beats, "events": self.events, "connected": connected}
             self.bus.sendto(json.dumps(answer).encode(), message["count"])
+        elif "commit" in message:
+            for node in self.nodes.values():
+                node.commit(message["commit"])
         else:
             for node in self.nodes.values():
-                node.park()
+                node.lose(*message["lost"])
 
 
 # -- the controller
@@ -252,7 +279,16 @@ class Measured(controller.Controller):
         super().__init__(*args, **more)
         # (what was heard, ms since it came to the aggregator, ms since it came here, ms of CPU since then)
         self.latencies: list = []
-        self.reports = self.commands = 0
+        self.reports = self.commands = self.begun = 0
+        self.bus = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+    def begin_step(self, folder):
+        """In the ranks' stead, which see for themselves that all have voted."""
+        gen = self.gang.gen
+        if gen.form and gen.number > self.begun and not gen.waiting:
+            self.begun = gen.number
+            for other in sorted(Path(folder).glob("generator-*")):
+                self.bus.sendto(json.dumps({"commit": gen.number}).encode(), str(other))
 
     def _take(self, kind, body, session=None, number=0):
         self._cpu_ns = time.process_time_ns()
@@ -270,7 +306,7 @@ class Measured(controller.Controller):
         now, used = self.now_ns(), time.process_time_ns()
         for heard in done:
             items = heard.entry.get("items", [])
-            self.reports += sum(len(item.get("numbers", "1")) for item in items)
+            self.reports += sum(len(item.get("said", "1")) for item in items)
             self.commands += sum(len(command.to) for command in heard.commands)
             if items and any(command.to for command in heard.commands):
                 event = event_of(items[-1]) or {"kind": "Seen"}
@@ -313,6 +349,7 @@ def control(folder, secret, core, layout):
     measured.loop.watch(0, READ, answer)
     while True:
         measured.loop.turn()
+        measured.begin_step(folder)
 
 
 def main():

@@ -17,7 +17,7 @@ from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig
 from phalanx.model import Batch, load_family
 from phalanx.parallel.device import Device
-from phalanx.parallel.groups import Groups, connect_store
+from phalanx.parallel.groups import Groups, connect_store, form_cross
 from phalanx.parallel.schema import describe
 from phalanx.train.engine import Engine
 from phalanx.train.schedule import learning_rate
@@ -339,6 +339,7 @@ class Rank:
         collectives = self.job.collectives
         self.groups = Groups.form(self.store, self.generation, layout, self.coord, self.device, experts, collectives)
         self.engine = Engine(self.job, self.family, self.coord, self.groups, self.state, self.device)
+        self.engine.rejoin(form_cross(self.store, self.generation, layout, self.coord, self.device, collectives))
 
     def batches(self, step):
         return [make_batch(self.job, step, i) for i in self.job.micro_indices(self.coord)]

@@ -1,6 +1,7 @@
-"""Every order of events there can be, for a gang so small that all can be tried: three nodes with one rank each and a
-spare, two steps, and a budget of things that go wrong. The gang, the agents and the workers' half of the protocol are
-the real ones; between them is a bag of messages, any of which may be next.
+"""Every order of events there can be, for a gang so small that all can be tried: nodes with one rank each and a spare,
+a step or two, and a budget of things that go wrong. The gang, the agents and the workers' half of the protocol are the
+real ones; between them is a bag of messages, any of which may be next. Ranks of a replica agree in one move, as their
+world stands or falls as one; each applies a step by itself.
 
 Time stands still: all time-outs are nought, and a timer fires when nothing else can happen, or early, if the budget
 has it. A state is hashed whole, so each is looked at once.
@@ -17,7 +18,22 @@ from phalanx.control import invariants, messages
 from phalanx.control.agent import Agent, Service
 from phalanx.control.gang import Gang
 from phalanx.control.member import Member
-from phalanx.control.messages import Ended, Failure, Form, Note, Report, SetTimer, Source, TimerFired
+from phalanx.control.messages import (
+    EVERYONE,
+    Build,
+    Ended,
+    Failure,
+    Form,
+    Halt,
+    Note,
+    Part,
+    Pause,
+    Report,
+    SetTimer,
+    Source,
+    Started,
+    TimerFired,
+)
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 
@@ -27,8 +43,7 @@ POLICY = Policy(
     **{f"{name}_ns": int(name == "gather") for name in TIMES}, backoff_ns=0, attempts=10**6, strikes=10**6, save=False
 )
 pack = attrgetter(*Member.__dataclass_fields__)
-GENERATION = [*Member.__dataclass_fields__].index("generation")
-EARLY = ("park", "form", "launch")  # timers that may fire while answers are under way
+EARLY = ("park", "form", "launch", "build", "leave")  # timers that may fire while answers are under way
 
 
 class Host(NamedTuple):
@@ -42,8 +57,8 @@ class Worker(NamedTuple):
     member: tuple  # the fields of Member
     chain: tuple = ()  # the generation in which each step that made its state was
     next: int = 0  # that of the step that it has prepared
-    peers: int = 0  # in its generation, with itself
-    task: tuple = ()  # the step to go on from, and its source
+    task: tuple = ()  # the step to go on from, and its source; (): it has that state
+    told: int = 0  # the last generation that it was told to leave
 
 
 class State(NamedTuple):
@@ -51,7 +66,9 @@ class State(NamedTuple):
     hosts: tuple  # of (name, Host)
     workers: tuple  # of (number, Worker)
     net: frozenset  # of (node or "", message)
-    votes: frozenset  # of (generation, step, worker)
+    worlds: tuple  # of (world, its workers)
+    gens: tuple  # of (generation, its worlds)
+    votes: frozenset  # of (generation, step, world, whether it asks for a pause)
     history: tuple  # the generation in which each committed step was made
     branches: tuple  # of (generation, step)
     deaths: int  # that may still come
@@ -83,15 +100,14 @@ class Table:
 
 
 class Model:
-    def __init__(self, replicas=3, spares=1, steps=2, deaths=1, lies=0, hurries=0, repeats=0):
-        self.steps = steps
+    def __init__(self, replicas=2, shards=1, spares=1, steps=1, deaths=0, lies=0, hurries=0, repeats=0):
+        self.steps, self.size = steps, shards
         self.gangs, self.agents, self.messages, self.memo, self.voids = Table(), Table(), Table(), {}, {}
-        gang = Gang.of(Layout(replica=replicas, ranks_per_node=1), steps, POLICY)
-        names = [f"n{i}" for i in range(replicas + spares)]
+        gang = Gang.of(Layout(replica=replicas, shard=shards, ranks_per_node=1), steps, POLICY)
+        names = [f"n{i}" for i in range(replicas * shards + spares)]
         nobody = Host(self._agent(Agent("", "", {})))
-        state = State(
-            self._gang(gang), tuple((n, nobody) for n in names), (), frozenset(), frozenset(), (), (), 0, 0, 0, 0
-        )
+        hosts, none = tuple((n, nobody) for n in names), frozenset()
+        state = State(self._gang(gang), hosts, (), none, (), (), none, (), (), 0, 0, 0, 0)
         for name in names:
             agent = Agent(name, name, {"store": Service({"host": name, "port": 1})}, incarnation=1)
             agent.connected(0)
@@ -168,22 +184,26 @@ class Model:
             before = (gang.generation, gang.members.last_worker)
             commands = gang.apply(0, event)
             invariants.check(gang, before)
-            said = [c for c in commands if not isinstance(c, (SetTimer, Note, Report, Ended))]
+            said = [c for c in commands if not isinstance(c, (SetTimer, Note, Report, Ended, Started))]
             self.memo[key] = self._gang(gang), said
         number, commands = self.memo[key]
         state = state._replace(gang=number)
         for command in commands:
-            if isinstance(command, Form):
+            if isinstance(command, Build):
+                crew = tuple(self.gang(state).worlds.replicas[command.replica].crew.values())
+                state = state._replace(worlds=tuple(sorted({*state.worlds, (command.world, crew)})))
+            elif isinstance(command, Form):
                 state = self.formed(state, command)
-                state = self.send(state, *command.parts().items())
-            else:
-                state = self.send(state, *((node, command) for node in command.to))
-        ending = self.gang(state).ending
+            here = {worker.node for _, worker in state.workers}  # others have nobody to tell
+            nodes = sorted(here) if command.to == EVERYONE else command.to
+            state = self.send(state, *((node, command) for node in nodes))
+        ending = self.gang(state).ending.outcome
         if self.phase(state) == "ended" and ending.ok:
             must(len(state.history) == self.steps, f"it ended after {len(state.history)} steps")
         return state
 
     def formed(self, state, form):
+        state = state._replace(gens=tuple(sorted({*state.gens, (form.generation, form.worlds)})))
         if form.generation != self.gang(state).generation or not form.branch:
             must(len(state.history) <= form.step, "committed steps are silently undone")
             return state
@@ -227,16 +247,22 @@ class Model:
                 event = self.messages.items[number]
                 self.voids[key] = self.late(self.gang(state), event) and self.hear(state, event) == state
             return self.voids[key]
-        message = self.messages.items[number]
+        message, gang = self.messages.items[number], self.gang(state)
         if isinstance(message, (messages.Welcome, messages.Release, messages.Leave)):
             return True
-        here = [worker.member[GENERATION] for _, worker in state.workers if worker.node == node]
-        late = bool(here) and getattr(message, "generation", 10**9) < min(here)
-        return late and self.deliver(state, item) == state
+        late = isinstance(message, Form | Part | Pause) and message.generation < gang.generation
+        if isinstance(message, Build | Halt):
+            late = message.world not in {r.world for r in gang.worlds.replicas.values() if r.phase != "out"}
+        return late and self.deliver(state._replace(net=state.net - {item}), item) == state._replace(
+            net=state.net - {item}
+        )
 
     def late(self, gang, event):
         workers = getattr(event, "workers", (getattr(event, "worker", 10**9),))
         known = gang.members.workers.keys() | gang.staff.killed.keys()
+        awaited = {messages.Parted: gang.gen.left, messages.Formed: gang.gen.waiting}.get(type(event))
+        if awaited is not None and awaited.isdisjoint(event.replicas) and event.generation == gang.generation:
+            return True
         return getattr(event, "generation", 10**9) < gang.generation or all(
             worker not in known and worker <= gang.members.last_worker for worker in workers
         )
@@ -247,6 +273,9 @@ class Model:
         workers = dict(state.workers)
         for number, worker in state.workers:
             yield from self.work(state, workers, number, worker)
+        for world, crew in state.worlds:
+            if self.stands(workers, world, crew):
+                yield from self.agree(state, workers, world, crew)
 
     def faults(self, state, gang):
         if state.deaths:
@@ -293,7 +322,7 @@ class Model:
 
     def _agent(self, agent):
         agent.now_ns, agent.alarms = 0, {}  # time stands still, and what was posted is heard
-        agent.posted = agent.acked = agent.joined = agent.stepped = agent.halted = 0
+        agent.posted = agent.acked = agent.joined = agent.stepped = 0
         return self.agents.number(pickle.dumps(agent), pickle.dumps(agent))
 
     def agent(self, state, name):
@@ -316,8 +345,9 @@ class Model:
                     state = self.say(state, action.event)
                     agent.acknowledged(agent.posted)
                 elif isinstance(action, machine.Spawn):
-                    member = Member(action.number, self.steps)
-                    state = self.put(state, action.number, Worker(name, action.args["rank"], pack(member)))
+                    rank = action.args["rank"]
+                    member = Member(action.number, self.steps, speaks=rank % self.size == 0)
+                    state = self.put(state, action.number, Worker(name, rank, pack(member)))
                     agent.worker_said(0, action.number, {"type": "up"})
                 elif isinstance(action, machine.End):
                     state = self.drop(state, action.number)
@@ -327,8 +357,8 @@ class Model:
                     agent.connected(0)
                 elif isinstance(action, machine.Send) and action.number in dict(state.workers):
                     state, said = self.tell(state, action.number, action.body)
-                    for body in said:
-                        agent.worker_said(0, action.number, body)
+                    if said:
+                        agent.worker_said(0, action.number, said)
 
     def kill(self, state, number):
         name = dict(state.workers)[number].node
@@ -336,13 +366,15 @@ class Model:
         agent.ended(0, number, Failure(signal="SIGKILL"))
         return self.acted(self.drop(state, number), name, agent)
 
-    def spoke(self, state, number, member):
-        """A worker reports where it stands."""
-        name = dict(state.workers)[number].node
-        agent, said = self.agent(state, name), member.standing()
-        if said:
-            agent.worker_said(0, number, said)
-        return self.acted(state, name, agent)
+    def spoke(self, state, *numbers):
+        """Workers report where they stand."""
+        for number in numbers:
+            worker = dict(state.workers)[number]
+            if said := Member(*worker.member).standing():
+                agent = self.agent(state, worker.node)
+                agent.worker_said(0, number, said)
+                state = self.acted(state, worker.node, agent)
+        return state
 
     def put(self, state, number, worker, member=None):
         if member is not None:
@@ -355,68 +387,85 @@ class Model:
     def tell(self, state, number, body):
         """A worker hears its agent; what it says at once."""
         worker, kind = dict(state.workers)[number], body["type"]
-        member, said = Member(*worker.member), None
-        if kind == "form":
-            source = Source(**body["source"]) if body["source"] else None
-            if member.form(body["generation"], body["step"], source):
-                worker = worker._replace(peers=len(body["replicas"]), task=(body["step"], source))
-            elif member.generation == body["generation"]:
-                said = member.standing()
-        elif kind == "serve" and member.phase in ("parked", "restoring") and member.may_serve(body["generation"]):
-            state = self.settle(state, number, worker, member, body["step"])
-            return state, []
-        elif kind == "start":
-            if member.start(body["generation"]):
-                others = [w for n, w in state.workers if n != number and w.rank == worker.rank]
-                same = [m for w in others if (m := Member(*w.member)).phase == "running"]
-                must(all(m.generation != member.generation for m in same), "two workers are one rank")
-            elif member.phase == "parked":
-                said = member.standing()
+        member, says = Member(*worker.member), False
+        if kind == "build":
+            if member.build(body["world"]):
+                worker = worker._replace(told=0, task=())
+            else:
+                says = member.world == body["world"]
         elif kind == "halt":
-            said = member.standing() if member.halt(body["generation"]) else None
+            says = member.halt(body["world"])
+        elif kind == "form":
+            source = Source(**body["source"]) if body["source"] else None
+            if member.form(body["generation"], body["world"], source):
+                worker = worker._replace(task=(body["step"], source))
+            else:
+                says = member.generation == body["generation"]
+        elif kind == "part":
+            if body["generation"] > member.parted and member.phase in ("built", "entering", "running"):
+                worker = worker._replace(told=max(worker.told, body["generation"]))
+            says = member.phase == "built" and member.parted >= body["generation"]
         elif kind == "pause":
             member.ask_pause(body["generation"])
-            said = member.standing() if member.phase == "parked" else None
-        return self.put(state, number, worker, member), [said] if said else []
+        elif kind == "serve" and member.may_serve(body["generation"]):
+            return self.settle(state, number, worker, member, body["step"]), None
+        return self.put(state, number, worker, member), member.standing() if says else None
 
-    # -- workers
+    # -- what a worker does by itself
+
+    def stands(self, workers, world, crew):
+        """Nobody of a world is gone, or has left it."""
+        there = [Member(*workers[number].member) for number in crew if number in workers]
+        return len(there) == len(crew) and all(m.world == world and m.phase != "parked" for m in there)
+
+    def is_gone(self, workers, number, world):
+        """It has ended, or has left the world; not if it has yet to come."""
+        m = Member(*workers[number].member) if number in workers else None
+        return m is None or m.world > world or (m.phase == "parked" and m.world == world)
 
     def work(self, state, workers, number, worker):
-        """What a worker can do by itself."""
         m = Member(*worker.member)
-        if m.phase == "restoring":
+        if m.phase not in ("building", "entering", "running"):
+            return
+        crew = dict(state.worlds)[m.world]
+        if m.phase == "entering" and worker.task and not m.lacks:
             yield from self.restore(state, workers, number, worker, m)
-        elif m.phase == "running":
-            g, step = m.generation, m.step + 1
-            votes = sum(vote[:2] == (g, step) for vote in state.votes)
-            peers = [p for w in workers.values() if (p := Member(*w.member)).generation == g]
-            if m.prepared < step and (
-                votes or sum(p.phase == "running" and p.step == m.step for p in peers) == worker.peers
-            ):
-                m.vote()
-                after = state._replace(votes=state.votes | {(g, step, number)})
-                yield f"{number} votes for {step}", self.put(after, number, worker._replace(next=g), m)
-            elif m.prepared == step and self.may_commit(votes, worker.peers):
-                pause = any(Member(*w.member).pause for n, w in workers.items() if (g, step, n) in state.votes)
-                after = self.apply(state, worker, step)
-                m.commit(pause)
-                after = self.put(after, number, worker._replace(chain=(*worker.chain, worker.next)), m)
-                yield f"{number} applies {step}", self.spoke(after, number, m) if m.phase == "parked" else after
-            if sum(p.phase in ("ready", "running") for p in peers) < worker.peers:
-                m = Member(*worker.member)
-                m.halt(g)
-                yield f"{number} has lost a peer", self.spoke(self.put(state, number, worker, m), number, m)
+        if m.phase == "building" and self.stands(workers, m.world, crew):
+            m.built()
+            yield f"{number} has built {m.world}", self.spoke(self.put(state, number, worker, m), number)
+        elif m.phase == "running" and m.prepared > m.step:
+            yield from self.commit(state, workers, number, worker, m)
+        m = Member(*worker.member)
+        if any(self.is_gone(workers, n, m.world) for n in crew) and m.halt(m.world):
+            yield f"{number} has lost its world", self.spoke(self.put(state, number, worker, m), number)
+
+    def commit(self, state, workers, number, worker, m):
+        g, step = m.generation, m.prepared
+        votes = [vote for vote in state.votes if vote[:2] == (g, step)]
+        if not self.may_commit(len(votes), len(dict(state.gens)[g])):
+            return
+        after = self.apply(state, worker, step, voted=True)
+        m.commit(any(pause for *_, pause in votes))
+        after = self.put(after, number, worker._replace(chain=(*worker.chain, worker.next)), m)
+        crew = dict(state.worlds)[m.world]
+        found = dict(after.workers)
+        rests = self.stands(found, m.world, crew) and all(Member(*found[n].member).parted >= g for n in crew)
+        yield f"{number} applies {step}", self.spoke(after, *crew) if rests else after
 
     @staticmethod
-    def may_commit(votes, peers):
-        return votes == peers
+    def may_commit(votes, replicas):
+        return votes == replicas
 
-    def apply(self, state, worker, step):
+    def is_replaced(self, state, made, step):
+        return any(generation > made and step > last for generation, last in state.branches)
+
+    def apply(self, state, worker, step, voted=False):
         """The judge: a step is committed once, after the one before it, and all who have it have the same."""
         made = worker.next
         must(len(worker.chain) == step - 1, f"step {step} is applied to {len(worker.chain)}")
-        replaced = any(generation > made and step > last for generation, last in state.branches)
-        must(not replaced, f"step {step} is committed in generation {made}, which was replaced")
+        if self.is_replaced(state, made, step) and voted:
+            return state  # by one that was given up and does not know it: the vote was before
+        must(not self.is_replaced(state, made, step), f"step {step} of generation {made} was abandoned, and is applied")
         history = state.history if len(state.history) >= step else (*state.history, made)
         must(
             history[:step] == (*worker.chain, made), f"step {step} of {(*worker.chain, made)} is not that of {history}"
@@ -430,33 +479,104 @@ class Model:
                 worker = worker._replace(chain=(*worker.chain, worker.next))
         except ValueError:
             return state
-        worker = worker._replace(chain=worker.chain[:step])
-        return self.put(state, number, worker, member)
+        return self.put(state, number, worker._replace(chain=worker.chain[:step]), member)
 
     def restore(self, state, workers, number, worker, member):
         step, source = worker.task
-        if member.lacks:
-            return
         if source is None:
-            after = self.settle(state, number, worker, member, step)
-            worker = dict(after.workers)[number]
+            state = self.settle(state, number, worker, member, step)
+            worker = dict(state.workers)[number]
             chain = worker.chain if len(worker.chain) == step else None
         elif source.kind == "live":
             donor = workers.get(source.number)
             if donor and Member(*donor.member).step != step:
                 return  # not yet
-            after, chain = state, donor.chain if donor else None
+            chain = donor.chain if donor else None
         else:
-            after, chain = state, () if step == 0 else None
+            chain = () if step == 0 else None
         member = Member(*worker.member)
         if chain is None:
             member.lack("it is not there")
-            yield (
-                f"{number} does not get its state",
-                self.spoke(self.put(state, number, worker, member), number, member),
-            )
+            yield f"{number} does not get its state", self.spoke(self.put(state, number, worker, member), number)
             return
-        member.restored(step)
-        member.digest = str(chain)
-        after = self.put(after, number, worker._replace(chain=chain), member)
-        yield f"{number} is ready", self.spoke(after, number, member)
+        member.step = member.prepared = step
+        yield f"{number} has its state", self.put(state, number, worker._replace(chain=chain, task=()), member)
+
+    # -- what the ranks of a world that stands agree on
+
+    def agree(self, state, workers, world, crew):
+        ranks = {number: Member(*workers[number].member) for number in crew}
+        phases = {m.phase for m in ranks.values()}
+        g = max(max(m.generation, workers[n].told) for n, m in ranks.items())
+        if phases == {"running"}:
+            yield from self.step(state, workers, world, ranks, g)
+        elif phases <= {"built", "entering"}:
+            heard = all(
+                (m.phase == "entering" and m.generation == g) or (workers[n].told >= g > m.parted)
+                for n, m in ranks.items()
+            )
+            if not heard:
+                return
+            entering = phases == {"entering"} and g in dict(state.gens)
+            if entering and all(self.is_ready(workers, n, g) for n in self.members(state, g)):
+                yield f"world {world} enters {g}", self.enter(state, workers, ranks, g)
+            if any(m.lacks for m in ranks.values()) or self.is_over(state, workers, ranks, g):
+                least = [min(getattr(m, name) for m in ranks.values()) for name in ("step", "prepared", "made")]
+                yield f"world {world} does not enter {g}", self.part(state, workers, ranks, g, tuple(least))
+
+    def members(self, state, g):
+        return [number for world in dict(state.gens)[g] for number in dict(state.worlds)[world]]
+
+    def is_ready(self, workers, number, g):
+        m = Member(*workers[number].member) if number in workers else None
+        return (
+            bool(m)
+            and m.generation == g
+            and (m.phase == "running" or (m.phase == "entering" and not workers[number].task))
+        )
+
+    def is_over(self, state, workers, ranks, g):
+        """One of them was told to leave, or a peer has left."""
+        if any(workers[number].told >= g for number in ranks):
+            return True
+        for number in self.members(state, g):
+            m = Member(*workers[number].member) if number in workers else None
+            if m is None or m.phase == "parked" or m.parted >= g or m.generation > g:
+                return True
+        return False
+
+    def enter(self, state, workers, ranks, g):
+        for number, m in ranks.items():
+            others = [Member(*w.member) for n, w in workers.items() if n != number and w.rank == workers[number].rank]
+            must(not any(o.phase == "running" and o.generation == g for o in others), "two workers are one rank")
+            m.formed(m.step)
+            state = self.put(state, number, workers[number], m)
+        return self.spoke(state, *ranks)
+
+    def step(self, state, workers, world, ranks, g):
+        (step, *more) = {m.step + 1 for m in ranks.values()}
+        if more:
+            return  # one has applied it, and so do the others
+        prepared = {m.prepared for m in ranks.values()}
+        voted = {at for generation, n, at, _ in state.votes if (generation, n) == (g, step)}
+        others = [n for at in dict(state.gens)[g] if at not in voted for n in dict(state.worlds)[at]]
+        peers = [Member(*workers[n].member) for n in others if n in workers]
+        there = [p for p in peers if p.phase == "running" and (p.generation, p.step) == (g, step - 1)]
+        if prepared == {step - 1} and len(there) == len(others):
+            pause, after = False, state
+            for number, m in ranks.items():
+                pause = m.vote() or pause
+                after = self.put(after, number, workers[number]._replace(next=g), m)
+            last = len(voted) + 1 == len(dict(state.gens)[g])
+            must(not (last and self.is_replaced(state, g, step)), f"generation {g} goes on after it was replaced")
+            yield f"world {world} votes for {step}", after._replace(votes=after.votes | {(g, step, world, pause)})
+        ranks = {number: Member(*workers[number].member) for number in ranks}
+        if self.is_over(state, workers, ranks, g):
+            yield f"world {world} leaves {g}", self.part(state, workers, ranks, g)
+
+    def part(self, state, workers, ranks, g, agreed=None):
+        for number, m in ranks.items():
+            m.generation = max(m.generation, g)
+            m.part(g, agreed)
+            state = self.put(state, number, workers[number]._replace(task=()), m)
+        return self.spoke(state, *ranks)

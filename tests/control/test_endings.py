@@ -8,14 +8,18 @@ import pytest
 from phalanx.control import gang as gang_module
 from phalanx.control.agent import Agent
 from phalanx.control.commits import Commits
+from phalanx.control.ending import Ending
 from phalanx.control.finding import Finder
 from phalanx.control.fold import Plan, Poison, State
 from phalanx.control.gang import Gang
 from phalanx.control.generation import Generation
 from phalanx.control.liveness import Orphans
 from phalanx.control.membership import Membership, Node
-from phalanx.control.messages import Drain, Missing, NodeJoined, StepsDone
+from phalanx.control.messages import Build, Drain, Missing, NodeJoined, StepsDone
 from phalanx.control.policy import Policy, beat_ns
+from phalanx.control.staffing import Staff
+from phalanx.control.verdict import Verdict
+from phalanx.control.worlds import Worlds
 from phalanx.core.layout import Layout
 from tests.control.sim.world import BEAT_NS, MS, QUICK, S, Setting, World
 
@@ -89,17 +93,17 @@ def every_memory_fails():
     for proc in world.procs():
         proc.die("SIGKILL")
     assert end(world).ok
-    kinds = [{s.kind for s in form.sources.values()} for form in world.controller.forms[1:]]
+    kinds = [{s.kind for s in form.sources.values() or [form.every]} for form in world.controller.forms[1:]]
     assert {"memory"} in kinds and kinds[-1] == {"durable"} and len(kinds) <= 4
 
 
 def groups_that_cannot_form():
-    world = World(Setting(policy=Policy(**QUICK), nodes=3), seed=5)
+    world = World(Setting(Layout(shard=2, ranks_per_node=1), policy=Policy(**QUICK), nodes=3), seed=5)
     world.lonely.update(dict.fromkeys(world.nodes, "there is no such interface: eth9"))
     ended = end(world)
     assert not ended.ok and "rank" in ended.reason and "no such interface: eth9" in ended.reason
-    assert world.gang.generation <= 2 * world.gang.policy.strikes
-    stores = {form.store for form in world.controller.forms}
+    assert world.gang.generation == 0 and world.gang.worlds.last <= 4 * world.gang.policy.strikes
+    stores = {command.store for command in world.controller.told if isinstance(command, Build)}
     assert len(stores) > 1, "they met at the same store each time"
 
 
@@ -108,7 +112,7 @@ def one_node_that_cannot_form_groups():
     world.run(stop=lambda: world.gang.phase == "gathering" and len(world.gang.members.workers) == 2)
     bad = next(iter(world.gang.members.workers.values())).node
     world.lonely[bad] = "there is no such interface: eth9"
-    assert end(world).ok and bad not in world.gang.form.places.values()
+    assert end(world).ok and bad not in world.ledger.homes[world.gang.generation]
 
 
 def a_restore_that_takes_longer_than_every_limit():
@@ -131,7 +135,7 @@ def the_link_to_a_gang_of_one_replica_is_cut():
     cut, last = world.now, old.member.step
     world.run(until=BOUND_NS, stop=lambda: world.gang.generation > 1)
     assert world.gang.generation == 2 and world.now - cut >= world.gang.policy.lease_ns
-    assert old.member.phase == "parked" and old.member.step > last + 5, "it trained meanwhile, and has stopped"
+    assert old.member.phase == "built" and old.member.step > last + 5, "it trained meanwhile, and has stopped"
     stopped = old.member.step
     world.run(until=world.now + 30 * S)
     assert old.member.step == stopped
@@ -147,10 +151,10 @@ def the_controller_is_gone_for_longer_than_the_lease():
     world.run(until=world.now + 15 * S)
     assert len(world.ledger.history) > before + 10, "nothing stops at once"
     world.run(until=world.now + 30 * S)
-    assert {proc.member.phase for proc in world.procs()} == {"parked"}
+    assert {proc.member.phase for proc in world.procs()} == {"built"}
     pids = {proc.number for proc in world.procs()}
     world.controller.restart()
-    assert end(world).ok and pids == set(world.gang.form.crew.values()), "their processes and states were kept"
+    assert end(world).ok and pids == {proc.number for proc in world.procs()}, "their processes and states were kept"
 
 
 def a_rack_dies_with_its_aggregator():
@@ -191,7 +195,9 @@ def a_drained_node_restarts():
     world.run(until=world.now + 10 * S)
     rank(world, 1).node.power_off(proved=True)
     end(world)
-    assert drained.name not in {node for form in world.controller.forms[2:] for node in form.places.values()}
+    assert drained.name not in {
+        node for form in world.controller.forms[2:] for node in world.ledger.homes[form.generation]
+    }
     world.controller.alive = True
 
 
@@ -201,7 +207,7 @@ def the_first_loss_ends_a_run_without_recovery():
     began = world.now
     ended = end(world)
     assert not ended.ok and ended.rank == 1 and "SIGKILL" in ended.reason and world.gang.generation == 1
-    assert ended.durable == 7, "what was in memory is written"
+    assert ended.durable >= 7, "what was in memory is written"
     assert world.now - began < 30 * S
 
 
@@ -229,7 +235,7 @@ def patch_handler(monkeypatch, kind, make):
 
 
 def unlimited(monkeypatch):
-    monkeypatch.setattr(Policy, "pause_before", lambda self, attempt: 0)
+    monkeypatch.setattr(Policy, "pause_before", lambda self, attempt: 4 * S)
     for name in ("attempts", "strikes", "errors"):
         monkeypatch.setitem(QUICK, name, 10**9)
 
@@ -239,12 +245,12 @@ PLANTED = {
         the_last_checkpoint_fails_once,
         lambda m: (
             m.setattr(Commits, "unwritten", lambda self, e: None),
-            m.setattr(Gang, "_save_late", lambda g: None),
+            m.setattr(Ending, "look_late", lambda self: None),
         ),
     ),
     "a last checkpoint that fails is no failure": (
         the_last_checkpoint_fails_for_good,
-        lambda m: m.setattr(Gang, "_not_durable", lambda self, reason: self._done()),
+        lambda m: m.setattr(Ending, "_give_up", lambda self, reason: self._done()),
     ),
     "damage of the first checkpoint is tried again": (
         what_the_run_begins_from_is_damaged,
@@ -267,6 +273,18 @@ PLANTED = {
     "no other node is tried": (
         one_node_that_cannot_form_groups,
         lambda m: m.setattr(Gang, "_blame", lambda self, cause: None),
+    ),
+    "a world is built again on a bad node while the next prepares": (
+        one_node_that_cannot_form_groups,
+        lambda m: m.setattr(Staff, "is_replacing", lambda self, names: False),
+    ),
+    "a contained failure is forgotten before it is found to be fatal": (
+        an_error_that_trying_again_cannot_mend,
+        lambda m: m.setattr(Verdict, "fatal", lambda self: None),
+    ),
+    "what a dead worker left in memory is not written": (
+        the_first_loss_ends_a_run_without_recovery,
+        lambda m: m.setattr(Worlds, "homes", lambda self, number: [""] * len(self.replicas[number].crew)),
     ),
     "progress does not count while restoring": (
         a_restore_that_takes_longer_than_every_limit,

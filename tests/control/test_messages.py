@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.control import codec, fanout
+from phalanx.control import codec
 from phalanx.control.gang import Gang
 from phalanx.control.membership import Membership, Node, Worker
-from phalanx.control.messages import KINDS, Command, Event, Failure, Form, ManyParked, ManyReady, Parked, Ready, Source
+from phalanx.control.messages import KINDS, Command, Event, Failure, Form, Formed, Halt, Parked, Parted, Source
 from phalanx.control.policy import Policy
 from phalanx.control.sources import Copy
 from phalanx.core.layout import Layout
@@ -43,33 +43,19 @@ def values(kind):
 
 
 def messages(kind):
-    return st.builds(kind, **{name: values(hint) for name, hint in codec.hints(kind).items()})
-
-
-def parked():
-    return messages(Ready).map(lambda r: Parked(r.node, r.incarnation, r.generation, (1,), r.step, r.step + 1, 0))
-
-
-def alike(found):
-    """The same, of some nodes."""
-    first = found[0]
-    if isinstance(first, Parked):
-        return [replace(first, node=f"n{i}", workers=tuple(range(i))) for i in range(len(found))]
-    return [replace(event, generation=first.generation, step=first.step) for event in found]
-
-
-def some(kind):
-    """Messages of a kind."""
-    if kind is ManyParked:
-        return st.lists(parked(), min_size=1, max_size=3).map(lambda found: ManyParked.of(alike(found)))
-    if kind is ManyReady:
-        return st.lists(messages(Ready), min_size=1, max_size=3).map(lambda found: ManyReady.of(alike(found)))
-    return parked() if kind is Parked else messages(kind)
+    fields = {name: values(hint) for name, hint in codec.hints(kind).items()}
+    made = {}
+    if kind in (Parked, Parted):  # what is prepared follows from the step
+        made["prepared"] = lambda rest: rest["step"] + rest["step"] % 2
+    if kind in (Formed, Parted):  # each replica has a world
+        made["worlds"] = lambda rest: tuple(replica + 1 for replica in rest["replicas"])
+    fields = {name: values for name, values in fields.items() if name not in made}
+    return st.builds(lambda **rest: kind(**rest, **{name: of(rest) for name, of in made.items()}), **fields)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda k: k.__name__)
 def test_a_message_survives_the_wire(kind):
-    @given(some(kind))
+    @given(messages(kind))
     def check(message):
         base = Event if isinstance(message, Event) else Command
         assert base.from_dict(json.loads(json.dumps(message.to_dict()))) == message
@@ -83,11 +69,11 @@ PARKED = Parked("n0", 1, 2, (3,), 4, 5, 2).to_dict()
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"kind": "Rung"}, "expected a kind of Cost"),
+        ({"kind": "Rung"}, "expected a kind of Built"),
         ({"kind": 3}, "expected a kind of"),
         ({"step": "4"}, "Parked.step = '4': expected int"),
         ({"step": True}, "Parked.step = 'True': expected int"),
-        ({"generation": -1}, "Parked.generation = -1: expected no negative number"),
+        ({"world": -1}, "Parked.world = -1: expected no negative number"),
         ({"workers": 3}, "Parked.workers = '3': expected tuple"),
         ({"workers": ["a"]}, "Parked.workers = 'a': expected int"),
         ({"more": 1}, "expected the fields node, incarnation"),
@@ -99,60 +85,30 @@ def test_what_is_no_message_is_refused(change, said):
         Event.from_dict({**PARKED, **change})
 
 
-MANY = ManyReady.of([Ready("n0", 1, 2, 3, {4: "a", 5: "b"}), Ready("n1", 1, 2, 3, {6: "a"})]).to_dict()
-
-
 @pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"nodes": ["n0"]}, "ManyReady.incarnations: expected 1, one of each node"),
-        ({"workers": [[4, 5]]}, "ManyReady.workers: expected 2"),
-        ({"workers": [[4], [5, 6]]}, "ManyReady.digests: expected one of each worker"),
-        ({"workers": [[4, 5], ["6"]]}, "ManyReady.workers = '6': expected int"),
-        ({"digests": [["a", "b"], [1]]}, "ManyReady.digests = '1': expected str"),
-        ({"kind": "Many"}, "expected a kind of"),
-    ],
+    "said", [Formed((1, 2), (3, 4), 5), Parted((1, 2), (3, 4), 5, 6, 6, 5)], ids=["Formed", "Parted"]
 )
-def test_columns_that_do_not_fit_are_refused(change, said):
-    with pytest.raises(ValueError, match=said):
-        Event.from_dict({**MANY, **change})
-
-
-@pytest.mark.parametrize("kind", [ManyParked, ManyReady])
-def test_of_many_each_is_there_again(kind):
-    @given(st.lists(parked() if kind is ManyParked else messages(Ready), min_size=1, max_size=4).map(alike))
-    def check(events):
-        assert list(kind.of(events).parts()) == events
-
-    check()
+def test_each_replica_has_a_world(said):
+    assert Event.from_dict(said.to_dict()) == said
+    with pytest.raises(ValueError, match=r"worlds = \(3,\): expected one for each of \(1, 2\)"):
+        Event.from_dict({**said.to_dict(), "worlds": [3]})
 
 
 def test_a_command_is_no_event():
     with pytest.raises(ValueError, match="Event"):
-        Event.from_dict(Form(1, 0, (0,), {0: 1}, {0: "n"}, 1, "", {}, {}, False, 0, -1, "", ("n",)).to_dict())
+        Event.from_dict(Halt("n", 1, (2,)).to_dict())
 
 
-def test_each_node_gets_its_part_of_a_form():
-    places, crew = {0: "a", 1: "b"}, {0: 1, 1: 2, 2: 3, 3: 4}
-    sources = {2: Source("live", "a", 1), 3: Source("memory", "c", 3)}
-    form = Form(5, 7, (0, 1), crew, places, 2, "", sources, {"b": "c:1"}, False, 7, 2, "", ("a", "b", "c"))
-    parts = form.parts()
-    assert {node: part.crew for node, part in parts.items()} == {"a": {0: 1, 1: 2}, "b": {2: 3, 3: 4}, "c": {}}
-    assert {node: sorted(part.sources) for node, part in parts.items()} == {"a": [2], "b": [2, 3], "c": [3]}
-    assert parts["b"].places == {1: "b"} and parts["b"].nodes == ("b",) and parts["b"].step == 7
-    assert [part.buddies for part in parts.values()] == [{}, {"b": "c:1"}, {}]
-
-
-def test_a_form_in_columns_is_the_same_for_each_node():
-    """Also where a place has ranks of replicas that take no part, and for a node that is only a source."""
-    places, crew = {0: "a", 1: "b", 3: "d"}, {0: 1, 1: 2, 2: 3, 7: 4}
-    sources = {2: Source("live", "a", 1), 7: Source("memory", "c", 3), 1: Source("durable", made=2)}
-    form = Form(5, 7, (0, 1), crew, places, 2, "s", sources, {"a": "d:2"}, True, 7, 2, "why", ("a", "b", "c", "d"))
-    told = {}
-    for share in fanout.shares(form, {"r1": ["a", "c"], "r2": ["d", "b"]}).values():
-        told |= fanout.parts(json.loads(json.dumps(share)))
-    told = {node: Command.from_dict(json.loads(json.dumps(body))) for node, body in told.items()}
-    assert told == form.parts()
+def test_each_node_is_told_its_own_part_of_a_form():
+    """The sources of its ranks, those that it is a source of, and its buddy."""
+    sources = {2: Source("live", "a", 1), 3: Source("memory", "c", 3), 5: Source("durable", made=2)}
+    named = dict(generation=5, step=7, replicas=(0, 1), worlds=(1, 4), store="", every=None, kept=(), branch=False)
+    more = dict(takers={2: "b", 3: "b", 5: "d"}, buddies={"b": "c:1"}, last=7, rung=2, reason="", nodes=("*",))
+    own = Form(**named, **more, sources=sources).own()
+    assert {node: sorted(part.get("sources", ())) for node, part in own.items()} == {
+        "a": ["2"], "b": ["2", "3"], "c": ["3"], "d": ["5"],
+    }  # fmt: skip
+    assert {node: part["buddies"] for node, part in own.items() if "buddies" in part} == {"b": {"b": "c:1"}}
 
 
 def test_workers_that_are_alike_are_there_once_and_lists_are_not_shared():

@@ -48,7 +48,7 @@ def collectives(args):
     TieredAllGather(tiers)(whole, whole[6 * me : 6 * me + 6], shard)  # in place, as FSDP2 does it
     odd = mine[: size * 6 - 5].clone()  # does not divide by the number of ranks
     cross.sum_(odd)
-    tree = cross.tree_sum([((0, me), mine.clone())], [(r, r + 1) for r in range(size)])
+    tree = cross.tree_sum([((0, me), mine.clone())], [[(0, r)] for r in range(size)])
     out = {
         "scatter": torch.equal(part, want[6 * me : 6 * me + 6]),
         "gather": torch.equal(whole, want),

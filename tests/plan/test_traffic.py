@@ -14,7 +14,7 @@ from phalanx.core.shape import ModelConfig
 from phalanx.model import load_family
 from phalanx.parallel import replica, shard, stages
 from phalanx.parallel.schema import describe
-from phalanx.parallel.tree import span
+from phalanx.parallel.tree import cover
 from phalanx.plan.cost import traffic as engine
 from phalanx.plan.cost import units
 from phalanx.plan.cost.candidates import Candidates
@@ -68,7 +68,7 @@ def test_figures_of_the_engine_that_the_plan_repeats():
 
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_tree_nodes_are_counted_as_the_exact_sum_makes_them(start, length):
-    assert num_nodes(start, start + length) == len(span(start, start + length))
+    assert num_nodes(start, start + length) == len(cover(range(start, start + length)))
 
 
 def make_job(model=DENSE, micro=1, train=None, optimizer=None, **layout):

@@ -144,6 +144,15 @@ class Cluster:
 
         return self.until(look)
 
+    def full(self, replicas: int) -> dict:
+        """Until as many replicas train together; the Form."""
+
+        def look():
+            forms = [line for line in self.lines("form") if len(line["replicas"]) == replicas]
+            return forms[-1] if forms and forms[-1] == self.lines("form")[-1] else None
+
+        return self.running(self.until(look)["generation"])
+
     def steps(self, generation: int = 0) -> int:
         """The last that was committed, in a generation or in all."""
         done = [b["step"] + 1 for b in self.bodies("step") if generation in (0, b["generation"])]
@@ -168,6 +177,11 @@ class Cluster:
     def pids(self) -> dict[int, int]:
         return {rank: f["pid"] for rank, f in self.facts().items()}
 
+    def worlds(self, rank: int) -> list[int]:
+        """That this rank was in, one after the other."""
+        workers = {f["worker"] for f in self.bodies("facts") if f["rank"] == rank}
+        return [b["world"] for b in self.bodies("in_world") if b["worker"] in workers]
+
     def service_pids(self, node: str, service: str) -> list[int]:
         return [event["pid"] for event in self.of("started", node) if event["service"] == service]
 
@@ -184,6 +198,10 @@ class Cluster:
             node.close()
         for controller in self.controllers:
             controller.close()
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    os.kill(pid, number)
 
 
 def wait_for(what, timeout: float = LONG_S):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.layout import Layout
 from phalanx.runtime.bare import BareClient
-from tests.runtime.cluster import LONG_S
+from tests.runtime.cluster import LONG_S, Cluster
 
 WORKERS = "tests.runtime.workers"
 
@@ -40,6 +41,21 @@ class Tree:
             if event["type"] == "node_lost":
                 break
         raise AssertionError(f"no {kind} event of worker {worker}; last: {seen[-3:]}")
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = []
+
+    def make(*nodes, layout=None, options=None, **more):
+        made.append(Cluster(tmp_path, layout or Layout(replica=2, ranks_per_node=1), **more))
+        for name in nodes:
+            made[0].start_node(name, **(options or {}))
+        return made[0]
+
+    yield make
+    for each in made:
+        each.close()
 
 
 @pytest.fixture

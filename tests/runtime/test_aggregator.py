@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.control import fanout
 from phalanx.control.liveness import Edge, Liveness, Roster, event_of
-from phalanx.control.messages import Command, Event, Form, ManyParked, Parked
+from phalanx.control.messages import EVERYONE, Event, Form, Formed, Parted, Source
 from phalanx.runtime import aggregator as module
 from phalanx.runtime import secret
-from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, summary
+from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, merged, summary
+from phalanx.runtime.controller import orders
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server
 from phalanx.runtime.wire import check
@@ -146,28 +146,76 @@ def test_an_event_counts_once_by_whatever_way_it_comes():
 
 
 def many(*numbers):
-    """Of the nodes a, b, ..."""
-    events = [Parked("abc"[i], 1, 2, (i,), 3, 3, 2) for i in range(len(numbers))]
-    return {"type": "many", "numbers": list(numbers), "event": json.loads(json.dumps(ManyParked.of(events).to_dict()))}
+    """Of the nodes a, b, ..., each with a replica."""
+    replicas = tuple(range(len(numbers)))
+    said = [["abc"[i], 1, number] for i, number in enumerate(numbers)]
+    return {"type": "many", "said": said, "event": as_json(Parted(replicas, replicas, 2, 3, 3, 2))}
 
 
-def test_of_many_those_that_were_heard_before_are_left_out():
+def as_json(message):
+    return json.loads(json.dumps(message.to_dict()))
+
+
+def test_what_many_say_is_news_while_one_of_them_was_not_heard_before():
     roster = Roster()
     roster.take("r1", event("b", 7))
-    body = many(1, 7, 1)
-    assert roster.take("r2", body) and body["numbers"] == [1, 1]
-    assert [e.node for e in Event.from_dict(event_of(body)).parts()] == ["a", "c"]
-    assert Event.from_dict(event_of(body)).workers == ((0,), (2,))
-    assert not roster.take("r1", many(1, 7, 1)) and roster.take("r1", many(2, 7, 1))
-    assert not roster.take("r1", event("a", 2))
+    assert roster.take("r2", many(1, 7, 1)) and not roster.take("r1", many(1, 7, 1))
+    assert not roster.take("r1", event("a", 1)) and roster.take("r1", many(2, 7, 1))
+    assert not roster.take("r1", event("a", 2)) and roster.take("r1", event("b", 8))
 
 
-@pytest.mark.parametrize("change", [{"nodes": ["a"]}, {"nodes": ["a", 3]}, {"workers": []}, {"incarnations": "11"}])
-def test_columns_that_do_not_fit_are_refused(change):
-    body = many(1, 1)
-    body["event"] |= change
-    with pytest.raises(ValueError, match=r"many\.event"):
-        Roster().take("r1", body)
+@pytest.mark.parametrize("one", [["a", 1], ["a", 1, "2"], [3, 1, 1], ["a", 1, 1, 1], 3])
+def test_who_said_it_must_be_told(one):
+    with pytest.raises(ValueError, match=r"many\.said"):
+        Roster().take("r1", {**many(1, 1), "said": [["b", 1, 1], one]})
+
+
+# -- what replicas say alike
+
+
+def item(node, number, said, incarnation=1):
+    return {"type": "event", "node": node, "incarnation": incarnation, "number": number, "event": as_json(said)}
+
+
+def parted(replica, generation=1, step=3):
+    return Parted((replica,), (10 + replica,), generation, step, step, generation)
+
+
+def test_what_replicas_say_alike_becomes_one():
+    items = [item("a", 1, parted(0)), item("b", 4, parted(1)), item("c", 9, parted(2, step=4)), item("d", 2, parted(3))]
+    first, other = merged(items)
+    assert first["said"] == [["a", 1, 1], ["b", 1, 4], ["d", 1, 2]] and other["said"] == [["c", 1, 9]]
+    assert Event.from_dict(event_of(first)) == Parted((0, 1, 3), (10, 11, 13), 1, 3, 3, 1)
+    assert Event.from_dict(event_of(other)) == parted(2, step=4)
+    assert items[0]["event"]["replicas"] == [0], "what the agents are waiting for stays as it was"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["Formed", "Parted", "died"])), max_size=12))
+def test_nobody_overtakes_himself(said):
+    """A node may have several replicas, and something else to say in between."""
+    counts, items = dict.fromkeys("abc", 0), []
+    for at, (node, kind) in enumerate(said):
+        counts[node] += 1
+        about = {"Formed": Formed((at,), (at,), 1), "Parted": parted(at)}
+        body = as_json(about[kind]) if kind in about else {"kind": "WorkerDied"}
+        items.append({"type": "event", "node": node, "incarnation": 1, "number": counts[node], "event": body})
+    roster, out = Roster(), merged(items)
+    heard = [(name, number) for i in out for name, _, number in i.get("said", [[i.get("node"), 1, i.get("number")]])]
+    for node in "abc":
+        assert [number for name, number in heard if name == node] == list(range(1, counts[node] + 1))
+    assert all(roster.take("r1", i) for i in out), "all of it is news"
+    replicas = sorted(r for i in out for r in i["event"].get("replicas", ()))
+    assert replicas == [at for at, (_, kind) in enumerate(said) if kind != "died"]
+
+
+@pytest.mark.parametrize("change", [{"replicas": [1, 2]}, {"worlds": "1"}, {"replicas": ["1"]}, {"replicas": None}])
+def test_columns_that_do_not_fit_do_not_spoil_those_of_others(change):
+    wrong = item("b", 1, parted(1))
+    wrong["event"] |= change
+    first, passed = merged([item("a", 1, parted(0)), wrong, item("c", 1, parted(2))])
+    assert passed == wrong and Event.from_dict(event_of(first)).replicas == (0, 2)
+    with pytest.raises(ValueError, match="Parted"):
+        Event.from_dict(event_of(passed))
 
 
 def test_only_the_aggregator_that_a_node_speaks_to_can_call_it_dead():
@@ -179,7 +227,7 @@ def test_only_the_aggregator_that_a_node_speaks_to_can_call_it_dead():
     assert not roster.take("r2", edge("a", "suspect", 2)) and roster.expected("r1") == {"a": 1}
     assert roster.take("r1", edge("a", "dead", 3)) and roster.homes(["a"]) == {} and roster.expected("r1") == {}
     assert roster.take("r1", edge("a", "seen", 4)) and roster.homes(["a"]) == {"r1": ["a"]}
-    assert roster.homes(["b"]) == {}
+    assert roster.homes(["b"]) == {} and roster.aggregators == {"r1", "r2"}
 
 
 def test_the_roster_comes_back_from_json():
@@ -187,7 +235,12 @@ def test_the_roster_comes_back_from_json():
     roster.take("r1", edge("a", "seen"))
     roster.take("r1", event("a", 7))
     again = Roster(json.loads(json.dumps(roster.to_dict())))
-    assert again.expected("r1") == {"a": 1} and not again.take("r1", event("a", 7)) and again.take("r1", event("a", 8))
+    assert (
+        again.expected("r1") == {"a": 1}
+        and again.aggregators == {"r1"}
+        and not again.take("r1", event("a", 7))
+        and again.take("r1", event("a", 8))
+    )
 
 
 def test_a_summary_names_who_is_behind_and_who_is_slow():
@@ -271,8 +324,17 @@ class Cluster:
         return link
 
     def command(self, aggregator, nodes, value):
-        order = {"type": "command", "nodes": nodes, "command": {"value": value}}
+        order = {"type": "command", "nodes": nodes, "command": {"value": value}, "own": {}}
         self.controller.sessions[aggregator].post({"type": "commands", "items": [order]})
+
+    def bundle(self, count):
+        """The first aggregator sends what agents have posted when it has so many events."""
+        first, kept = self.aggregators["r1"], []
+        first._pass = lambda items, bundle: kept.extend(bundle)
+        self.until(lambda: sum(agent is not None for _, agent in kept) == count)
+        del first._pass
+        first._bundle = kept + first._bundle
+        first._send()
 
     def kill(self, name):
         self.agents.pop(name).close()
@@ -348,11 +410,9 @@ def test_reports_that_one_message_cannot_hold_travel_as_several(cluster, monkeyp
     monkeypatch.setattr(secret, "FRAME_BYTES", limit)
     link, news = cluster.agent("a", beats=False), cluster.news
     cluster.until(lambda: link.session)
-    for name in ("BUNDLE_S", "TICK_S"):
-        monkeypatch.setattr(module, name, 0.2)  # in which all five come
-    cluster.run(0.05)
     for i in range(5):
         link.post({"type": "event", "event": {"value": i, "big": "x" * (limit // 3)}})
+    cluster.bundle(5)
     link.flush(60)
     assert [value for _, value in news] == [0, 1, 2, 3, 4]
     filled = {"type": "event", "event": {"value": 5, "big": ""}}
@@ -364,44 +424,28 @@ def test_reports_that_one_message_cannot_hold_travel_as_several(cluster, monkeyp
     assert "a report of node a is dropped" in capsys.readouterr().err
 
 
-def test_what_all_say_at_once_travels_as_one_and_is_overtaken(cluster):
-    """But nobody overtakes himself, and what is no event is passed on as it is."""
+def test_what_all_replicas_say_at_once_travels_as_one(cluster):
+    """And each of their nodes hears that it was heard, when the controller has heard it."""
     bundles = []
 
     def hear(session, number, body):
-        if body["type"] == "reports" and any(item["type"] != "edge" for item in body["items"]):
-            bundles.append((number, [item for item in body["items"] if item["type"] != "edge"]))
+        if items := [item for item in body.get("items", ()) if item["type"] != "edge"]:
+            bundles.append((number, items))
 
     cluster.controller._on_message = hear
     agents = {name: cluster.agent(name) for name in "abcde"}
-
-    def parked(name, generation=1, **more):
-        said = Parked(name, 1, generation, (ord(name),), 3, 3, 1).to_dict() | more
-        agents[name].post({"type": "event", "event": said})
-
-    parked("a")
-    cluster.until(lambda: len(bundles) == 1)
-    for name in "bcd":
-        parked(name)
-    parked("e", step="3")
-    cluster.run(0.1)
-    assert len(bundles) == 1, "the first was not acknowledged"
-    agents["d"].post({"type": "event", "event": {"kind": "WorkerDied"}})
-    cluster.until(lambda: len(bundles) == 2)
-    assert [(item["node"], item["event"]["kind"]) for item in bundles[1][1]] == [("d", "Parked"), ("d", "WorkerDied")]
-    cluster.controller.sessions["r1"].ack(bundles[0][0])
-    cluster.until(lambda: len(bundles) == 3)
-    wrong, both = bundles[2][1]
-    assert wrong["node"] == "e" and both["type"] == "many" and both["numbers"] == [1, 1]
-    assert sorted(e.node for e in Event.from_dict(event_of(both)).parts()) == ["b", "c"]
-    for name in "bc":
-        parked(name, generation=2)
-        parked(name, generation=3)
-    cluster.run(0.1)
-    cluster.controller.sessions["r1"].ack(bundles[2][0])
-    cluster.until(lambda: len(bundles) == 4)
-    assert [item["numbers"] for item in bundles[3][1]] == [[2, 2], [3, 3]], "who says two things holds nobody up"
-    cluster.controller.sessions["r1"].ack(bundles[3][0])
+    for at, (name, agent) in enumerate(agents.items()):
+        agent.post({"type": "event", "event": parted(at).to_dict()})
+        if name == "d":
+            agent.post({"type": "event", "event": {"kind": "WorkerDied"}})
+    cluster.bundle(6)
+    cluster.until(lambda: bundles)
+    ((number, items),) = bundles
+    (all_of_them,) = [item for item in items if item["type"] == "many"]
+    assert sorted(name for name, _, _ in all_of_them["said"]) == [*"abcde"] and len(items) == 2
+    assert sorted(all_of_them["event"]["replicas"]) == [0, 1, 2, 3, 4]
+    assert not any(agent.outbox.acked for agent in agents.values())
+    cluster.controller.sessions["r1"].ack(number)
     for agent in agents.values():
         agent.flush(60)
 
@@ -435,16 +479,25 @@ def test_which_steps_are_done_is_passed_on_once_and_all_hear_that_it_was_heard(c
     assert said[2:] == [("c", "StepsDone", 5)]
 
 
-def test_a_form_in_columns_is_each_nodes_own(cluster):
-    got = []
-    a = cluster.agent("a")
-    a._on_message = lambda session, number, body: got.append(body["command"]) if "command" in body else None
-    cluster.until(lambda: cluster.roster.homes(["a"]) == {"r1": ["a"]})
-    form = Form(1, 0, (0,), {0: 5, 1: 6}, {0: "a", 1: "b"}, 1, "", {}, {}, False, 0, -1, "", ("a", "b"))
-    share = fanout.shares(form, {"r1": ["a", "b"]})["r1"]
-    cluster.controller.sessions["r1"].post({"type": "commands", "items": [{"type": "form", **share}]})
-    cluster.until(lambda: got)
-    assert [Command.from_dict(body) for body in got] == [form.parts()["a"]]
+def test_a_form_for_everyone_is_sent_once_and_each_node_is_told_what_is_its_own(cluster):
+    got = {}
+    for name in "abc":
+        cluster.agent(name)._on_message = lambda session, number, body, name=name: (
+            got.update({name: body["command"]}) if "command" in body else None
+        )
+    cluster.until(lambda: cluster.roster.homes("abc").get("r1", []) == [*"abc"])
+    live = Source("live", "b", 6)
+    about = dict(generation=1, step=0, replicas=(0, 1), worlds=(1, 2), store="b:1", every=None)
+    more = dict(kept=(), branch=False, last=0, rung=-1, reason="", nodes=EVERYONE)
+    form = Form(**about, **more, sources={0: live}, takers={0: "a"}, buddies={"b": "c:1"})
+    (order,) = orders([form], cluster.roster)["r1"]
+    assert order["nodes"] == ["*"] and not order["command"]["sources"], "not each node's part to all"
+    cluster.controller.sessions["r1"].post({"type": "commands", "items": [order]})
+    cluster.until(lambda: len(got) == 3)
+    sources = {name: {*command["sources"]} for name, command in got.items()}
+    assert sources == {"a": {"0"}, "b": {"0"}, "c": set()}, "who takes, and who gives"
+    assert {name: command["buddies"] for name, command in got.items()} == {"a": {}, "b": {"b": "c:1"}, "c": {}}
+    assert {command["generation"] for command in got.values()} == {1}
 
 
 def test_an_agent_hears_that_it_was_heard_when_the_controller_has(cluster):

@@ -126,16 +126,26 @@ def play(tmp_path):
         each.close()
 
 
-def form(play, *agents):
-    """Up to Start."""
+def built(play, *agents):
+    """Up to Form: the worker of each agent, and the world of its replica."""
     workers = play.launched(*agents)
     for agent in agents:
         agent.post(messages.WorkersUp(agent.name, 1, (workers[agent.name][1],)))
-    play.until(lambda: all(agent.of("Form") for agent in agents))
+    play.until(lambda: all(agent.of("Build") for agent in agents))
+    worlds = {agent.name: agent.of("Build")[0]["world"] for agent in agents}
     for agent in agents:
-        agent.post(messages.Ready(agent.name, 1, 1, 0, {workers[agent.name][1]: "same"}))
-    play.until(lambda: all(agent.of("Start") for agent in agents))
-    return workers
+        agent.post(messages.Built(agent.name, 1, worlds[agent.name], (workers[agent.name][1],)))
+    play.until(lambda: all(agent.of("Form") for agent in agents))
+    return workers, worlds
+
+
+def form(play, *agents):
+    """Up to a generation that runs."""
+    workers, worlds = built(play, *agents)
+    for agent in agents:
+        agent.post(messages.Formed((int(workers[agent.name][0]),), (worlds[agent.name],), 1))
+    play.until(lambda: play.lines("started"))
+    return workers, worlds
 
 
 # -- what is heard is journalled, and then done
@@ -144,17 +154,20 @@ def form(play, *agents):
 def test_from_nodes_that_join_to_a_gang_that_runs(play):
     play.start("--aggregate")
     a, b = play.agent("a"), play.agent("b")
-    workers = form(play, a, b)
-    assert a.kinds() == ["Welcome", "Launch", "Form", "Start"]
+    workers, worlds = form(play, a, b)
+    assert [*dict.fromkeys(a.kinds())] == ["Welcome", "Launch", "Build", "Form"]
+    told = a.of("Build")[0]
+    assert told["crew"] == {workers["a"][0]: workers["a"][1]} and told["store"] == "a:1", "a world of its own"
     told = a.of("Form")[0]
-    assert told["crew"] == {workers["a"][0]: workers["a"][1]}, "its own part of it"
+    assert dict(zip(told["replicas"], told["worlds"], strict=True)) == {
+        int(workers[name][0]): worlds[name] for name in "ab"
+    }
     assert told["store"] in ("a:1", "b:1") and told["generation"] == 1
-    play.until(lambda: play.lines("started"))
     kinds = [line["type"] for line in play.controllers[0].lines]
     assert [kind for kind in kinds if kind not in ("note", "alive")] == ["form", "started"]
     entries = list(read(play.folder / "journal.db"))
     decided = [d["kind"] for e in entries for d in e.body["decisions"]]
-    assert [k for k in decided if k in ("Form", "Start")] == ["Form", "Start"] and decided.count("Launch") == 2
+    assert [k for k in decided if k in ("Form", "Started")] == ["Form", "Started"] and decided.count("Launch") == 2
     status = play.status()
     assert status["phase"] == "running" and status["replicas"] == [0, 1] and status["why"] == "all are there"
     assert status["nodes"]["a"] == {
@@ -178,14 +191,22 @@ def test_a_killed_controller_goes_on_where_it_was(play):
     play.until(lambda: len(b.of("Launch")) > 1)
     assert b.of("Launch")[0] == b.of("Launch")[1]
     b.post(messages.WorkersUp("b", 1, (workers["b"][1],)))
-    play.until(lambda: a.of("Form") and b.of("Form"))
+    play.until(lambda: a.of("Build") and b.of("Build"))
     assert play.lines("state")[0]["phase"] == "gathering"
-    play.until(lambda: play.lines("form"))
+    a.post(messages.Built("a", 1, a.of("Build")[0]["world"], (workers["a"][1],)))
+    play.until(lambda: a.link.outbox.acked == a.link.outbox.last)
     play.controllers[1].kill()
+    play.start("--aggregate")
+    play.until(lambda: len(b.of("Build")) > 1)
+    assert b.of("Build")[0] == b.of("Build")[1], "the same world"
+    b.post(messages.Built("b", 1, b.of("Build")[0]["world"], (workers["b"][1],)))
+    play.until(lambda: a.of("Form") and b.of("Form"))
+    play.until(lambda: play.lines("form"))
+    play.controllers[2].kill()
     play.start("--aggregate")
     play.until(lambda: len(a.of("Form")) > 1)
     assert len(play.lines("form")) == 1, "a decision is told once"
-    assert play.lines("state")[1]["phase"] == "forming" and play.lines("state")[1]["generation"] == 1
+    assert play.lines("state")[2]["phase"] == "forming" and play.lines("state")[2]["generation"] == 1
 
 
 def test_nothing_is_lost_or_heard_twice_over_many_kills(play):
@@ -548,14 +569,13 @@ def test_what_an_aggregator_cannot_keep_its_agents_keep(play, inside, monkeypatc
         for agent in agents:
             for count in range(50):
                 agent.post(messages.DeviceWarning(agent.name, 1, "slow", count))
-                agent.post(messages.Parked(agent.name, 1, count, (7,), 3, 3, 0))
+                agent.post(messages.Parted((7,), (count,), 0, 3, 3, 0))
                 made.loop.turn(0)
         turn_until(made.loop, lambda: any(agent.link.visits > 1 for agent in agents))
     turn_until(made.loop, lambda: all(agent.link.outbox.acked == agent.link.outbox.last for agent in agents))
     items = [item for e in read(play.folder / "journal.db") for item in e.body.get("items", ())]
     heard = [(item["node"], item["number"]) for item in items if item["type"] == "event"]
-    for item in items:
-        heard += zip(item["event"]["nodes"], item["numbers"], strict=True) if item["type"] == "many" else ()
+    heard += [(name, number) for item in items if item["type"] == "many" for name, _, number in item["said"]]
     for agent in agents:
         assert sorted(n for name, n in heard if name == agent.name) == list(range(1, agent.link.outbox.last + 1))
 
@@ -600,7 +620,7 @@ def test_a_full_disk_stops_neither_the_controller_nor_those_who_wait_for_it(play
     assert controller.poll() is None and a.link.outbox.acked < last
     resource.prlimit(controller.pid, resource.RLIMIT_FSIZE, old)
     b.post(messages.WorkersUp("b", 1, (workers["b"][1],)))
-    play.until(lambda: a.of("Form") and b.of("Form"))
+    play.until(lambda: a.of("Build") and b.of("Build"))
 
 
 def heard(state, item, at=0):
@@ -640,6 +660,16 @@ def test_an_agent_speaks_for_itself(state, body):
     news, commands = heard(state, event(body, number=2), at=0)
     assert news["items"] == [] and commands == [] and state.refused.startswith("a: ")
     assert state.gang.to_bytes() == before
+
+
+def test_only_what_replicas_say_can_be_of_many(state):
+    said, before = [["a", 1, 2], ["b", 1, 2]], state.gang.to_bytes()
+    died = messages.WorkerDied("c", 1, 1, Failure(text="not theirs")).to_dict()
+    news, commands = heard(state, {"type": "many", "said": said, "event": died})
+    assert news["items"] == [] and commands == [] and "nothing that replicas say alike" in state.refused
+    assert state.gang.to_bytes() == before
+    news, _ = heard(state, {"type": "many", "said": [["a", 1, 3]], "event": messages.Formed((0,), (1,), 1).to_dict()})
+    assert len(news["items"]) == 1
 
 
 def test_a_silent_node_that_comes_by_another_way_is_clear(state):

@@ -7,8 +7,6 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 from phalanx.checkpoint.keeper import Keeper
 from phalanx.checkpoint.memory import Slot
 from phalanx.control.messages import Drain, Scale
@@ -16,34 +14,17 @@ from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.runtime.controller import read_address
 from phalanx.runtime.node import next_incarnation
-from tests.runtime.cluster import QUICK, TOYS, Cluster, S, wait_for
+from tests.runtime.cluster import QUICK, TOYS, S, kill, wait_for
 from tests.runtime.conftest import alive_with
 
-
-@pytest.fixture
-def cluster(tmp_path):
-    made = []
-
-    def make(*nodes, layout=None, options=None, **more):
-        made.append(Cluster(tmp_path, layout or Layout(replica=2, ranks_per_node=1), **more))
-        for name in nodes:
-            made[0].start_node(name, **(options or {}))
-        return made[0]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def kill(pid, number=signal.SIGKILL):
-    os.kill(pid, number)
+PAIRS = Layout(replica=2, shard=2, ranks_per_node=2)  # a replica per node, of two ranks
 
 
 # -- coming
 
 
 def test_workers_are_told_where_they_stand_and_whom_they_have(cluster):
-    c = cluster("a", "b", layout=Layout(replica=2, shard=2, ranks_per_node=2))
+    c = cluster("a", "b", layout=PAIRS)
     form = c.running(1)
     assert form["replicas"] == [0, 1] and form["step"] == 0 and not form["branch"]
     facts = c.facts()
@@ -53,10 +34,11 @@ def test_workers_are_told_where_they_stand_and_whom_they_have(cluster):
     assert facts[0]["node"] == facts[1]["node"] != facts[2]["node"]
     assert facts[0]["data"] == facts[1]["data"] != facts[2]["data"] and set(facts[0]["keeper"]) == {"address", "port"}
     stores = {f"127.0.0.1:{pid}" for name in "ab" for pid in c.service_pids(name, "store")}
-    assert {b["store"] for b in c.bodies("formed")} <= stores, "they meet at the store of a node"
+    met = {b["store"] for kind in ("in_world", "entered") for b in c.bodies(kind)}
+    assert met <= stores, "they meet at the store of a node"
     assert (c.folder / facts[0]["node"] / "logs" / "rank-00000.log").exists()
     kinds = {event["body"]["type"] for event in c.of("message")}
-    assert not kinds & {"up", "ready", "parked"}, "what is the controller's is not the launcher's"
+    assert not kinds & {"up", "built", "parked", "formed", "parted"}, "what is the controller's is not the launcher's"
     for node in c.nodes.values():
         maps = Path(f"/proc/{node.process.pid}/maps").read_text()
         assert "torch" not in maps and "numpy" not in maps
@@ -66,8 +48,12 @@ def test_workers_are_told_where_they_stand_and_whom_they_have(cluster):
     again = c.facts()
     assert (again[1]["local_rank"], again[1]["local_ranks"]) == (1, 2)
     assert [again[r]["pid"] for r in (0, 2, 3)] == [facts[r]["pid"] for r in (0, 2, 3)]
-    (source,) = [b["source"] for b in c.bodies("formed") if b["generation"] == 2 and b["source"]]
-    assert source["kind"] == "live" and source["number"] == facts[3]["worker"]
+    entered = {b["worker"]: b["source"] for b in c.bodies("entered") if b["generation"] == 2}
+    sources = [entered[again[rank]["worker"]] for rank in range(4)]
+    assert sources[2:] == [None, None] and {source["kind"] for source in sources[:2]} == {"live"}
+    assert [source["number"] for source in sources[:2]] == [facts[rank]["worker"] for rank in (2, 3)], (
+        "a replica that was broken takes the state of one that stands"
+    )
 
 
 # -- what dies
@@ -146,12 +132,23 @@ def test_a_worker_that_waits_for_nobody_is_ended_later(cluster):
 
 
 def test_a_worker_that_does_not_park_is_ended(cluster):
-    c = cluster("a", "b", options={"halt_s": 0.5}, never_parks=True)
+    c = cluster("a", "b", layout=PAIRS, options={"halt_s": 1.2}, never_leaves="halt")  # Halt is said several times
     c.running(1)
     before = c.pids()
     kill(before[1])
     form = c.running(2)
-    assert "did not leave its groups in 0.5 s" in form["reason"] and c.pids()[0] != before[0]
+    assert "did not leave its groups in 1.2 s" in form["reason"] and c.pids()[0] != before[0]
+    assert [c.pids()[rank] for rank in (2, 3)] == [before[rank] for rank in (2, 3)]
+
+
+def test_a_replica_that_does_not_part_is_built_anew(cluster):
+    c = cluster("a", "b", policy=Policy(**{**QUICK, "park_ns": S // 2}), never_leaves="part")
+    c.running(1)
+    before = c.pids()
+    kill(before[1])
+    form = c.running(2)
+    assert "replica 0 does not answer" in form["reason"] and c.pids()[0] == before[0], "its world goes, it stays"
+    assert len(c.worlds(0)) == 2
 
 
 def test_a_node_that_was_given_up_is_fenced_and_comes_back(cluster):
@@ -179,7 +176,7 @@ def test_when_no_worker_has_the_state_it_comes_from_the_memory_of_nodes(cluster)
         kill(pid)
     form = c.running(2)
     assert form["step"] == 3 and form["branch"], "replicas are copies of each other"
-    sources = {b["worker"]: b["source"] for b in c.bodies("formed") if b["generation"] == 2}
+    sources = {b["worker"]: b["source"] for b in c.bodies("entered") if b["generation"] == 2}
     assert {s["kind"] for s in sources.values()} == {"memory"} and {s["made"] for s in sources.values()} == {1}
 
 
@@ -201,7 +198,7 @@ def test_a_service_that_dies_is_started_again(cluster):
     again = c.facts()
     assert again[0]["data"] != facts[0]["data"] and again[1]["pid"] == facts[1]["pid"]
     stores = {f"127.0.0.1:{c.service_pids(name, 'store')[1]}" for name in "ab"}
-    assert {b["store"] for b in c.bodies("formed") if b["generation"] == 2} <= stores
+    assert {b["store"] for b in c.bodies("entered") if b["generation"] == 2} <= stores
 
 
 def test_a_worker_that_fails_is_told_with_its_error(cluster):
@@ -219,7 +216,7 @@ def test_a_lease_that_ends_parks_the_workers_until_the_controller_is_back(cluste
     c = cluster("a", "b", policy=Policy(**QUICK, lease_ns=3 * S), ignores_lease=True)
     c.running(1)
     c.controller.kill()
-    c.until(lambda: len(c.bodies("halted")) == 2)
+    c.until(lambda: len(c.bodies("departed")) == 2)
     done, before = c.steps(), c.pids()
     c.start_controller()
     form = c.running(2)
@@ -243,7 +240,7 @@ def test_workers_of_a_stopped_node_stop_voting_when_the_lease_ends(cluster):
     assert votes() == last, "two generations train at the same time"
     kill(c.nodes["a"].process.pid, signal.SIGCONT)
     c.until(lambda: c.status()["nodes"]["a"]["spare"])
-    assert c.bodies("halted")[0]["why"] == {"text": "the lease has ended"}
+    assert c.bodies("departed")[0]["why"] == "the lease has ended"
 
 
 def test_a_node_that_nobody_listens_to_starts_anew_when_its_outbox_is_full(cluster, tmp_path):
@@ -268,15 +265,17 @@ def test_a_drained_node_is_replaced_and_a_gang_is_scaled(cluster):
     node = c.facts()[0]["node"]
     assert c.ask(Drain(node)) == {"type": "done"}
     form = c.running(2)
-    assert "drained" in form["reason"] and not form["branch"]
+    assert "drained" in form["reason"] and not form["branch"] and form["replicas"] == [1], "it trains on meanwhile"
+    assert "replicas [0] join" in c.running(3)["reason"]
     c.until(lambda: c.of("released", node))
     c.until(lambda: c.status()["nodes"][node]["place"] == -1)
     assert {f["node"] for f in c.facts().values()} == {"a", "b", "c"} - {node}
+    assert len(c.worlds(1)) == 1, "the other replica has seen three generations in one world"
     assert c.ask(Scale(1)) == {"type": "done"}
-    assert c.running(3)["replicas"] in ([0], [1])
+    assert c.running(4)["replicas"] in ([0], [1])
     c.until(lambda: len(c.pids()) == 1)
     assert c.ask(Scale(2)) == {"type": "done"}
-    assert c.running(4)["replicas"] == [0, 1]
+    assert c.running(5)["replicas"] == [0, 1]
 
 
 def test_a_node_that_is_replaced_gives_its_state_to_the_next(cluster):
@@ -289,7 +288,7 @@ def test_a_node_that_is_replaced_gives_its_state_to_the_next(cluster):
     form = c.running(2)
     served = c.bodies("served")[0]
     assert served["worker"] == old["worker"] and served["step"] == form["step"] > 0
-    (source,) = [b["source"] for b in c.bodies("formed") if b["generation"] == 2]
+    (source,) = [b["source"] for b in c.bodies("entered") if b["generation"] == 2]
     assert source == {"kind": "live", "node": "a", "number": old["worker"], "made": source["made"], "address": ""}
     c.until(lambda: [f["node"] for f in c.facts().values()] == ["b"])
 

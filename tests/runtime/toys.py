@@ -1,12 +1,14 @@
-"""Services and workers for the tests of the node, without torch: the zygote preloads this module. Workers train by
-files in a folder that all share: a vote per step and rank; when all are there, the step is committed."""
+"""Services and workers for the tests of the node, without torch: the zygote preloads this module. Workers meet by
+files in a folder that all share: those of a replica in its world, all of them in a generation. A step has a sum and
+then a vote per rank; when all votes are there, it is committed."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,12 +56,22 @@ def broken(channel, args):
     raise ValueError("it cannot start")
 
 
+class Halted(Exception):
+    """Its world is over."""
+
+
 class Trainee:
+    """A worker as `train.worker` is one: its groups are files that it waits for, and it listens while it waits."""
+
     def __init__(self, channel, args):
         self.channel, self.args, self.rank = channel, args, args["rank"]
         self.folder, self.size = Path(args["folder"]), args["replica_size"]
-        self.member = Member(args["worker"], args["steps"])
-        self.crew: list[int] = []
+        self.replica, inside = divmod(self.rank, self.size)
+        self.member = Member(args["worker"], args["steps"], speaks=inside == 0)
+        self.peers = [self.replica * self.size + i for i in range(self.size)]
+        self.crew: list[int] = []  # of the generation
+        self.inbox: deque[dict] = deque()
+        self.halted = self.parting = self.pausing = -1
 
     def main(self):
         facts = {
@@ -68,46 +80,146 @@ class Trainee:
         self.channel.send({"type": "facts", "pid": os.getpid(), **facts})
         self.channel.send({"type": "up"})
         while True:
-            if self.member.phase == "running":
-                self.step()
-            else:
-                self.hear(None)
+            try:
+                if self.member.phase == "running":
+                    self.step()
+                    continue
+                while not self.inbox:
+                    self.listen(None)
+                message = self.inbox.popleft()
+                getattr(self, "on_" + message.pop("type"))(**message)
+            except Halted:
+                self.on_halt(self.halted)
 
-    def hear(self, timeout):
-        """One message."""
+    def listen(self, timeout):
+        """One message. What it says of halts, parts and pauses counts at once, also in the middle of a step."""
         try:
             message = self.channel.recv(timeout)
         except TimeoutError:
             return
-        if message is None or message["type"] == "leave":
+        kind = message["type"] if message else "leave"
+        if kind == "leave":
             if message and self.args.get("stays"):
                 time.sleep(60)
             raise SystemExit(0)
-        getattr(self, "on_" + message.pop("type"))(**message)
+        if self.args.get("never_leaves") == kind:
+            return
+        if kind == "halt":
+            self.halted = max(self.halted, message["world"])
+        elif kind == "part":
+            self.parting = max(self.parting, message["generation"])
+        elif kind == "pause":
+            self.pausing = max(self.pausing, message["generation"])
+        if kind != "pause":
+            self.inbox.append(message)
 
-    def say(self, digest=""):
-        if said := self.member.standing(digest):
+    def say(self):
+        if said := self.member.standing():
             self.channel.send(said)
+
+    # -- groups
+
+    def put(self, point, value):
+        near = self.folder / f".{self.member.worker}"
+        near.write_text(json.dumps(value))
+        near.rename(self.folder / f"{point}-{self.rank}")
+
+    def wait(self, point, ranks, is_over=lambda: False):
+        """As one waits in a collective. What each of them has put there; None: it is over."""
+        paths = [self.folder / f"{point}-{rank}" for rank in ranks]
+        while not all(path.exists() for path in paths):
+            threading.Event().wait(POLL_S)
+            self.listen(0)
+            if self.halted >= self.member.world:
+                raise Halted
+            if is_over():
+                return None
+        return [json.loads(path.read_text()) for path in paths]
+
+    def agree(self, point, *values):
+        """With the ranks of its replica: the least of each value."""
+        self.put(f"w{self.member.world}-{point}", values)
+        return [min(column) for column in zip(*self.wait(f"w{self.member.world}-{point}", self.peers), strict=True)]
+
+    def is_parting(self):
+        return self.parting >= self.member.generation
 
     # -- what it is told
 
-    def on_form(self, generation, step, replicas, rank, store, source, branch):
+    def on_build(self, world, replica, rank, store):
+        assert (replica, rank) == (self.replica, self.rank) and ":" in store, (replica, rank, store)
+        if self.member.build(world):
+            self.channel.send({"type": "builds", "world": world})
+            while Path(self.args.get("gate", "/nowhere")).exists():
+                self.channel.progress.mark(Phase.idle)  # it is slow, and does not hang
+                self.listen(POLL_S)
+                if self.halted >= world:
+                    raise Halted
+            self.agree("built")
+            self.member.built()
+            self.channel.send({"type": "in_world", "world": world, "store": store})
+        if world == self.member.world:
+            self.say()
+
+    def on_halt(self, world):
+        was_in = self.member.phase != "parked"
+        if self.member.halt(world):
+            self.channel.progress.mark(Phase.idle)
+            if was_in:
+                self.channel.send({"type": "out_of_world", "world": world})
+            self.say()
+
+    def on_form(self, generation, step, replicas, world, rank, store, source, kept, **more):
         assert rank == self.rank and ":" in store, (rank, store)
-        if not self.member.form(generation, step, Source(**source) if source else None):
-            if generation == self.member.generation:
+        m = self.member
+        if not m.form(generation, world, Source(**source) if source else None):
+            if generation == m.generation:
                 self.say()
             return
-        self.channel.send({"type": "formed", "generation": generation, "store": store, "source": source})
+        self.channel.progress.mark(Phase.idle)
+        about = {"world": world, "store": store, "source": source, "kept": kept}
+        self.channel.send({"type": "entered", "generation": generation, **about})
         self.crew = [r * self.size + i for r in replicas for i in range(self.size)]
+        self.agree_to_enter(generation, self.enter(generation, step, source))
+
+    def enter(self, generation, step, source):
+        m = self.member
         if source is None:
             try:
-                self.member.settle(step)
+                m.settle(step)
             except ValueError as error:
-                self.member.lack(str(error))
+                m.lack(str(error))
                 self.say()
-                return
-        self.member.restored(step)
-        self.say(hashlib.blake2b(f"{self.rank % self.size}/{step}".encode(), digest_size=8).hexdigest())
+                return False
+        m.restored(step)
+        self.put(f"form{generation}", step)
+        found = self.wait(f"form{generation}", self.crew, self.is_parting)
+        assert found is None or set(found) == {step}, "all begin from the same step"
+        return found is not None
+
+    def agree_to_enter(self, generation, entered):
+        """All ranks of the replica, or none."""
+        m = self.member
+        entered, *held = self.agree(f"enter{generation}", entered, m.step, m.prepared, m.made)
+        if not entered:
+            self.depart(generation, tuple(held))
+        else:
+            m.formed(m.step)
+            self.say()
+
+    def on_part(self, generation):
+        m = self.member
+        if m.phase == "built" and generation > m.generation:
+            m.generation = generation
+            self.agree_to_enter(generation, False)
+        elif m.phase == "built":
+            self.say()
+
+    def depart(self, generation, held, kept=False, why=""):
+        if self.member.part(generation, held, kept):
+            self.channel.progress.mark(Phase.idle)
+            self.channel.send({"type": "departed", "generation": generation, "world": self.member.world, "why": why})
+            self.say()
 
     def on_serve(self, generation, step, store):
         if not self.member.may_serve(generation):
@@ -115,23 +227,6 @@ class Trainee:
         self.channel.send({"type": "served", "generation": generation, "step": step})
         with suppress(ValueError):
             self.member.settle(step)
-
-    def on_start(self, generation):
-        if not self.member.start(generation) and self.member.phase == "parked":
-            self.say()
-
-    def on_halt(self, generation):
-        if not self.args.get("never_parks"):
-            self.leave(generation)
-
-    def on_pause(self, generation):
-        self.member.ask_pause(generation)
-
-    def leave(self, generation, why=None):
-        if self.member.halt(generation, why):
-            self.channel.progress.mark(Phase.idle)
-            self.channel.send({"type": "halted", "generation": generation, "why": why})
-            self.say()
 
     # -- a step
 
@@ -141,30 +236,30 @@ class Trainee:
         self.channel.progress.mark(Phase.forward, step=step, micro=0)
         began = time.monotonic()
         while time.monotonic() < began + self.args.get("step_s", 0.02):
-            self.hear(POLL_S)
-            if m.phase != "running":
-                return
+            self.listen(POLL_S)
+            if self.halted >= m.world:
+                raise Halted
         if m.worker == self.args.get("waits_forever"):
             threading.Event().wait(60)
-        if self.channel.progress.lease_ended and not self.args.get("ignores_lease"):
-            self.leave(generation, {"text": "the lease has ended"})
-            return
-        pause = m.vote()
-        near = self.folder / f".{m.worker}"
-        near.write_text("pause" if pause else "yes")
-        near.rename(self.folder / f"{generation}-{step}-{self.rank}")
+        point, votes = f"{generation}-{step}", None
         self.channel.progress.mark(Phase.reduce)
-        while not all((self.folder / f"{generation}-{step}-{rank}").exists() for rank in self.crew):
-            threading.Event().wait(POLL_S)  # as one waits in a collective
-            self.hear(0)
-            if m.phase != "running":
-                return
-        votes = [(self.folder / f"{generation}-{step}-{rank}").read_text() for rank in self.crew]
-        go_on = m.commit("pause" in votes)
+        self.put(f"sum{point}", self.rank)
+        summed = self.wait(f"sum{point}", self.crew, self.is_parting)
+        lapsed = self.channel.progress.lease_ended and not self.args.get("ignores_lease")
+        (may,) = self.agree(f"sum{point}", summed is not None and not lapsed and not self.is_parting())
+        if may:
+            self.put(point, bool(m.vote() or self.pausing >= generation))
+            votes = self.wait(point, self.crew, self.is_parting)
+        unseen, *held = self.agree(f"vote{point}", votes is None, m.step, m.prepared, m.made)
+        if unseen:
+            self.depart(generation, tuple(held), kept=True, why="the lease has ended" if lapsed else "others are gone")
+            return
+        goes_on = m.commit(any(self.wait(point, self.crew)))  # if one rank has seen all votes, they are there
         took = {"time_s": time.monotonic() - began}
         self.channel.send({"type": "step", "generation": generation, "step": step - 1, **took})
-        if not go_on:
+        if not goes_on:
             self.channel.progress.mark(Phase.idle)
+            self.agree(f"end{generation}")
             self.say()
 
 

@@ -87,7 +87,7 @@ class Command:
         text = file.read_text() if file and file.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
-    def wait_until(self, happened, timeout: float = 60.0) -> None:
+    def wait_until(self, happened, timeout: float = 240.0) -> None:
         deadline = time.monotonic() + timeout
         while not happened() and self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -95,17 +95,18 @@ class Command:
             self.process.kill()
             raise AssertionError(f"it did not come so far: {self.end()}")
 
-    def events(self, kind: str) -> list[dict]:
+    def events(self, kind: str = "") -> list[dict]:
         file = self.runs[0] / "events.jsonl" if self.runs else None
-        lines = file.read_text().splitlines() if file and file.exists() else []
-        return [event for event in map(json.loads, lines) if event["type"] == kind]
+        lines = file.read_text().splitlines(keepends=True) if file and file.exists() else []
+        said = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [event for event in said if kind in ("", event["type"])]
 
     def signal(self, *numbers: int, pid: int | None = None) -> None:
         for number in numbers:
             os.kill(pid or self.process.pid, number)
             time.sleep(0.003 if len(numbers) > 1 else 0)
 
-    def end(self, timeout: float = 60.0) -> Ended:
+    def end(self, timeout: float = 240.0) -> Ended:
         try:
             out, err = self.process.communicate(timeout=timeout)
             left = wait_gone(self.token, GONE_S)

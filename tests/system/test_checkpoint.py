@@ -184,13 +184,13 @@ def slots_of(pid: int) -> list[str]:
 
 def memory_flipped(directory: Path) -> dict:
     """The keeper is stopped until two snapshots of each rank wait for it; then a bit of them changes."""
-    values = JOB | {"train.steps": 40, "checkpoint.every_steps": 10}
+    values = JOB | {"train.steps": 200, "checkpoint.every_steps": 50}
     command = Again(directory / "run", *sets(values))
     command.wait_until(lambda: command.events("ready"), PATIENCE_S)
     keeper = command.pid_of("keeper-0")
     os.kill(keeper, signal.SIGSTOP)
-    # Those of 10, 20 and 30 are sealed; that of 40 must wait.
-    command.wait_until(lambda: len(command.rows()) >= 38, PATIENCE_S)
+    # Those of 50, 100 and 150 are sealed; that of 200 must wait.
+    command.wait_until(lambda: len(command.rows()) >= 198, PATIENCE_S)
     time.sleep(0.5)
     slots = slots_of(keeper)
     for path in slots:
@@ -282,7 +282,7 @@ def test_a_snapshot_that_changed_in_memory_is_never_committed(outcomes, name):
     ended.check_clean()
     assert ended.code == 0, ended.err
     assert out["slots"] == 6
-    assert {f["checkpoint"][:14] for f in out["failed"]} == {f"step-{step:09d}" for step in (10, 20, 30)}
+    assert {f["checkpoint"][:14] for f in out["failed"]} == {f"step-{step:09d}" for step in (50, 100, 150)}
     for failed in out["failed"]:
         assert "the snapshot in memory: bytes 0 to" in failed["reason"] and "instead of" in failed["reason"]
-    assert out["made"] == [40], "the ones after it are well"
+    assert out["made"] == [200], "the ones after it are well"

@@ -69,7 +69,8 @@ def chain(directory: Path, seed: int, kills: int, first=None) -> dict:
     """Run, kill somebody, go on, and so forth; then to the end."""
     rng = random.Random(seed)
     story = [first(directory)] if first else []
-    story += [at_random(directory, rng) for _ in range(kills)]
+    while len(story) < kills + bool(first) and newest(directory) <= STEPS - 15:  # or it would be done before it is met
+        story.append(at_random(directory, rng))
     before = newest(directory)
     command = Again(directory, "--resume", "auto", *sets(JOB))
     ended = command.end(PATIENCE_S)

@@ -77,6 +77,5 @@ def test_groups_that_cannot_form_end_the_run_with_the_ranks_own_error(tmp_path):
     ended = Command(tmp_path, *sets(JOB), env={"GLOO_SOCKET_IFNAME": "eth-not-there"}).end(120)
     assert ended.code == 1 and "eth-not-there" in ended.err and "rank " in ended.err, ended.err
     ended.check_clean()
-    said = [json.loads(line) for line in (ended.runs[0] / "events.jsonl").read_text().splitlines()]
-    assert 2 <= sum(e["type"] == "control form" for e in said) <= 10
+    assert "(5 times, and no step in between)" in ended.err, ended.err
     assert ended.summary["status"] == "failed"

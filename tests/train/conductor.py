@@ -6,7 +6,7 @@ from pathlib import Path
 from phalanx.control import agent as machine
 from phalanx.control.agent import SERVICES, Agent, Service
 from phalanx.control.gang import Gang
-from phalanx.control.messages import Failure, Form, NodeDead, Note, SetTimer, TimerFired
+from phalanx.control.messages import EVERYONE, Build, Failure, Form, NodeDead, Note, SetTimer, TimerFired
 from phalanx.control.policy import Policy
 from phalanx.data import source
 from phalanx.runtime.bare import BareClient
@@ -24,6 +24,7 @@ class Conductor:
         source.prepare(job, self.folder, lambda size: None)
         self.client = BareClient(list(preload), env={"GLOO_SOCKET_IFNAME": "lo"}, log=self.folder / "node.log")
         self.forms, self.notes, self.died, self.committed = [], [], [], []
+        self.builds = []  # replica and world
         self.pids, self.done, self.timers, self.said = {}, {}, {}, {}
         for name, function in ENTRIES.items():
             args = {"run_dir": str(self.folder)}
@@ -67,14 +68,21 @@ class Conductor:
                 self.timers[command.timer] = command.at_ns
             elif isinstance(command, Note):
                 self.notes.append(command.text)
-            elif isinstance(command, Form):
-                if not self.forms or self.forms[-1].generation < command.generation:
-                    self.forms.append(command)
-                for node, part in command.parts().items():
-                    self.obey(node, part)
             else:
-                for node in command.to:
+                self.note(command)
+                for node in list(self.agents) if command.to == EVERYONE else command.to:
                     self.obey(node, command)
+
+    def note(self, command):
+        if isinstance(command, Form) and (not self.forms or self.forms[-1].generation < command.generation):
+            self.forms.append(command)
+        elif isinstance(command, Build) and (command.replica, command.world) not in self.builds:
+            self.builds.append((command.replica, command.world))
+
+    @property
+    def crew(self):
+        """The worker of each rank that takes part."""
+        return {rank: w for r in self.gang.form.replicas for rank, w in self.gang.worlds.replicas[r].crew.items()}
 
     def obey(self, node, command):
         if node in self.agents:
@@ -152,6 +160,6 @@ class Conductor:
     def finish(self, timeout=120):
         """To the end; the digests by rank."""
         self.until(lambda: self.gang.phase == "ended", timeout)
-        crew = self.gang.form.crew
+        crew = self.crew
         self.until(lambda: set(crew.values()) <= self.done.keys(), 60)
         return {rank: self.done[worker]["digest"] for rank, worker in crew.items()}

@@ -101,10 +101,7 @@ def reform_cross(args):
     """Between two steps the cross-replica groups are dropped and formed again, model untouched."""
     rank = connect(args)
     first = _grads(rank)
-    rank.groups.cross.close()
-    fresh = form_cross(rank.store, args["generation"] * 1000 + 1, rank.job.layout, rank.coord, rank.device)
-    assert fresh is not None
-    rank.groups.cross = fresh
+    rank.engine.rejoin(form_cross(rank.store, args["generation"] * 1000 + 1, rank.job.layout, rank.coord, rank.device))
     second = _grads(rank)
     rank.close()
     return _same(first, second)
@@ -178,7 +175,10 @@ def compression(args):
     """The reduced gradients of a few steps with the job's codec, summed, against uncompressed ones."""
     rank = connect(args)
     steps = args["steps"]
-    grads = [torch.cat([g.reshape(-1) for g in _grads(rank).values()]).numpy() for _ in range(steps)]
+    grads = []
+    for _ in range(steps):
+        grads.append(torch.cat([g.reshape(-1) for g in _grads(rank).values()]).numpy())
+        rank.engine.reducer.commit()
     sent = rank.groups.cross.sent_bytes / steps
     np.savez(f"{args['stem']}-{args['rank']}.npz", one=grads[0], mean=sum(grads) / steps)
     rank.close()
@@ -273,8 +273,8 @@ def close_with_silent_peer(args):
     """Replica 1 stays away; replica 0 has a bucket in flight and closes its engine all the same."""
     rank = connect(args)
     if rank.coord.replica == 0:
-        rank.engine.reducer._bucket.append((torch.zeros(1000), []))
-        rank.engine.reducer._send_bucket()
+        rank.engine.reducer.link.add(None, [((0, 0), torch.zeros(1000))], [], [], feedback=False)
+        rank.engine.reducer.link.flush(feedback=False)
         rank.engine.close()
     _meet(rank, args, "closed")
     if rank.coord.replica == 1:
@@ -295,6 +295,6 @@ def formed_after_a_failure(args):
             raise AssertionError("it was formed")
         store = connect_store(*where)
     groups = Groups.form(store, args["generation"], job.layout, coord, CPU)
-    (total,) = groups.total(torch.tensor([1]))
+    (total,) = groups.total(torch.tensor([1]), lambda work: True)
     groups.close()
     return total

@@ -27,9 +27,11 @@ Body = dict[str, Any]
 #: What workers say to their agent: the fields of each message, and their types.
 REPORTS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "up": {},
-    "parked": {"generation": int, "step": int, "prepared": int, "made": int, "why": (dict, type(None))},
-    "ready": {"generation": int, "step": int, "digest": str},
-    "missing": {"generation": int, "reason": str, "damaged": bool},
+    "built": {"world": int},
+    "parked": {"world": int, "step": int, "prepared": int, "made": int, "why": (dict, type(None))},
+    "formed": {"world": int, "generation": int},
+    "parted": {"world": int, "generation": int, "step": int, "prepared": int, "made": int, "kept": bool},
+    "missing": {"generation": int, "reason": str, "damaged": bool, "groups": bool},
 }
 
 
@@ -120,8 +122,10 @@ class Mate:
     """A worker of the gang."""
 
     rank: int
+    replica: int = -1
+    world: int = 0  # the last that it was told to build, or to leave
+    parked: int = 0  # the last world that it has left
     formed: int = 0  # the last generation that it was told to form
-    parked: int = -1  # the last that it has left
     said: Body | None = None  # the last report, which may have to be repeated
     error: tuple[str, str] = ("", "")  # kind and text of its exception
     hang: str = ""
@@ -159,7 +163,6 @@ class Agent:
     address: tuple[str, str] = ("", "")  # of the store and the keeper, as they were last said
     done: tuple[int, int] = (0, -1)  # generation, step: the last that was committed
     told: tuple[int, int] = (0, -1)  # the part of it that the controller knows
-    halted: int = -1
     asks: list[int] = field(default_factory=list)  # generations for which the keeper was asked what it holds
 
     def __post_init__(self) -> None:
@@ -215,7 +218,7 @@ class Agent:
         self.linked = self.welcome = False
         self.posted = self.acked = self.joined = self.stepped = 0
         self.address, self.done, self.told = ("", ""), (0, -1), (0, -1)
-        self.halted, self.asks, self._gathered = -1, [], {}
+        self.asks, self._gathered = [], {}
         self._do(Tell({"type": "booted", "incarnation": incarnation}))
 
     def connected(self, now_ns: int) -> None:
@@ -249,9 +252,8 @@ class Agent:
     def _lapse(self) -> None:
         """No controller for so long that it may have given this node up: train no more, and keep the state."""
         for number, mate in self.mates.items():
-            if mate.formed > 0 and mate.parked < mate.formed:
-                self._do(Send(number, {"type": "halt", "generation": mate.formed}))
-                self._await_parked(mate.formed)
+            if mate.formed:
+                self._do(Send(number, {"type": "part", "generation": mate.formed}))
 
     def _is_up(self) -> bool:
         return all(service.said is not None for service in self.services.values())
@@ -329,7 +331,7 @@ class Agent:
         if kind in REPORTS:
             mate.said = body
             if kind == "parked":
-                mate.parked = max(mate.parked, body["generation"])
+                mate.parked = max(mate.parked, body["world"])
             self._report(number, mate)
         elif kind == "step":
             self._on_step(mate, body)
@@ -368,13 +370,19 @@ class Agent:
         if body is None:
             return
         kind = body["type"]
+        node, me = self.name, self.incarnation
         if kind == "missing":
-            about = (body["generation"], number, body["reason"][:REASON_CHARS], body["damaged"])
-            self._post(messages.Missing(self.name, self.incarnation, *about))
-            return
-        alike = tuple(body[key] for key in REPORTS[kind] if key not in ("digest", "why"))
-        why = (Failure(**body["why"]) if body["why"] else None,) if kind == "parked" else ()
-        self._gather((kind, *alike, *why), number, body.get("digest", ""))
+            about = (body["generation"], number, body["reason"][:REASON_CHARS], body["damaged"], body["groups"])
+            self._post(messages.Missing(node, me, *about))
+        elif kind == "formed":
+            self._post(messages.Formed((mate.replica,), (body["world"],), body["generation"]))
+        elif kind == "parted":
+            held = (body["step"], body["prepared"], body["made"], body["kept"])
+            self._post(messages.Parted((mate.replica,), (body["world"],), body["generation"], *held))
+        else:
+            alike = tuple(body[key] for key in REPORTS[kind] if key != "why")
+            why = (Failure(**body["why"]) if body["why"] else None,) if kind == "parked" else ()
+            self._gather((kind, mate.replica, *alike, *why), number, None)
 
     def _gather(self, key: tuple[Any, ...], number: int, value: Any) -> None:
         if not self._gathered:
@@ -391,12 +399,11 @@ class Agent:
             try:
                 if kind == "up":
                     self._do_post(messages.WorkersUp(node, me, numbers))
-                elif kind == "ready":
-                    generation, step = alike
-                    self._do_post(messages.Ready(node, me, generation, step, found))
+                elif kind == "built":
+                    self._do_post(messages.Built(node, me, alike[1], numbers))
                 elif kind == "parked":
-                    generation, step, prepared, made, why = alike
-                    self._do_post(messages.Parked(node, me, generation, numbers, step, prepared, made, why))
+                    _, world, step, prepared, made, why = alike
+                    self._do_post(messages.Parked(node, me, world, numbers, step, prepared, made, why))
                 else:
                     checkpoint, step, generation, ranks, seal = alike
                     files = {rank: (size, root) for rank, (size, root, _) in found.items()}
@@ -562,55 +569,72 @@ class Agent:
             self.told_left = True
             self._do(Tell({"type": "left", "reason": self.left}))
 
+    def _build(self, command: messages.Build) -> None:
+        about: Body = {"world": command.world, "replica": command.replica, "store": command.store}
+        for rank, number in command.crew.items():
+            mate = self.mates.get(number)
+            if mate is None:
+                if number not in self.queued.values():
+                    self._died(number, "has ended")
+            elif mate.world == command.world:
+                self._report(number, mate)
+            elif mate.world < command.world:
+                mate.world, mate.replica, mate.said = command.world, command.replica, None
+                self._to([number], "build", rank=rank, **about)
+
     def _halt(self, command: messages.Halt) -> None:
-        generation = command.generation
-        for number, mate in self.mates.items():
-            if mate.parked >= generation:
-                self._report(number, mate)
-            else:
-                self._do(Send(number, {"type": "halt", "generation": generation}))
-        self._await_parked(generation)
-
-    def _await_parked(self, generation: int) -> None:
-        if generation > self.halted:
-            self.halted = generation
-            self._alarm(f"parked {generation}", self.halt_ns)
-
-    def _check_parked(self, generation: int) -> None:
-        late = [n for n, m in self.mates.items() if 0 < m.formed <= generation and m.parked < m.formed]
-        self._end(late, f"did not leave its groups in {self.halt_ns / S:g} s")
-
-    def _pause(self, command: messages.Pause) -> None:
-        for number, mate in self.mates.items():
-            if mate.parked >= command.generation:
-                self._report(number, mate)
-            self._do(Send(number, {"type": "pause", "generation": command.generation}))
-
-    def _form(self, form: messages.Form) -> None:
-        where: Body = {"generation": form.generation, "step": form.step, "store": form.store}
-        donors = {s.number for s in form.sources.values() if s.kind == "live"} - {*form.crew.values()}
-        self._to(sorted(donors & self.mates.keys()), "serve", **where)
-        if address := form.buddies.get(self.name):
-            host, _, port = address.rpartition(":")
-            self._to_keeper({"type": "buddy", "host": host, "port": int(port)})
-        for rank, number in form.crew.items():
+        for number in command.workers:
             mate = self.mates.get(number)
             if mate is None:
                 self._died(number, "has ended")
+            elif mate.parked >= command.world:
+                self._report(number, mate)
+            elif mate.world <= command.world:
+                mate.world = command.world
+                self._do(Send(number, {"type": "halt", "world": command.world}))
+                if f"parked {command.world}" not in self.alarms:  # a command that is repeated gives no more time
+                    self._alarm(f"parked {command.world}", self.halt_ns)
+
+    def _check_parked(self, world: int) -> None:
+        late = [n for n, m in self.mates.items() if m.world == world and m.parked < world]
+        self._end(late, f"did not leave its groups in {self.halt_ns / S:g} s")
+
+    def _part(self, command: messages.Part) -> None:
+        for number, mate in self.mates.items():
+            if mate.world in command.worlds:
+                mate.formed = max(mate.formed, command.generation)
+                if mate.said and mate.said["type"] == "parted" and mate.said["generation"] == command.generation:
+                    self._report(number, mate)
+                else:
+                    self._do(Send(number, {"type": "part", "generation": command.generation}))
+
+    def _pause(self, command: messages.Pause) -> None:
+        for number, mate in self.mates.items():
+            if mate.formed == command.generation:
+                if mate.said and mate.said["type"] == "parted":
+                    self._report(number, mate)
+                self._do(Send(number, {"type": "pause", "generation": command.generation}))
+
+    def _form(self, form: messages.Form) -> None:
+        worlds = dict(zip(form.replicas, form.worlds, strict=True))
+        where: Body = {"generation": form.generation, "step": form.step, "store": form.store}
+        donors = {s.number for s in form.sources.values() if s.kind == "live"}
+        if address := form.buddies.get(self.name):
+            host, _, port = address.rpartition(":")
+            self._to_keeper({"type": "buddy", "host": host, "port": int(port)})
+        for number, mate in self.mates.items():
+            gives = number in donors
+            if worlds.get(mate.replica) != mate.world or mate.parked >= mate.world:
+                if gives:
+                    self._to([number], "serve", **where)
             elif mate.formed == form.generation:
                 self._report(number, mate)
             elif mate.formed < form.generation:
                 mate.formed, mate.said = form.generation, None
-                source = codec.encode(form.sources.get(rank))
-                more = {"replicas": list(form.replicas), "rank": rank, "source": source, "branch": form.branch}
+                source = codec.encode(form.every or form.sources.get(mate.rank))
+                more = {"replicas": list(form.replicas), "world": mate.world, "rank": mate.rank, "source": source}
+                more |= {"gives": gives, "joins": bool(form.sources), "branch": form.branch, "kept": form.kept}
                 self._to([number], "form", **where, **more)
-
-    def _start(self, command: messages.Start) -> None:
-        for number, mate in self.mates.items():
-            if mate.formed == command.generation:
-                if mate.said and mate.said["type"] == "parked":
-                    self._report(number, mate)
-                self._do(Send(number, {"type": "start", "generation": command.generation}))
 
     def _probe(self, command: messages.Probe) -> None:
         self._do(Count())
@@ -651,10 +675,11 @@ OBEY: dict[type[Command], Any] = {
     messages.Kill: Agent._kill,
     messages.Release: Agent._release,
     messages.Leave: Agent._leave,
+    messages.Build: Agent._build,
     messages.Halt: Agent._halt,
+    messages.Part: Agent._part,
     messages.Pause: Agent._pause,
     messages.Form: Agent._form,
-    messages.Start: Agent._start,
     messages.Probe: Agent._probe,
     messages.Ask: Agent._ask,
     messages.Save: Agent._save,

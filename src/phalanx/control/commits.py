@@ -5,6 +5,7 @@ memory, with growing pauses and a limit. What checkpoints cost decides how far a
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,13 +150,13 @@ class Commits:
             del self.lost[old]
         self._desk.say(messages.Note(-1, f"the checkpoint of step {draft.step} was given up: {reason}"))
 
-    def lose_node(self, name: str, others: tuple[str, ...]) -> None:
-        """A node is gone, and its keeper with it: another one of `others` commits what this one was to."""
+    def lose_node(self, name: str, other: Callable[[], str]) -> None:
+        """A node is gone, and its keeper with it: the other one commits what this one was to, if there is any."""
         for draft in list(self.drafts.values()):
-            if name in draft.failed or not others:
+            if name in draft.failed or not (found := other()):
                 self._give_up(draft, f"node {name}, which had to write, is gone")
             elif draft.node == name:
-                draft.node = others[0]
+                draft.node = found
                 self._again(draft)
 
     def is_open(self, step: int, generation: int) -> bool:

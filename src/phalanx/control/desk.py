@@ -1,4 +1,4 @@
-"""What all parts of a machine share: the time, its timers, and what it says."""
+"""What all parts of the gang share: its phase, the time, its timers, and what it says."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from phalanx.control.messages import Command
 
 @dataclass
 class Desk:
+    phase: str = "gathering"
     now_ns: int = 0
     timers: dict[str, int] = field(default_factory=dict)
     said: str = ""  # why nothing is done
@@ -25,12 +26,17 @@ class Desk:
         self.timers[timer] = self.now_ns + after_ns
         self.say(messages.SetTimer(timer, self.timers[timer]))
 
+    def look_after(self, for_ns: int) -> None:
+        """Have the gang look at its state after a while, if it would not sooner."""
+        if not self.now_ns < self.timers.get("again", 0) <= self.now_ns + for_ns:
+            self.set("again", for_ns)
+
     def drop(self, *timers: str) -> None:
         for timer in timers:
             self.timers.pop(timer, None)
 
     def due(self, timer: str) -> bool:
-        """Whether it fires now; if so it is gone. One that was put off, or dropped, does not fire."""
+        """Return whether a timer fires now; if so it is gone. One that was put off, or dropped, does not fire."""
         if self.timers.get(timer, self.now_ns + 1) > self.now_ns:
             return False
         del self.timers[timer]

@@ -4,15 +4,17 @@ next step is committed."""
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import filterfalse
 
 from phalanx.control.commits import Commits
+from phalanx.control.desk import Desk
 from phalanx.control.membership import Membership
-from phalanx.control.messages import Source
-from phalanx.control.roll import Roll
-from phalanx.control.sources import Lineage, Stocks
+from phalanx.control.messages import Ask, Source
+from phalanx.control.policy import Policy
+from phalanx.control.sources import Copy, Lineage, Stocks
+from phalanx.control.worlds import Worlds
 
 
 @dataclass
@@ -22,44 +24,28 @@ class Finder:
     held: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)  # node -> what is in its memory
     banned: set[int] = field(default_factory=set)  # workers whose state nobody could take
 
-    def bind(self, members: Membership, lineage: Lineage, commits: Commits) -> None:
-        self._members, self._lineage, self._commits = members, lineage, commits
+    def bind(
+        self, desk: Desk, members: Membership, policy: Policy, worlds: Worlds, lineage: Lineage, commits: Commits
+    ) -> None:
+        self._desk, self._members, self._policy = desk, members, policy
+        self._replicas, self._lineage, self._commits = worlds.replicas, lineage, commits
 
-    def plan(
-        self, crew: dict[int, int], roll: Roll | None, committed: int, certain: bool
-    ) -> tuple[int, dict[int, Source]]:
-        """The step to go on from, and the sources of the ranks that lack it."""
-        if certain and roll and all(self._lineage.step_of(copy) == committed for copy in roll.copies):
-            # Most often all that are left have the last step, so only the others need a source.
-            new, workers = filterfalse(roll.parked.__contains__, crew.values()), self._members.workers
-            others = {workers[worker].rank: worker for worker in new}
-            sources = self._from_parked(others, roll, committed)
-            if sources is None:
-                sources = self._stocks(others).at(committed)
-            if sources is not None:
-                return committed, sources
-        return self._stocks(crew).newest(committed if certain else None)
+    def from_peer(self, replica: int, standing: list[int]) -> dict[int, Source] | None:
+        """For a replica that lacks the last step: the same ranks of the next one that has it. None: nobody could take
+        the state of any."""
+        size, workers = self._members.replica_size, self._members.workers
+        at = bisect(standing, replica)
+        for donor in standing[at:] + standing[:at]:
+            crew = self._replicas[donor].crew
+            if donor != replica and self.banned.isdisjoint(crew.values()):
+                shift = (replica - donor) * size
+                return {rank + shift: Source("live", workers[w].node, w) for rank, w in crew.items()}
+        return None
 
-    def _from_parked(self, ranks: dict[int, int], roll: Roll, committed: int) -> dict[int, Source] | None:
-        """For ranks that lack the last step, which all that have parked have: the next of its coordinate that has.
-        None: there is none for some."""
-        at, workers, size = self._members.at, self._members.workers, self._members.replica_size
-        world = (max(self._members.wanted, default=-1) + 1) * size
-        sources = {}
-        for rank, worker in ranks.items():
-            if self._lineage.step_of(workers[worker].copy) == committed:
-                continue
-            peers = (at.get(peer % world, 0) for peer in range(rank + size, rank + world, size))
-            found = next((p for p in peers if p in roll.parked and p not in self.banned), None)
-            if found is None:
-                return None
-            sources[rank] = Source("live", workers[found].node, found)
-        return sources
-
-    def _stocks(self, crew: dict[int, int]) -> Stocks:
-        """All that the ranks of a crew, or of some of it, could go on from."""
+    def newest(self, crew: dict[int, int], committed: int | None) -> tuple[int, dict[int, Source]]:
+        """The last step, up to `committed`, that all ranks of a crew can have; and the sources of those without it."""
         members, steps = self._members, self._lineage.steps_of
-        own = zip(crew.items(), steps(members.workers[w].copy for w in crew.values()), strict=True)
+        own = zip(crew.items(), steps(map(self._copy_of, crew.values())), strict=True)
         where = {rank: (members.workers[worker].node, step) for (rank, worker), step in own}
         live: dict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
         found = [
@@ -67,7 +53,7 @@ class Finder:
             for item in members.filling({rank % members.replica_size for rank in crew})
             if item[1] not in self.banned
         ]
-        for (rank, worker), step in zip(found, steps(members.workers[w].copy for _, w in found), strict=True):
+        for (rank, worker), step in zip(found, steps(self._copy_of(w) for _, w in found), strict=True):
             if step >= 0:
                 live[step].setdefault(rank, (members.workers[worker].node, worker))
         held: dict[int, dict[int, list[tuple[str, int, int]]]] = defaultdict(lambda: defaultdict(list))
@@ -76,15 +62,34 @@ class Finder:
                 if self._lineage.counts(step, made):
                     held[rank % members.replica_size][step].append((node, rank, made))
         memories = {node: members.nodes[node].memory for node in self.held if node in members.nodes}
-        return Stocks(members.replica_size, where, live, held, self._commits.durable, memories)
+        stocks = Stocks(members.replica_size, where, live, held, self._commits.durable, memories)
+        return stocks.newest(committed)
+
+    def _copy_of(self, worker: int) -> Copy | None:
+        found = self._members.workers[worker]
+        replica = self._replicas.get(found.rank // self._members.replica_size)
+        if replica and replica.parted >= 0 and replica.crew.get(found.rank) == worker:
+            return replica.copy
+        return found.copy
 
     # -- what nodes have in memory
 
-    def ask(self, nodes: set[str]) -> None:
-        self.unanswered = nodes
+    def ask(self, generation: int) -> None:
+        """Ask all nodes what they hold."""
+        self.unanswered = {name for name, node in self._members.nodes.items() if not node.dead}
+        self._desk.set("ask", self._policy.ask_ns)
+        self._desk.say(self.question(generation))
+
+    def question(self, generation: int) -> Ask:
+        return Ask(generation, tuple(sorted(self.unanswered)))
+
+    def stop_asking(self) -> None:
+        """Take nodes that have not answered to hold nothing."""
+        self._desk.drop("ask")
+        self.unanswered = set()
 
     def hear(self, node: str, copies: tuple[tuple[int, int, int], ...]) -> bool:
-        """Whether all have answered."""
+        """Return whether all have answered."""
         self.held[node] = list(copies)
         self.unanswered.discard(node)
         return not self.unanswered
@@ -94,11 +99,12 @@ class Finder:
         self.unanswered.discard(name)
 
     def close(self) -> None:
-        """The gang goes on: memories will change."""
+        """Forget the answers: the gang runs, and memories will change."""
         self.asked, self.held = False, {}
 
     def fail(self, source: Source, step: int, damaged: bool) -> None:
-        """A source did not have what it should; if that was not damaged, the others of that memory are no better."""
+        """Drop a source that did not have what it should; if that was not damaged, the others of that memory are no
+        better."""
         if source.kind == "live":
             self.banned.add(source.number)
         elif source.kind == "memory" and source.node in self.held:

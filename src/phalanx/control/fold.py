@@ -17,10 +17,11 @@ from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 
 FROM_USERS = (messages.Drain, messages.Scale, messages.Stop)
+FROM_REPLICAS = (messages.Formed, messages.Parted)
 FROM_AGENTS = (
-    messages.NodeJoined, messages.WorkersUp, messages.WorkerDied, messages.ServiceDied, messages.Parked, messages.Ready,
-    messages.Missing, messages.Standing, messages.Held, messages.StepsDone, messages.Written, messages.Unwritten,
-    messages.Durable, messages.Cost, messages.DeviceWarning,
+    messages.NodeJoined, messages.WorkersUp, messages.WorkerDied, messages.ServiceDied, messages.Built,
+    messages.Parked, messages.Formed, messages.Parted, messages.Missing, messages.Standing, messages.Held,
+    messages.StepsDone, messages.Written, messages.Unwritten, messages.Durable, messages.Cost, messages.DeviceWarning,
 )  # fmt: skip
 
 
@@ -95,8 +96,8 @@ class State:
         event = Event.from_dict(found) if found else None
         if item["type"] == "event":
             _check_agent(item, event)
-        elif item["type"] == "many" and not isinstance(event, messages.Many):
-            raise ValueError(f"{type(event).__name__} is not of many")
+        elif item["type"] == "many" and not isinstance(event, FROM_REPLICAS):
+            raise ValueError(f"{type(event).__name__} is nothing that replicas say alike")
         return event
 
     def check(self, plan: Any) -> None:
@@ -114,7 +115,7 @@ class State:
             if node is None or (node.dead and not event.off):
                 raise ValueError(f"Drain.node = {event.node!r}: there is no such node, or it is dead")
         if isinstance(event, messages.Scale):
-            least, most = self.gang.policy.min_replicas, self.gang.most
+            least, most = self.gang.policy.min_replicas, self.gang.changes.most
             if not least <= event.replicas <= most:
                 raise ValueError(f"Scale.replicas = {event.replicas}: expected {least} to {most}")
 

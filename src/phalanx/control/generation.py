@@ -1,107 +1,175 @@
-"""One generation of the gang: who is in it, who has left it, and what is waited for."""
+"""One generation of the gang: which replicas are in it, which have left it, and which step was its last. Commits are
+unanimous, so a generation is over as soon as one member is known to have left it or to be dead."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from phalanx.control import messages
+from phalanx.control.desk import Desk
 from phalanx.control.membership import Membership
-from phalanx.control.messages import Form, Parked, Ready
-from phalanx.control.roll import Roll
-from phalanx.control.sources import Copy
+from phalanx.control.messages import EVERYONE, Command, Form
+from phalanx.control.policy import Policy
+from phalanx.control.sources import Copy, Lineage
+from phalanx.control.worlds import Worlds
+
+STEPS_TO_PAUSE = 4  # in which a pause must come, and a pass end
 
 
 @dataclass
 class Generation:
     number: int = 0
     form: Form | None = None
-    ran: bool = False  # Start was said in it
+    began_ns: int = 0  # when that was said
+    begun: bool = False  # this or an earlier one has run
     stepped: bool = False  # it is known to have committed a step
-    waiting: set[int] = field(default_factory=set)  # workers whose Ready or Parked is awaited
-    quiet: bool = False  # halting: they stop after a step, by themselves
+    step_seen: tuple[int, int] = (0, 0)  # a step, and when it was heard of
+    step_ns: int = 0  # as far as is known
+    waiting: set[int] = field(default_factory=set)  # replicas that are not Formed yet
+    left: set[int] = field(default_factory=set)  # replicas that have neither parted nor broken
+    quiet: bool = False  # parting: they stop after a step, by themselves
     pausing: str = ""  # why Pause was said
     doomed: set[int] = field(default_factory=set)  # members that are being killed, until their end is confirmed
     over: str = ""  # how it is known that no member can commit another step: acknowledged, proven, or its lease ended
-    digests: dict[int, str] = field(default_factory=dict)  # of those that are Ready
-    agreed: dict[int, str] = field(default_factory=dict)  # coordinate -> the first of them
-    disputed: set[int] = field(default_factory=set)  # coordinates that have another one too
 
-    def bind(self, members: Membership) -> None:
-        self._members = members
-        self.roll = Roll.of(self.form, members.workers) if self.form else None
+    def __post_init__(self) -> None:
+        self.worlds = dict(zip(self.form.replicas, self.form.worlds, strict=True)) if self.form else {}
+
+    def bind(self, desk: Desk, members: Membership, policy: Policy, worlds: Worlds, lineage: Lineage) -> None:
+        self._desk, self._members, self._policy, self._worlds, self._lineage = desk, members, policy, worlds, lineage
+
+    # -- its beginning
 
     def begin(self, form: Form) -> None:
-        self.number, self.form, self.roll = form.generation, form, Roll(form)
-        self.ran = self.stepped = self.quiet = False
+        self.number, self.form, self.began_ns = form.generation, form, self._desk.now_ns
+        self.worlds = dict(zip(form.replicas, form.worlds, strict=True))  # by replica
+        self.stepped = self.quiet = False
         self.pausing = self.over = ""
         self.doomed = set()
-        self.waiting = set(self.roll.left)
-        self.digests, self.agreed, self.disputed = {}, {}, set()
+        self.waiting, self.left = set(form.replicas), set(form.replicas)
+        self._worlds.enter(form.replicas)
+        self._desk.resume()
+        self._desk.phase = "forming"
+        self._desk.set("form", self._policy.form_ns)
+        self._desk.say(form)
 
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The nodes of its crew."""
-        assert self.roll
-        return self.roll.crew_nodes
+    def hear_formed(self, event: messages.Formed) -> None:
+        named, worlds = zip(event.replicas, event.worlds, strict=True), self.worlds
+        self.waiting.difference_update([replica for replica, world in named if worlds.get(replica) == world])
 
-    @property
-    def ranks(self) -> int:
-        return len(self.form.crew) if self.form else 0
+    def start(self) -> None:
+        self._desk.phase, self.begun, self.waiting = "running", True, set()
+        self._desk.drop("form")
+        self._desk.say(messages.Started(self.number))
 
-    def lose(self, workers: dict[int, int]) -> bool:
-        """By rank. Whether one of them was in the generation."""
-        self.waiting.difference_update(workers.values())
-        if self.form is None or not any(self.form.crew.get(rank) == w for rank, w in workers.items()):
+    def hear_steps(self, event: messages.StepsDone) -> None:
+        """Note a committed step, and how long one takes."""
+        (step, at_ns), now_ns = self.step_seen, self._desk.now_ns
+        if self.stepped and event.step > step:
+            self.step_ns = (now_ns - at_ns) // (event.step - step)
+        self.step_seen, self.stepped = (event.step, now_ns), True
+        self._lineage.commit(event.step)
+
+    def pause(self, why: str) -> None:
+        """Have all stop after a step, if there is a reason to."""
+        self.pausing = why
+        if why:
+            self._desk.say(messages.Pause(self.number, EVERYONE))
+
+    # -- its end
+
+    def part(self, quiet: bool) -> None:
+        """Wait for all replicas to leave. `quiet`: they do so by themselves, after a step."""
+        self._desk.phase, self.quiet = "parting", quiet
+        self._desk.drop("form")
+        self._desk.resume()
+        limit_ns = self._policy.pause_ns if quiet else self._policy.park_ns
+        self._desk.set("park", max(limit_ns, STEPS_TO_PAUSE * self.step_ns))
+        if not quiet:
+            self._desk.say(self.order_to_part())
+
+    def order_to_part(self) -> messages.Part:
+        return messages.Part(self.number, tuple(self.worlds.values()), EVERYONE)
+
+    def hear_parted(self, event: messages.Parted) -> list[int]:
+        """Return the replicas that have left by this. Those of a fenced generation were given up before."""
+        named = zip(event.replicas, event.worlds, strict=True)
+        fenced, worlds = self._desk.phase == "fencing", self.worlds
+        parted = [r for r, world in named if (fenced or r in self.left) and worlds.get(r) == world]
+        if parted and not fenced:
+            copy = Copy.of(event)
+            for replica in parted:
+                self._worlds.replicas[replica].part(event.generation, copy, event.kept)
+            self.lose(parted)
+        if parted:
+            self.prove("acknowledged")
+        return parted
+
+    def lose(self, replicas: list[int]) -> bool:
+        """Take off replicas that have parted, or are broken. Return whether any was in."""
+        count = len(self.left)
+        self.left.difference_update(replicas)
+        self.waiting.difference_update(replicas)
+        return len(self.left) < count
+
+    def has_world(self, replica: int) -> bool:
+        """Return whether the last world of a replica is, or was, in it."""
+        return self._worlds.replicas[replica].world == self.worlds.get(replica)
+
+    def prove(self, how: str) -> None:
+        """Note that no member can commit another step; the first proof is kept."""
+        self.over = self.over or how
+
+    def standing(self) -> list[int]:
+        """Return the replicas that have parted from it, and stand."""
+        return [r for r in self.worlds if self._worlds.replicas[r].parted == self.number]
+
+    def resolve(self) -> bool:
+        """Decide which was its last step, when nobody is left in it. Return whether that is decided.
+
+        One member that has left, or is proven dead, ends it for all; without any, its agents' lease does. A replica
+        that stands speaks for itself. If none does, all that are left of the broken ones are waited for."""
+        desk, standing = self._desk, self.standing()
+        if not standing and any(self._worlds.replicas[r].phase == "leaving" for r in self.worlds):
             return False
-        assert self.roll
-        for rank, worker in workers.items():
-            self.roll.lose(rank, worker)
+        desk.drop("park")
+        if not self.over:
+            if desk.phase != "fencing":
+                desk.phase = "fencing"
+                desk.resume()
+                desk.hold(f"nobody of generation {self.number} answers: it may go on until its lease ends")
+                desk.set("lease", self._policy.lease_ns)
+            return False
+        desk.drop("lease")
+        vote = self._last_vote(standing)
+        if vote is None:
+            self._lineage.certain = False
+        else:
+            self._lineage.commit(vote)
+        self._lineage.end(self.number)
+        desk.phase, self.pausing = "gathering", ""
         return True
 
-    def park(self, event: Parked) -> list[int]:
-        """The ranks that leave the generation with this."""
-        assert self.roll
-        copy = Copy(event.step, event.prepared, event.made) if event.step >= 0 else None
-        workers, left = self._members.workers, self.roll.left
-        new, ranks = [], []
-        for worker in event.workers:
-            if worker in left and (found := workers[worker]).node == event.node:
-                found.parked, found.copy = self.number, copy
-                new.append(worker)
-                ranks.append(found.rank)
-        if new:
-            self.over = self.over or "acknowledged"
-            self.waiting.difference_update(new)
-            self.roll.park(ranks[0], new, copy)
-        return ranks
-
-    def ready(self, event: Ready) -> bool:
-        """Whether all are, with this."""
-        workers, size, agreed = self._members.workers, self._members.replica_size, self.agreed
-        new = [worker for worker in event.digests if worker in self.waiting]
-        for worker in new:
-            self.digests[worker] = digest = event.digests[worker]
-            coordinate = workers[worker].rank % size
-            if agreed.setdefault(coordinate, digest) != digest:
-                self.disputed.add(coordinate)
-        self.waiting.difference_update(new)
-        return not self.waiting
-
-    def wrong(self, coordinate: int) -> list[int]:
-        """Workers whose state is not that of the same coordinate in other replicas. The majority is right; without one,
-        those that kept what they had."""
+    def _last_vote(self, standing: list[int]) -> int | None:
+        """Return the step that all who are left have voted for; None: nobody is left. A step counts when all of them
+        have voted for it, as those that are gone may have seen it committed. If one has not, nobody can have."""
         assert self.form
-        said: dict[str, list[int]] = {}
-        for replica in self.form.replicas:
-            rank = replica * self._members.replica_size + coordinate
-            said.setdefault(self.digests[self.form.crew[rank]], []).append(rank)
-        kept = {digest: sum(rank not in self.form.sources for rank in ranks) for digest, ranks in said.items()}
-        right = max(said, key=lambda digest: (len(said[digest]), kept[digest], -said[digest][0]))
-        return [self.form.crew[rank] for digest, ranks in said.items() if digest != right for rank in ranks]
-
-    def last_vote(self) -> int | None:
-        """The step that all who are left have voted for; None: nobody is left. A step counts when all of them have
-        voted for it, as those that are gone may have seen it committed. If one has not, nobody can have."""
-        assert self.form and self.roll
-        if not self.roll.copies:
+        copies = [self._worlds.replicas[r].copy for r in standing]
+        if not standing:
+            worlds, replica_of = self.worlds, self._members.replica_of
+            copies = [w.copy for w in self._members.workers.values() if w.parked == worlds.get(replica_of(w.rank), 0)]
+        if not copies:
             return None
-        return min(c.prepared if c and c.made == self.number else self.form.step for c in self.roll.copies)
+        return min(c.prepared if c and c.made == self.number else self.form.step for c in copies)
+
+    def outstanding(self) -> list[Command]:
+        phase = self._desk.phase
+        if phase == "forming":
+            assert self.form
+            late, replica_of = self._worlds.nodes(self.waiting), self._members.replica_of
+            late |= {s.node for rank, s in self.form.sources.items() if s.node and replica_of(rank) in self.waiting}
+            return [replace(self.form, nodes=tuple(sorted(late)))]
+        if phase == "parting" and self.left:
+            nodes = tuple(sorted(self._worlds.nodes(self.left)))
+            return [messages.Pause(self.number, nodes) if self.quiet else replace(self.order_to_part(), nodes=nodes)]
+        return [messages.Pause(self.number, EVERYONE)] if phase == "running" and self.pausing else []

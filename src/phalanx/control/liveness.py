@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 from phalanx.control.policy import MISSED_BEATS
@@ -115,12 +114,14 @@ class Roster:
 
     def __init__(self, state: dict[str, Any] | None = None):
         self._nodes: dict[str, list[Any]] = dict(state or {})  # name -> incarnation, visit, aggregator, number
+        self.aggregators = {known[2] for known in self._nodes.values()} - {""}  # that nodes speak to, or did
 
     def take(self, aggregator: str, body: Item) -> bool:
-        """Whether it is news: an edge from the aggregator that a node speaks to, or an event not heard before. Of a
-        merged report only the news are left in it."""
+        """Whether it is news: an edge from the aggregator that a node speaks to, or an event not heard before."""
         if body["type"] == "many":
-            return self._take_many(body)
+            if not all(isinstance(one, list) and [*map(type, one)] == [str, int, int] for one in body["said"]):
+                raise ValueError(f"many.said = {str(body['said'])[:200]}: expected names, incarnations and numbers")
+            return any([self._hear(*one) for one in body["said"]])  # noqa: C419 (each is heard)
         if body["type"] == "event":
             return self._hear(body["node"], body["incarnation"], body["number"])
         known = self._known(body["node"], body["incarnation"])
@@ -130,6 +131,7 @@ class Roster:
             if body["visit"] < known[1] or (body["visit"] == known[1] and known[2]):
                 return False
             known[1:3] = body["visit"], aggregator
+            self.aggregators.add(aggregator)
         elif known[2] != aggregator:
             return False  # it is silent there, and speaks elsewhere
         elif body["edge"] in (DEAD, GONE):
@@ -149,20 +151,6 @@ class Roster:
             return False
         known[3] = number
         return True
-
-    def _take_many(self, body: Item) -> bool:
-        event, numbers = body["event"], body["numbers"]
-        columns = {name: column for name, column in event.items() if isinstance(column, list)}
-        said = [columns.get(name, []) for name in ("nodes", "incarnations")] + [numbers]
-        if any(len(column) != len(numbers) for column in (*columns.values(), *said)):
-            raise ValueError(f"many.event = {str(event)[:200]!r}: expected columns of {len(numbers)}")
-        if any({*map(type, column)} - {kind} for column, kind in zip(said, (str, int, int), strict=True)):
-            raise ValueError(f"many.event = {str(event)[:200]!r}: expected names, incarnations and numbers")
-        news = [*map(self._hear, *said)]
-        if not all(news):
-            event.update({name: [*compress(column, news)] for name, column in columns.items()})
-            body["numbers"] = [*compress(numbers, news)]
-        return any(news)
 
     def homes(self, nodes: Iterable[str]) -> dict[str, list[str]]:
         """By the aggregator that reaches them; those that none does are left out."""

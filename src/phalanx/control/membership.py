@@ -7,9 +7,11 @@ spare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from phalanx.control.sources import Copy
 
@@ -33,7 +35,7 @@ class Worker:
     rank: int
     node: str
     up: bool = False
-    parked: int = -1  # the generation that it has left for good
+    parked: int = -1  # the world that it has left for good
     copy: Copy | None = None  # as of then
     misses: int = 0  # times that it did not get its state
 
@@ -55,7 +57,7 @@ class Place:
         return [seat for seat in (self.now, self.next, self.old) if seat]
 
 
-@dataclass(slots=True)
+@dataclass
 class Membership:
     replica_size: int
     ranks_per_place: int
@@ -69,6 +71,7 @@ class Membership:
     spares: set[str] = field(init=False)
     down: dict[int, int] = field(init=False)  # wanted replica -> its ranks without a worker that is up
     whole: set[int] = field(init=False)  # wanted replicas that lack none
+    news: set[int] = field(init=False)  # of those, which nobody has looked at since they lacked some
     vacant: set[int] = field(init=False)  # places without a node
     missing: set[int] = field(init=False)  # ranks without a worker, in places that have a node
     at: dict[int, int] = field(init=False)  # rank of a wanted replica -> the worker that fills it; 0: none
@@ -85,20 +88,28 @@ class Membership:
         self.wanted = sorted(replicas)
         self.down = dict.fromkeys(self.wanted, 0)
         self.whole, self.vacant, self.missing, self.at = set(self.wanted), set(), set(), {}
+        self.news, self._first_vacant = set(), list[int]()
         for replica in self.wanted:
             self.at.update(dict.fromkeys(self._ranks_of(replica), 0))
             for place in self._places_of(replica):
                 self.places.setdefault(place, Place())
         for place in self.places:
             self._tally(place, 1)
+        self.news = set(self.whole)
 
     def place_of(self, rank: int) -> int:
         return rank // self.ranks_per_place
 
+    def replica_of(self, rank: int) -> int:
+        return rank // self.replica_size
+
     def ranks(self, place: int) -> list[int]:
         """Of wanted replicas."""
         first = place * self.ranks_per_place
-        return [r for r in range(first, first + self.ranks_per_place) if r // self.replica_size in self.down]
+        last = first + self.ranks_per_place - 1
+        if first // self.replica_size == last // self.replica_size:
+            return list(range(first, last + 1)) if first // self.replica_size in self.down else []
+        return [r for r in range(first, last + 1) if r // self.replica_size in self.down]
 
     def _ranks_of(self, replica: int) -> range:
         return range(replica * self.replica_size, (replica + 1) * self.replica_size)
@@ -199,15 +210,20 @@ class Membership:
             del self.workers[worker]
         return found
 
-    def crew(self, replicas: list[int]) -> tuple[dict[int, int], dict[int, str]]:
-        """Of whole replicas: rank -> worker, and place -> node."""
-        at, places = self.at, self.places
-        if replicas == self.wanted:
-            crew = dict(at)  # most often, and much faster
-        else:
-            crew = {rank: at[rank] for replica in replicas for rank in self._ranks_of(replica)}
-        filled = {number: places[number].now for replica in replicas for number in self._places_of(replica)}
-        return crew, {number: seat.node for number, seat in filled.items() if seat}
+    def crew(self, replica: int) -> tuple[dict[int, int], tuple[str, ...]]:
+        """Of a whole replica: rank -> worker, and their nodes."""
+        crew = {rank: self.at[rank] for rank in self._ranks_of(replica)}
+        filled = (self.places[number].now for number in self._places_of(replica))
+        return crew, tuple(seat.node for seat in filled if seat)
+
+    def nodes_of(self, workers: Iterable[int]) -> tuple[str, ...]:
+        return tuple(sorted({self.workers[worker].node for worker in workers}))
+
+    def name_ranks(self, workers: Iterable[int]) -> str:
+        """Name the ranks of workers, the first few if there are many."""
+        numbers = sorted(self.workers[worker].rank for worker in workers)
+        shown = ", ".join(map(str, numbers[:8]))
+        return f"ranks {shown}" if len(numbers) <= 8 else f"ranks {shown} and {len(numbers) - 8} more"
 
     def filling(self, coordinates: set[int]) -> Iterator[tuple[int, int]]:
         """Ranks of some coordinates, of all replicas, and their workers: who fills the place before who did."""
@@ -220,6 +236,13 @@ class Membership:
                 if seat and (worker := seat.workers.get(rank)):
                     yield rank, worker
 
+    def first_vacant(self) -> int | None:
+        """The vacant place with the least number."""
+        heap = self._first_vacant
+        while heap and heap[0] not in self.vacant:
+            heappop(heap)
+        return heap[0] if heap else None
+
     # -- counting
 
     @contextmanager
@@ -230,17 +253,22 @@ class Membership:
 
     def _tally(self, number: int, sign: int) -> None:
         seat, ranks = self.places[number].now, self.ranks(number)
-        for rank in ranks:
-            worker = seat.workers.get(rank, 0) if seat else 0
-            self.at[rank] = worker
-            if not worker or not self.workers[worker].up:
-                replica = rank // self.replica_size
-                self.down[replica] += sign
-                (self.whole.discard if self.down[replica] else self.whole.add)(replica)
+        workers = seat.workers if seat else {}
+        self.at.update([(rank, workers.get(rank, 0)) for rank in ranks])
+        up = {rank for rank, worker in workers.items() if self.workers[worker].up}
+        for replica, count in Counter([rank // self.replica_size for rank in ranks if rank not in up]).items():
+            self.down[replica] += sign * count
+            if self.down[replica]:
+                self.whole.discard(replica)
+                self.news.discard(replica)
+            else:
+                self.whole.add(replica)
+                self.news.add(replica)
         self.vacant.discard(number)
         self.missing.difference_update(ranks)
         if sign > 0 and ranks and seat is None:
             self.vacant.add(number)
+            heappush(self._first_vacant, number)
         elif sign > 0 and seat:
             self.missing.update(rank for rank in ranks if rank not in seat.workers)
         # A set that was large takes as long to look through as when it was.

@@ -2,21 +2,20 @@
 
 A worker has a number that is never used again, so a late message about one that is gone is recognised. A node has a
 name and an incarnation, which grows each time the node comes back. `step` counts the updates that a state has seen.
-Every command may arrive twice, or late: its generation, worker or incarnation tells the receiver whether it still
-counts.
+A replica's world and the gang's generation have numbers of their own, which only grow. Every command may arrive twice,
+or late: its world, generation, worker or incarnation tells the receiver whether it still counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from operator import ne
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar
 
 from phalanx.control import codec
 
 M = TypeVar("M", bound="Message")
+EVERYONE = ("*",)  # all nodes that are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ class NodeDead(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkersUp(Event):
-    """They run, hold no state, and wait for a Form."""
+    """They run, hold no state, and wait for a Build."""
 
     node: str
     incarnation: int
@@ -146,17 +145,27 @@ class ServiceDied(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Parked(Event):
-    """They have left the groups of `generation` and of all before it, for good."""
+class Built(Event):
+    """They are in the world of their replica, with an engine: it can take part."""
 
     node: str
     incarnation: int
-    generation: int
+    world: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parked(Event):
+    """They have left `world` and all worlds before it, for good."""
+
+    node: str
+    incarnation: int
+    world: int
     workers: tuple[int, ...]
     step: int  # of the state that they hold; -1: none
     prepared: int  # the step that they have voted yes for and hold the gradients of, or `step`
     made: int  # the generation in which that was
-    why: Failure | None = None  # the error that made them leave; None: they were told to, or are done
+    why: Failure | None = None  # the error that made them leave; None: they were told to
 
     def __post_init__(self) -> None:
         if self.prepared - self.step not in (0, 1):
@@ -164,90 +173,46 @@ class Parked(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(Event):
-    """Groups are formed, the state is there, and this is its digest."""
+class Formed(Event):
+    """All ranks of these replicas are in the groups of `generation`, with the same state as their peers. The first rank
+    of a replica speaks for it."""
 
-    node: str
-    incarnation: int
+    replicas: tuple[int, ...]
+    worlds: tuple[int, ...]  # of those
     generation: int
-    step: int
-    digests: dict[int, str]  # by worker
-
-
-@dataclass(frozen=True, slots=True)
-class Many(Event):
-    """The same report from many nodes, as if each had sent it, in this order. When a gang re-forms all nodes report,
-    and columns are read, kept and folded much faster than as many messages."""
-
-    nodes: tuple[str, ...]
-    incarnations: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name in self.columns():
-            if len(getattr(self, name)) != len(self.nodes):
-                raise ValueError(f"{type(self).__name__}.{name}: expected {len(self.nodes)}, one of each node")
-        if self.nodes:
-            next(self.parts())  # what all have in common
-
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        """The fields that have a value for each node."""
-        return tuple(name for name, hint in codec.hints(cls).items() if get_origin(hint) is tuple)
-
-    def parts(self) -> Iterator[Event]:
-        raise NotImplementedError
+        _check_columns(self)
 
 
 @dataclass(frozen=True, slots=True)
-class ManyParked(Many):
-    workers: tuple[tuple[int, ...], ...]
+class Parted(Event):
+    """All ranks of these replicas have left the groups of `generation`, and of all before it, for good. Their worlds
+    stand, and the ranks of each hold the same."""
+
+    replicas: tuple[int, ...]
+    worlds: tuple[int, ...]  # of those
     generation: int
     step: int
     prepared: int
     made: int
-    why: Failure | None
-
-    @staticmethod
-    def of(events: Sequence[Parked]) -> ManyParked:
-        """Merge reports that differ in nodes and workers only."""
-        nodes, incarnations, workers = zip(*((e.node, e.incarnation, e.workers) for e in events), strict=True)
-        one = events[0]
-        return ManyParked(nodes, incarnations, workers, one.generation, one.step, one.prepared, one.made, one.why)
-
-    def parts(self) -> Iterator[Parked]:
-        g, step, prepared, made, why = self.generation, self.step, self.prepared, self.made, self.why
-        for node, incarnation, workers in zip(self.nodes, self.incarnations, self.workers, strict=True):
-            yield Parked(node, incarnation, g, workers, step, prepared, made, why)
-
-
-@dataclass(frozen=True, slots=True)
-class ManyReady(Many):
-    workers: tuple[tuple[int, ...], ...]
-    digests: tuple[tuple[str, ...], ...]  # of those
-    generation: int
-    step: int
+    kept: bool = False  # they keep the gradients of what was dealt to them of the step under way
 
     def __post_init__(self) -> None:
-        if any(map(ne, map(len, self.workers), map(len, self.digests))):
-            raise ValueError("ManyReady.digests: expected one of each worker")
-        Many.__post_init__(self)
+        _check_columns(self)
+        if self.prepared - self.step not in (0, 1):
+            raise ValueError(f"Parted.prepared = {self.prepared}: expected step, {self.step}, or the one after it")
 
-    @staticmethod
-    def of(events: Sequence[Ready]) -> ManyReady:
-        """Merge reports that differ in nodes, workers and digests only."""
-        nodes, incarnations = zip(*((e.node, e.incarnation) for e in events), strict=True)
-        workers, digests = tuple(tuple(e.digests) for e in events), tuple(tuple(e.digests.values()) for e in events)
-        return ManyReady(nodes, incarnations, workers, digests, events[0].generation, events[0].step)
 
-    def parts(self) -> Iterator[Ready]:
-        rows = zip(self.nodes, self.incarnations, self.workers, self.digests, strict=True)
-        for node, incarnation, workers, digests in rows:
-            yield Ready(node, incarnation, self.generation, self.step, dict(zip(workers, digests, strict=True)))
+def _check_columns(event: Formed | Parted) -> None:
+    if len(event.replicas) != len(event.worlds):
+        raise ValueError(f"{type(event).__name__}.worlds = {event.worlds}: expected one for each of {event.replicas}")
 
 
 @dataclass(frozen=True, slots=True)
 class Missing(Event):
-    """The source that Form named does not have the state, cannot be read, or what it has is damaged."""
+    """A rank cannot enter `generation`: the source that Form named does not have the state, cannot be read, or what it
+    has is damaged; or (`groups`) its groups cannot be formed."""
 
     node: str
     incarnation: int
@@ -255,6 +220,7 @@ class Missing(Event):
     worker: int
     reason: str = ""
     damaged: bool = False
+    groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,17 +382,40 @@ class Release(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Build(Command):
+    """The world of a replica, which nothing that happens to others touches: its groups and its engine. Answered by
+    Built, or by Parked with the reason."""
+
+    node: str
+    replica: int
+    world: int
+    crew: dict[int, int]  # of the node: rank -> worker
+    store: str  # the address where they meet
+
+
+@dataclass(frozen=True, slots=True)
 class Halt(Command):
-    """Leave the groups now, in the middle of a step. Answered by Parked; a worker that does not leave is ended by its
+    """Leave the world now, in the middle of a step. Answered by Parked; a worker that does not leave is ended by its
     agent, which answers WorkerDied."""
 
+    node: str
+    world: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Command):
+    """Leave the groups of the generation, or do not enter it, when the pass that is under way has ended. Answered by
+    Parted."""
+
     generation: int
+    worlds: tuple[int, ...]  # that are in it
     nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pause(Command):
-    """Leave the groups after the step whose votes carry this. Answered by Parked."""
+    """Leave the groups of the generation after the step whose votes carry this. Answered by Parted."""
 
     generation: int
     nodes: tuple[str, ...]
@@ -445,17 +434,19 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Form(Command):
-    """A new generation. Workers without a source keep their state; if that is at `step` - 1 they first apply `step`,
-    which they have prepared; a step after `step` that they have prepared they drop. Answered by Ready, or Missing."""
+    """A new generation: these replicas train together. Ranks without a source keep their state; if that is at `step`
+    - 1 they first apply `step`, which they have prepared; a step after `step` that they have prepared they drop.
+    Answered by Formed, or Missing."""
 
     generation: int
     step: int  # to go on from
     replicas: tuple[int, ...]
-    crew: dict[int, int]  # rank -> worker
-    places: dict[int, str]  # -> node
-    ranks_per_place: int
+    worlds: tuple[int, ...]  # of those
     store: str  # the address where they meet
+    every: Source | None  # of all ranks; None: `sources` says whose
     sources: dict[int, Source]  # by rank
+    takers: dict[int, str]  # the nodes of those ranks
+    kept: tuple[int, ...]  # replicas that keep the gradients of what was dealt to them of the next step
     buddies: dict[str, str]  # node -> the address to which it copies its snapshots
     branch: bool  # all steps after `step` are abandoned; the ledger keeps them as a branch
     last: int  # that is known to have been committed: `step` + 1 to `last` are abandoned
@@ -463,38 +454,16 @@ class Form(Command):
     reason: str
     nodes: tuple[str, ...]
 
-    def parts(self) -> dict[str, Form]:
-        """Cut it into what each of `nodes` needs: its own workers, and the ranks that it is a source for."""
-        crews: dict[str, dict[int, int]] = {node: {} for node in self.nodes}
-        sources: dict[str, dict[int, Source]] = {node: {} for node in self.nodes}
-        for rank, worker in self.crew.items():
-            node = self.places[rank // self.ranks_per_place]
-            if node in crews:
-                crews[node][rank] = worker
+    def own(self) -> dict[str, dict[str, Any]]:
+        """What only some nodes are told, by node: the sources of its ranks and those that it is a source of, and its
+        buddy. All others are told the rest, which is the same for all."""
+        own: dict[str, dict[str, Any]] = {}
         for rank, source in self.sources.items():
-            for node in (self.places[rank // self.ranks_per_place], source.node):
-                if node in sources:
-                    sources[node][rank] = source
-        seats = {node: place for place, node in self.places.items()}
-        return {
-            node: replace(
-                self,
-                crew=crews[node],
-                places={seats[node]: node} if node in seats else {},
-                sources=sources[node],
-                buddies={node: self.buddies[node]} if node in self.buddies else {},
-                nodes=(node,),
-            )
-            for node in self.nodes
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Start(Command):
-    """All are ready. Repeated until a step of this generation is done."""
-
-    generation: int
-    nodes: tuple[str, ...]
+            for node in {self.takers[rank], source.node} - {""}:
+                own.setdefault(node, {}).setdefault("sources", {})[str(rank)] = codec.encode(source)
+        for node, address in self.buddies.items():
+            own.setdefault(node, {})["buddies"] = {node: address}
+        return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,7 +483,7 @@ class Ask(Command):
 
 @dataclass(frozen=True, slots=True)
 class Save(Command):
-    """Take a snapshot of the parked state at `step` (workers that have prepared it apply it) and write it. Answered by
+    """Take a snapshot of the state at `step` (workers that have prepared it apply it) and write it. Answered by
     Written or Unwritten."""
 
     generation: int
@@ -587,6 +556,13 @@ class Report(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Started(Command):
+    """For the run: all replicas of the generation are in its groups."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended(Command):
     """Tell the run how it ended. `rank` and `failure`: who is to blame, if a rank is."""
 
@@ -600,5 +576,5 @@ class Ended(Command):
 
 
 KINDS = {kind.__name__: kind for kind in [*globals().values()] if isinstance(kind, type) and issubclass(kind, Message)}
-for _kind in (Message, Event, Many, Command):
+for _kind in (Message, Event, Command):
     del KINDS[_kind.__name__]

@@ -21,15 +21,14 @@ class Policy:
     recover: bool = True  # False: the first loss ends the run
     min_replicas: int = 1
     max_replicas: int = 0  # that Scale may ask for; 0: as many as the layout has
-    counts: tuple[int, ...] = ()  # of replicas that a batch can be divided among; (): any
     gather_ns: int = 300 * S  # a beginning waits so long for all nodes before it starts with those that are there
     start_ns: int = 0  # a broken gang waits so long for workers that are starting
     wait_ns: int = 0  # a broken gang waits so long for full strength
     hold_ns: int = 300 * S  # a gang that cannot go on waits so long before it ends
     lease_ns: int = 60 * S  # agents train so long without a word from the controller
-    park_ns: int = 10 * S  # from Halt to Parked
-    pause_ns: int = 60 * S  # from Pause to Parked: a step, with room
-    form_ns: int = 30 * S  # without progress, from Form to Ready
+    park_ns: int = 10 * S  # from Halt to Parked, and from Part to Parted
+    pause_ns: int = 60 * S  # from Pause to Parted: a step, with room
+    form_ns: int = 30 * S  # without progress, from Build to Built, and from Form to Formed
     launch_ns: int = 60 * S  # without progress, from Launch to WorkersUp
     ask_ns: int = 5 * S  # from Ask to Held, from Probe to Standing
     resend_ns: int = 2 * S  # a command without an answer is sent again
@@ -50,10 +49,6 @@ class Policy:
     buddies: bool = False  # each node keeps a copy of another's snapshots
     failures: int = FAILURES_PER_MILLION_NODE_DAYS  # expected before the run has seen any of its own
     warnings: dict[str, int] = field(default_factory=lambda: dict(WARNINGS))  # sign -> count from which a device goes
-
-    def usable(self, replicas: int) -> int:
-        """How many of them a batch can be divided among."""
-        return max((n for n in self.counts if n <= replicas), default=0 if self.counts else replicas)
 
     def pause_before(self, attempt: int) -> int:
         """How long to wait before an attempt to form, counted from 1 since the last committed step."""

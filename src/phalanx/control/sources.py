@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from phalanx.control.messages import Source
+from phalanx.control.messages import Parked, Parted, Source
 
 KEPT_ENDS = 64
 
@@ -21,6 +21,10 @@ class Copy:
     prepared: int
     made: int
 
+    @staticmethod
+    def of(event: Parked | Parted) -> Copy | None:
+        return Copy(event.step, event.prepared, event.made) if event.step >= 0 else None
+
 
 @dataclass(slots=True)
 class Lineage:
@@ -28,14 +32,27 @@ class Lineage:
 
     ends: dict[int, int] = field(default_factory=dict)  # of the last generations: the last step that each committed
     branches: list[tuple[int, int]] = field(default_factory=list)  # from this generation on, after this step
+    committed: int = 0  # the last step that is known to have been
+    certain: bool = True  # no later one can have been
 
-    def end(self, generation: int, step: int) -> None:
-        self.ends[generation] = step
+    def commit(self, step: int) -> None:
+        self.committed = max(self.committed, step)
+
+    def end(self, generation: int) -> None:
+        self.ends[generation] = self.committed
         for old in sorted(self.ends)[:-KEPT_ENDS]:
             del self.ends[old]
 
     def branch(self, generation: int, step: int) -> None:
         self.branches = [b for b in self.branches if b[1] < step] + [(generation, step)]
+
+    def resume(self, generation: int, step: int) -> bool:
+        """Continue from a step. Return whether later ones are abandoned, or may be."""
+        branches = step < self.committed or not self.certain
+        if branches:
+            self.branch(generation, step)
+        self.committed, self.certain = step, True
+        return branches
 
     def counts(self, step: int, made: int) -> bool:
         return all(made >= generation or step <= last for generation, last in self.branches)
@@ -49,10 +66,10 @@ class Lineage:
         return copy.step if self.counts(copy.step, copy.made) else -1
 
     def steps_of(self, copies: Iterable[Copy | None]) -> Iterator[int]:
-        """Those that came in one message are one object, and are looked at once."""
+        """Most are alike, and are looked at once."""
         last, step = None, -1
         for copy in copies:
-            if copy is not last:
+            if copy != last:
                 last, step = copy, self.step_of(copy)
             yield step
 

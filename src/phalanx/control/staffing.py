@@ -5,14 +5,13 @@ them by rank."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import nsmallest
 
 from phalanx.control import messages
 from phalanx.control.desk import Desk
 from phalanx.control.membership import Membership
-from phalanx.control.messages import Event
+from phalanx.control.messages import Command, Event
 from phalanx.control.policy import Policy
 
 MANY = 64  # vacant places
@@ -142,6 +141,15 @@ class Staff:
             enough += left >= 0
         return enough >= self._policy.min_replicas
 
+    def can_let_go(self, name: str, replicas: list[int]) -> bool:
+        """Whether nobody is going to take over from a drained node, and enough of the replicas are left without it."""
+        node = self._members.nodes[name]
+        place = self._members.places[node.place]
+        if not node.drained or place.next or not place.now or place.now.node != name:
+            return False
+        there = self._members.replicas_at(node.place)
+        return bool(there & set(replicas)) and len(set(replicas) - there) >= self._policy.min_replicas
+
     def lose_node(self, name: str, why: str, back: bool = False) -> Gone:
         """`back`: it is there again, though without its workers."""
         place = self._members.nodes[name].place
@@ -265,7 +273,16 @@ class Staff:
         doubted = set(workers)
         self.patience.doubted |= doubted
         if doubted:
-            self._desk.say(messages.Probe(tuple(sorted({self._members.workers[w].node for w in doubted}))))
+            self._desk.say(messages.Probe(self._members.nodes_of(doubted)))
+
+    def are_stuck(self, workers: set[int]) -> bool:
+        """Ask late workers how far they are. Return whether they were asked before, and none of them has moved since:
+        while one moves, the others may be waiting for it."""
+        if not workers <= self.patience.doubted:
+            self.doubt(workers)
+            return False
+        self.patience.doubted -= workers
+        return True
 
     def standing(self, event: messages.Standing) -> set[int]:
         """Of the workers on a node, those that have moved since they were last asked."""
@@ -274,6 +291,17 @@ class Staff:
         for worker in moved & self.starting.keys():
             self.starting[worker] = until_ns
         return moved
+
+    def outstanding(self) -> list[Command]:
+        """Launch and Kill again what was not answered."""
+        members, launched, doomed = self._members, defaultdict[str, Gone](Gone), defaultdict[str, list[int]](list)
+        for worker in sorted(self.starting):
+            found = members.workers[worker]
+            launched[found.node][found.rank] = worker
+        for worker, node in sorted(self.killed.items()):
+            doomed[node].append(worker)
+        starts = [messages.Launch(n, members.nodes[n].incarnation, some) for n, some in sorted(launched.items())]
+        return [*starts, *(messages.Kill(node, tuple(some)) for node, some in sorted(doomed.items()))]
 
     # -- filling places
 
@@ -307,16 +335,21 @@ class Staff:
                     members.sit(place, spare, "next")
                     self._launch(place, ranks, "next")
 
-    def _vacant(self) -> list[int]:
-        """First those whose replicas lack least; as many as there are spares."""
+    def _vacant(self) -> Iterator[int]:
+        """First those whose replicas lack least; at a beginning, when one is as good as another, as they are numbered.
+        Each must be filled before the next is asked for."""
         members = self._members
-        if len(members.vacant) > MANY:  # a beginning, where one is as good as another
-            return nsmallest(len(members.spares), members.vacant)
+        while members.spares and len(members.vacant) > MANY:
+            first = members.first_vacant()
+            assert first is not None
+            yield first
+        if not members.spares:
+            return
         lacking: dict[int, int] = defaultdict(int)
-        for place in members.vacant if members.spares else ():
+        for place in members.vacant:
             for replica in members.replicas_at(place):
                 lacking[replica] += 1
-        return sorted(members.vacant, key=lambda p: (min(lacking[r] for r in members.replicas_at(p)), p))
+        yield from sorted(members.vacant, key=lambda p: (min(lacking[r] for r in members.replicas_at(p)), p))
 
     def _restart(self, place: int) -> None:
         """The ranks of a place that have no worker, unless too many have died there lately."""
@@ -338,6 +371,12 @@ class Staff:
             self._desk.set("launch", self._policy.launch_ns)
         name = self._members.workers[next(iter(workers.values()))].node
         self._desk.say(messages.Launch(name, self._members.nodes[name].incarnation, workers))
+
+    def is_replacing(self, names: Iterable[str]) -> bool:
+        """Whether one of them is bad, and another node prepares to take its place."""
+        nodes, places = self._members.nodes, self._members.places
+        bad = (nodes[name].place for name in names if name in self.leaving and nodes[name].fault)
+        return any(places[number].next for number in bad)
 
     def release(self, place: int, which: str) -> None:
         """Take a node that lives off a place."""

@@ -108,8 +108,9 @@ class Verdict:
         """The first among the worst."""
         return min(self.evidence, key=lambda e: e.severity, default=None)
 
-    def close(self, policy: Policy) -> tuple[Evidence, int] | None:
-        """The incident is over. Returns its cause and how often it was seen since the last step, if that is enough."""
+    def close(self, policy: Policy, times: int = 0) -> tuple[Evidence, int] | None:
+        """The incident is over. Returns its cause and how often it was seen since the last step, if that is enough.
+        `times`: as the caller has counted."""
         found, self.evidence = self.cause(), []
         if found is None:
             return None
@@ -117,6 +118,7 @@ class Verdict:
         if len(self.strikes) > MOST_SIGNATURES:
             del self.strikes[next(iter(self.strikes))]
         most = policy.errors if found.died and found.failure.kind else policy.strikes
+        count = times or count
         return (found, count) if count >= most else None
 
     def seen(self, evidence: Evidence) -> int:

@@ -63,11 +63,6 @@ def _chunks_fit(job: Job) -> bool:
     return {"gpipe": chunks == 1, "1f1b": chunks == 1, "zbv": chunks == 2}.get(job.layout.schedule, chunks >= 2)
 
 
-def _uneven_rounds(job: Job) -> bool:
-    rounds = max(1, job.micro_per_rank // job.layout.pp)
-    return job.layout.schedule != "zbv" and job.micro_per_rank % rounds != 0
-
-
 def _pieces(job: Job) -> int:
     """Of a sequence, if all ranks are to hold the same number of positions."""
     cp, tp = job.layout.cp, job.layout.tp
@@ -219,7 +214,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "pp-rounds",
         "train.global_batch",
-        lambda j: j.layout.pp > 1 and j.layout.num_chunks > 1 and _uneven_rounds(j),
+        lambda j: not j.layout.in_one_pass(j.micro_per_rank),
         "the micro-batches of a rank, train.global_batch / (train.micro_batch x layout.replica x layout.shard), "
         "do not divide into rounds of about layout.pp, as layout.schedule needs",
         "an interleaved schedule takes as many micro-batches through one chunk before it turns to the next",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,15 +144,17 @@ class Job:
         micro-batch: their leaves would not be neighbours."""
         return self.layout.zero == 1 and self.layout.cp * self.layout.tp == 1
 
-    def micro_indices(self, coord: Coord) -> list[int]:
-        """The global micro-batch indices a rank works on, in order. ZeRO-1 reduces once per step, so
-        a rank takes a contiguous run; ZeRO-2/3 reduce every micro-batch, so the shard ranks take
-        neighbours. Either way a replica holds a contiguous run, and TP, CP and PP ranks share theirs."""
+    def micro_indices(self, coord: Coord, share: Sequence[int] | None = None) -> list[int]:
+        """The global micro-batch indices a rank works on, in order, of its replica's `share` (core/deal.py; None: that
+        at full strength, a contiguous run). ZeRO-1 reduces once per step, so a rank takes a run; ZeRO-2/3 reduce every
+        micro-batch, so the shard ranks take neighbours. TP, CP and PP ranks share theirs."""
         n, shards = self.micro_per_rank, self.layout.shard
+        if share is None:
+            share = range(coord.replica * n * shards, (coord.replica + 1) * n * shards)
         if self.reduces_once:
-            first = (coord.replica * shards + coord.shard) * n
-            return list(range(first, first + n))
-        return [coord.replica * n * shards + j * shards + coord.shard for j in range(n)]
+            n = len(share) // shards
+            return list(share[coord.shard * n : (coord.shard + 1) * n])
+        return list(share[coord.shard :: shards])
 
     @property
     def tokens_per_step(self) -> int:

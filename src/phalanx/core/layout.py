@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Model chunks that a pipeline rank holds, unless `chunks` says otherwise.
@@ -72,6 +73,21 @@ class Layout:
     def splits_backward(self) -> bool:
         return self.pp > 1 and self.schedule in SPLIT_BACKWARD
 
+    def in_one_pass(self, num_micro: int) -> bool:
+        """Whether the schedule can take so many micro-batches through the pipeline at once. Interleaved ones take whole
+        rounds of about pp through one chunk before they turn to the next."""
+        if self.num_chunks == 1 or self.schedule == "zbv":
+            return True
+        return num_micro % max(1, num_micro // self.pp) == 0
+
+    def passes(self, num_micro: int) -> list[int]:
+        """How many micro-batches each pass takes: all of them at once, if that is possible."""
+        out = []
+        while num_micro:
+            out.append(next(n for n in range(num_micro, 0, -1) if self.in_one_pass(n)))
+            num_micro -= out[-1]
+        return out
+
     def coord(self, rank: int) -> Coord:
         assert 0 <= rank < self.world_size, (rank, self)
         replica, inside = divmod(rank, self.replica_size)
@@ -110,9 +126,10 @@ class Layout:
             nodes.setdefault(self.node(rank), []).append(position)
         return list(nodes.values())
 
-    def peers_by_node(self, coord: Coord) -> list[list[int]]:
-        """The replicas holding this coordinate, grouped by the node their rank lives on."""
-        return self.by_node([replica * self.replica_size + self.inside(coord) for replica in range(self.replica)])
+    def peers_by_node(self, coord: Coord, replicas: Sequence[int] | None = None) -> list[list[int]]:
+        """Positions in `replicas` (None: all), grouped by the node that their rank with this coordinate lives on."""
+        replicas = range(self.replica) if replicas is None else replicas
+        return self.by_node([replica * self.replica_size + self.inside(coord) for replica in replicas])
 
     def describe(self) -> str:
         shown = [a for a in self.AXES if a not in ("pp", "cp") or getattr(self, a) > 1]

@@ -82,6 +82,13 @@ class Device:
     def is_cpu(self) -> bool:
         return self.torch.type == "cpu"
 
+    def seed(self, value: int) -> None:
+        """Seed what is drawn next, on this device and on the host. (torch.manual_seed looks for every kind of device
+        first, which takes longer than a small layer.)"""
+        torch.default_generator.manual_seed(value)
+        if not self.is_cpu:
+            torch.get_device_module(self.torch).manual_seed(value)
+
     def choose_kernels(self, deterministic: bool) -> None:
         """For this process. Some kernels (attention's backward) have a faster version that does not give the same bits
         twice; cuDNN's attention is one, and the fastest there is."""

@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -25,6 +27,7 @@ from phalanx.parallel.tiers import Form, Peers
 LOOPBACK = "127.0.0.1"
 _standalone_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # those that torch's registry does not know
 TIMEOUT = timedelta(seconds=600)
+NOT_SEEN = -(1 << 63)
 DEFAULT = CollectivesConfig()
 
 
@@ -50,17 +53,16 @@ class Groups:
     @staticmethod
     def form(
         store: dist.Store,
-        generation: int,
+        world: int,
         layout: Layout,
         coord: Coord,
         device: Device,
         experts: bool = False,
         collectives: CollectivesConfig = DEFAULT,
     ) -> Groups:
-        """Collective over the replica, then over the replicas of this coordinate. `experts`: the model
-        has some."""
+        """Collective over the replica. `experts`: the model has some. `cross` is formed apart: `form_cross`."""
         try:
-            return Groups._form(store, generation, layout, coord, device, experts, collectives)
+            return Groups._form(store, world, layout, coord, device, experts, collectives)
         except BaseException:
             # torch numbers groups, also those that it failed to make, and looks for its peers under that number.
             if dist.is_initialized():
@@ -71,7 +73,7 @@ class Groups:
     @staticmethod
     def _form(
         store: dist.Store,
-        generation: int,
+        world: int,
         layout: Layout,
         coord: Coord,
         device: Device,
@@ -80,7 +82,7 @@ class Groups:
     ) -> Groups:
         dist.init_process_group(
             device.backend,
-            store=dist.PrefixStore(f"g{generation}/replica{coord.replica}", store),
+            store=dist.PrefixStore(f"w{world}/replica{coord.replica}", store),
             rank=layout.inside(coord),
             world_size=layout.replica_size,
             timeout=TIMEOUT,
@@ -94,17 +96,31 @@ class Groups:
         if experts:
             sizes_e = (layout.pp, layout.stage_size // layout.ep, layout.ep)
             view = init_device_mesh(kind, sizes_e, mesh_dim_names=("pp_e", "edp", "ep"))
-        scope = dist.PrefixStore(f"g{generation}/tiers{coord.replica}", store)
+        scope = dist.PrefixStore(f"w{world}/tiers{coord.replica}", store)
         tiers = form_tiers(scope, layout, coord, device, [state] + ([view["edp"]] if view else []), collectives)
-        return Groups(mesh, state, view, form_cross(store, generation, layout, coord, device, collectives), tiers)
+        return Groups(mesh, state, view, None, tiers)
 
-    def total(self, values: torch.Tensor) -> list[int]:
-        """Integers, each summed over all ranks: inside the replica, then across. Whoever gets the sums knows that all
-        have said theirs."""
-        if dist.get_world_size() > 1:
+    def total(self, values: torch.Tensor, guard: Callable[[Callable[[], None]], bool]) -> list[int] | None:
+        """Integers, each summed over all ranks: inside the replica, then across. None: the replicas were cut off from
+        each other. A rank that gets the sums knows that all have said theirs, and tells the others of its replica.
+        `guard`: does what may fail with other replicas, and returns whether it has worked."""
+        alone = dist.get_world_size() == 1
+        if not alone:
             dist.all_reduce(values)
-        if self.cross:
-            self.cross.sum_(values)
+        if cross := self.cross:
+            seen = values.clone()
+            if not guard(lambda: cross.sum_(seen)):
+                seen.fill_(NOT_SEEN)
+            if not alone:
+                dist.all_reduce(seen, dist.ReduceOp.MAX)
+            values = seen
+        found = [int(x) for x in values.tolist()]
+        return None if NOT_SEEN in found else found
+
+    def agree(self, values: torch.Tensor) -> list[int]:
+        """The least of each, over the ranks of the replica."""
+        if dist.get_world_size() > 1:
+            dist.all_reduce(values, dist.ReduceOp.MIN)
         return [int(x) for x in values.tolist()]
 
     def close(self) -> None:
@@ -129,12 +145,15 @@ def form_cross(
     coord: Coord,
     device: Device,
     collectives: CollectivesConfig = DEFAULT,
+    replicas: Sequence[int] | None = None,
 ) -> Cross | None:
-    """The groups over all replicas that hold this coordinate."""
-    if layout.replica == 1:
+    """The groups over the `replicas` (None: all) that hold this coordinate, in this order; None: it is alone."""
+    replicas = range(layout.replica) if replicas is None else replicas
+    if len(replicas) == 1:
         return None
     form = _standalone(dist.PrefixStore(f"g{generation}/cross{layout.inside(coord)}", store), device)
-    return Cross(Peers("replica", layout.peers_by_node(coord), coord.replica, collectives, device.backend, form))
+    nodes, me = layout.peers_by_node(coord, replicas), replicas.index(coord.replica)
+    return Cross(Peers("replica", nodes, me, collectives, device.backend, form))
 
 
 def form_tiers(
@@ -174,18 +193,55 @@ def connect_store(host: str, port: int) -> dist.Store:
     return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)
 
 
+class Door:
+    """The sockets that were opened while the cross-replica groups formed: those of the groups, and of the store over
+    which they met. `interrupt` ends them, and with them every wait, from another thread; those inside the replica
+    stay."""
+
+    def __init__(self) -> None:
+        self._before = _sockets()
+        self._lock = threading.Lock()
+        self._own: set[str] | None = None  # None: they are being opened
+        self.closed = False
+
+    def formed(self) -> None:
+        """All are there."""
+        with self._lock:
+            self._own = _sockets().keys() - self._before.keys()
+
+    def interrupt(self) -> None:
+        with self._lock:
+            self.closed, now = True, _sockets()
+            own = now.keys() - self._before.keys() if self._own is None else self._own
+            for inode in own & now.keys():
+                _shut(now[inode])
+
+
+def _sockets() -> dict[str, int]:
+    """By inode: the descriptors of this process that are sockets."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found[target] = int(name)
+    return found
+
+
+def _shut(fd: int) -> None:
+    """End a TCP connection; what listens stays, or Gloo aborts."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
 def break_connections() -> None:
     """End every TCP connection of this process and abort every group: who waits in one, or to form one, fails at once,
     here and at the other ends. Gloo leaves a wait only when its sockets end; what NCCL waits for is aborted. Called
     from another thread than the one that waits, so torch's registry is left alone."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            fd = int(name)
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(fd)) as sock:
-                    listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # Gloo aborts if that ends
-                    if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
-                        sock.shutdown(socket.SHUT_RDWR)
+    for fd in _sockets().values():
+        _shut(fd)
     abort_all([*dist.distributed_c10d._world.pg_names, *_standalone_groups])
 
 

@@ -3,20 +3,17 @@
 FSDP2 calls the hook of each module as its backward ends, with that module's gradient reduced over
 the shard axis; where a rank holds all parameters there is no FSDP2, and a unit is complete when autograd has left the
 gradient of its last parameter. The reducer accumulates over micro-batches itself (FSDP2's own accumulation has no
-place for a fixed order), fills buckets during the last backward, and sends each full bucket across
-the replicas from a thread of its own while the backward goes on. A failed exchange is recorded, not
-raised: the shard peers of this rank are inside collectives of their own and must get through them.
+place for a fixed order) and hands each unit to the link during the last backward, which sums it over the replicas while
+the backward continues. The replica's own sums are kept until the step is committed: when another replica dies, only its
+micro-batches are missing. Further passes add them, and all is summed again over another link.
 """
 
 from __future__ import annotations
 
-import time
-import traceback
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,20 +21,34 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from phalanx.core.deal import Deal, deal
 from phalanx.core.held import travels_whole
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups
+from phalanx.parallel.link import BucketTrace, Link, Nodes, Slices
+from phalanx.parallel.replica import Cross
 from phalanx.parallel.shard import MASTER_DTYPE
-from phalanx.parallel.tiers import way_over
-from phalanx.parallel.tree import Node, TreeSum, exchange, fold, span
+from phalanx.parallel.tiers import size_bytes, way_over
+from phalanx.parallel.tree import Part, TreeSum, cover, exchange, fold, merge
 
-CLOSE_LIMIT_S = 0.5
+WHOLE = (0, 0)  # the name of the one part of a fast sum
 
 
 class StepFailed(RuntimeError):
-    """The gradients of this step are not usable; throw the engine away and redo the step."""
+    """The replicas could not be summed. What this replica has computed is whole (`Reducer.held`)."""
+
+
+class Place(NamedTuple):
+    """Where in its unit's flat gradient a parameter's lies."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,26 +56,17 @@ class _Unit:
     """Parameters that are gathered and reduced together, and their accumulated gradient. A micro-batch is one leaf of
     the exact sum, or several when ranks that share it (cp, and tp for experts) are added up by FSDP2."""
 
-    params: list[nn.Parameter] = field(default_factory=list)
-    slices: list[tuple[int, bool]] = field(default_factory=list)  # of those: elements, padded; if they travel whole
+    places: dict[nn.Parameter, Place] = field(default_factory=dict)  # of FSDP2's once they are known
+    slices: Slices = field(default_factory=list)
     arrived: int = 0  # gradients in this backward, without FSDP2
     leaves: int = 1
     scattered: bool = False
-    tree: TreeSum = field(default_factory=TreeSum)  # exact
-    total: Tensor | None = None  # fast
-    flat: Tensor | None = None  # the sum over everything, at the step's end
+    tree: TreeSum = field(default_factory=TreeSum)  # exact: of the passes since the last reduction
+    kept: list[Part] = field(default_factory=list)  # summed over this replica
+    out: Tensor | None = None  # summed over all replicas
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([p.numel() for p in self.params])
-        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
-
-
-@dataclass(slots=True)
-class BucketTrace:
-    size_bytes: int
-    issued_ns: int  # handed to the thread
-    started_ns: int = 0  # its first collective called
-    done_ns: int = 0
+        return [place.view(flat) for place in self.places.values()]
 
 
 class Reducer:
@@ -72,24 +74,19 @@ class Reducer:
         self.job, self.coord, self.groups, self.device = job, coord, groups, device
         self.exact = job.train.reduction == "exact"
         self.every_micro = not job.reduces_once
-        self.indices = job.micro_indices(coord)
-        self.trace: list[BucketTrace] = []
+        self.deal = deal(job, range(job.layout.replica))
+        self.indices = job.micro_indices(coord)  # micro-batches of the pass
+        self.held: tuple[int, ...] = ()  # micro-batches of this step in the sums that this replica keeps
+        self.held_back = False  # gradients are not complete when they arrive
         self.peak_pending_bytes = 0
+        self.link: Link | None = None
         self._units: list[_Unit] = []
         self._unit_of: dict[nn.Parameter, _Unit] = {}
         self._sharded: dict[nn.Module, list[nn.Parameter]] = {}  # by model; at times FSDP2 has others in their place
         self._dtype = MASTER_DTYPE[job.train.precision]
-        # Nothing to add to a gradient: it stays where autograd has put it.
-        self._single = len(self.indices) == 1 and groups.cross is None
-        self.held_back = False  # gradients are not complete when they arrive
+        self._nodes: dict[int, Nodes] = {}  # by the leaves of a micro-batch; 0: see brought_by_shards
         self._micro = 0
-        self._bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]] = []
-        self._slices: list[list[tuple[int, bool]]] = []  # of what is in the bucket
-        self._bucket_leaves = 1
-        self._flying: list[Future[None]] = []
-        self._error: BaseException | None = None
-        self._stream = device.new_stream()
-        self._thread = ThreadPoolExecutor(1, "cross-replica") if groups.cross else None
+        self.rejoin(groups.cross)
 
     def attach(self, parts: list[nn.Module]) -> None:
         """The model, its units and its experts: a parameter belongs to the last part that has it."""
@@ -109,20 +106,61 @@ class Reducer:
                 if self.exact:
                     module.set_custom_reduce_scatter(_TreeReduceScatter(self, unit))
         for param, unit in owner.items():
-            unit.params.append(param)
             if not isinstance(param, DTensor):
+                offset = sum(size for size, _ in unit.slices)
+                unit.places[param] = Place(tuple(param.shape), param.stride(), offset)
                 unit.slices.append((param.numel(), travels_whole(names[param], tuple(param.shape))))
                 param.register_post_accumulate_grad_hook(partial(self._arrived, unit))
         self._unit_of |= owner
         self._sharded[parts[0]] = [p for p in owner if isinstance(p, DTensor)]
 
+    def rejoin(self, cross: Cross | None) -> None:
+        """Sum over these replicas from now on; None: there is no other. What is kept stays."""
+        if old := self.link:
+            old.cross.close()
+            old.close(limit_s=0.0)
+            if cross:
+                cross.inherit(old.cross)
+        self.groups.cross = cross
+        self.link = Link(cross, self.job.train, self.device) if cross else None
+        for unit in self._units:
+            unit.out = None
+
     def close(self) -> None:
-        """Does not wait for a peer that is silent: what its bucket still writes to is ours no more."""
-        if self._thread:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            wait(self._flying, timeout=CLOSE_LIMIT_S)
+        if self.link:
+            self.link.close()
+
+    @property
+    def trace(self) -> list[BucketTrace]:
+        """Of the buckets of this step."""
+        return self.link.trace if self.link else []
 
     # -- one step ---------------------------------------------------------------------------------
+
+    def sum_counts(self, count: Tensor) -> Tensor:
+        """An integer summed over every rank that sees different samples. If the replicas are cut off from each other
+        just then, the ranks of one may differ in whether they know it: those that do tell the others."""
+        if self.groups.shard.size() > 1:
+            dist.all_reduce(count, group=self.groups.shard)
+        if link := self.link:
+            link.guard(lambda: link.cross.sum_(count))
+            if link.error:
+                count.zero_()
+            if dist.get_world_size() > 1:
+                dist.all_reduce(count, dist.ReduceOp.MAX)
+            if bool(count <= 0):
+                raise StepFailed(f"the reduction across replicas failed before the step: {link.error}")
+        return count[0]
+
+    def start(self, dealt: Deal) -> None:
+        """The passes over this replica's part of the deal are next."""
+        if not dealt.redo:
+            self.drop()
+        assert dealt.held[self.coord.replica] == self.held, (dealt, self.held)
+        self.deal, self._nodes = dealt, {}
+        self.indices = self.job.micro_indices(self.coord, dealt.todo[self.coord.replica])
+        if self.link:
+            self.link.trace.clear()
 
     def begin(self, micro: int) -> None:
         """The backward of this micro-batch is next; each stage's come in order."""
@@ -132,86 +170,109 @@ class Reducer:
     def last(self) -> bool:
         return self._micro == len(self.indices) - 1
 
-    def sum_counts(self, count: Tensor) -> Tensor:
-        """An integer summed over every rank that sees different samples. Opens the step."""
-        self.trace.clear()
-        if self.groups.shard.size() > 1:
-            dist.all_reduce(count, group=self.groups.shard)
-        if cross := self.groups.cross:
-            self._guard(lambda: cross.sum_(count))
-        return count[0]
-
-    def sum_loads(self, loads: Tensor) -> Tensor:
-        """Integers summed over all ranks of the stage in all replicas, when no bucket is under way."""
-        assert self.groups.experts is not None and not self._flying
-        for axis in ("edp", "ep"):
-            dist.all_reduce(loads, group=self.groups.experts.get_group(axis))
-        if cross := self.groups.cross:
-            self._guard(lambda: cross.sum_(loads.view(-1)))
-            self._raise()
-        return loads
-
-    def finish(self) -> None:
-        """Wait until every gradient is final."""
-        self._send_bucket()
-        for flight in self._flying:
-            flight.result()
-        self._flying.clear()
-        if self._stream is not None:
-            self.device.wait(None, self._stream.record_event())
-        self._raise()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise StepFailed(f"the reduction across replicas failed: {self._error}") from self._error
-
     def clear(self, model: nn.Module) -> None:
-        """After a backward that is not the step's last: what FSDP2 has left has been taken."""
+        """After a backward that is not the pass's last: what FSDP2 has left has been taken."""
         for param in self._sharded.get(model, []):
             param.grad = None
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
-        """The final gradients, in the precision of the master weights unless there was nothing to add. A parameter
-        that has got none is left out."""
-        out: dict[nn.Parameter, Tensor] = {}
+    def end_pass(self) -> None:
+        """Note where FSDP2 has put each gradient in its unit's, and let go of what it has left at the parameters."""
+        for param in (p for params in self._sharded.values() for p in params):
+            if isinstance(param.grad, DTensor):
+                local, param.grad = param.grad.to_local(), None
+                place = Place(tuple(local.shape), local.stride(), local.storage_offset())
+                self._unit_of[param].places[param] = place
+        self.held = self.deal.whole(self.coord.replica)
+
+    def reduce_kept(self) -> None:
+        """Sum over the replicas what each keeps, without overlap and in the order of the units: a replica that has
+        nothing to compute has no order of its own, and all must cut the same buckets."""
         for unit in self._units:
-            flat, unit.flat = unit.flat, None
-            for param in unit.params:
-                grad, param.grad = param.grad, None
-                if isinstance(grad, DTensor):
-                    out[param] = grad = grad.to_local()
-                    if flat is not None and flat.dtype != grad.dtype:  # FSDP2 has rounded its own
-                        out[param] = flat.as_strided(grad.shape, grad.stride(), grad.storage_offset())
-                elif grad is not None:
-                    out[param] = grad
-            if flat is not None and not any(isinstance(p, DTensor) for p in unit.params):
-                out |= zip(unit.params, unit.views(flat), strict=True)
+            if unit.kept:
+                self._reduce(unit, feedback=False)
+
+    def finish(self) -> None:
+        """Wait for the sums. `agree` knows whether they are all there."""
+        if self.deal.redo:
+            self.reduce_kept()
+        if self.link:
+            self.link.flush(feedback=not self.deal.redo)
+            for unit, total in self.link.wait():
+                unit.out = total
+        for unit in self._units:
+            if unit.out is not None:
+                self.device.hold(unit.out)
+        if not any(unit.kept for unit in self._units):
+            self.held = ()
+
+    def sum_loads(self, loads: Tensor) -> Tensor:
+        """Integers summed over all ranks of the stage in all replicas, when no bucket is under way."""
+        assert self.groups.experts is not None
+        for axis in ("edp", "ep"):
+            dist.all_reduce(loads, group=self.groups.experts.get_group(axis))
+        if link := self.link:
+            link.guard(lambda: link.cross.sum_(loads.view(-1)))
+        return loads
+
+    def agree(self) -> None:
+        """Ranks of one replica may differ in what they heard of the others: what one of them lacks, all do without."""
+        if not self.link:
+            return
+        error = self.link.error
+        failed = torch.tensor([int(error is not None)], device=self.device.torch)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if bool(failed > 0):
+            raise StepFailed(f"the reduction across replicas failed: {error or 'at a peer'}") from error
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """The final gradients, in the precision of the master weights unless there was nothing to add: views of the
+        sums over all replicas, or as autograd has left them. A parameter that has got none is left out."""
+        out: dict[nn.Parameter, Tensor] = {}
+        for param, unit in self._unit_of.items():
+            grad, param.grad = param.grad, None
+            if unit.out is not None and param in unit.places:
+                out[param] = unit.places[param].view(unit.out)
+            elif grad is not None:
+                out[param] = grad
         return out
+
+    def commit(self) -> None:
+        """The step counts, and its gradients were applied."""
+        if self.groups.cross:
+            self.groups.cross.commit()
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was computed of this step."""
+        for unit in self._units:
+            unit.tree, unit.kept, unit.out = TreeSum(), [], None
+        for param in self._unit_of:
+            param.grad = None
+        self.held = ()
 
     # -- called in backward -----------------------------------------------------------------------
 
     def _reduced(self, unit: _Unit, flat: Tensor) -> None:
-        """`flat`: of one micro-batch, reduced over the shard axis."""
-        if self.last:
-            unit.flat = flat
+        """`flat`: of one micro-batch, or of all with ZeRO-1; reduced over the shard axis."""
         if self.exact:
             if not unit.scattered:  # there is no reduce-scatter in a group of one
                 self.device.hold(flat)
                 unit.tree.push((0, self.indices[self._micro]), flat)
                 self.note_pending()
             if self.last:
-                self._add_to_bucket(flat, unit.tree.take(), unit.leaves, unit.slices)
-            return
-        if unit.total is not None:
-            self.device.hold(unit.total)
-            flat.add_(unit.total)
-        unit.total = None if self.last else flat
-        if self.last and self.groups.cross:
-            self._add_to_bucket(flat, [], 1, unit.slices)
+                unit.kept = merge(unit.kept + unit.tree.take()).take()
+        else:
+            for _, before in unit.kept:
+                self.device.hold(before)
+                flat.add_(before)
+            unit.kept = [(WHOLE, flat)]
+        if self.last and not self.deal.redo:
+            self._reduce(unit, feedback=True)
 
     def _arrived(self, unit: _Unit, param: nn.Parameter) -> None:
         unit.arrived += not self.held_back
-        if unit.arrived == len(unit.params):
+        if unit.arrived == len(unit.places):
             self._complete(unit)
 
     def complete(self, params: Iterable[nn.Parameter]) -> None:
@@ -221,100 +282,56 @@ class Reducer:
 
     def _complete(self, unit: _Unit) -> None:
         unit.arrived = 0
-        if self._single or (not self.exact and self.groups.cross is None and unit.params[0].dtype == self._dtype):
-            return  # autograd adds up the micro-batches by itself, in this precision
-        grads = [cast(Tensor, p.grad) for p in unit.params]
-        for param in unit.params:
+        if self.job.layout.replica == 1 and (
+            len(self.indices) == 1 or (not self.exact and next(iter(unit.places)).dtype == self._dtype)
+        ):
+            return  # nothing is added to them, or autograd adds up the micro-batches by itself in this precision
+        grads = [cast(Tensor, p.grad) for p in unit.places]
+        for param in unit.places:
             param.grad = None
-        if self.exact or unit.total is None:
+        if self.exact or not unit.kept:
             flat = torch.empty(sum(g.numel() for g in grads), dtype=self._dtype, device=grads[0].device)
             torch._foreach_copy_(unit.views(flat), grads)
         else:  # in one pass, and rounded once
-            flat, unit.total = unit.total, None
+            ((_, flat),), unit.kept = unit.kept, []
             torch._foreach_add_(unit.views(flat), grads)
         self._reduced(unit, flat)
 
     def note_pending(self) -> None:
         self.peak_pending_bytes = max(self.peak_pending_bytes, sum(u.tree.size_bytes for u in self._units))
 
-    # -- across replicas --------------------------------------------------------------------------
+    @property
+    def kept_bytes(self) -> int:
+        """Of the sums that are kept until the commit, beside those over all replicas."""
+        return sum(size_bytes(part) for unit in self._units for _, part in unit.kept)
 
-    def _add_to_bucket(
-        self, flat: Tensor, parts: list[tuple[Node, Tensor]], leaves: int, slices: list[tuple[int, bool]]
-    ) -> None:
-        for _, part in parts:
-            self.device.hold(part, self._stream if self.groups.cross else None)
-        if not self.groups.cross:
-            total = fold(parts)
-            if total.data_ptr() != flat.data_ptr():
-                flat.copy_(total)
-            return
-        if leaves != self._bucket_leaves:
-            self._send_bucket()
-        self._bucket_leaves = leaves
-        self._bucket.append((flat, parts))
-        self._slices.append(slices)
-        if sum(f.numel() * f.element_size() for f, _ in self._bucket) >= self.job.train.bucket_mb * 1e6:
-            self._send_bucket()
-
-    def _send_bucket(self) -> None:
-        if not self._bucket or not self._thread:
-            return
-        bucket, self._bucket, leaves = self._bucket, [], self._bucket_leaves
-        slices, self._slices = self._slices, []
-        trace = BucketTrace(sum(f.numel() * f.element_size() for f, _ in bucket), time.perf_counter_ns())
-        slot = len(self.trace)
-        self.trace.append(trace)
-        ready = self.device.mark()
-
-        def run() -> None:
-            with self.device.on(self._stream):
-                self.device.wait(self._stream, ready)
-                trace.started_ns = time.perf_counter_ns()
-                self._guard(lambda: self._reduce_bucket(bucket, slices, slot, leaves))
-            trace.done_ns = time.perf_counter_ns()
-
-        self._flying.append(self._thread.submit(run))
-
-    def _reduce_bucket(
-        self,
-        bucket: list[tuple[Tensor, list[tuple[Node, Tensor]]]],
-        slices: list[list[tuple[int, bool]]],
-        slot: int,
-        leaves: int,
-    ) -> None:
-        cross, flats = self.groups.cross, [flat for flat, _ in bucket]
-        assert cross is not None
-        if self.job.train.compress != "none":  # never with the exact reduction
-            parts = [part for flat, of in zip(flats, slices, strict=True) for part in _cut(flat, of)]
-            cross.sum_parts_(parts, self.job.train.compress, slot)
-            return
-        if self.exact:
-            nodes = [node for node, _ in bucket[0][1]]
-            joined = [(node, torch.cat([p[k][1] for _, p in bucket])) for k, node in enumerate(nodes)]
-            share = leaves * self.job.num_micro // self.job.layout.replica
-            ranges = [(r * share, (r + 1) * share) for r in range(self.job.layout.replica)]
-            total = cross.tree_sum(joined, ranges)
+    def _reduce(self, unit: _Unit, feedback: bool) -> None:
+        parts = unit.kept
+        if self.link:
+            nodes = self._brought(unit.leaves) if self.exact else []
+            self.link.add(unit, parts, unit.slices, nodes, feedback)
         else:
-            total = flats[0] if len(flats) == 1 else torch.cat(flats)
-            cross.sum_(total)
-        if total.data_ptr() != flats[0].data_ptr() or len(flats) > 1:
-            for flat, part in zip(flats, total.split([f.numel() for f in flats]), strict=True):
-                flat.copy_(part)
+            unit.out = fold(parts)
+        if not self.link or not self.job.recovery.on:  # nobody will ask for them again
+            unit.kept = []
 
-    def _guard(self, work: Callable[[], Any]) -> None:
-        if self._error is not None:
-            return
-        try:
-            work()
-        except RuntimeError as error:  # what torch raises when a peer is gone
-            self._error = error
-            traceback.clear_frames(error.__traceback__)  # they hold the group, and so its sockets
-            if self.groups.cross:
-                self.groups.cross.close()  # so that peers waiting for us fail at once
+    def _brought(self, leaves: int) -> Nodes:
+        """The tree nodes that every replica holds at the end of the step."""
+        if leaves not in self._nodes:
+            shares = [self.deal.whole(replica) for replica in self.deal.replicas]
+            self._nodes[leaves] = [cover(i * leaves + j for i in share for j in range(leaves)) for share in shares]
+        return self._nodes[leaves]
+
+    def brought_by_shards(self) -> Nodes:
+        """The same for the shard ranks of this replica at the end of the pass, when they reduce once."""
+        if 0 not in self._nodes:
+            todo, ranks = self.deal.todo[self.coord.replica], range(self.job.layout.shard)
+            shares = [self.job.micro_indices(replace(self.coord, shard=s), todo) for s in ranks]
+            self._nodes[0] = [cover(share) for share in shares]
+        return self._nodes[0]
 
 
-def _slices(module: FSDPModule, names: dict[int, str]) -> list[tuple[int, bool]]:
+def _slices(module: FSDPModule, names: dict[int, str]) -> Slices:
     """Of the parameters of an FSDP2 module, in the order of its flat gradient."""
     group = module._get_fsdp_state()._fsdp_param_group
     out = []
@@ -322,14 +339,6 @@ def _slices(module: FSDPModule, names: dict[int, str]) -> list[tuple[int, bool]]
         name = f"{names[id(param._module_info.module)]}.{param._module_info.param_name}"
         out.append((param.padded_sharded_param_size.numel(), travels_whole(name, tuple(param._orig_size))))
     return out
-
-
-def _cut(flat: Tensor, slices: list[tuple[int, bool]]) -> list[tuple[Tensor, bool]]:
-    """Into parameters. If one has no gradient, the places of the others are not known, and all travel whole."""
-    if sum(size for size, _ in slices) != flat.numel():
-        return [(flat, True)]
-    parts = flat.split([size for size, _ in slices])
-    return [(part, whole) for part, (_, whole) in zip(parts, slices, strict=True) if part.numel()]
 
 
 class _TreeReduceScatter:
@@ -353,22 +362,19 @@ class _TreeReduceScatter:
         reducer.device.hold(input_tensor)
         if reducer.every_micro:
             first = mine - group.rank()
-            ranges = [(first + s, first + s + 1) for s in range(width)]
-            for node, part in self._exchange([((0, mine), input_tensor)], ranges, group).take():
+            brought = [[(0, first + s)] for s in range(width)]
+            for node, part in self._exchange([((0, mine), input_tensor)], brought, group).take():
                 tree.push(node, part)
             if not reducer.last:
                 tree.compact()
         else:
             tree.push((0, mine), input_tensor)
             if reducer.last:
-                n = len(reducer.indices)
-                start = reducer.indices[0] - reducer.coord.shard * n
-                ranges = [(start + s * n, start + (s + 1) * n) for s in range(width)]
-                self.unit.tree = self._exchange(tree.take(), ranges, group)
-        reducer.note_pending()  # output_tensor is written by the hook, once the sum is whole
+                self.unit.tree = self._exchange(tree.take(), reducer.brought_by_shards(), group)
+        reducer.note_pending()  # nobody writes output_tensor: the gradients are views of the sum over all replicas
 
-    def _exchange(self, parts: list[tuple[Node, Tensor]], ranges: list[tuple[int, int]], group: Any) -> TreeSum:
+    def _exchange(self, parts: list[Part], brought: Nodes, group: Any) -> TreeSum:
         way = way_over(self.reducer.groups.tiers, group, "sum", parts[0][1])
         if way is None:
-            return exchange(parts, [span(*r) for r in ranges], group)
-        return way.tree([(node, way.sorted_in(t)) for node, t in parts], ranges)
+            return exchange(parts, brought, group)
+        return way.tree([(node, way.sorted_in(t)) for node, t in parts], brought)

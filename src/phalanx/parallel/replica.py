@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.core.held import CODEC_BLOCK as BLOCK
 from phalanx.parallel.tiers import Peers, Way
-from phalanx.parallel.tree import Node, fold
+from phalanx.parallel.tree import Node, Part, fold
 
 
 class Cross:
@@ -21,7 +21,9 @@ class Cross:
 
     def __init__(self, peers: Peers):
         self._peers, self.size = peers, peers.size
-        self._residual: dict[tuple[str, int], Tensor] = {}
+        # What rounding took from a message: by kind, bucket and stages before it.
+        self._residual: dict[tuple[str, int, int], Tensor] = {}  # in the last step that counts
+        self._pending: dict[tuple[str, int, int], Tensor] = {}  # in this one
 
     @property
     def sent_bytes(self) -> int:
@@ -29,6 +31,16 @@ class Cross:
 
     def close(self) -> None:
         self._peers.close()
+
+    def commit(self) -> None:
+        """The step counts, so what was lost in its messages is owed to the next."""
+        self._residual |= self._pending
+        self._pending = {}
+
+    def inherit(self, old: Cross) -> None:
+        """Owe what an earlier group of this replica owed: of its own messages, not of slices of sums, which other ranks
+        have now."""
+        self._residual = {key: t for key, t in old._residual.items() if key[0] == "send" and key[2] == 0}
 
     def _way(self, message: Tensor) -> Way:
         way = self._peers.way("sum", message)
@@ -38,7 +50,7 @@ class Cross:
     def _padded(self, flat: Tensor, block: int = 1) -> Tensor:
         return F.pad(flat, (0, -flat.numel() % (self.size * block)))
 
-    def sum_parts_(self, parts: Sequence[tuple[Tensor, bool]], codec: str, slot: int) -> None:
+    def sum_parts_(self, parts: Sequence[tuple[Tensor, bool]], codec: str, slot: int | None) -> None:
         """All-reduce parameters in place, each with whether it travels whole. In the message of the others each begins
         with a block of its own, so that no two share a scale."""
         whole = [part for part, is_whole in parts if is_whole]
@@ -55,8 +67,9 @@ class Cross:
             self.sum_(message, codec, slot)
             torch._foreach_copy_(coded, rooms)
 
-    def sum_(self, flat: Tensor, codec: str = "none", slot: int = 0) -> None:
-        """All-reduce in place. `slot` says which bucket of the step it is."""
+    def sum_(self, flat: Tensor, codec: str = "none", slot: int | None = None) -> None:
+        """All-reduce in place. `slot` says which bucket of the step it is; None: it is cut in another way than in other
+        steps, so what rounding takes from it is not made up for."""
         way = self._way(flat)
         inner = way.depth - 1
         if inner == 0:
@@ -66,7 +79,7 @@ class Cross:
         self._sum_across(way, part, codec, slot)
         flat.copy_(way.up(part, inner)[: flat.numel()])
 
-    def _sum_across(self, way: Way, flat: Tensor, codec: str, slot: int) -> None:
+    def _sum_across(self, way: Way, flat: Tensor, codec: str, slot: int | None) -> None:
         """Over the last stage."""
         if codec != "none":
             self._compressed_sum_across(way, flat, codec, slot)
@@ -75,40 +88,44 @@ class Cross:
         way.count(flat, group, times=2)
         group.allreduce([flat]).wait()
 
-    def tree_sum(self, parts: list[tuple[Node, Tensor]], ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Exact: add the tree nodes of all replicas. `ranges[r]` are the leaves replica r holds."""
+    def tree_sum(self, parts: list[Part], nodes: Sequence[Sequence[Node]]) -> Tensor:
+        """Exact: add the parts of all replicas. `nodes[r]` are those that the r-th replica of the group brings."""
         way, numel = self._way(parts[0][1]), parts[0][1].numel()
-        total = fold(way.tree([(node, self._padded(t)) for node, t in parts], ranges).take())
+        total = fold(way.tree([(node, self._padded(t)) for node, t in parts], nodes).take())
         return way.up(total, way.depth)[:numel]
 
-    def _compressed_sum_across(self, way: Way, flat: Tensor, codec: str, slot: int) -> None:
+    def _compressed_sum_across(self, way: Way, flat: Tensor, codec: str, slot: int | None) -> None:
         """With error feedback: what rounding took from this step's message is added to the next
         one. Every replica decodes the same bytes, so all end with the same bits."""
         encode, decode = CODECS[codec]
         group = way.group(way.depth - 1)
         width = group.size()
-        wanted = F.pad(flat, (0, -flat.numel() % (width * BLOCK)))
-        wanted = self._with_residual(("send", slot), wanted)
+        wanted = self._with_residual("send", way, slot, flat)
+        wanted = F.pad(wanted, (0, -flat.numel() % (width * BLOCK)))
         message = torch.stack([encode(row) for row in wanted.view(width, -1)])
-        self._residual["send", slot] = wanted - torch.cat([decode(m) for m in message])
+        self._owe("send", way, slot, (wanted - torch.cat([decode(m) for m in message]))[: flat.numel()])
         incoming = torch.empty_like(message)
         way.count(message, group)
         group.alltoall_base(incoming, message, [], []).wait()
         mine = decode(incoming[0])
         for row in incoming[1:]:
             mine.add_(decode(row))
-        mine = self._with_residual(("sum", slot), mine)
+        mine = self._with_residual("sum", way, slot, mine)
         answer = encode(mine)
-        self._residual["sum", slot] = mine - decode(answer)
+        self._owe("sum", way, slot, mine - decode(answer))
         gathered = answer.new_empty(width * answer.numel())
         way.count(gathered, group)
         group._allgather_base(gathered, answer).wait()
         total = torch.cat([decode(m) for m in gathered.view(width, -1)])
         flat.copy_(total[: flat.numel()])
 
-    def _with_residual(self, key: tuple[str, int], value: Tensor) -> Tensor:
-        residual = self._residual.get(key)
+    def _with_residual(self, kind: str, way: Way, slot: int | None, value: Tensor) -> Tensor:
+        residual = None if slot is None else self._residual.get((kind, slot, way.depth - 1))
         return value + residual if residual is not None and residual.shape == value.shape else value
+
+    def _owe(self, kind: str, way: Way, slot: int | None, residual: Tensor) -> None:
+        if slot is not None:
+            self._pending[kind, slot, way.depth - 1] = residual
 
 
 def _encode_bf16(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from phalanx.core.job import CollectivesConfig
 from phalanx.parallel.algorithms import ALGORITHMS, Nodes, Stage, choose, order, possible, runs
-from phalanx.parallel.tree import Node, TreeSum, exchange, span
+from phalanx.parallel.tree import Node, Part, TreeSum, exchange, join
 
 Form = Callable[[str, list[int], int], Any]  # name, positions, own position: a process group
 
@@ -74,13 +74,14 @@ class Way:
             part = whole
         return part
 
-    def tree(self, parts: list[tuple[Node, Tensor]], ranges: Sequence[tuple[int, int]]) -> TreeSum:
-        """`down`, in the fixed order of the exact tree; `ranges[p]` are the leaves that position p brings."""
+    def tree(self, parts: list[Part], nodes: Sequence[Sequence[Node]]) -> TreeSum:
+        """`down`, in the fixed order of the exact tree; `nodes[p]` are those of the parts that position p brings."""
         merged = TreeSum()
         for stage, reach in enumerate(self._reach):
             group = self.group(stage)
             self.count(parts[0][1], group, times=len(parts))
-            merged = exchange(parts, [span(ranges[first][0], ranges[last][1]) for first, last in reach], group)
+            brought = [join(node for n in nodes[first : last + 1] for node in n) for first, last in reach]
+            merged = exchange(parts, brought, group)
             parts = merged.parts
         return merged
 

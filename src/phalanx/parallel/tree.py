@@ -1,37 +1,46 @@
 """Sums whose order does not depend on who adds. Leaves are numbered by the global micro-batch index
-and added in one fixed binary tree; whoever holds a contiguous run of leaves can add up the aligned
-nodes inside it, and only those, so any assignment of leaves to ranks gives the same bits.
+and added in one fixed binary tree. A rank adds up the nodes whose leaves it holds, all of them, and
+only those, so any assignment of leaves to ranks gives the same bits.
 
 A node (level, index) is the sum of leaves [index << level, (index + 1) << level)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Node = tuple[int, int]
+Part = tuple[Node, Tensor]
 
 
-def span(start: int, stop: int) -> list[Node]:
-    """The fewest aligned nodes that cover leaves [start, stop), in order."""
-    nodes = []
-    while start < stop:
-        level = (stop - start).bit_length() - 1
-        if start:
-            level = min(level, (start & -start).bit_length() - 1)
-        nodes.append((level, start >> level))
-        start += 1 << level
-    return nodes
+def first_leaf(node: Node) -> int:
+    return node[1] << node[0]
+
+
+def join(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes that are left, in leaf order, once everything that may be added is added."""
+    out: list[Node] = []
+    for level, index in sorted(nodes, key=first_leaf):
+        while out and index % 2 and out[-1] == (level, index - 1):
+            out.pop()
+            level, index = level + 1, index // 2
+        out.append((level, index))
+    return out
+
+
+def cover(leaves: Iterable[int]) -> list[Node]:
+    """The fewest nodes that are the sums of these leaves and no others, in leaf order."""
+    return join((0, leaf) for leaf in leaves)
 
 
 class TreeSum:
     """A binary counter: push leaves or nodes in index order; it adds what may be added, in place."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[Node, Tensor]] = []
+        self.parts: list[Part] = []
 
     def push(self, node: Node, value: Tensor) -> None:
         level, index = node
@@ -40,7 +49,7 @@ class TreeSum:
             level, index = level + 1, index // 2
         self.parts.append(((level, index), value))
 
-    def take(self) -> list[tuple[Node, Tensor]]:
+    def take(self) -> list[Part]:
         parts, self.parts = self.parts, []
         return parts
 
@@ -56,28 +65,33 @@ class TreeSum:
         return sum(t.untyped_storage().nbytes() for _, t in self.parts)
 
 
-def fold(parts: list[tuple[Node, Tensor]]) -> Tensor:
-    """What is left of a number of leaves that is not a power of two, added from the right."""
+def merge(parts: Iterable[Part]) -> TreeSum:
+    """Add up the parts of several sums, in leaf order; in place."""
+    merged = TreeSum()
+    for node, value in sorted(parts, key=lambda part: first_leaf(part[0])):
+        merged.push(node, value)
+    return merged
+
+
+def fold(parts: Sequence[Part]) -> Tensor:
+    """Add what is left of a number of leaves that is not a power of two, from the right. The parts stay as they are;
+    the sum of a single one is that part itself."""
     total = parts[-1][1]
-    for _, value in reversed(parts[:-1]):
-        total = value.add_(total)
+    for i, (_, value) in enumerate(reversed(parts[:-1])):
+        total = total.add_(value) if i else total + value
     return total
 
 
-def exchange(parts: list[tuple[Node, Tensor]], spans: Sequence[Sequence[Node]], group: Any) -> TreeSum:
-    """Reduce-scatter by tree. Each of the group's w ranks brings its nodes (`spans[r]`, each a flat
-    tensor of w equal slices) and leaves with its own slice of the nodes of all of them together.
-    Moves (w-1)/w of a rank's nodes, as a ring does, when each rank brings one node."""
-    width = len(spans)
+def exchange(parts: Sequence[Part], nodes: Sequence[Sequence[Node]], group: Any) -> TreeSum:
+    """Reduce-scatter by tree. Each of the group's w ranks brings the parts `nodes[r]`, each a flat tensor of w equal
+    slices, and leaves with its own slice of the sum of all of them. Moves (w-1)/w of a rank's parts, as a ring does,
+    when each rank brings one."""
+    width = len(nodes)
     size = parts[0][1].numel() // width
     if len(parts) == 1:
         outgoing = parts[0][1]
     else:
         outgoing = torch.stack([t.view(width, size) for _, t in parts], dim=1).view(-1)
-    incoming = outgoing.new_empty(sum(len(s) for s in spans) * size)
-    group.alltoall_base(incoming, outgoing, [len(s) * size for s in spans], [len(parts) * size] * width).wait()
-    merged = TreeSum()
-    rows = incoming.view(-1, size)
-    for row, node in enumerate(node for s in spans for node in s):
-        merged.push(node, rows[row])
-    return merged
+    incoming = outgoing.new_empty(sum(len(n) for n in nodes) * size)
+    group.alltoall_base(incoming, outgoing, [len(n) * size for n in nodes], [len(parts) * size] * width).wait()
+    return merge(zip((node for n in nodes for node in n), incoming.view(-1, size), strict=True))

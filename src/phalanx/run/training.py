@@ -375,10 +375,11 @@ class _Run:
             self.form = said
         elif said["type"] == "note" and said.get("rung") == 6:
             self.listener.note(f"waiting: {said['text']}")
-        elif said["type"] == "started" and self.form["generation"] > 1:
+        elif said["type"] == "started":
             step, replicas = self.form["step"], len(self.form["replicas"])
             of = f"{replicas} of {self.job.layout.replica} replicas"
-            self.listener.note(f"going on from step {step:,} with {of}: {self.form['reason']}")
+            if self.form["generation"] > 1:
+                self.listener.note(f"going on from step {step:,} with {of}: {self.form['reason']}")
             size = replicas * self.job.layout.replica_size
             for row in self.table.settle(self.form["generation"], step, size) if self.table else ():
                 self._on_row(row)

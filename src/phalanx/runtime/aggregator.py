@@ -3,9 +3,6 @@ and where it stands as soft state, and passes on edges and, now and then, a summ
 it is, and acknowledges when the controller has; commands go the other way. It holds a lease of the controller's and
 passes on what is left of it with every beat.
 
-When a gang re-forms all nodes report at once. Such reports wait until those before them are acknowledged, and travel
-as one: a controller that has much to do gets fewer and larger bundles, and failures overtake them.
-
 It may be killed at any time. Agents connect again, to it or to another, and send again what was not acknowledged. The
 controller says whom it expects there, so that a node that died meanwhile is missed. What came twice, by two ways, has
 the same number of the same agent, and `control.liveness.Roster`, the controller's end of this, takes it once.
@@ -19,15 +16,13 @@ import ssl
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from phalanx.control import fanout
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
-from phalanx.control.messages import Event, ManyParked, ManyReady, Parked, Ready
+from phalanx.control.messages import EVERYONE
 from phalanx.runtime import kernel
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
@@ -39,10 +34,10 @@ PING_S = 1.0  # between two words to the controller, which renew the lease
 STALL_S = 1.0  # between two ticks: beyond that it was not the nodes that were silent
 SUMMARY_S = 5.0
 BUNDLE_S = 0.002  # in which reports are gathered
-BULK_S = 0.05  # in which those that all nodes make are, as long as more come
 BUNDLE = 500  # reports
-BULK = ("Parked", "Ready")  # what all nodes report at once
 NAMED = 8  # nodes in a summary
+MERGED = ("Formed", "Parted")  # what all replicas say at once
+COLUMNS = ("replicas", "worlds")  # of those
 
 #: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's.
 REPORTS: Schemas = {
@@ -60,15 +55,13 @@ PASSED: Schemas = {
 ITEMS: Schemas = {
     "edge": {"node": str, "incarnation": int, "visit": int, "edge": str, "silent_ns": int},
     "event": {"node": str, "incarnation": int, "number": int, "event": dict},
-    "many": {"numbers": list, "event": dict},  # a control.messages.Many, and its agents' numbers
+    "many": {"said": list, "event": dict},  # what replicas said alike; by whom: node, incarnation and number
 }
-#: From the controller: commands for many nodes, or a Form as control.fanout shares it; whom it expects there, name ->
-#: incarnation; a lease, counted from when the ping that it answers was sent.
+#: From the controller: commands for many nodes; whom it expects there, name -> incarnation; a lease, counted from when
+#: the ping that it answers was sent.
 ORDERS: Schemas = {"commands": {"items": list}, "expect": {"nodes": dict}, "lease": {"ns": int, "sent_ns": int}}
-_ORDER: Schemas = {
-    "command": {"nodes": list, "command": dict},
-    "form": {"nodes": list, "places": list, "workers": list, "sources": dict, "buddies": dict, "command": dict},
-}
+#: `nodes`: ["*"] for all that are here; `own`: what some of them are told beside the rest.
+_ORDER: Schemas = {"command": {"nodes": list, "command": dict, "own": dict}}
 
 
 class Aggregator:
@@ -92,9 +85,6 @@ class Aggregator:
         self._lease_ns = 0  # until when the controller is known to listen
         self._loop, self._closed = loop, False
         self._bundle: list[tuple[Message, Session | None]] = []  # reports, and the agents who wait for an answer
-        self._bulk: list[dict[str, tuple[Message, Session | None]]] = []  # that can wait: a node's first, second …
-        self._bulk_sent = 0  # the last such bundle that was not acknowledged
-        self._bulk_since = 0.0  # when the first of them came
         self._steps = (0, -1)  # generation, step: the last that was passed on
         self._passed: deque[tuple[int, Session, int]] = deque()  # number to the controller, agent, its number
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
@@ -170,9 +160,6 @@ class Aggregator:
         while self._passed and self._passed[0][0] <= number:
             _, agent, theirs = self._passed.popleft()
             agent.ack(theirs)
-        if self._bulk_sent and number >= self._bulk_sent:
-            self._bulk_sent = 0
-            self._send_idle(0)
 
     def _ordered(self, controller: Session, number: int, body: Message) -> None:
         if body["type"] == "expect":
@@ -187,9 +174,11 @@ class Aggregator:
             self._lease_ns = max(self._lease_ns, body["sent_ns"] + body["ns"])
             return
         for item in body["items"]:
-            for node, command in _told(check(item, _ORDER)):
-                if node in self.server.sessions:  # others have moved
-                    self.server.sessions[node].post({"type": "command", "command": command})
+            order, sessions = check(item, _ORDER), self.server.sessions
+            for node in [*sessions] if tuple(order["nodes"]) == EVERYONE else order["nodes"]:
+                if node in sessions:  # others have moved
+                    command = {**order["command"], **order["own"].get(node, {})}
+                    sessions[node].post({"type": "command", "command": command})
 
     def _post(self, edges: Iterable[Edge]) -> None:
         for e in edges:
@@ -200,18 +189,13 @@ class Aggregator:
 
     def _gather(self, item: Message, agent: Session | None = None) -> None:
         kind = item["event"].get("kind") if item["type"] == "event" else ""
-        if kind in BULK:
-            self._gather_bulk(item, agent)
-            return
         if agent and kind == "StepsDone" and self._is_known(item["event"]):
-            self._send_bulk()  # what it said before
+            self._send()  # what it said before
             self._passed.append((self.link.outbox.last, agent, item["number"]))
             self._acked(self.link.outbox.acked)
             return
         if not self._bundle:
             self._loop.after(BUNDLE_S, self._send)
-        if agent:
-            self._bundle += [layer.pop(item["node"]) for layer in self._bulk if item["node"] in layer]  # not overtaken
         self._bundle.append((item, agent))
         if len(self._bundle) >= BUNDLE:
             self._send()
@@ -224,38 +208,10 @@ class Aggregator:
         known, self._steps = (generation, step) <= self._steps, max((generation, step), self._steps)
         return known
 
-    def _gather_bulk(self, item: Message, agent: Session | None) -> None:
-        if not self._num_bulk():
-            self._bulk_since = time.monotonic()
-            self._loop.after(BUNDLE_S, partial(self._send_idle, 0))
-        depth = 1 + max((i for i, layer in enumerate(self._bulk) if item["node"] in layer), default=-1)
-        if depth == len(self._bulk):
-            self._bulk.append({})
-        self._bulk[depth][item["node"]] = (item, agent)
-        if self._num_bulk() >= BUNDLE:
-            self._send_bulk()
-
-    def _num_bulk(self) -> int:
-        return sum(map(len, self._bulk))
-
     def _send(self) -> None:
         bundle, self._bundle = self._bundle, []
         if bundle:
-            self._pass([item for item, _ in bundle], bundle)
-
-    def _send_idle(self, seen: int) -> None:
-        """When no more come, or have come for long enough."""
-        if self._num_bulk() > seen and time.monotonic() < self._bulk_since + BULK_S:
-            self._loop.after(BUNDLE_S, partial(self._send_idle, self._num_bulk()))
-        elif not self._bulk_sent:
-            self._send_bulk()
-
-    def _send_bulk(self) -> None:
-        self._send()  # what an agent said before
-        layers, self._bulk = [[*layer.values()] for layer in self._bulk], []
-        if any(layers):
-            items = [item for layer in layers for item in self._merged([item for item, _ in layer])]
-            self._bulk_sent = self._pass(items, [*chain.from_iterable(layers)])
+            self._pass(merged([item for item, _ in bundle]), bundle)
 
     def _pass(self, items: list[Message], bundle: list[tuple[Message, Session | None]]) -> int:
         try:
@@ -283,35 +239,8 @@ class Aggregator:
         only the last of a node counts."""
         for name in {agent.peer.name for _, agent in bundle if agent}:
             self.server.forget(name)
-            for layer in self._bulk:
-                layer.pop(name, None)
         edges = {item["node"]: (item, agent) for item, agent in [*bundle, *self._bundle] if agent is None}
         self._bundle = [*edges.values()]
-
-    def _merged(self, items: list[Message]) -> list[Message]:
-        """Merge reports that are alike; what is no event, or about another node, is left to the controller to
-        refuse."""
-        alike: dict[tuple[Any, ...], list[tuple[Message, Parked | Ready]]] = {}
-        others = []
-        for item in items:
-            try:
-                event = Event.from_dict(item["event"])
-            except ValueError:
-                others.append(item)
-                continue
-            assert isinstance(event, (Parked, Ready))
-            if (event.node, event.incarnation) != (item["node"], item["incarnation"]):
-                others.append(item)
-                continue
-            common = (event.prepared, event.made, event.why) if isinstance(event, Parked) else ()
-            alike.setdefault((event.generation, event.step, *common), []).append((item, event))
-        return others + [self._many(group) if len(group) > 1 else group[0][0] for group in alike.values()]
-
-    def _many(self, group: list[tuple[Message, Parked | Ready]]) -> Message:
-        parked = [event for _, event in group if isinstance(event, Parked)]
-        ready = [event for _, event in group if isinstance(event, Ready)]
-        event = ManyParked.of(parked) if parked else ManyReady.of(ready)
-        return {"type": "many", "numbers": [item["number"] for item, _ in group], "event": event.to_dict()}
 
     def _tick(self) -> None:
         if self._closed:
@@ -332,6 +261,40 @@ class Aggregator:
             self.link.tell(summary(self.beats, sum(seen.suspect for seen in self.liveness.nodes.values())))
 
 
+def merged(items: list[Message]) -> list[Message]:
+    """Make one of what replicas said alike: when a gang parts or forms all of them speak. Nobody overtakes himself: an
+    agent's numbers stay in order, or the controller takes the lower ones for repetitions."""
+    out, alike = list[Message](), dict[str, int]()
+    last: dict[str, int] = {}  # node -> where in `out` its last word is
+    for item in items:
+        event = item.get("event", {})
+        if event.get("kind") not in MERGED or not _has_columns(event):
+            last[item["node"]] = len(out)
+            out.append(item)
+            continue
+        said = [item["node"], item["incarnation"], item["number"]]
+        key = json.dumps({name: value for name, value in event.items() if name not in COLUMNS})
+        at = alike.get(key, -1)
+        if last.get(item["node"], 0) <= at:
+            many = out[at]
+            many["said"].append(said)
+            for name in COLUMNS:
+                many["event"][name] += event[name]
+        else:
+            at = alike[key] = len(out)
+            columns = {name: [*event[name]] for name in COLUMNS}
+            out.append({"type": "many", "said": [said], "event": {**event, **columns}})
+        last[item["node"]] = at
+    return out
+
+
+def _has_columns(event: Message) -> bool:
+    """Else the controller refuses it, and must not refuse others with it."""
+    columns: list[Any] = [event.get(name) for name in COLUMNS]
+    whole = all(isinstance(column, list) and {*map(type, column)} == {int} for column in columns)
+    return whole and len({*map(len, columns)}) == 1
+
+
 def summary(beats: dict[str, Message], suspect: int) -> Message:
     """Fold the last beats. Steps are [generation, step] of the last and the first node; times the median and the
     longest."""
@@ -349,15 +312,6 @@ def summary(beats: dict[str, Message], suspect: int) -> Message:
         "step_ns": [statistics.median_low(times.values()), times[slowest]],
         "slowest": slowest,
     }
-
-
-def _told(order: Message) -> Iterator[tuple[str, Message]]:
-    if order["type"] == "command":
-        return ((node, order["command"]) for node in order["nodes"])
-    try:
-        return iter([*fanout.parts(order)])
-    except (KeyError, TypeError, ValueError):
-        raise WireError(f"form = {str(order)[:200]!r}: expected what control.fanout makes") from None
 
 
 def main() -> None:

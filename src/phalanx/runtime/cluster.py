@@ -67,13 +67,11 @@ class Begin:
 
 
 def policy_of(job: Job, save: bool) -> Policy:
-    """What the job asks of its recovery, and what a batch can be divided among."""
+    """What the job asks of its recovery."""
     r, layout = job.recovery, job.layout
-    counts = tuple(n for n in range(1, layout.replica + 1) if job.num_micro % (n * layout.shard) == 0)
     return Policy(
         recover=r.on,
         min_replicas=r.min_replicas if r.on else layout.replica,
-        counts=counts,
         wait_ns=int(r.wait_s * S),
         start_ns=S,
         hold_ns=int(r.hold_s * S),

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.control import codec, fanout, messages
+from phalanx.control import codec, messages
 from phalanx.control.fold import Plan, Poison, State
 from phalanx.control.gang import Gang
 from phalanx.control.liveness import DEAD, Liveness, Orphans, Roster
@@ -108,34 +108,34 @@ def _write(path: Path, body: Any) -> None:
 # -- what is said
 
 
-BULK = ("nodes", "crew", "places", "sources", "buddies", "files")
+OWN = ("sources", "takers", "buddies")  # of a Form: what some nodes are told, and others are not
 
 
 def body_of(command: Command) -> Message:
     """What all nodes are told."""
     kind: Any = type(command)
-    left_out = BULK if isinstance(command, Form) else ("nodes",)
-    kept = [name for name in codec.hints(kind) if name not in left_out]
-    return {"kind": kind.__name__, **{name: codec.encode(getattr(command, name)) for name in kept}}
+    kept = [name for name in codec.hints(kind) if name != "nodes"]
+    body = {"kind": kind.__name__, **{name: codec.encode(getattr(command, name)) for name in kept}}
+    return body | {name: {} for name in OWN} if isinstance(command, Form) else body
 
 
 def brief(command: Command) -> Message:
     """What the journal keeps of a decision, for people: the state is the fold of the events."""
-    return body_of(command) | {"nodes": len(command.to)}
+    body = body_of(command) | {"nodes": "all" if command.to == messages.EVERYONE else len(command.to)}
+    return {name: value for name, value in body.items() if name not in ("files", "crew", *OWN)}
 
 
 def orders(commands: list[Command], roster: Roster) -> dict[str, list[Message]]:
     """By aggregator. What is for a node that none is known to reach is left out."""
     out: dict[str, list[Message]] = {}
     for command in commands:
-        homes = roster.homes(command.to)
-        if isinstance(command, Form):
-            for home, share in fanout.shares(command, homes).items():
-                out.setdefault(home, []).append({"type": "form", **share})
-            continue
-        common = body_of(command)
+        everyone = command.to == messages.EVERYONE
+        homes = {home: [*command.to] for home in roster.aggregators} if everyone else roster.homes(command.to)
+        common, own = body_of(command), command.own() if isinstance(command, Form) else {}
+        owners = roster.homes(own)
         for home, nodes in homes.items():
-            out.setdefault(home, []).append({"type": "command", "nodes": nodes, "command": common})
+            more = {node: own[node] for node in owners.get(home, ()) if everyone or node in nodes}
+            out.setdefault(home, []).append({"type": "command", "nodes": nodes, "command": common, "own": more})
     return out
 
 
@@ -523,7 +523,7 @@ class Controller:
             kept = {name: codec.encode(getattr(command, name)) for name in ("generation", "step", "replicas", "rung")}
             more = {"reason": command.reason[:TEXT_CHARS], "branch": command.branch, "last": command.last}
             self.printer.say("form", **kept, **more, at_ns=at_ns)
-        elif isinstance(command, messages.Start) and command.generation == generation and not started:
+        elif isinstance(command, messages.Started) and command.generation == generation and not started:
             self._told = (generation, True, ended)
             self.printer.say("started", generation=generation, at_ns=at_ns)
         elif isinstance(command, messages.Ended) and not ended:

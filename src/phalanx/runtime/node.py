@@ -344,11 +344,11 @@ class Node(Host):
             self._act()
 
     def _command_of(self, body: Message) -> Command:
-        """Fill in what is left out on the way, because it is the same for all nodes or for another one."""
+        """Fill in to whom it is sent, which is left out on the way."""
         assert self.agent
         known: Any = messages.KINDS.get(str(body.get("kind")))
-        absent: Message = {"nodes": [self.agent.name], "crew": {}, "places": {}, "sources": {}, "buddies": {}}
-        return Command.from_dict({**{k: v for k, v in absent.items() if known and k in codec.hints(known)}, **body})
+        sent = {"nodes": [self.agent.name]} if known and "nodes" in codec.hints(known) else {}
+        return Command.from_dict({**sent, **body})
 
     def _set_lease(self, until_ns: int) -> None:
         """Workers look at it before they vote: they obey it even if this process hangs."""

@@ -28,7 +28,7 @@ from phalanx.model.family import Batch, Init, load_family
 from phalanx.model.moe import MoE
 from phalanx.parallel.device import Device
 from phalanx.parallel.expert import Exchange
-from phalanx.parallel.groups import Groups
+from phalanx.parallel.groups import Groups, form_cross
 from phalanx.plan.cost.traffic import Footprint, Key, Volume, expect
 from phalanx.plan.cost.units import names
 from phalanx.train.engine import Engine
@@ -47,7 +47,12 @@ CALLS: dict[Any, tuple[str, int, int]] = {
     _functional.all_gather_into_tensor.default: ("all-gather", 2, 0),
     _functional.reduce_scatter_tensor.default: ("reduce-scatter", 3, 0),
 }
-STATE = {"weights": "weight_bytes", "gradients": "gradient_bytes", "moments": "moment_bytes"}
+STATE = {
+    "weights": "weight_bytes",
+    "gradients": "gradient_bytes",
+    "gradients kept": "kept_bytes",
+    "moments": "moment_bytes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +163,16 @@ def _run(job: Job, coord: Coord) -> Footprint:
         with fake:
             state = State.create(job, family, coord, device)
         engine = Engine(job, family, coord, groups, state, device)
-        if engine.reducer._thread:
-            engine.reducer._thread = _AtOnce()
+        engine.rejoin(form_cross(FakeStore(), 0, job.layout, coord, device, job.collectives))
+        if engine.reducer.link:
+            engine.reducer.link._thread = _AtOnce()
         for moe in [m for model in engine.stages.values() for m in model.modules() if isinstance(m, MoE)]:
             if isinstance(moe.exchange, Exchange):
                 moe.exchange = values.answering(moe.exchange)
         with fake, recorder:
-            result = engine.gradients([_batch(job) for _ in engine.indices])
+            result = engine.gradients([_batch(job) for _ in job.micro_indices(coord)])
             seen.gradient_bytes = _size_bytes(list(result.grads.values()))
+            seen.kept_bytes = engine.reducer.kept_bytes
             engine.update(result)
         seen.weight_bytes = _size_bytes([*state.params.values(), *state.remainders.values()])
         seen.moment_bytes = sum(state.optimizer.held_bytes().values())

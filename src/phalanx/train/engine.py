@@ -1,18 +1,20 @@
 """The engine: one rank's wrapped model, reducer and groups around a borrowed state. It is disposable:
-after a failed step, or when the membership changes, it is closed and another is built around the
-same state. Nothing in it is worth keeping."""
+after a pass that broke inside its own replica it is closed and another is built around the same state. When another
+replica is lost the pass ends as if nothing had happened; `rejoin` gives the engine new cross-replica groups, and a
+further pass computes what is missing."""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from phalanx.core.deal import Deal, deal
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
@@ -30,6 +32,7 @@ from phalanx.parallel.norm import exact_norm, fast_norm
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.pipeline import Pipe, Stages
 from phalanx.parallel.reduce import Reducer
+from phalanx.parallel.replica import Cross
 from phalanx.parallel.schema import describe
 from phalanx.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, set_half, set_micro_batch
 from phalanx.parallel.stages import Absent
@@ -44,7 +47,8 @@ def _no_mark(phase: Phase, *, step: int = 0, micro: int = 0) -> None: ...
 class StepResult:
     """Tensors: nothing here waits for the device."""
 
-    loss_sums: Tensor  # one per micro-batch of this rank
+    indices: list[int]  # the micro-batches of this rank
+    loss_sums: Tensor  # one for each of them, in the last stage of a pipeline
     local_tokens: int  # target tokens in them
     tokens: Tensor  # target tokens in the whole global batch
     grad_norm: Tensor
@@ -69,7 +73,6 @@ class Engine:
         self.job, self.family, self.coord, self.groups = job, family, coord, groups
         self.state, self.device, self.mark = state, device, mark
         device.choose_kernels(job.deterministic)
-        self.indices = job.micro_indices(coord)
         self._deferred = WeightGradients()
         self.stages = parallelize(job, family, coord, groups, self._deferred, device)
         self._halves: dict[int, Halves] = {}
@@ -83,6 +86,7 @@ class Engine:
         uncounted = set(whole) if coord.tp else set()
         self._counted = [i.name for i in state.infos if i.name not in uncounted]
         self.num_params = sum(i.numel for i in describe(family, job.model))
+        self._forget_step()
 
     def _bind(self) -> None:
         """Make the model's parameters the very tensors of the state: slices of them where FSDP2 is there to gather
@@ -109,7 +113,9 @@ class Engine:
         modules = [m for model in self.stages.values() for m in model.modules()]
         self._attends = {m.causal: m for m in modules if isinstance(m, Attend)}
         self._named = {name: p for model in self.stages.values() for name, p in model.named_parameters()}
-        self._aliased = False
+        for name, param in self._named.items():
+            if isinstance(param, DTensor):  # FSDP2 pads uneven slices into its own
+                self.state.params[name].data = param.to_local()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -119,46 +125,94 @@ class Engine:
     # -- one step ---------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
-        """Forward, backward, reduce, clip, update. `batches[j]` is micro-batch `indices[j]`."""
+        """Forward, backward, reduce, clip, update."""
         result = self.gradients(batches)
         self.mark(Phase.optimizer)
         self.update(result)
         return result
 
-    def gradients(self, batches: Sequence[Batch]) -> StepResult:
+    def gradients(self, batches: Sequence[Batch], dealt: Deal | None = None) -> StepResult:
         """Everything up to the gradients, reduced, in `result.grads`. Weights and optimizer are untouched until
-        `update`, so a step that fails here never happened."""
-        assert len(batches) == len(self.indices), (len(batches), len(self.indices))
-        job = self.job
-        local_tokens = sum(int(b.weights_BL.sum()) for b in batches)  # on the host, where they come from
-        tokens = self.reducer.sum_counts(self.device.put(torch.tensor([local_tokens])))
-        scale = 1.0 / tokens.to(torch.float64)
+        `update`, so a step that fails here never happened. `dealt`: None at full strength."""
+        dealt = dealt or deal(self.job, range(self.job.layout.replica))
+        if not dealt.redo:
+            self.drop()
+        known = all(dealt.held.values())  # nobody holds a part of a step without its count
+        self.compute(batches, dealt, self._tokens if known else self.count(batches))
+        return self.finish()
+
+    def count(self, batches: Sequence[Batch]) -> Tensor:
+        """The target tokens of the whole global batch. This rank's are in these, and in what it holds of the step."""
+        return self.reducer.sum_counts(self.device.put(torch.tensor([self._local_tokens + _tokens(batches)])))
+
+    def compute(self, batches: Sequence[Batch], dealt: Deal, tokens: Tensor) -> None:
+        """Forward and backward over this rank's part of the deal: `batches[j]` is its j-th micro-batch
+        (`Job.micro_indices`). Gradients are added to those that this replica holds of the step. Without a redo they are
+        summed over the replicas meanwhile; if that fails the pass still ends, and `finish` says so."""
+        if not dealt.redo:
+            self._forget_step()
+        self.reducer.start(dealt)
+        indices = self.reducer.indices
+        assert len(batches) == len(indices), (len(batches), indices)
+        self._indices += indices
+        self._local_tokens += _tokens(batches)
+        self._tokens, scale = tokens, 1.0 / tokens.to(torch.float64)
         self._documents = [_several(batch.documents_BL) for batch in batches]
         self._batches = [
             self._prepare(batch, documents, scale) for batch, documents in zip(batches, self._documents, strict=True)
         ]
-        self._loss_sums: list[Tensor] = []
-        Stages(job.layout, self.coord.pp, self._pipe(), self._forward, self._backward).run(len(batches))
+        self._first = 0
+        for count in self.job.layout.passes(len(batches)):
+            Stages(self.job.layout, self.coord.pp, self._pipe(), self._forward, self._backward).run(count)
+            self._first += count
         self._batches.clear()
-        passed = self.device.moment()
+        self._passed = self.device.moment()
+        if batches:
+            self.reducer.end_pass()
+
+    def finish(self) -> StepResult:
+        """Sum over the replicas. StepFailed: that was not possible. All ranks of the replica say so then, and
+        what they have computed is whole: `rejoin`, and compute what is missing."""
         self.mark(Phase.reduce, step=self.state.step)
         self.reducer.finish()
-        loads = self._take_loads()
+        loads = self._sum_loads()
+        self.reducer.agree()
         grads = self._take_gradients()
         norm, clip = self._norm(grads)
-        lr = learning_rate(job.optimizer, self.state.step, job.train.steps)
+        lr = learning_rate(self.job.optimizer, self.state.step, self.job.train.steps)
         loss_sums = torch.stack(self._loss_sums) if self._loss_sums else torch.zeros(0)
-        return StepResult(loss_sums, local_tokens, tokens, norm, lr, passed, grads, clip, loads)
+        counts = (self._local_tokens, self._tokens)
+        return StepResult(list(self._indices), loss_sums, *counts, norm, lr, self._passed, grads, clip, loads)
 
-    def _take_loads(self) -> dict[str, Tensor]:
-        """How many tokens every expert got in the step, over all ranks: integers, so the order of the
-        sum does not matter."""
-        if not self._balanced:
-            return {}
-        held = [cast(Tensor, module.load_E) for module in self._balanced.values()]
+    def rejoin(self, cross: Cross | None) -> None:
+        """Go on with these replicas; what was computed of the step stays."""
+        self.reducer.rejoin(cross)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The micro-batches of this step that this replica need not compute again."""
+        return self.reducer.held
+
+    def drop(self) -> None:
+        """Forget what was computed of the step."""
+        self.reducer.drop()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._indices: list[int] = []
+        self._loss_sums: list[Tensor] = []
+        self._local_tokens = 0
         for module in self._balanced.values():
             module.load_E = None
-        total = self.reducer.sum_loads(torch.stack(held))
+
+    def _sum_loads(self) -> dict[str, Tensor]:
+        """How many tokens every expert got in the step, over all ranks: integers, so the order of the
+        sum does not matter. The layers keep their own until the step is over."""
+        if not self._balanced:
+            return {}
+        own = [module.load_E for module in self._balanced.values()]
+        none = torch.zeros(self.job.model.num_experts, dtype=torch.int64, device=self.device.torch)
+        total = self.reducer.sum_loads(torch.stack([none if load is None else load for load in own]))
         return dict(zip(self._balanced, total, strict=True))
 
     def _prepare(self, batch: Batch, documents_BL: Tensor | None, scale: Tensor) -> Batch:
@@ -180,7 +234,9 @@ class Engine:
         return Pipe(layout, self.groups.axis("pp"), self.device, shape, COMPUTE_DTYPE[train.precision])
 
     def _forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
+        micro += self._first
         batch = self._batches[micro]
+        self.device.seed(self._seed(stage, self.reducer.indices[micro]))
         self.mark(Phase.forward, step=self.state.step, micro=micro)
         for attend in self._attends.values():
             attend.prepare(batch, self._documents[micro], self.device.put)
@@ -191,11 +247,18 @@ class Engine:
         self._loss_sums.append(total.detach())
         return scaled
 
+    def _seed(self, stage: int, index: int) -> int:
+        """What a layer draws depends on the micro-batch and not on what this rank has computed before, so another
+        replica can compute it again."""
+        place = (self.job.seed, self.state.step, index, stage, self.coord.cp, self.coord.tp)
+        return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest()) >> 1
+
     def _backward(self, stage: int, micro: int, run: Callable[[], None], half: str) -> None:
         zero, model = self.job.layout.zero, self.stages[stage]
-        last = micro == len(self.indices) - 1
+        micro += self._first
         self.mark(Phase.backward, step=self.state.step, micro=micro)
         self.reducer.begin(micro)
+        last = self.reducer.last
         if half == "both":
             set_micro_batch(model, zero, self.reducer.exact, last)
             run()
@@ -219,6 +282,8 @@ class Engine:
 
     def update(self, result: StepResult) -> None:
         apply(self.job, self.state, result)
+        self.reducer.commit()
+        self._forget_step()
 
     def _loss(self, output: Tensor | Loss, batch: Batch) -> Loss:
         """Of this micro-batch's target tokens: times the step's scale, and summed."""
@@ -241,9 +306,6 @@ class Engine:
                     remedy="use every parameter in the loss, or leave it out of the model",
                 )
             grads[name] = taken[param]
-            if not self._aliased and isinstance(param, DTensor):
-                self.state.params[name].data = param.to_local()  # FSDP2 pads uneven slices into its own on first use
-        self._aliased = True
         if self._summed_over_tp:
             self._sum_over_tp(grads)
         return grads
@@ -274,6 +336,10 @@ class Engine:
         self.reducer.close()
         del self.stages, self._named, self._halves, self.reducer, self.groups
         gc.collect()
+
+
+def _tokens(batches: Sequence[Batch]) -> int:
+    return sum(int(b.weights_BL.sum()) for b in batches)  # on the host, where they come from
 
 
 def _several(documents_BL: Tensor | None) -> Tensor | None:

@@ -1,6 +1,8 @@
-"""A worker: one rank of one job, for as long as its process lives. It is told by its node which generation of the gang
-it belongs to (`form`), trains from `start` until the job is done, its peers are gone or a pause was agreed on, and then
-keeps its state, without groups, until it is told more.
+"""A worker: one rank of one job, for as long as its process lives. It is told by its node to build the world of its
+replica (`build`: groups and engine), which generation of the gang it belongs to (`form`), and trains until the job is
+done, a pause was agreed on, or other replicas are gone. Then its replica parts from the generation, whole: it keeps its
+world, its engine and the gradients that it has computed, and waits for the next. Only what breaks inside its own
+replica costs the world.
 
 A step is computed, voted for by all ranks, and only then applied, without any communication: whoever has not seen all
 votes keeps the gradients, and the next generation decides whether the step counts (`control.member`).
@@ -9,15 +11,11 @@ votes keeps the gradients, and the next generation decides whether the step coun
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import math
 import os
-import queue
-import threading
 import time
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,25 +23,26 @@ import torch._dynamo  # torch's optimizers import it; here the ranks get it with
 import torch.distributed as dist
 
 from phalanx.checkpoint.buddy import fetch
-from phalanx.checkpoint.torch_state import rng_state, set_rng_state
 from phalanx.control.member import Member
 from phalanx.control.messages import Source
 from phalanx.control.verdict import is_echo
 from phalanx.core import document
 from phalanx.core.checkpoint import BadCheckpoint, Facts
+from phalanx.core.deal import Deal, deal
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.ledger import GENESIS, Record, bits, mean_loss
 from phalanx.data.feed import Feed
-from phalanx.data.samples import digest, places_of, unpack
-from phalanx.model.family import Batch, check_family, load_family
+from phalanx.model.family import check_family, load_family
 from phalanx.observe.progress import Phase, Reading
 from phalanx.parallel.device import Device, Moment, avoid_broken_amx
-from phalanx.parallel.groups import Groups, break_connections, connect_store
+from phalanx.parallel.groups import Door, Groups, connect_store, form_cross
 from phalanx.parallel.reduce import StepFailed
 from phalanx.parallel.shard import COMPUTE_DTYPE
 from phalanx.train import transfer
+from phalanx.train.batches import Batches
+from phalanx.train.commands import Commands, Halted
 from phalanx.train.engine import Engine, StepResult, apply
 from phalanx.train.snapshots import Saver, resume, resume_from_checkpoint, resume_from_memory
 from phalanx.train.state import State
@@ -61,72 +60,6 @@ def prepare() -> None:
 SOURCE_ERRORS = (BadCheckpoint, OSError, ValueError)  # the state that was to be had is not there, or not to be trusted
 
 
-class Halted(RuntimeError):
-    """The generation is over: the node has said so."""
-
-
-class Commands:
-    """What the node says. A thread hears it, since the trainer may be waiting for peers that are gone."""
-
-    def __init__(self, channel: Any):
-        self.generation = -1  # the one that the worker is in, or is entering
-        self.halted = self.pausing = self.left = -1
-        self.interval = (0, 0, 0)  # version, steps between durable checkpoints, and between snapshots in memory
-        self._interruptible = False
-        self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._channel = channel
-        threading.Thread(target=self._listen, daemon=True, name="phalanx-commands").start()
-
-    def next(self) -> dict[str, Any] | None:
-        """None: the node is gone."""
-        return self._queue.get()
-
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """What is done in here is in vain when the generation ends: Halted is raised in the middle of it."""
-        with self._lock:
-            self._interruptible = True
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._interruptible = False
-
-    def _halt(self, generation: int) -> None:
-        self.halted = max(self.halted, generation)
-        if self.halted < self.generation:
-            return
-        break_connections()
-        threading.Thread(target=self._insist, args=(generation,), daemon=True).start()
-        with self._lock:
-            if self._interruptible:
-                main = ctypes.c_ulong(threading.main_thread().ident or 0)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(Halted))
-
-    def _insist(self, generation: int) -> None:
-        """A group may be connecting just when connections are broken, and wait on one that came later."""
-        for _ in range(20):
-            time.sleep(0.25)
-            if self.left >= generation or self.generation > generation:
-                return
-            break_connections()
-
-    def _listen(self) -> None:
-        with contextlib.suppress(OSError):
-            while (message := self._channel.recv()) is not None:
-                kind = message.get("type")
-                if kind == "pause":
-                    self.pausing = max(self.pausing, int(message["generation"]))
-                elif kind == "interval":
-                    self.interval = (int(message["version"]), int(message["steps"]), int(message["memory_steps"]))
-                else:
-                    if kind == "halt":
-                        self._halt(int(message["generation"]))
-                    self._queue.put(message)
-        self._queue.put(None)
-
-
 class Worker:
     def __init__(self, channel: Any, args: dict[str, Any]):
         job = Job.from_dict(args["job"])
@@ -141,17 +74,18 @@ class Worker:
         check_family(self.family, job.model)
         coord = job.layout.coord(self.rank)
         self.state = State.create(job, self.family, coord, self.device, self._move)
-        self.member = Member(int(args["worker"]), job.train.steps, generation=-1)
+        self.member = Member(int(args["worker"]), job.train.steps, speaks=job.layout.inside(coord) == 0)
         self.giver = transfer.Giver(args["token"], self.device, args["host"])
         self.commands = Commands(channel)
         self.groups: Groups | None = None
         self.engine: Engine | None = None
+        self.dealt: Deal | None = None  # of every step of this generation
+        self.redo: Deal | None = None  # of its first, if gradients were kept
         self.source: Batches | None = None
         self.saver: Saver | None = None
         self.result: StepResult | None = None  # of the step that was voted for and is not applied yet
         self.report: dict[str, Any] = {}  # of that
         self.record: Record | None = None  # of that, for the ledger
-        self.rng = b""  # before the step that is under way
         self.moments: list[Moment] = []  # of the last step, between its phases
         self.told_facts = False
 
@@ -171,45 +105,110 @@ class Worker:
                 return
             getattr(self, "_on_" + kind)(message)
 
+    def _on_build(self, message: dict[str, Any]) -> None:
+        m, world = self.member, int(message["world"])
+        if not m.build(world):
+            if world == m.world:
+                self._say()
+            return
+        self.commands.world = world
+        self.channel.progress.mark(Phase.idle)
+        try:
+            self._build(world, message["store"])
+        except Exception as error:
+            self._leave_by(error)
+        else:
+            m.built()
+            self._say()
+
     def _on_form(self, form: dict[str, Any]) -> None:
         source = Source(**form["source"]) if form["source"] else None
         generation, m = int(form["generation"]), self.member
-        if not m.form(generation, int(form["step"]), source):
+        if not m.form(generation, int(form["world"]), source):
             if generation == m.generation:
                 self._say()
             return
         self.channel.progress.mark(Phase.idle)
-        self.commands.generation = generation
+        self.commands.generation, entered = generation, True
         try:
-            digest = self._enter(form, source)
+            self._enter(form, source)
         except Exception as error:
-            self._left_by(error, generation)
-        else:
-            m.restored(self.state.step)
-            self._say(digest)
+            entered = False
+            if not self._is_out(error, generation):
+                return
+        self._agree_to_enter(generation, entered)
 
-    def _left_by(self, error: Exception, generation: int) -> None:
-        """An error has ended the generation for this rank. After a halt any error is a consequence of it. Otherwise
-        those of groups and of sources are survived; all others are this process's own, and end it."""
-        m, halted = self.member, self.commands.halted >= generation
-        own = isinstance(error, UserError)
-        if m.phase == "restoring" and not halted and not own and isinstance(error, SOURCE_ERRORS):
-            m.lack(f"{type(error).__name__}: {error}"[:500], damaged=isinstance(error, BadCheckpoint))
-        elif halted or survivable(error):
-            m.halt(generation, None if halted else why(error, self.channel.progress.read()))
-        else:
+    def _is_out(self, error: Exception, generation: int) -> bool:
+        """It could not enter the generation, and says why unless others are the cause. False: its world is gone too."""
+        m = self.member
+        if self.commands.halted >= m.world:
+            self._leave_by(error)
+            return False
+        if isinstance(error, UserError) or not (isinstance(error, SOURCE_ERRORS) or survivable(error)):
             raise error
+        text = f"{type(error).__name__}: {error}"[:500]
+        print(f"generation {generation} was not entered: {text}", flush=True)
+        traceback.clear_frames(error.__traceback__)  # they hold groups, and so their sockets
+        if self.commands.parting < generation and not is_echo(type(error).__name__, str(error)):
+            groups = not isinstance(error, SOURCE_ERRORS)
+            m.lack(text, damaged=isinstance(error, BadCheckpoint), groups=groups)
+            self._say()
+        return True
+
+    def _agree_to_enter(self, generation: int, entered: bool) -> None:
+        """All ranks of the replica, or none."""
+        m = self.member
+        assert self.groups
+        try:
+            said, *held = self.groups.agree(self._numbers(entered, m.step, m.prepared, m.made))
+        except Exception as error:
+            self._leave_by(error)
+            return
+        if not said:
+            self._depart(generation, (held[0], held[1], held[2]))
+        elif m.formed(self.state.step):
+            self._say()
+            self._run()
+        else:
+            self._shut_door()
+            self._say()
+
+    def _numbers(self, *values: int) -> torch.Tensor:
+        return torch.tensor([int(value) for value in values], dtype=torch.int64, device=self.device.torch)
+
+    def _depart(self, generation: int, held: tuple[int, int, int], kept: bool = False) -> None:
+        """The whole replica has left the generation. Its world stands."""
+        self._shut_door()
+        if self.member.part(generation, held, kept):
+            self.channel.progress.mark(Phase.idle)
+            print(f"generation {generation} ended at step {self.member.step}: other replicas were lost", flush=True)
+            self._say()
+
+    def _shut_door(self) -> None:
+        """Close the groups with other replicas: those that wait there for this rank fail at once."""
+        self.giver.withdraw()
+        self.commands.door = None
+        if self.engine and (link := self.engine.reducer.link):
+            link.cross.close()
+
+    def _leave_by(self, error: Exception) -> None:
+        """An error inside the replica has ended its world for this rank. After a halt any error is a consequence of it.
+        Otherwise those of groups are survived; all others are this process's own, and end it."""
+        m, halted = self.member, self.commands.halted >= self.member.world
+        if not (halted or survivable(error)):
+            raise error
+        m.halt(m.world, None if halted else why(error, self.channel.progress.read()))
         self.channel.progress.mark(Phase.idle)
-        print(f"generation {generation} ended at step {m.step}: {type(error).__name__}: {error}", flush=True)
-        if m.phase == "parked" and m.why and "kind" in m.why:
+        print(f"world {m.world} ended at step {m.step}: {type(error).__name__}: {error}", flush=True)
+        if m.why and "kind" in m.why:
             traceback.print_exception(error)
         traceback.clear_frames(error.__traceback__)  # they hold groups, and so their sockets
-        self._leave_groups()
+        self._leave_world()
         self._say()
 
-    def _say(self, digest: str = "") -> None:
+    def _say(self) -> None:
         """Where it stands."""
-        if said := self.member.standing(digest):
+        if said := self.member.standing():
             self.channel.send(said)
 
     def _on_serve(self, message: dict[str, Any]) -> None:
@@ -219,23 +218,25 @@ class Worker:
             return
         with contextlib.suppress(ValueError):
             self._settle(step)
-            self._offer(generation, step, message["store"])
+            self._offer(generation, step, connect_store(*_address(message["store"])))
 
-    def _on_start(self, message: dict[str, Any]) -> None:
-        if self.member.start(int(message["generation"])):
-            self._run()
-        elif self.member.phase == "parked":
-            self._leave_groups()
+    def _on_part(self, message: dict[str, Any]) -> None:
+        """While it waits. (In a step the thread that hears has ended its waits for others.)"""
+        m, generation = self.member, int(message["generation"])
+        if m.phase == "built" and generation > m.generation:  # its peers in the replica may have heard of that one
+            m.generation = generation
+            self._agree_to_enter(generation, False)
+        elif m.phase == "built":
             self._say()
 
     def _on_halt(self, message: dict[str, Any]) -> None:
-        if self.member.halt(int(message["generation"])):
-            self._leave_groups()
+        if self.member.halt(int(message["world"])):
+            self._leave_world()
             self._say()
 
     def _on_save(self, message: dict[str, Any]) -> None:
         m, step = self.member, int(message["step"])
-        if m.phase != "parked" or m.generation != int(message["generation"]):
+        if m.phase != "built" or m.parted != int(message["generation"]):
             return
         with contextlib.suppress(ValueError):
             self._settle(step)
@@ -244,56 +245,117 @@ class Worker:
 
     # -- a generation
 
-    def _enter(self, form: dict[str, Any], source: Source | None) -> str:
-        """Make the state, the groups and the engine of the generation. Returns the digest of the state."""
+    def _build(self, world: int, store: str) -> None:
+        """The groups and the engine of the replica, which last until something breaks in it."""
+        self._leave_world()
+        layout, coord = self.job.layout, self.job.layout.coord(self.rank)
+        self.groups = Groups.form(
+            connect_store(*_address(store)), world, layout, coord, self.device, bool(self.family.experts),
+            self.job.collectives,
+        )  # fmt: skip
+        self._make_engine()
+
+    def _make_engine(self) -> None:
+        assert self.groups
+        coord, mark = self.job.layout.coord(self.rank), self.channel.progress.mark
+        self.engine = Engine(self.job, self.family, coord, self.groups, self.state, self.device, mark=mark)
+        if not self.told_facts:
+            self.told_facts = True
+            self.channel.send({"type": "facts", **_facts(self.job, self.engine, self.device)})
+
+    def _enter(self, form: dict[str, Any], source: Source | None) -> None:
+        """Get the state of the generation's first step, and form its groups."""
         generation, step = int(form["generation"]), int(form["step"])
-        self._leave_groups()
-        replicas, size = [int(r) for r in form["replicas"]], self.job.layout.replica_size
-        layout = dataclasses.replace(self.job.layout, replica=len(replicas))
-        job = dataclasses.replace(self.job, layout=layout)  # the same batch, divided among those that are there
-        coord = layout.coord(replicas.index(self.rank // size) * size + self.rank % size)
+        replicas, layout = [int(r) for r in form["replicas"]], self.job.layout
+        coord, kept = layout.coord(self.rank), [int(r) for r in form["kept"]]
+        saved, place = self._as_saved(replicas, coord)
+        assert self.groups and self.engine
         if source is None and self.member.step >= 0:
-            self._settle(step)
+            self._settle(step, keep=coord.replica in kept)
+        door = self.commands.door = Door()
+        if self.commands.parting >= generation:
+            raise StepFailed("the generation was over before it was entered")
         store, began = connect_store(*_address(form["store"])), time.perf_counter()
-        if source is None or source.kind != "live":
-            self._restore(job, coord, source, step)
-            self._offer(generation, step, form["store"], store)
-        else:
+        if source and source.kind == "live":
             address = store.get(f"g{generation}/state/{source.number}").decode()
             self._wait_for_snapshot()
             transfer.take(address, self.args["token"], generation, step, self.state, self.device, self._move)
-        digest = transfer.digest_of(self.state)
+        else:
+            self._restore(saved, place, source, step)
+        if form["gives"]:
+            self._offer(generation, step, store)
+        self.member.restored(step)
         restored = time.perf_counter()
-        self.groups = Groups.form(
-            store, generation, layout, coord, self.device, bool(self.family.experts), job.collectives
-        )
-        self.engine = Engine(
-            job, self.family, coord, self.groups, self.state, self.device, mark=self.channel.progress.mark
-        )
-        feed = Feed(self.args["data"]["address"], self.engine.indices, self.state.step, self._peers(replicas))
-        self.source = Batches(job, feed, self.facts)
-        self._keep_line(job, coord, generation)
+        cross = form_cross(store, generation, layout, coord, self.device, self.job.collectives, replicas)
+        door.formed()
+        self.engine.rejoin(cross)
+        if form["joins"] and cross:
+            self._compare(replicas, source is None)
+        self._deal(replicas, kept)
+        try:
+            self._keep_line(saved, place, generation)
+        except UserError as error:
+            if source and source.kind == "start":
+                raise
+            raise RuntimeError(str(error)) from None  # it was possible when the run began, and may be again
+        took = {"restore_s": restored - began, "form_s": time.perf_counter() - restored}
         from_ = source.kind if source else "kept"
-        took: dict[str, Any] = {"restore_s": restored - began, "form_s": time.perf_counter() - restored}
-        if job.train.compress != "none":
-            took["residuals"] = "zeroed"  # of the compressed gradients: they belonged to another membership
         self.channel.send({"type": "entered", "generation": generation, "source": from_, **took})
-        if not self.told_facts and (source is None or source.kind != "live"):  # else it is like its peers
-            self.told_facts = True
-            self.channel.send({"type": "facts", **_facts(job, self.engine, self.device)})
-        return digest
 
-    def _settle(self, step: int) -> None:
-        """Apply the step that was voted for if it counts; else it never happened. ValueError: it has not got `step`."""
+    def _compare(self, replicas: list[int], kept: bool) -> None:
+        """The state with that of the other replicas. Most are right; if as many say one as the other, those that kept
+        what they had. A rank that is wrong ends."""
+        assert self.engine and self.engine.reducer.link
+        link = self.engine.reducer.link
+        me, mine = replicas.index(self.job.layout.coord(self.rank).replica), transfer.digest_of(self.state)
+        said = self._numbers(*[0] * (2 * len(replicas)))
+        said[2 * me], said[2 * me + 1] = int(mine[:15], 16), int(kept)
+        if not link.does(lambda: link.cross.sum_(said)):
+            raise StepFailed("other replicas were lost before states were compared")
+        digests, keeps = said.tolist()[::2], said.tolist()[1::2]
+        votes = {d: (digests.count(d), sum(k for e, k in zip(digests, keeps, strict=True) if e == d)) for d in digests}
+        right = max(votes, key=lambda d: (*votes[d], d))
+        if digests[me] != right:
+            raise AssertionError("has another state than its peers")
+
+    def _deal(self, replicas: list[int], kept: list[int]) -> None:
+        """The same batch, divided among those that are there; of the first step, only what nobody has."""
+        before = self.redo or self.dealt
+        held = {r: before.whole(r) for r in kept} if before and kept else None
+        self.redo = deal(self.job, replicas, held) if held else None
+        self.dealt = deal(self.job, replicas)
+        address, peers = self.args["data"]["address"], self._peers(replicas)
+        if self.source:
+            self.source.close()
+        self.source = Batches(self.job, lambda indices, step: Feed(address, indices, step, peers), self.facts)
+        self.source.prepare(self.state.step, self._indices(self.redo or self.dealt))
+
+    def _as_saved(self, replicas: list[int], coord: Coord) -> tuple[Job, Coord]:
+        """As checkpoints see this rank: those that are there divide the work of writing, so they are counted."""
+        layout = dataclasses.replace(self.job.layout, replica=len(replicas))
+        place = dataclasses.replace(coord, replica=replicas.index(coord.replica))
+        return dataclasses.replace(self.job, layout=layout), place
+
+    def _indices(self, dealt: Deal) -> list[int]:
+        """The micro-batches that this rank is to compute of a step."""
+        coord = self.job.layout.coord(self.rank)
+        return self.job.micro_indices(coord, dealt.todo[coord.replica])
+
+    def _settle(self, step: int, keep: bool = False) -> None:
+        """Apply the step that was voted for if it counts; else it never happened. ValueError: it has not got `step`.
+        `keep`: what was computed of the next one stays."""
         prepared = self.result
         if self.member.settle(step):
             assert prepared is not None
             self._wait_for_snapshot()
-            apply(self.job, self.state, prepared)
+            if self.engine:
+                self.engine.update(prepared)
+            else:
+                apply(self.job, self.state, prepared)
             self._enter_ledger()
             self.channel.send(self.report)
-        elif prepared is not None and self.rng:
-            set_rng_state(self.device, self.rng)
+        if self.engine and not keep:
+            self.engine.drop()
         self.result = None
 
     def _restore(self, job: Job, coord: Coord, source: Source | None, step: int) -> None:
@@ -322,11 +384,13 @@ class Worker:
         if self.state.step:
             self._drop_saver()
             self.state = State.create(self.job, self.family, coord, self.device, self._move)
+            if self.engine:
+                self.engine.close()
+                self._make_engine()
         self.state.ledger = self.args["ledger"] or GENESIS
         torch.manual_seed(self.job.seed)
 
-    def _offer(self, generation: int, step: int, address: str, store: Any = None) -> None:
-        store = store or connect_store(*_address(address))
+    def _offer(self, generation: int, step: int, store: Any) -> None:
         self.giver.offer(generation, step, self.state)
         store.set(f"g{generation}/state/{self.member.worker}", self.giver.address)
 
@@ -361,52 +425,55 @@ class Worker:
         if self.saver:
             self.saver.snapshots.wait()
 
-    def _leave_groups(self) -> None:
+    def _leave_world(self) -> None:
         self.giver.withdraw()
+        self.commands.door = None
         if self.source:
-            self.source.feed.close()
+            self.source.close()
         if self.engine:
             self.engine.close()
         if self.groups:
             self.groups.close()
-        self.source = self.engine = self.groups = None
-        self.commands.left = self.member.generation if self.member.phase == "parked" else self.commands.left
+        self.source = self.engine = self.groups = self.redo = None
+        self.commands.left = self.member.world if self.member.phase == "parked" else self.commands.left
 
     # -- steps
 
     def _run(self) -> None:
         m = self.member
-        self.giver.withdraw()
         try:
+            self.giver.withdraw()
             while m.phase == "running":
                 self._step()
         except Exception as error:
-            self._left_by(error, m.generation)
-            return
-        self.channel.progress.mark(Phase.idle)
-        self._leave_groups()
-        self._say()
+            self._leave_by(error)
 
     def _step(self) -> None:
         m, state, channel, engine = self.member, self.state, self.channel, self.engine
-        assert engine and self.source and self.groups
+        dealt = self.redo or self.dealt
+        assert engine and self.source and self.groups and dealt
         began, step = time.perf_counter(), state.step
         channel.progress.mark(Phase.loading, step=step)
-        self.rng = rng_state(self.device)
-        batches, fed = self.source.take(step)
-        with self.commands.interruptible():
-            moments = [self.device.moment()]
-            result = engine.gradients(batches)
-            moments += [result.passed, self.device.moment()]
-        self.report = self._tell_of(step, result, fed) | {"phases": self._phases()}
-        if self.commands.halted >= m.generation or channel.progress.lease_ended:
-            raise Halted("no controller was heard of, and the lease has ended")
-        self.result = result
-        wants_pause = m.vote() or self.commands.pausing >= m.generation
-        version = self.commands.interval[0]
-        vote = torch.tensor([1, wants_pause, version, version**2], device=self.device.torch)
-        votes, pauses, total, squares = self.groups.total(vote)
-        assert votes == engine.job.layout.world_size, (votes, engine.job.layout)
+        batches, fed = self.source.take(step, self._indices(dealt))
+        try:
+            with self.commands.interruptible():
+                moments = [self.device.moment()]
+                result = engine.gradients(batches, dealt)
+                moments += [result.passed, self.device.moment()]
+            self.report = self._tell_of(step, result, fed) | {"phases": self._phases()}
+        except StepFailed:  # all ranks of the replica say so
+            self._depart_with(dealt)
+            return
+        may = not channel.progress.lease_ended and self.commands.parting < m.generation
+        wants_pause, version = self.commands.pausing >= m.generation, self.commands.interval[0]
+        if may:
+            self.result = result
+            wants_pause = m.vote() or wants_pause
+        seen = self._total(self._numbers(may, wants_pause, version, version**2))
+        if seen is None or seen[0] < len(dealt.replicas) * self.job.layout.replica_size:
+            self._depart_with(dealt)
+            return
+        votes, pauses, total, squares = seen
         channel.progress.mark(Phase.optimizer)
         if self.saver:
             self.report |= self.saver.before_update()
@@ -414,11 +481,31 @@ class Worker:
         engine.update(result)
         self.moments = [*moments, self.device.moment()]
         self._enter_ledger()
-        self.result = None
-        m.commit(pauses > 0)
+        self.result = self.redo = None
+        go_on = m.commit(pauses > 0)
         if self.saver:
             self.saver.after_update(result.grad_norm, known=total**2 == votes * squares)
         channel.send(self.report | {"time_s": time.perf_counter() - began})
+        if not go_on:
+            channel.progress.mark(Phase.idle)
+            self._shut_door()
+            self.groups.agree(self._numbers(0))  # all ranks of the replica have applied it
+            self._say()
+
+    def _depart_with(self, dealt: Deal) -> None:
+        """Leave the generation. The gradients are kept if all that was dealt to the replica is in them."""
+        m = self.member
+        assert self.groups and self.engine
+        self._shut_door()
+        kept = bool(self.engine.held) and self.engine.held == dealt.whole(self.engine.coord.replica)
+        step, prepared, made, keeps = self.groups.agree(self._numbers(m.step, m.prepared, m.made, kept))
+        self._depart(m.generation, (step, prepared, made), bool(keeps))
+
+    def _total(self, values: torch.Tensor) -> list[int] | None:
+        """Summed over all ranks; None: other replicas are lost."""
+        assert self.groups and self.engine
+        link = self.engine.reducer.link
+        return self.groups.total(values, link.does if link else lambda work: True)
 
     def _phases(self) -> dict[str, float]:
         """Seconds of the last step's phases. This one's are not over on the device, and nobody is to wait for them."""
@@ -443,17 +530,19 @@ class Worker:
     def _tell_of(self, step: int, result: StepResult, fed: dict[str, Any]) -> dict[str, Any]:
         """What is reported of the step. All ranks exchange their losses, each bit pattern in a place of its own, so
         that whoever is left of the gang can report the whole of a step that counts."""
-        engine, groups = self.engine, self.groups
-        assert engine and groups
+        engine = self.engine
+        assert engine
         job, coord = engine.job, engine.coord
         cp, mine = job.layout.cp, torch.zeros(1 + job.num_micro * job.layout.cp, dtype=torch.int64)
         mine = mine.to(self.device.torch)
         if not (coord.tp or coord.cp or coord.pp):  # its peers have had the same samples
             mine[0] = _signed(int(fed["data_digest"], 16))
         if coord.tp == 0 and result.loss_sums.numel():  # its peers have the same losses; cp ranks parts of them
-            places = torch.tensor([1 + i * cp + coord.cp for i in engine.indices], device=self.device.torch)
+            places = torch.tensor([1 + i * cp + coord.cp for i in result.indices], device=self.device.torch)
             mine[places] = result.loss_sums.to(torch.float64).view(torch.int64)
-        digest, *words = groups.total(mine)
+        if (told := self._total(mine)) is None:
+            raise StepFailed("other replicas were lost before the losses were exchanged")
+        digest, *words = told
         losses = [float(x) for x in torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()]
         norm = float(result.grad_norm)
         if not (math.isfinite(norm) and all(map(math.isfinite, losses))):
@@ -496,7 +585,7 @@ class Worker:
         self.channel.send(
             {"type": "done", "digest": self.state.digest(), "step": self.state.step, "memory_bytes": memory}
         )
-        self._leave_groups()
+        self._leave_world()
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -510,33 +599,6 @@ def num_threads(job: Job, local_ranks: int) -> int:
     if job.run.threads or job.train.reduction == "exact":
         return job.run.threads or 1
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
-
-
-class Batches:
-    """The micro-batches of a rank, step by step: a function of the job alone, and of which micro-batches they are."""
-
-    def __init__(self, job: Job, feed: Feed, facts: Facts | None = None):
-        self.job, self.feed, self.facts = job, feed, facts or Facts()
-        self.places = places_of(feed.indices, job.train.micro_batch)
-
-    def take(self, step: int) -> tuple[list[Batch], dict[str, Any]]:
-        """And what is to be reported of how they came."""
-        got = self.feed.take(step)
-        samples = unpack(got.rows, self.feed.eos)
-        places = self.places + self.facts.cursor(step, self.job.train.global_batch)
-        fed = {
-            "data_wait_s": got.waited_s,
-            "data_ready": got.ready,
-            "data_digest": f"{digest(got.rows, places.tolist()):016x}",
-            "served": got.served,
-        }
-        self.feed.release(step)
-        masked = self.job.train.document_mask and samples.documents_BL is not None
-        parts = [samples.tokens_BL, samples.targets_BL, samples.weights_BL]
-        cut = [torch.from_numpy(part).split(self.job.train.micro_batch) for part in parts]
-        if masked:
-            cut.append(torch.from_numpy(samples.documents_BL).split(self.job.train.micro_batch))
-        return [Batch(*tensors) for tensors in zip(*cut, strict=True)], fed
 
 
 def survivable(error: Exception) -> bool:

@@ -48,21 +48,27 @@ class Ledger:
         self.states = {}  # (coordinate, step) -> state
         self.slots = {rank: Slot() for rank in range(ranks)}
         self.forms = {}
+        self.homes = {}  # generation -> the nodes of the ranks that take part, in order
         self.in_slot = {}  # (generation, rank) -> worker
         self.starts = {}  # generation -> when its first worker began
         self.undone = 0
 
     # -- steps
 
-    @staticmethod
-    def share(index, count):
-        """The samples that one of the active replicas takes."""
-        return range(index * BATCH // count, (index + 1) * BATCH // count)
+    def share(self, generation, replica, step):
+        """The samples that one of the active replicas takes, and those of them whose gradients it has: equal shares; in
+        the first step of a generation of which some keep theirs, those, and what is missing is dealt."""
+        form = self.forms[generation]
+        index, count = form.replicas.index(replica), len(form.replicas)
+        if step > form.step + 1 or not form.kept:
+            return tuple(range(index * BATCH // count, (index + 1) * BATCH // count)), ()
+        held = {r: self.share(generation - 1, r, step)[0] for r in form.kept}
+        missing, own = sorted(set(range(BATCH)).difference(*held.values())), held.get(replica, ())
+        return tuple(sorted([*own, *missing[index::count]])), own
 
-    def reduced(self, taken):
-        """`taken`: coordinate -> the samples that went into its gradients."""
-        for coordinate, samples in taken.items():
-            must(sorted(samples) == list(range(BATCH)), "coordinate {} was trained on {}", coordinate, sorted(samples))
+    def reduced(self, coordinate, samples):
+        """`samples`: that went into the gradients of a coordinate."""
+        must(sorted(samples) == list(range(BATCH)), "coordinate {} was trained on {}", coordinate, sorted(samples))
 
     def applied(self, rank, step, attempt, before, after, voted_ns=0):
         if self.abandoned(step, attempt):  # by one that was given up and does not know it
@@ -82,12 +88,8 @@ class Ledger:
 
     # -- membership
 
-    def formed(self, form):
-        old = self.forms.setdefault(form.generation, form)
-        if old is not form:
-            same = (old.step, old.crew, old.sources, old.branch) == (form.step, form.crew, form.sources, form.branch)
-            must(same, "generation {} was formed twice, differently", form.generation)
-            return
+    def formed(self, form, homes):
+        self.forms[form.generation], self.homes[form.generation] = form, homes
         must(form.generation == len(self.forms), "generation {} after {}", form.generation, len(self.forms) - 1)
         later = [step for step in self.history if step > form.step]
         must(form.branch or not later, "steps {} were committed and are silently undone", later)
@@ -95,8 +97,6 @@ class Ledger:
             del self.history[step]
             self.undone += 1
         self.states = {key: state for key, state in self.states.items() if key[1] <= form.step}
-        for rank in form.crew:
-            must(rank in range(len(self.slots)), "rank {} of {}", rank, len(self.slots))
 
     def started(self, generation, rank, worker, now=0):
         self.starts.setdefault(generation, now)

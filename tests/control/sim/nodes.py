@@ -257,9 +257,7 @@ class Node:
             self.act()
 
     def write(self, step, made, ranks=None):
-        form = self.world.ledger.forms[made]
-        homes = [form.places[rank // form.ranks_per_place] for rank in sorted(form.crew)]
-        own = [at for at, home in enumerate(homes) if home == self.name]
+        own = [at for at, home in enumerate(self.world.ledger.homes[made]) if home == self.name]
         found = [r for r in own if (r, step, made) in self.memory and (ranks is None or r in ranks)]
         for rank in found:
             self.world.after(self.world.ms(50, 500), self.written, self.agent, rank, step, made)
@@ -273,13 +271,12 @@ class Node:
     def written(self, agent, rank, step, made):
         if not self.alive or agent is not self.agent:
             return
-        form = self.world.ledger.forms[made]
         state = self.memory.get((rank, step, made))
         if state is None or self.name in self.world.full:
             reason = "no space" if state else "it is not in memory any more"
             self.fail(rank, step, made, reason, gone=state is None)
             return
-        ranks = len(form.crew)
+        ranks = len(self.world.ledger.homes[made])
         body = {"checkpoint": f"step-{step}", "step": step, "generation": made, "ranks": ranks, "seal": "s"}
         about = {"rank": rank, "size": 1, "root": state, "drain_s": 0.1}
         self.say({"type": "shard", **body, **about})
@@ -299,14 +296,36 @@ class Node:
         self.say({"type": "committed", "step": step, "generation": made, "drain_s": 0.1})
 
 
-class Round:
-    """One step of one generation, seen from above."""
+class Meeting:
+    """Where processes wait for each other: the ranks of a world, or those of one coordinate in a generation. It breaks
+    when one of them leaves: those that wait learn of it a little later, and those that come, at once. What was under
+    way then reaches some and others not."""
 
-    def __init__(self, form):
-        self.crew = form.crew
-        self.computed, self.votes = set(), set()
-        self.pause, self.voted_ns = False, 0
-        self.taken = {}
+    def __init__(self, world, count):
+        self.world, self.count, self.broken = world, count, False
+        self.points = {}  # name -> {process: what it brings, and whom to tell}
+
+    def arrive(self, name, proc, value, then):
+        if self.broken:
+            self.world.after(self.world.ms(1, 30), then, None)
+            return
+        point = self.points.setdefault(name, {})
+        point[proc] = (value, then)
+        if len(point) == self.count:
+            values = [value for value, _ in point.values()]
+            for _, then in self.points.pop(name).values():
+                self.world.after(self.world.ms(2, 40), self.deliver, then, values)
+
+    def deliver(self, then, values):
+        then(None if self.broken and self.world.rng.random() < 0.5 else values)
+
+    def leave(self):
+        if not self.broken:
+            self.broken = True
+            for point in self.points.values():
+                for _, then in point.values():
+                    self.world.after(self.world.ms(5, 60), then, None)
+            self.points = {}
 
 
 class Proc:
@@ -314,10 +333,13 @@ class Proc:
 
     def __init__(self, world, node, rank, number):
         self.world, self.node, self.rank, self.number = world, node, rank, number
-        self.member = Member(number, world.set.steps)
+        self.replica, self.coordinate = divmod(rank, world.size)
+        self.member = Member(number, world.set.steps, speaks=self.coordinate == 0)
         self.alive, self.up, self.stuck, self.applying, self.halted = True, False, False, False, -1
         self.state = self.next = self.true = None
-        self.moves = self.waits = 0
+        self.form = self.queued = None
+        self.kept = (0, ())  # a step, and the samples that it has gradients of
+        self.moves, self.waits = 0, False
         self.saved = set()
         world.after(world.ms(*world.set.start_ms), self.come_up)
         world.after(S, self.start_up)
@@ -351,7 +373,7 @@ class Proc:
             del self.node.procs[self.number]
             self.world.ledger.clock(self.rank, self.number, "idle", self.world.now)
             if fin:
-                self.leave_groups()
+                self.leave_world()
 
     def die(self, signal="", kind="", text=""):
         if not self.alive:
@@ -359,20 +381,23 @@ class Proc:
         self.vanish(fin=True)
         if kind:
             self.node.heard(self.number, {"type": "error", "kind": kind, "text": text})
-        self.node.lost(self.number, Failure(signal=signal, code=0 if signal else 1, step=self.member.step))
+        self.node.lost(self.number, Failure(signal=signal, code=0 if signal else 1, text=text, step=self.member.step))
 
     def hear(self, body):
         if not self.up or self.stuck or not self.alive:
             return
         kind = body["type"]
-        if kind == "form":
-            self.form_up(body)
+        if kind == "build":
+            self.build(body["world"])
+        elif kind == "form":
+            self.enter(body)
         elif kind == "serve":
-            self.serve(body["generation"], body["step"])
-        elif kind == "start":
-            self.start(body["generation"])
+            if self.member.may_serve(body["generation"]):
+                self.settle(body["step"])
         elif kind == "halt":
-            self.halt(body["generation"])
+            self.halt(body["world"])
+        elif kind == "part":
+            self.part(body["generation"])
         elif kind == "pause":
             self.member.ask_pause(body["generation"])
         elif kind == "save":
@@ -380,40 +405,191 @@ class Proc:
         elif kind == "leave":
             self.die()
 
-    # -- leaving
+    # -- the world
 
-    def halt(self, generation, why=""):
-        if self.stuck or not self.up:
+    @property
+    def crew(self):
+        return self.world.crews[self.member.world]
+
+    def build(self, number):
+        m, world = self.member, self.world
+        if not m.build(number):
+            if number == m.world:
+                self.say(m.standing())
+            return
+        world.tender(self, "build")
+        self.waits = False
+        world.after(S, self.move, "building", number)
+        if self.node.name in world.lonely:
+            world.after(world.ms(10, 100), self.halt, number, world.lonely[self.node.name])
+        else:
+            world.after(world.ms(10, 200), self.meet_crew, number)
+
+    def move(self, phase, number):
+        """While it builds or restores, it makes progress."""
+        m = self.member
+        there = self.alive and not self.stuck and not self.waits and m.phase == phase
+        if there and number == (m.world if phase == "building" else m.generation):
+            self.moves += 1
+            self.world.after(S, self.move, phase, number)
+
+    def meet_crew(self, number):
+        if self.alive and self.member.phase == "building" and self.member.world == number:
+            self.world.tender(self, "meet")
+            self.waits = True
+            self.crew.arrive("built", self, None, lambda values: self.met_crew(number, values))
+
+    def met_crew(self, number, values):
+        m = self.member
+        if self.alive and not self.stuck and m.phase == "building" and m.world == number:
+            if values is None:
+                self.halt(number, "connection closed by peer")
+                return
+            m.built()
+            self.say(m.standing())
+            self.world.tender(self, "built")
+
+    def halt(self, number, why=""):
+        if self.stuck or not self.up or not self.alive:
             return
         if self.applying:
-            self.halted = max(self.halted, generation)
-        elif self.member.halt(generation, {"text": why} if why else None):
-            self.state, self.true = self.true or self.state, None
+            self.halted = max(self.halted, number)
+        elif self.member.halt(number, {"text": why} if why else None):
+            self.state, self.true, self.queued = self.true or self.state, None, None
             self.world.ledger.clock(self.rank, self.number, "stalled", self.world.now)
             self.say(self.member.standing())
-            self.leave_groups()
+            self.leave_world()
+
+    def leave_world(self):
+        """Its sockets close."""
+        if self.member.world in self.world.crews:
+            self.crew.leave()
+        self.leave_groups()
 
     def leave_groups(self):
-        """Its sockets close, and its peers' operations fail a little later."""
-        world, generation = self.world, self.member.generation
-        if generation and generation not in world.broken and self.member.phase != "new":
-            world.broken.add(generation)
-            for worker in world.ledger.forms[generation].crew.values():
-                peer = world.proc(worker)
-                if peer:
-                    world.after(world.ms(5, 60), peer.lost_peer, generation)
+        if self.form:
+            self.cross.leave()
 
-    def lost_peer(self, generation):
+    # -- the generation
+
+    @property
+    def cross(self):
+        """The groups over all replicas, of its coordinate."""
+        generation = self.form["generation"]
+        made = self.world.crosses.setdefault((generation, self.coordinate), None)
+        if made is None:
+            made = self.world.crosses[generation, self.coordinate] = Meeting(self.world, len(self.form["replicas"]))
+        return made
+
+    def enter(self, body):
+        m, world = self.member, self.world
+        source = Source(**body["source"]) if body["source"] else None
+        generation, step = body["generation"], body["step"]
+        if m.phase in ("entering", "running") and generation > m.generation:
+            self.queued = body  # it is about to part, as its replica has said
+            return
+        if not m.form(generation, body["world"], source):
+            if m.generation == generation:
+                self.say(m.standing())
+            return
+        self.form, self.waits = body, False
+        takes = world.ms(*world.set.restore_ms) if source else world.ms(10, 100)
+        world.after(S, self.move, "entering", generation)
+        world.after(takes, self.restore, generation, step, source, 10)
+        world.tender(self, "enter")
+
+    def entering(self, generation):
         m = self.member
-        if self.alive and m.generation == generation and m.phase in ("restoring", "ready", "running"):
-            self.halt(generation, "connection closed by peer")
+        return self.alive and not self.stuck and m.phase == "entering" and m.generation == generation
 
-    # -- forming
+    def restore(self, generation, step, source, tries):
+        world, m = self.world, self.member
+        if not self.entering(generation) or m.lacks:
+            return
+        state, reason = self.fetch(step, source)
+        waits = source and source.kind == "live" and source.node not in world.deaf and not self.cross.broken
+        if state is None and tries and waits:
+            world.after(world.ms(100, 400), self.restore, generation, step, source, tries - 1)
+            return
+        if state is None:
+            m.lack(reason, damaged="damaged" in reason)
+            self.say(m.standing())
+            self.agree_to_enter(generation, False)
+            return
+        self.state = state
+        whole, size = world.ledger.forms[generation], world.size
+        kept = not whole.every and any(r * size + self.coordinate not in whole.sources for r in whole.replicas)
+        if world.flip and source and kept:
+            world.flip, self.state, self.true = False, f"{state}?{self.number}", state
+        m.step, m.prepared = step, step
+        self.waits = True
+        told = (self.state, source is None)
+        point = "form" if self.node.name not in world.walled else "a wall"
+        self.cross.arrive(point, self, told, lambda values: self.formed(generation, values))
+        world.tender(self, "restored")
 
-    def serve(self, generation, step):
+    def formed(self, generation, values):
+        """All ranks of the coordinate are there: those whose state is another than most have know it by themselves."""
+        if not self.entering(generation):
+            return
+        if values and len({state for state, _ in values}) > 1:
+            states = [state for state, _ in values]
+            right = max(states, key=lambda s: (states.count(s), (s, True) in values, s))
+            if self.state != right:
+                self.die(text="has another state than its peers")
+                return
+        self.agree_to_enter(generation, values is not None)
+
+    def agree_to_enter(self, generation, ok):
         m = self.member
-        if m.phase in ("parked", "restoring") and m.may_serve(generation):
-            self.settle(step)
+        told = (ok, m.step, m.prepared, m.made)
+        self.world.tender(self, "agree")
+        self.crew.arrive(f"enter {generation}", self, told, lambda values: self.entered(generation, values))
+
+    def entered(self, generation, values):
+        m = self.member
+        if not self.alive or self.stuck or m.parted >= generation or m.phase not in ("built", "entering"):
+            return
+        if values is None:
+            self.halt(m.world, "connection closed by peer")
+        elif all(ok for ok, *_ in values) and m.generation == generation:
+            self.true = None
+            world = self.world
+            world.ledger.started(generation, self.rank, self.number, world.now)
+            if m.formed(m.step):
+                world.ledger.clock(self.rank, self.number, "running", world.now)
+            self.say(m.standing())
+            world.tender(self, "entered")
+            if m.phase == "running":
+                self.compute()
+        else:
+            agreed = tuple(min(column) for column in list(zip(*values, strict=True))[1:])
+            self.depart(generation, agreed)
+
+    def part(self, generation):
+        """Told to, by its node: it finishes its pass and does not wait for others."""
+        m = self.member
+        if generation == m.generation and m.phase in ("entering", "running"):
+            self.leave_groups()
+        elif m.phase == "built" and generation > m.generation:
+            m.generation = generation
+            self.agree_to_enter(generation, False)
+        elif m.phase == "built":
+            self.say(m.standing())
+
+    def depart(self, generation, agreed=None, kept=False):
+        """With all ranks of its replica."""
+        m, world = self.member, self.world
+        m.generation = max(m.generation, generation)
+        if m.part(generation, agreed, kept):
+            self.state, self.true = self.true or self.state, None
+            self.leave_groups()
+            world.ledger.clock(self.rank, self.number, "stalled", world.now)
+            self.say(m.standing())
+            world.tender(self, "parted")
+            if self.queued:
+                body, self.queued = self.queued, None
+                self.enter(body)
 
     def settle(self, step):
         try:
@@ -424,51 +600,8 @@ class Proc:
             return False
         return True
 
-    def form_up(self, body):
-        source = Source(**body["source"]) if body["source"] else None
-        generation, step = body["generation"], body["step"]
-        if self.member.form(generation, step, source):
-            self.replicas = body["replicas"]
-            takes = self.world.ms(*self.world.set.restore_ms) if source else self.world.ms(10, 100)
-            self.world.after(S, self.move, generation)
-            self.world.after(takes, self.restore, generation, step, source, 10)
-            self.world.tender(self)
-        elif self.member.generation == generation:
-            self.say(self.member.standing())
-
-    def move(self, generation):
-        """While it restores, it makes progress."""
-        busy = self.alive and not self.stuck and self.waits < generation
-        if busy and self.member.generation == generation and self.member.phase == "restoring":
-            self.moves += 1
-            self.world.after(S, self.move, generation)
-
-    def restore(self, generation, step, source, tries):
-        world, m = self.world, self.member
-        if not self.alive or self.stuck or m.generation != generation or m.phase != "restoring" or m.lacks:
-            return
-        state, reason = self.fetch(step, source)
-        if state is None and tries and source and source.kind == "live" and source.node not in world.deaf:
-            world.after(world.ms(100, 400), self.restore, generation, step, source, tries - 1)
-        elif state is None:
-            m.lack(reason, damaged="damaged" in reason)
-            self.say(m.standing())
-        elif self.node.name in world.lonely:
-            self.halt(generation, world.lonely[self.node.name])
-        elif world.lonely and any(n in world.lonely for n in world.ledger.forms[generation].places.values()):
-            self.waits = generation  # for one that does not come
-        else:
-            self.state = state
-            whole = world.ledger.forms[generation]
-            kept = any(r % world.size == self.rank % world.size and r not in whole.sources for r in whole.crew)
-            if world.flip and source and kept:
-                world.flip, self.state, self.true = False, state + "?", state
-            m.restored(step)
-            self.say(m.standing(digest=self.state))
-            world.tender(self)
-
     def fetch(self, step, source):
-        world, coordinate = self.world, self.rank % self.world.size
+        world, coordinate = self.world, self.coordinate
         if source is None:
             return (self.state, "") if self.settle(step) else (None, "it does not hold that step")
         if source.kind == "live":
@@ -490,15 +623,6 @@ class Proc:
 
     # -- a step
 
-    def start(self, generation):
-        if self.member.start(generation):
-            self.true = None
-            self.world.ledger.started(generation, self.rank, self.number, self.world.now)
-            self.world.ledger.clock(self.rank, self.number, "running", self.world.now)
-            self.compute()
-        elif self.member.phase == "parked":
-            self.say(self.member.standing())
-
     def running(self, generation, step):
         m = self.member
         return (
@@ -507,73 +631,101 @@ class Proc:
 
     def compute(self):
         m, world = self.member, self.world
-        world.ledger.begin(self.rank, self.number, m.step + 1, m.generation, world.now)
-        world.after(world.ms(300, 700), self.computed, m.generation, m.step + 1)
+        step, generation = m.step + 1, m.generation
+        world.ledger.begin(self.rank, self.number, step, generation, world.now)
+        self.share, held = world.ledger.share(generation, self.replica, step)
+        must(not held or self.kept == (step, held), "{} are to be gradients of step {}, not {}", held, step, self.kept)
+        world.after(world.ms(300, 700), self.computed, generation, step)
 
     def computed(self, generation, step):
-        if not self.running(generation, step):
-            return
-        world = self.world
-        form = world.ledger.forms[generation]
-        round_ = world.rounds.setdefault((generation, step), Round(form))
-        replica, coordinate = divmod(self.rank, world.size)
-        count, share = len(self.replicas), self.replicas.index(replica)
-        round_.taken.setdefault(coordinate, []).extend(world.ledger.share(share, count))
-        round_.computed.add(self.number)
-        if len(round_.computed) == len(round_.crew):
-            world.ledger.reduced(round_.taken)
-            for worker in round_.crew.values():
-                peer = world.proc(worker)
-                if peer:
-                    world.after(world.ms(10, 60), peer.reduced, generation, step, round_)
+        if self.running(generation, step):
+            self.cross.arrive(f"sum {step}", self, self.share, lambda values: self.summed(generation, step, values))
 
-    def reduced(self, generation, step, round_):
+    def summed(self, generation, step, values):
+        if self.running(generation, step):
+            if values:
+                self.world.ledger.reduced(self.coordinate, [sample for share in values for sample in share])
+            self.world.tender(self, "sum")
+            then = lambda agreed: self.reduced(generation, step, agreed)  # noqa: E731
+            self.crew.arrive(f"sum {generation} {step}", self, values is not None, then)
+
+    def reduced(self, generation, step, agreed):
         if not self.running(generation, step):
             return
-        world = self.world
-        self.next = advanced(self.state, step, generation)
-        round_.pause |= self.member.vote()
-        round_.votes.add(self.number)
-        if self.may_commit(round_):
-            round_.voted_ns = world.now
-            for worker in round_.crew.values():
-                peer = world.proc(worker)
-                if peer:
-                    world.after(world.ms(5, 60), peer.commit, generation, step, round_)
-        world.tender(self)
+        m = self.member
+        if agreed is None:
+            self.halt(m.world, "connection closed by peer")
+        elif not all(agreed):
+            self.keep(generation, step)
+        else:
+            self.next = advanced(self.state, step, generation)
+            pause = m.vote()
+            then = lambda votes: self.voted(generation, step, votes)  # noqa: E731
+            self.cross.arrive(f"vote {step}", self, pause, then)
+            self.world.tender(self, "vote")
+
+    def voted(self, generation, step, votes):
+        if self.running(generation, step):
+            if votes is not None:
+                self.world.votes.setdefault((generation, step), self.world.now)
+            then = lambda seen: self.commit(generation, step, seen)  # noqa: E731
+            self.crew.arrive(f"vote {generation} {step}", self, votes, then)
+
+    def commit(self, generation, step, seen):
+        if not self.running(generation, step) or self.applying:
+            return
+        if seen is None:
+            self.halt(self.member.world, "connection closed by peer")
+        elif not self.may_commit(seen):
+            self.keep(generation, step)
+        else:
+            self.applying = True
+            pause = any(pause for votes in seen if votes for pause in votes)
+            self.world.after(self.world.ms(10, 60), self.applied, generation, step, pause)
+            self.world.tender(self, "apply")
+
+    def keep(self, generation, step):
+        """It leaves, with the gradients of its pass."""
+        self.kept = (step, self.share)
+        self.depart(generation, kept=True)
 
     @staticmethod
-    def may_commit(round_):
-        return len(round_.votes) == len(round_.crew)
+    def may_commit(seen):
+        """One rank of the replica that has seen all votes is enough."""
+        return any(votes is not None for votes in seen)
 
-    def commit(self, generation, step, round_):
-        if self.running(generation, step) and not self.applying:
-            self.applying = True
-            self.world.after(self.world.ms(10, 60), self.applied, generation, step, round_)
-            self.world.tender(self)
-
-    def applied(self, generation, step, round_):
+    def applied(self, generation, step, pause):
         if not self.alive:
             return
         self.applying = False
         world, m = self.world, self.member
-        world.ledger.applied(self.rank, step, generation, self.state, self.next, round_.voted_ns)
+        world.ledger.applied(self.rank, step, generation, self.state, self.next, world.votes.get((generation, step), 0))
         self.state = self.next
-        go_on = m.commit(round_.pause)
+        go_on = m.commit(pause)
         self.moves += 1
         self.snapshot(step, generation, world.set.durable_every and step % world.set.durable_every == 0)
         self.say({"type": "step", "generation": generation, "step": step - 1, "time_s": 0.5})
-        if self.halted >= generation:
+        if self.halted >= m.world:
             self.halt(self.halted)
         elif go_on:
             self.compute()
         else:
+            self.leave_groups()
             world.ledger.clock(self.rank, self.number, "stalled", world.now)
-            self.say(m.standing())
+            world.tender(self, "end")
+            self.crew.arrive(f"end {generation}", self, None, self.rested)
+
+    def rested(self, values):
+        """All ranks of the replica have applied the last step."""
+        if self.alive and not self.stuck and self.member.phase == "built":
+            if values is None:
+                self.halt(self.member.world, "connection closed by peer")
+            else:
+                self.say(self.member.standing())
 
     def place(self, made):
         """Among the ranks that take part, which is how files and snapshots are counted."""
-        return sorted(self.world.ledger.forms[made].crew).index(self.rank)
+        return self.world.ledger.forms[made].replicas.index(self.replica) * self.world.size + self.coordinate
 
     def snapshot(self, step, made, durable):
         world, at = self.world, self.place(made)
@@ -589,7 +741,7 @@ class Proc:
 
     def save(self, generation, step):
         m = self.member
-        if m.phase == "parked" and m.generation == generation and self.settle(step):
+        if m.phase == "built" and m.parted == generation and self.settle(step):
             if (step, generation) in self.saved:
                 return
             self.saved.add((step, generation))

@@ -11,6 +11,16 @@ from phalanx.core.layout import Layout
 from tests.control.sim.ledger import must
 from tests.control.sim.world import MS, QUICK, S, Setting, World
 
+# Tender points of the protocol, as a worker passes them.
+POINTS = ("build", "meet", "built", "enter", "restored", "agree", "entered", "sum", "vote", "apply", "end", "parted")
+# Where a rank of a replica stands that joins.
+JOINING = {
+    "building": lambda proc: proc.member.phase == "building",
+    "built": lambda proc: proc.member.phase == "built",  # and waits for the pause
+    "taking": lambda proc: proc.member.phase == "entering" and not proc.waits,
+    "meeting": lambda proc: proc.member.phase == "entering" and proc.waits,
+    "running": lambda proc: proc.member.phase == "running",
+}
 LIMIT_NS = 1800 * S  # by when every run must have ended, done or with a reason
 
 
@@ -57,7 +67,8 @@ def draw(rng):
         delay_ms=rng.choice([(1, 5), (1, 400)]) if wild else (1, 5),
         late_ms=rng.choice([10, 2000, 10000]),
         restore_ms=rng.choice([(50, 800), (50, 800), (50, 800), (20_000, 40_000)]),
-        point_kills=rng.choice([0, 0, 1, 2, 4]),
+        points=tuple(rng.sample(POINTS, rng.randrange(5))),
+        point_kills=rng.choice([1, 2, 4]),
         point_chance=rng.choice([0.01, 0.05, 0.2]),
     )
 
@@ -108,6 +119,24 @@ class Faults:
     def _kill_rank(self, rank):
         for proc in [p for p in self.world.procs() if p.rank == rank]:
             proc.die("SIGKILL")
+
+    def do_join(self):
+        """While a replica joins, it breaks again, or the one that it takes the state from, or another."""
+        procs = [p for p in self.world.procs() if p.member.world]
+        if not procs:
+            return ""
+        proc, phase = self.rng.choice(procs), self.rng.choice(sorted(JOINING))
+        whom = (proc.replica + self.rng.randrange(3)) % self.world.set.layout.replica
+        proc.die("SIGKILL")
+        self._at_join(proc.replica, proc.member.world, phase, whom, tries=1000)
+        return f"of replica {proc.replica}, {whom} while it is {phase}"
+
+    def _at_join(self, replica, last, phase, whom, tries):
+        joins = [p for p in self.world.procs() if p.replica == replica and p.member.world > last]
+        if any(JOINING[phase](proc) for proc in joins):
+            self._kill_rank(whom * self.world.size + self.rng.randrange(self.world.size))
+        elif tries:
+            self.world.after(20 * MS, self._at_join, replica, last, phase, whom, tries - 1)
 
     def do_coordinate(self):
         """The same coordinate of all replicas at once."""
@@ -244,6 +273,13 @@ class Faults:
             self.world.after(self.world.ms(1000, 30000), self._befriend, names)
         return ", ".join(names)
 
+    def do_walled(self):
+        """A node's ranks never meet those of other replicas, and nobody is told why."""
+        node = self._node()
+        self.world.walled.add(node.name)
+        self._for(self.world.walled, node.name)
+        return node.name
+
     def _befriend(self, names):
         for name in names:
             self.world.lonely.pop(name, None)
@@ -301,10 +337,11 @@ def run(seed):
     gang, saved = world.gang, [key for key in world.durables if world.gang.lineage.counts(*key)]
     must(world.over, "after {} s the gang is {} at step {}: {}", world.now // S, gang.phase, gang.committed, gang.desk)
     ended = world.controller.ended
-    if ended.ok and gang.stop_ns < 0:
-        last = [world.durables[step, made] for step, made in saved if step == gang.steps]
-        final = last[-1] if gang.policy.save else {c: world.ledger.states[c, gang.steps] for c in range(world.size)}
-        accounts = world.ledger.finish(gang.steps, world.now, final)
+    if ended.ok and gang.ending.stop_ns < 0:
+        steps = gang.ending.steps
+        last = [world.durables[step, made] for step, made in saved if step == steps]
+        final = last[-1] if gang.policy.save else {c: world.ledger.states[c, steps] for c in range(world.size)}
+        accounts = world.ledger.finish(steps, world.now, final)
     else:
         must(ended.ok or ended.reason, "it failed without a word")
         wrong = world.faults or world.set.breaks

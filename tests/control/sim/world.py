@@ -14,11 +14,11 @@ from random import Random
 from phalanx.control import invariants
 from phalanx.control.fold import Plan, State
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness, Orphans
-from phalanx.control.messages import Ended, Form, Note, Report, SetTimer
+from phalanx.control.messages import EVERYONE, Build, Ended, Form, Halt, Note, Part, Pause, Report, SetTimer, Started
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from tests.control.sim.ledger import Ledger, must
-from tests.control.sim.nodes import Node
+from tests.control.sim.nodes import Meeting, Node
 
 MS, S = 10**6, 10**9
 BEAT_NS = 2 * S
@@ -45,7 +45,8 @@ class Setting:
     late_ms: int = 10  # what comes twice comes that much later
     restore_ms: tuple[int, int] = (50, 800)
     start_ms: tuple[int, int] = (300, 2500)
-    point_kills: int = 0  # how many workers or nodes die at the tender points of the protocol
+    points: tuple[str, ...] = ()  # tender points of the protocol, at which
+    point_kills: int = 0  # so many workers or nodes die
     point_chance: float = 0.05
 
 
@@ -56,7 +57,8 @@ class World:
         self.digest = blake2b(digest_size=8)
         self.size = setting.layout.replica_size
         self.ledger = Ledger(self.size, max(setting.layout.replica, setting.policy.max_replicas) * self.size)
-        self.rounds, self.broken = {}, set()
+        self.crews, self.crosses = {}, {}  # where processes meet: by world; by generation and coordinate
+        self.votes = {}  # generation, step -> when all had voted
         self.durables = {}  # (step, made) -> coordinate -> state
         self.cut = set()  # nodes that no aggregator can reach, nor they them
         self.cut_homes = set()  # aggregators that the controller cannot reach, nor they it
@@ -64,6 +66,7 @@ class World:
         self.full = set()  # nodes whose disk takes nothing
         self.deaf = set()  # nodes from which nobody can take state
         self.lonely = {}  # node -> why its ranks cannot form groups
+        self.walled = set()  # nodes whose ranks wait for other replicas in vain
         self.unreadable = set()  # durable steps that cannot be loaded; -1: what the run began from
         self.kills_left = setting.point_kills
         self.faults = []
@@ -109,12 +112,12 @@ class World:
     def procs(self):
         return [proc for node in self.nodes.values() for proc in node.procs.values()]
 
-    def tender(self, proc):
+    def tender(self, proc, point):
         """A point of the protocol at which a death is worth a try."""
-        if self.kills_left and self.rng.random() < self.set.point_chance:
+        if self.kills_left and point in self.set.points and self.rng.random() < self.set.point_chance:
             self.kills_left -= 1
             victim = self.rng.choice([proc, *self.procs()])
-            self.faults.append(f"{self.now / S:.3f} s: at a tender point")
+            self.faults.append(f"{self.now / S:.3f} s: at {point}")
             if self.rng.random() < 0.6:
                 victim.die("SIGKILL")
             else:
@@ -136,6 +139,7 @@ class Controller:
     def __init__(self, world):
         self.world, self.alive, self.life, self.stopped = world, True, 0, False
         self.journal, self.notes, self.forms, self.ended = [], [], [], None
+        self.told = []  # commands to replicas
         set_ = world.set
         self.plan = Plan(set_.layout, set_.steps, 0, 0, set_.policy)
         self.state = State.of(self.plan)
@@ -179,23 +183,28 @@ class Controller:
             world.after(max(0, command.at_ns - world.now), self.fire, command.timer, self.life)
         elif isinstance(command, Note):
             self.notes.append((command.rung, command.text))
-        elif isinstance(command, Report):
+        elif isinstance(command, Report | Started):
             pass
         elif isinstance(command, Ended):
             self.ended = command
-        elif isinstance(command, Form):
-            if command.generation not in world.ledger.forms:
-                self.forms.append(command)
-                world.needs(command)
-                world.ledger.formed(command)
-                for rank, worker in command.crew.items():
-                    alive = world.proc(worker) is not None
-                    world.ledger.owns(rank, worker if alive else 0, world.now)
-            for node, part in command.parts().items():
-                self.send(node, part)
         else:
-            for node in command.to:
+            if isinstance(command, (Build, Halt, Part, Pause)):
+                self.told.append(command)
+            if isinstance(command, Form) and command.generation not in world.ledger.forms:
+                self.formed(command)
+            elif isinstance(command, Build) and command.world not in world.crews:
+                world.crews[command.world] = Meeting(world, world.size)
+            for node in world.nodes if command.to == EVERYONE else command.to:
                 self.send(node, command)
+
+    def formed(self, form):
+        world, replicas = self.world, self.state.gang.worlds.replicas
+        self.forms.append(form)
+        world.needs(form)
+        crew = {rank: worker for r in form.replicas for rank, worker in replicas[r].crew.items()}
+        world.ledger.formed(form, [self.state.gang.members.workers[crew[rank]].node for rank in sorted(crew)])
+        for rank, worker in crew.items():
+            world.ledger.owns(rank, worker if world.proc(worker) else 0, world.now)
 
     def send(self, node, command):
         home = self.state.roster.home(node)

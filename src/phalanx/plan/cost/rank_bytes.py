@@ -16,6 +16,7 @@ NCCL_BYTES, NCCL_BYTES_PER_PEER = 0.5e9, 0.15e6  # about 10 GB in groups of 65,5
 TERMS = {
     "weights": "2 B (quantised: eight_bytes) x parameters of the rank; over shard x cp with zero 3; twice in dualpipe",
     "gradients": "grad_bytes x parameters of the rank; over shard x cp from zero 2 on",
+    "kept": "own gradients beside their sum over replicas, until the commit: grad_bytes x parameters; over shard x cp",
     "optimizer": "12 B (fp32 master and two moments) x parameters of the rank; over shard x cp from zero 1 on",
     "activations": "bytes per token and layer by recompute mode x tokens x layers of the rank x batches in flight",
     "logits": "logit_bytes x tokens x vocabulary / tp on the last stage, less the activations it holds fewer of",
@@ -96,6 +97,7 @@ def memory_bytes(
     out = {
         "weights": np.where(low, soft.eight_bytes, 2.0) * copies * np.where(stage >= 3, spread, whole),
         "gradients": soft.grad_bytes * copies * np.where(stage >= 2, spread, whole) * soft.trained,
+        "kept": np.where(soft.keeps_own & (c.replica > 1), soft.grad_bytes * spread * soft.trained, 0.0),
         "optimizer": 12 * np.where(stage >= 1, spread, whole) * soft.trained * on_device,
         "activations": (once * held + np.where(c.recompute == 2, one_layer, 0.0)) * on_device,
         "logits": np.maximum(0.0, logits - last),

@@ -41,6 +41,7 @@ class Software:
     merge_bytes: Num = 12.0  # that a hop of the ring reads and writes per element of its result, to merge it in fp32
     reruns_ring: Num = False  # selective recomputation sends keys and values round again
     pipeline_keeps: Num = True  # with a pipeline, zero 2 and 3 keep weights and gradients whole between micro-batches
+    keeps_own: Num = False  # a replica keeps its own gradients beside the sum over all replicas until the commit
     grad_bytes: Num = 4.0  # of a gradient in memory
     eight_bytes: Num = 2.0  # of a weight whose products are quantised
     logit_bytes: Num = 14.0  # per logit: bf16 and fp32 copies, softmax, gradients; a fused loss needs fewer

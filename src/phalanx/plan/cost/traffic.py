@@ -51,6 +51,7 @@ class Footprint:
     traffic: dict[Key, Volume] = field(default_factory=dict)
     weight_bytes: int = 0
     gradient_bytes: int = 0  # reduced, when the step's last backward is over
+    kept_bytes: int = 0  # the replica's own sums, until the step is committed
     moment_bytes: int = 0
 
     def add(self, key: Key, count: int, size_bytes: int) -> None:
@@ -205,6 +206,11 @@ class _Step:
         """Target tokens, before anything else."""
         self._add("all-reduce", "shard", 1, COUNT_BYTES)
         self._sum_replicas(COUNT_BYTES, COUNT_BYTES)
+        self._agree()
+
+    def _agree(self) -> None:
+        """Inside the replica, on what was heard of the others."""
+        self._add("all-reduce", "inside", int(self.layout.replica > 1), COUNT_BYTES)
 
     def _shards(self) -> None:
         """ZeRO-3 gathers a layer for each forward and each backward, and what is not in a layer for both at once; the
@@ -247,6 +253,10 @@ class _Step:
         size_bytes = sum(unit.slice_numel for unit in bucket) * self.master
         if not size_bytes or replica == 1:
             return
+        if self.job.recovery.on:
+            share = leaves * self.job.num_micro // replica
+            first = self.coord.replica * share
+            self.expected.kept_bytes += size_bytes * (num_nodes(first, first + share) if self.exact else 1)
         if not self.exact:
             if self.job.train.compress == "none":
                 self._sum_replicas(size_bytes, self.master)
@@ -301,6 +311,7 @@ class _Step:
                 self._add("all-reduce", "edp", 1, size)
                 self._add("all-reduce", "ep", 1, size)
                 self._sum_replicas(size, COUNT_BYTES)
+        self._agree()
         whole = [h for h in self.held if h.tp_dim is None and not h.experts and h.stage in stages]
         numel = sum(math.prod(h.local_shape(layout, self.coord)) for h in whole)
         self._add("all-gather", "tp", 1, layout.tp * numel * self.master)

@@ -1,0 +1,158 @@
+"""How a run ends. One that is done, or is told to stop, saves its last step. One that fails writes what is in memory
+and newer than the last checkpoint. Then all are told to leave. The phases saving, flushing and ended begin here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.control import messages
+from phalanx.control.commits import Commits
+from phalanx.control.desk import Desk
+from phalanx.control.finding import Finder
+from phalanx.control.generation import Generation
+from phalanx.control.membership import Membership
+from phalanx.control.messages import EVERYONE, Command, Failure
+from phalanx.control.policy import Policy
+from phalanx.control.sources import Lineage
+from phalanx.control.verdict import Evidence
+from phalanx.control.worlds import Worlds
+
+
+@dataclass
+class Ending:
+    steps: int  # of the whole run
+    stop_ns: int = -1  # by when to be gone
+    outcome: messages.Ended | None = None  # while flushing and after
+    write: messages.Write | None = None  # what is written while flushing
+
+    def bind(
+        self,
+        desk: Desk,
+        members: Membership,
+        policy: Policy,
+        worlds: Worlds,
+        gen: Generation,
+        lineage: Lineage,
+        finder: Finder,
+        commits: Commits,
+    ) -> None:
+        self._desk, self._members, self._policy, self._worlds = desk, members, policy, worlds
+        self._gen, self._lineage, self._finder, self._commits = gen, lineage, finder, commits
+
+    @property
+    def due(self) -> bool:
+        return self.stop_ns >= 0 or self._lineage.committed >= self.steps
+
+    def stop(self, event: messages.Stop) -> bool:
+        self.stop_ns = self._desk.now_ns + event.grace_ns
+        self._desk.set("stop", event.grace_ns)
+        return True
+
+    # -- the last checkpoint
+
+    def save(self) -> bool:
+        """Save the last step. Return whether the replicas that are left of the generation are all it takes."""
+        standing, committed = self._gen.standing(), self._lineage.committed
+        if not standing or len(standing) < len(self._gen.worlds):
+            return False
+        copies = [self._worlds.replicas[r].copy for r in standing]
+        applied = all(copy and copy.step == committed for copy in copies)
+        if self._commits.has(committed) or (applied and not self._policy.save):
+            self._done()
+        elif self._policy.save and all(self._lineage.step_of(copy) == committed for copy in copies):
+            self._desk.phase = "saving"
+            self.be_patient()
+            self._desk.say(self._order_to_save())
+            self.look()
+        return self._desk.phase != "gathering"
+
+    def _order_to_save(self) -> messages.Save:
+        return messages.Save(self._gen.number, self._lineage.committed, EVERYONE)
+
+    def be_patient(self) -> None:
+        self._desk.set("saving", self._policy.save_ns)
+
+    def look(self) -> None:
+        """End when the checkpoint that is waited for is made, or was given up. (One of the same step, made in an
+        earlier generation, may be given up.)"""
+        phase, commits, step, write = self._desk.phase, self._commits, self._lineage.committed, self.write
+        if phase == "saving" and commits.has(step):
+            self._done()
+        elif phase == "saving" and (lost := commits.why_lost(step, self._gen.number)):
+            self._give_up(lost)
+        written = write and (commits.has(write.step) or commits.why_lost(write.step, write.generation))
+        if phase == "flushing" and written:
+            self._end_flush()
+
+    def look_late(self) -> None:
+        """Give up a checkpoint that does not get any further."""
+        if self._desk.phase == "flushing":
+            self._end_flush()
+        elif self._desk.phase == "saving" and self._commits.is_open(self._lineage.committed, self._gen.number):
+            self.be_patient()
+        elif self._desk.phase == "saving":
+            self._give_up(f"nothing more of it was written in {self._policy.save_ns // 10**9} s")
+
+    def _give_up(self, reason: str) -> None:
+        step = self._lineage.committed
+        text = f"step {step} was trained, but its checkpoint could not be written: {reason}"
+        self._end(ok=False, reason=text, cause="failed")
+
+    # -- a failure
+
+    def fail(self, reason: str, cause: Evidence | None = None, kind: str = "failed") -> None:
+        """End a run that is not done. What is in memory and newer than the last checkpoint is written first."""
+        rank, failure = (cause.rank, cause.failure) if cause else (-1, Failure())
+        about = (self._lineage.committed, self._commits.last, kind, rank, failure)
+        self.outcome = messages.Ended(False, reason, *about)
+        self._desk.drop("form", "build", "leave", "park", "lease", "again", "wait", "hold")
+        self._desk.phase, self._finder.asked = "flushing", False
+        if self._policy.save and kind == "failed" and self._gen.begun:
+            self.be_patient()
+            self._finder.ask(self._gen.number)
+        else:
+            self._end_flush()
+
+    def flush(self) -> None:
+        """Write the newest step that all nodes have in memory."""
+        replicas = [r for r in self._gen.worlds if r in self._worlds.replicas]
+        homes = [node for replica in replicas for node in self._worlds.homes(replica)]
+        step = self._finder.newest_whole(homes, self._gen.number, self._commits.last)
+        if step < 0:
+            self._end_flush()
+        else:
+            self.write = messages.Write(step, self._gen.number, tuple(sorted({*homes})))
+            self._desk.say(self.write)
+
+    def _end_flush(self) -> None:
+        e = self.outcome
+        assert e
+        self._end(e.ok, e.reason, e.cause, e.rank, e.failure)
+
+    # -- the end
+
+    def _done(self) -> None:
+        step = self._lineage.committed
+        self._end(ok=True, reason=f"{'done' if step >= self.steps else 'stopped'} after step {step}")
+
+    def run_out_of_time(self) -> None:
+        text = f"stopped after step {self._lineage.committed}; the time for a checkpoint was too short"
+        self._end(ok=False, reason=text)
+
+    def _end(self, ok: bool, reason: str, cause: str = "", rank: int = -1, failure: Failure | None = None) -> None:
+        self._commits.tell_all()
+        self._desk.phase, self._desk.said, self._desk.timers = "ended", reason, {}
+        about = (self._lineage.committed, self._commits.last, cause, rank, failure or Failure())
+        self.outcome = messages.Ended(ok, reason, *about)
+        self._desk.out += self.outstanding()
+
+    def outstanding(self) -> list[Command]:
+        if self._desk.phase == "saving":
+            return [self._order_to_save()]
+        if self._desk.phase == "flushing" and self.write:
+            return [self.write]
+        if self._desk.phase != "ended":
+            return []
+        assert self.outcome
+        alive = sorted(name for name, node in self._members.nodes.items() if not node.dead)
+        return [self.outcome, messages.Leave(self.outcome.reason, tuple(alive))]

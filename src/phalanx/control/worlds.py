@@ -1,0 +1,213 @@
+"""The worlds of the replicas: built, broken and built again, each by itself. A world stands when all its workers have
+said Built, and is gone when all that are left have said Parked. What a broken world means for the generation is the
+gang's to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from phalanx.control import messages
+from phalanx.control.desk import Desk
+from phalanx.control.membership import Membership
+from phalanx.control.messages import Command
+from phalanx.control.policy import Policy
+from phalanx.control.replica import Replica
+from phalanx.control.sources import Copy, Lineage
+from phalanx.control.staffing import Staff
+
+
+@dataclass
+class Worlds:
+    replicas: dict[int, Replica] = field(default_factory=dict)
+    last: int = 0  # the number of the newest world
+
+    def __post_init__(self) -> None:
+        # What follows from the above, so that nobody has to look through it.
+        self.astir = {*self.among(self.replicas, "building", "leaving")}
+        self.built = {*self.among(self.replicas, "built")}
+        self.failing = {r for r, found in self.replicas.items() if found.failures}
+
+    def bind(self, desk: Desk, members: Membership, policy: Policy, staff: Staff, active: dict[int, int]) -> None:
+        """`active`: the worlds of the generation, by replica."""
+        self._desk, self._members, self._policy, self._staff = desk, members, policy, staff
+        self.aside = {r for r in self.built if self.replicas[r].world != active.get(r)}  # built, and not among them
+
+    def among(self, replicas: Iterable[int], *phases: str) -> list[int]:
+        """Return those of the replicas whose world is in one of the phases, in order."""
+        return sorted(r for r in replicas if self.replicas[r].phase in phases)
+
+    def waiting(self, phase: str) -> set[int]:
+        """Return the workers that worlds in a phase wait for."""
+        return {w for r in self.among(self.astir, phase) for w in self.replicas[r].waiting}
+
+    # -- building
+
+    def build(self) -> None:
+        """Build the worlds of replicas that have become whole."""
+        for number in sorted(self._members.news):
+            found = self.replicas.setdefault(number, Replica())
+            if found.phase == "out" and self._desk.now_ns < found.again_ns:
+                self._desk.look_after(found.again_ns - self._desk.now_ns)
+                continue
+            if found.phase == "out" and self._staff.is_replacing(found.nodes):
+                continue  # the next node of a bad one is about to take over
+            self._members.news.discard(number)
+            if found.phase != "out":
+                continue
+            self.last += 1
+            found.build(self.last, *self._members.crew(number))
+            self.astir.add(number)
+            self._desk.out += self._orders(number)
+            if "build" not in self._desk.timers:
+                self._desk.set("build", self._policy.form_ns)
+
+    def hear_built(self, event: messages.Built) -> bool:
+        """Return whether a world stands now that did not."""
+        number, workers = self._about(event)
+        found = self.replicas.get(number)
+        if found is None or found.phase != "building" or found.world != event.world:
+            return False
+        found.waiting.difference_update(workers)
+        if found.waiting:
+            return False
+        found.phase = "built"
+        self.astir.discard(number)
+        self.built.add(number)
+        self.aside.add(number)
+        self._staff.patience.forget(found.crew.values())
+        return True
+
+    def enter(self, numbers: tuple[int, ...]) -> None:
+        """Note that these take part in a generation; the others that are built stand aside."""
+        self.aside = self.built.difference(numbers)
+        for number in numbers:
+            self.replicas[number].enter()
+
+    # -- leaving
+
+    def halt(self, number: int) -> bool:
+        """Tell all to leave the world of a replica: it is broken, or not wanted any more. Return whether nobody is left
+        in it."""
+        found = self.replicas[number]
+        found.leave({worker for worker in found.crew.values() if worker in self._members.workers})
+        self.astir.add(number)
+        self.built.discard(number)
+        self.aside.discard(number)
+        if found.waiting:
+            self._desk.out += self._orders(number)
+            if "leave" not in self._desk.timers:
+                self._desk.set("leave", self._policy.park_ns)
+        return not found.waiting
+
+    def hear_parked(self, event: messages.Parked) -> tuple[int, list[int]]:
+        """Note what workers hold that have left their world. Return the replica and the workers; no workers: it is no
+        news."""
+        number, workers = self._about(event)
+        found = self.replicas.get(number)
+        if found is None or found.world != event.world or found.phase == "out":
+            return number, []
+        copy = Copy.of(event)
+        for worker in workers:
+            self._members.workers[worker].parked, self._members.workers[worker].copy = event.world, copy
+        return number, workers
+
+    def leave(self, number: int, workers: Iterable[int]) -> bool:
+        """Take workers off the world of a replica. Return whether they were the last that it waited for."""
+        found = self.replicas[number]
+        found.waiting.difference_update(workers)
+        return found.phase == "leaving" and not found.waiting
+
+    def end(self, number: int) -> None:
+        """Note that nobody is left in the world of a replica. It is built again when its ranks are all there."""
+        found = self.replicas[number]
+        found.phase, found.waiting = "out", set()
+        self._fail(number)
+        self.astir.discard(number)
+        if number in self._members.whole:
+            self._members.news.add(number)
+
+    def forget(self, number: int) -> None:
+        """Drop a replica whose workers are ended, and its world with them."""
+        self.replicas.pop(number, None)
+        for some in (self.astir, self.built, self.aside, self.failing):
+            some.discard(number)
+
+    # -- failures
+
+    def _fail(self, number: int) -> None:
+        found = self.replicas[number]
+        found.failures += 1
+        self.failing.add(number)
+        found.again_ns = self._desk.now_ns + self._policy.pause_before(found.failures)
+
+    def fail_to_join(self, numbers: Iterable[int], since_ns: int) -> None:
+        """Hold back replicas that have stopped the others in vain since then: these train many times as long before the
+        next attempt."""
+        now_ns = self._desk.now_ns
+        for number in numbers:
+            self._fail(number)
+            found = self.replicas[number]
+            if found.again_ns > now_ns:
+                wait_ns = min(self._policy.deaths_ns, (now_ns - since_ns) << min(found.failures, 10))
+                found.again_ns = max(found.again_ns, now_ns + wait_ns)
+
+    def succeed(self, worlds: dict[int, int]) -> None:
+        """Forgive the failures of replicas that were in a step, unless they have failed since."""
+        for number in self.failing & worlds.keys():
+            found = self.replicas[number]
+            if found.phase == "built" and found.world == worlds[number]:
+                found.failures = 0
+                self.failing.discard(number)
+
+    # -- what they are told, and where they are
+
+    def outstanding(self) -> list[Command]:
+        return [order for number in sorted(self.astir) for order in self._orders(number)]
+
+    def _orders(self, number: int) -> list[Command]:
+        """Tell each node which of its workers build the world, or leave it."""
+        found = self.replicas[number]
+        crews = self.crews(number, found.waiting).items()
+        if found.phase == "leaving":
+            return [messages.Halt(node, found.world, tuple(crew.values())) for node, crew in crews]
+        store = self.store(number, found.failures)
+        return [messages.Build(node, number, found.world, crew, store) for node, crew in crews]
+
+    def crews(self, number: int, workers: set[int]) -> dict[str, dict[int, int]]:
+        """Group those workers of a replica by node, then by rank."""
+        crews: dict[str, dict[int, int]] = {}
+        for rank, worker in self.replicas[number].crew.items():
+            if worker in workers:
+                crews.setdefault(self._members.workers[worker].node, {})[rank] = worker
+        return crews
+
+    def store(self, number: int, failures: int) -> str:
+        """Choose where they meet: another node after a failure."""
+        nodes = self.replicas[number].nodes
+        return self._members.nodes[nodes[failures % len(nodes)]].address
+
+    def homes(self, number: int) -> list[str]:
+        """Return the node of each rank of a replica, also of ranks that are gone."""
+        found, place_of = self.replicas[number], self._members.place_of
+        first = place_of(min(found.crew))
+        return [found.nodes[place_of(rank) - first] for rank in sorted(found.crew)]
+
+    def nodes(self, numbers: Iterable[int]) -> set[str]:
+        return {name for number in numbers for name in self.replicas[number].nodes}
+
+    def up_to_date(self, lineage: Lineage) -> set[int]:
+        """Return the replicas that stand, and have the last step."""
+        if not lineage.certain:
+            return set()
+        parted = [r for r in sorted(self.built) if self.replicas[r].parted >= 0]
+        steps = lineage.steps_of(self.replicas[r].copy for r in parted)
+        return {r for r, step in zip(parted, steps, strict=True) if step == lineage.committed}
+
+    def _about(self, event: messages.Built | messages.Parked) -> tuple[int, list[int]]:
+        """Return the replica that a report is about, and its workers. A node speaks for its own; those that should be
+        gone are ended."""
+        known = self._members.workers
+        self._staff.end_strangers(event.node, event.workers)
+        workers = [w for w in event.workers if w in known and known[w].node == event.node]
+        return self._members.replica_of(known[workers[0]].rank) if workers else -1, workers

@@ -1,0 +1,90 @@
+"""What the node says to a worker, heard by a thread of its own: the trainer may be waiting for peers that are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.parallel.groups import Door, break_connections
+
+
+class Halted(RuntimeError):
+    """The generation is over: the node has said so."""
+
+
+class Commands:
+    """The last of each kind that counts, and a queue of those that are obeyed one after the other."""
+
+    def __init__(self, channel: Any):
+        self.world = self.generation = -1  # those that the worker is in, or is entering
+        self.door: Door | None = None  # to the other replicas
+        self.halted = self.left = -1  # worlds
+        self.parting = self.pausing = -1  # generations
+        self.interval = (0, 0, 0)  # version, steps between durable checkpoints, and between snapshots in memory
+        self._interruptible = False
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._channel = channel
+        threading.Thread(target=self._listen, daemon=True, name="phalanx-commands").start()
+
+    def next(self) -> dict[str, Any] | None:
+        """None: the node is gone."""
+        return self._queue.get()
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """What is done in here is in vain when the generation ends: Halted is raised in the middle of it."""
+        with self._lock:
+            self._interruptible = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._interruptible = False
+
+    def _halt(self, world: int) -> None:
+        self.halted = max(self.halted, world)
+        if self.halted < self.world:
+            return
+        break_connections()
+        threading.Thread(target=self._insist, args=(world,), daemon=True).start()
+        with self._lock:
+            if self._interruptible:
+                main = ctypes.c_ulong(threading.main_thread().ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(Halted))
+
+    def _part(self, generation: int) -> None:
+        """The pass goes on; waiting for other replicas ends."""
+        self.parting = max(self.parting, generation)
+        door = self.door
+        if door and self.parting >= self.generation:
+            door.interrupt()
+
+    def _insist(self, world: int) -> None:
+        """A group may be connecting just when connections are broken, and wait on one that came later."""
+        for _ in range(20):
+            time.sleep(0.25)
+            if self.left >= world or self.world > world:
+                return
+            break_connections()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while (message := self._channel.recv()) is not None:
+                kind = message.get("type")
+                if kind == "pause":
+                    self.pausing = max(self.pausing, int(message["generation"]))
+                elif kind == "interval":
+                    self.interval = (int(message["version"]), int(message["steps"]), int(message["memory_steps"]))
+                else:
+                    if kind == "halt":
+                        self._halt(int(message["world"]))
+                    elif kind == "part":
+                        self._part(int(message["generation"]))
+                    self._queue.put(message)
+        self._queue.put(None)

@@ -1,0 +1,58 @@
+"""The node's half, alone: what it does about what it is told, and what it does not let pass."""
+
+from __future__ import annotations
+
+from phalanx.control.agent import Agent, Alarm, End, Post, Send, Service
+from phalanx.control.messages import Build, Halt, Launch, Parked
+
+S = 10**9
+SERVICES = {"store": {"host": "h", "port": 1}}
+
+
+def an_agent(workers=2):
+    """One replica of so many ranks is in world 1."""
+    agent = Agent("n", "", {name: Service() for name in SERVICES}, halt_ns=8 * S)
+    agent.begin(0)
+    for name, said in SERVICES.items():
+        agent.service_said(0, name, {"type": name, **said})
+    agent.booted(0, 1)
+    crew = {rank: rank + 1 for rank in range(workers)}
+    agent.obey(0, Launch("n", 1, crew))
+    agent.obey(0, Build("n", 0, 1, crew, "h:1"))
+    for number in crew.values():
+        agent.worker_said(0, number, {"type": "built", "world": 1})
+    agent.fire(S, "gather")
+    agent.take()
+    return agent
+
+
+def parked(world):
+    return {"type": "parked", "world": world, "step": 3, "prepared": 3, "made": 1, "why": None}
+
+
+def test_a_worker_that_does_not_leave_is_ended_also_when_it_is_told_again_and_again():
+    agent, alarm = an_agent(), None
+    for second in range(1, 9):
+        agent.obey(second * S, Halt("n", 1, (1, 2)))
+        said = agent.take()
+        assert Send(2, {"type": "halt", "world": 1}) in said
+        alarm = next((action for action in said if isinstance(action, Alarm) and "parked" in action.name), alarm)
+        if second == 1:
+            agent.worker_said(S, 1, parked(1))
+    assert alarm == Alarm("parked 1", 9 * S)
+    agent.fire(9 * S, alarm.name)
+    assert [action for action in agent.take() if isinstance(action, End)] == [End(2)]
+    assert "did not leave its groups in 8 s" in agent.mates[2].why
+
+
+def test_who_has_left_says_so_again_and_is_not_told_again():
+    agent = an_agent(workers=1)
+    agent.obey(S, Halt("n", 1, (1,)))
+    agent.take()
+    agent.worker_said(S, 1, parked(1))
+    for second in (2, 3):
+        agent.fire(second * S, "gather")
+        said = agent.take()
+        assert [action.event for action in said if isinstance(action, Post)] == [Parked("n", 1, 1, (1,), 3, 3, 1)]
+        assert not [action for action in said if isinstance(action, Send)]
+        agent.obey(S, Halt("n", 1, (1,)))

@@ -1,0 +1,110 @@
+"""A failure stops its replica and nobody else, with the real command and real kills: the other ranks keep their
+processes and their worlds, the broken replica joins again, and the bits are those of a run that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.system.command import TINY, Command, sets
+
+REPLICAS = 4
+JOB = TINY | {
+    "layout.replica": REPLICAS,
+    "layout.tp": 1,
+    "recovery.on": "true",
+    "recovery.deaths_per_node": 100,
+    "train.reduction": "exact",
+    "train.global_batch": 8,
+    "checkpoint.every_steps": 90_000,
+}
+CASES = {
+    "two at once": [2, 3],
+    "one dies while another joins": [3],
+    "the joining one dies": [1],
+    "all but one": [1, 2, 3],
+}
+
+
+class Run(Command):
+    """A run whose ranks are killed."""
+
+    def pid(self, rank):
+        return [e["pid"] for e in self.events("started") if e["rank"] == rank][-1]
+
+    def kill(self, *ranks):
+        for rank in ranks:
+            os.kill(self.pid(rank), signal.SIGKILL)
+
+    def wait_reborn(self, rank, before):
+        self.wait_until(lambda: self.pid(rank) != before)
+
+    def wait_whole(self, after):
+        """Until a later generation has all replicas, and has committed steps."""
+
+        def whole():
+            forms = [e for e in self.events("control form") if e["generation"] > after]
+            full = [e["generation"] for e in forms if len(e["replicas"]) == REPLICAS]
+            return full and any(row["generation"] >= full[0] for row in self.rows())
+
+        self.wait_until(whole)
+        assert whole(), "it did not come back to full strength"
+
+    @property
+    def generation(self):
+        return max(e["generation"] for e in self.events("control form"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What was said in each of the cases, one after the other in one run; its ledger, and that of a run left alone."""
+    folder, told = tmp_path_factory.mktemp("contained"), {}
+    run = Run(folder / "disturbed", *sets(JOB))
+    run.wait_until(lambda: len(run.rows()) > 5)
+    for case, ranks in CASES.items():
+        heard, generation, pids = len(run.events()), run.generation, {r: run.pid(r) for r in range(REPLICAS)}
+        run.kill(*ranks)
+        if case == "one dies while another joins":
+            run.wait_reborn(3, pids[3])
+            run.kill(2)
+        elif case == "the joining one dies":
+            run.wait_reborn(1, pids[1])
+            run.kill(1)
+        run.wait_whole(generation)
+        told[case] = (run.events()[heard:], generation)
+    run.signal(signal.SIGTERM)
+    disturbed = run.end()
+    disturbed.check_clean()
+    assert disturbed.code == 130, disturbed.err
+    alone = Run(folder / "alone", *sets(JOB))
+    alone.wait_until(lambda: len(alone.rows()) >= len(run.rows()))
+    alone.signal(signal.SIGTERM)
+    return told, ledger(disturbed), ledger(alone.end())
+
+
+def ledger(ended):
+    rows = [json.loads(line) for line in (ended.runs[0] / "ledger.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["loss_bits"], row["norm_bits"], row["samples"]) for row in rows}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_others_go_on_and_it_joins_again(runs, case):
+    events, before = runs[0][case]
+    killed = {*CASES[case], *([2] if case == "one dies while another joins" else [])}
+    started = {e["rank"] for e in events if e["type"] == "started" and e["rank"] >= 0}
+    assert started == killed, "the others keep their processes"
+    forms = [e for e in events if e["type"] == "control form" and e["generation"] > before]
+    assert len(forms[0]["replicas"]) < REPLICAS and set(range(REPLICAS)) - killed <= set(forms[0]["replicas"])
+    assert not any(form["branch"] for form in forms), "no step was lost"
+    entered = [e for e in events if e["type"] == "entered"]
+    assert {e["source"] for e in entered if e["rank"] not in killed} == {"kept"}
+    assert {e["source"] for e in entered if e["rank"] in killed and e["source"] != "kept"} == {"live"}
+
+
+def test_the_bits_are_those_of_a_run_left_alone(runs):
+    _, disturbed, alone = runs
+    steps = range(min(len(disturbed), len(alone)))
+    assert len(steps) > 10 and [disturbed[s] for s in steps] == [alone[s] for s in steps]
