@@ -19,7 +19,7 @@ SIGNAL = signal.SIGRTMIN + 5
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a run whose processes take orders."""
+    """The environment of a run whose processes take orders."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text("from phalanx.chaos import door\n\ndoor.install()\n")
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -51,7 +51,7 @@ def _hold_lock() -> None:
 
 
 def _move_clock(seconds: float) -> None:
-    """Of the wall. It is the machine's, and cannot be moved for one process in any other way."""
+    """Move the wall clock. It is the machine's, and cannot be moved for one process in any other way."""
     now, now_ns = time.time, time.time_ns
     time.time = lambda: now() + seconds
     time.time_ns = lambda: now_ns() + round(seconds * 1e9)

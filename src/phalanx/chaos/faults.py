@@ -104,7 +104,7 @@ def lock(scene: Scene, rng: Random, later: Later) -> str:
 
 
 def clock(scene: Scene, rng: Random, later: Later) -> str:
-    """Of everything on a node at once, or of the controller."""
+    """Move the clock of everything on a node at once, or of the controller."""
     names = sorted({w["node"] for w in scene.workers.values()} & scene.agents.keys())
     names += ["controller"] * ("controller" in scene.agents)
     if not names:

@@ -63,7 +63,7 @@ class Network:
         _run(*inside, "ip", "link", "set", "eth0", "up")
 
     def prefix(self, number: int) -> list[str]:
-        """Of a command that runs on a node."""
+        """The prefix of a command that runs on a node."""
         return ["nsenter", f"--net=/proc/{self._holders[number].pid}/ns/net"]
 
     def host(self, number: int) -> str:

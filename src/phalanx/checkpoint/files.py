@@ -412,7 +412,7 @@ def read_into(store: Store, name: str, start: int, room: memoryview) -> int:
 
 
 def _patient(store: Store, call: Callable[[], Any]) -> Any:
-    """Of ranges the store itself tries none again."""
+    """Try again: for ranges the store itself does not."""
     for pause_s in () if store.is_local else RETRY_S:
         try:
             return call()

@@ -62,7 +62,7 @@ class Slot:
         _HEAD.pack_into(self._seal, 0, len(body), blake3.blake3(body).digest())
 
     def header(self) -> dict[str, Any] | None:
-        """Of a valid seal; None: there is no snapshot here, or only half of one."""
+        """Read the header of a valid seal; None: there is no snapshot here, or only half of one."""
         size, want = _HEAD.unpack_from(self._seal, 0)
         if not 0 < size <= SEAL_BYTES - _HEAD.size:
             return None

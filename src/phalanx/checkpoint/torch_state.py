@@ -265,7 +265,7 @@ class Snapshotter:
 
 
 def content_sum(data: Tensor) -> Tensor:
-    """Of bytes, as the keeper takes it too."""
+    """Sum bytes, as the keeper does too."""
     word = getattr(torch, word_of(data.numel()))
     return (data if data.data_ptr() % word.itemsize == 0 else data.clone()).view(word).sum(dtype=torch.int64)
 
@@ -279,7 +279,7 @@ def mark(run: str, generation: int, step: int) -> str:
 
 
 def rng_state(device: Any) -> bytes:
-    """Of torch's generators on the host and on the device."""
+    """The state of torch's generators on the host and on the device."""
     states = [torch.get_rng_state()]
     if not device.is_cpu:
         states.append(torch.get_device_module(device.torch).get_rng_state(device.torch))

@@ -61,7 +61,7 @@ def _read(record: RunRecord, name: str, read: Callable[[], T]) -> T:
 
 
 def _served(record: RunRecord) -> list[tuple[int, str, dict[str, int]]]:
-    """Of every step that was trained: its number, the digest of its bytes, and how much was of each source."""
+    """List every step that was trained: its number, the digest of its bytes, and how much was of each source."""
 
     def read() -> list[tuple[int, str, dict[str, int]]]:
         return [(int(row["step"]), str(row["data_digest"]), dict(row["served"])) for row in record.metrics()]

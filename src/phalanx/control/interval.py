@@ -19,7 +19,7 @@ FAILURES_PER_1000_NODE_DAYS = FAILURES_PER_MILLION_NODE_DAYS / 1000
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one checkpoint, and of the gang."""
+    """What was measured of one checkpoint, and of the gang."""
 
     step_ns: int  # without checkpoints
     stall_ns: int  # in which training stood still
@@ -54,8 +54,8 @@ def durable_interval(m: Measured) -> Interval:
 
 
 def memory_interval(step_ns: int, stall_ns: int, copy_ns: int, mtbf_ns: int) -> Interval:
-    """Of the memory tier. The copy runs beside the next step and must be done before its update, which waits for
-    what is left of it: that is a stall too, so no interval is too short."""
+    """Choose for the memory tier. The copy runs beside the next step and must be done before its update, which waits
+    for what is left of it: that is a stall too, so no interval is too short."""
     return _interval(step_ns, stall_ns + max(0, copy_ns - step_ns), copy_ns, mtbf_ns, 1)
 
 
@@ -78,9 +78,9 @@ def mtbf_ns(
     failures: int = 0,
     node_ns: int = 0,
 ) -> int:
-    """Of the whole gang, after it has seen `failures` in `node_ns` (nodes times time). The prior on the rate is a
-    Gamma that weighs as much as one failure in the time that one takes on average; this is one over the mean of the
-    posterior: (prior time + node_ns) / (1 + failures)."""
+    """Estimate for the whole gang, after it has seen `failures` in `node_ns` (nodes times time). The prior on the rate
+    is a Gamma that weighs as much as one failure in the time that one takes on average; this is one over the mean of
+    the posterior: (prior time + node_ns) / (1 + failures)."""
     prior_ns = 1000 * DAY_NS * 10**6 // max(1, round(failures_per_1000_node_days * 10**6))
     return max(1, (prior_ns + node_ns) // ((1 + failures) * nodes))
 

@@ -104,7 +104,7 @@ class Membership:
         return rank // self.replica_size
 
     def ranks(self, place: int) -> list[int]:
-        """Of wanted replicas."""
+        """The ranks of wanted replicas."""
         first = place * self.ranks_per_place
         last = first + self.ranks_per_place - 1
         if first // self.replica_size == last // self.replica_size:
@@ -211,7 +211,7 @@ class Membership:
         return found
 
     def crew(self, replica: int) -> tuple[dict[int, int], tuple[str, ...]]:
-        """Of a whole replica: rank -> worker, and their nodes."""
+        """The crew of a whole replica: rank -> worker, and their nodes."""
         crew = {rank: self.at[rank] for rank in self._ranks_of(replica)}
         filled = (self.places[number].now for number in self._places_of(replica))
         return crew, tuple(seat.node for seat in filled if seat)

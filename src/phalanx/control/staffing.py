@@ -285,7 +285,7 @@ class Staff:
         return True
 
     def standing(self, event: messages.Standing) -> set[int]:
-        """Of the workers on a node, those that have moved since they were last asked."""
+        """Return the workers on a node that have moved since they were last asked."""
         moved = self.patience.moved({w: c for w, c in event.counters.items() if w in self._members.workers})
         until_ns = self._desk.now_ns + self._policy.launch_ns
         for worker in moved & self.starting.keys():

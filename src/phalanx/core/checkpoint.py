@@ -140,7 +140,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of a committed checkpoint."""
+    """The manifest of a committed checkpoint."""
 
     name: str
     step: int

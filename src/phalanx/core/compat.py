@@ -64,7 +64,7 @@ def _chunks_fit(job: Job) -> bool:
 
 
 def _pieces(job: Job) -> int:
-    """Of a sequence, if all ranks are to hold the same number of positions."""
+    """How many pieces a sequence has, if all ranks are to hold the same number of positions."""
     cp, tp = job.layout.cp, job.layout.tp
     return math.lcm(cp * tp, 2 * cp) if job.layout.cp_style == "ring" else cp * tp
 

@@ -30,7 +30,7 @@ class Record:
     digest: str = ""  # of the state after the step; "": not taken
 
     def hash(self) -> str:
-        """Of its JSON with sorted keys and no spaces."""
+        """Hash its JSON with sorted keys and no spaces."""
         return hashlib.sha256(self._json().encode()).hexdigest()
 
     def _json(self, **more: str) -> str:

@@ -77,7 +77,7 @@ class Manifest:
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """Of one item."""
+        """The dtype of one item."""
         return dtype_of(self.fields)
 
     @property
@@ -117,7 +117,7 @@ class Manifest:
         return first * self.dtype.itemsize, last * self.dtype.itemsize
 
     def shard_bytes(self, extent: int, shard: int) -> int:
-        """Of the whole file."""
+        """The bytes of the whole file."""
         return self.items_stored(extent, shard) * self.dtype.itemsize + self.footer_bytes(extent, shard)
 
     def footer_bytes(self, extent: int, shard: int) -> int:
@@ -186,7 +186,7 @@ def _is_tokens(fields: Sequence[Field]) -> bool:
 
 
 def dtype_of(fields: Iterable[Field]) -> np.dtype:
-    """Of an item with these fields; plain where it is a token."""
+    """The dtype of an item with these fields; plain where it is a token."""
     fields = tuple(fields)
     return np.dtype(fields[0].dtype if _is_tokens(fields) else [(f.name, f.dtype, f.shape) for f in fields])
 

@@ -16,12 +16,12 @@ FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usa
 
 
 def limit_bytes() -> int:
-    """Of memory that this process may ever use."""
+    """The memory that this process may ever use."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(limit for limit, _ in _limits())])
 
 
 def available_bytes() -> int:
-    """Of memory that is free for it now."""
+    """The memory that is free for it now."""
     return min([_machine_available(), *(max(0, limit - used) for limit, used in _limits())])
 
 

@@ -20,7 +20,7 @@ GONE = "the data service closed the connection"  # so worded, the cause is looke
 
 @dataclass(slots=True)
 class Rows:
-    """Of one step. `rows` lies in shared memory, and is another step's once `Feed.release` was called."""
+    """The rows of one step. `rows` lies in shared memory, and is another step's once `Feed.release` was called."""
 
     rows: np.ndarray  # (samples, items)
     served: dict[str, int]  # how many of them are of each source
@@ -30,7 +30,7 @@ class Rows:
 
 class Feed:
     def __init__(self, address: str, indices: list[int], step: int, peers: int = 1):
-        """Of a rank that works on these micro-batches of every step, from this step on; so do `peers` of this node,
+        """Feed a rank that works on these micro-batches of every step, from this step on; so do `peers` of this node,
         itself included."""
         self.indices = indices
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

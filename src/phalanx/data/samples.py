@@ -20,7 +20,7 @@ class Samples:
 
 
 def unpack(rows: np.ndarray, eos: int) -> Samples:
-    """Of rows of L + 1 ids, in which `eos` ends a document; or of rows of one record, whose `targets` hold for all
+    """Unpack rows of L + 1 ids, in which `eos` ends a document; or rows of one record, whose `targets` hold for all
     its tokens if there is only one of them."""
     if rows.dtype.names:
         tokens, targets = rows["tokens"][:, 0], rows["targets"][:, 0].astype(np.int64)
@@ -33,11 +33,11 @@ def unpack(rows: np.ndarray, eos: int) -> Samples:
 
 
 def places_of(indices: list[int], micro_batch: int) -> np.ndarray:
-    """Of these micro-batches in their step."""
+    """The places of these micro-batches in their step."""
     return (np.array(indices)[:, None] * micro_batch + np.arange(micro_batch)).ravel()
 
 
 def digest(rows: Iterable[np.ndarray], places: Iterable[int]) -> int:
-    """Of these rows at these places of the run: a sum, so that it does not matter which rank had which."""
+    """Digest these rows at these places of the run: a sum, so that it does not matter which rank had which."""
     hashes = (xxhash.xxh3_64_intdigest(row.data, seed=place) for row, place in zip(rows, places, strict=True))
     return sum(hashes) % (1 << 64)

@@ -96,8 +96,8 @@ class RunData:
 
     @staticmethod
     def plan(job: Job, url: str, position: Position | None = None) -> RunData:
-        """Of a job that reads the data set at `url`, from the position of an earlier run on. UserError if they do not
-        fit together."""
+        """Plan for a job that reads the data set at `url`, from the position of an earlier run on. UserError if they do
+        not fit together."""
         d, store = job.data, open_set(url, "data.source")
         manifest, version = read_manifest(store, d.version)
         reads = {"dense": "tokens", "moe": "tokens", "image": "records"}.get(job.model.family)

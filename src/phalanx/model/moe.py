@@ -41,7 +41,7 @@ def own_length(length: int) -> int:
 
 
 def inverse(order_N: Tensor) -> Tensor:
-    """Of a permutation."""
+    """Invert a permutation."""
     return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
 
 

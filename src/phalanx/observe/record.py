@@ -96,7 +96,7 @@ class RunRecord:
 
 
 def run_folders(root: Path, name: str) -> list[Path]:
-    """Of the runs of a job, the newest first."""
+    """List the folders of a job's runs, the newest first."""
     pattern = re.compile(re.escape(_safe(name)) + r"-\d{8}T\d{6}Z-[0-9a-f]{4}")
     found = [path for path in root.glob(f"{_safe(name)}-*") if pattern.fullmatch(path.name)]
     return sorted(found, key=lambda path: (path.name.rsplit("-", 2)[1], path.stat().st_mtime), reverse=True)

@@ -127,7 +127,7 @@ class _Pass:
         self.leave, self.weights = set(), set
 
     def let_go(self) -> None:
-        """Of the tensors on the device, whose memory is free for what is launched from now on."""
+        """Let go of the tensors on the device, whose memory is free for what is launched from now on."""
         self._device.wait(None, self._at_host)
         self._sources.clear()
 

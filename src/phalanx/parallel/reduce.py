@@ -132,7 +132,7 @@ class Reducer:
 
     @property
     def trace(self) -> list[BucketTrace]:
-        """Of the buckets of this step."""
+        """When the buckets of this step were sent and summed."""
         return self.link.trace if self.link else []
 
     # -- one step ---------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Reducer:
 
     @property
     def kept_bytes(self) -> int:
-        """Of the sums that are kept until the commit, beside those over all replicas."""
+        """The bytes of the sums that are kept until the commit, beside those over all replicas."""
         return sum(size_bytes(part) for unit in self._units for _, part in unit.kept)
 
     def _reduce(self, unit: _Unit, feedback: bool) -> None:
@@ -332,7 +332,7 @@ class Reducer:
 
 
 def _slices(module: FSDPModule, names: dict[int, str]) -> Slices:
-    """Of the parameters of an FSDP2 module, in the order of its flat gradient."""
+    """List the parameters of an FSDP2 module, in the order of its flat gradient."""
     group = module._get_fsdp_state()._fsdp_param_group
     out = []
     for param in group.fsdp_params if group else ():

@@ -25,7 +25,7 @@ class Absent(nn.Module):
 
 
 def cost(model: nn.Module, family: Family, config: ModelConfig, name: str) -> float:
-    """Of a module, in matrix parameters that each token meets."""
+    """Cost a module, in matrix parameters that each token meets."""
     total = 0.0
     for inner, child in model.get_submodule(name).named_modules(prefix=name):
         share = EMBEDDING_COST if isinstance(child, nn.Embedding) else 1.0

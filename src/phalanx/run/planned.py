@@ -156,7 +156,7 @@ def _planned(
 
 
 def _predicted(job: Job, cluster: Cluster, profile: Profile) -> Forecast:
-    """Of the layout that the job gives."""
+    """Predict for the layout that the job gives."""
     from phalanx.plan.cost.candidates import Candidates
     from phalanx.plan.cost.sizes import ModelShape
     from phalanx.plan.planner import Request, costed, plan_of

@@ -369,7 +369,7 @@ class _Run:
             self.record.event({**body, "rank": rank})
 
     def _on_decision(self, said: dict[str, Any]) -> None:
-        """Of the controller."""
+        """Note a decision of the controller."""
         self.record.event({**said, "type": f"control {said['type']}"})
         if said["type"] == "form":
             self.form = said

@@ -126,7 +126,7 @@ class Journal:
             return self._number
 
     def snapshot(self, state: bytes) -> None:
-        """Of all that was appended until now."""
+        """Store the state after all that was appended until now."""
         with self._news:
             self._raise_trouble()
             chain, self.snapshot_number = self._hash, self._number
@@ -139,7 +139,7 @@ class Journal:
 
     @property
     def number(self) -> int:
-        """Of the last entry appended."""
+        """The number of the last entry appended."""
         return self._number
 
     def fileno(self) -> int:

@@ -53,7 +53,7 @@ class Secret:
 
 
 def load_secret(path: Path, create: bool = True) -> Secret:
-    """Of several processes that come first, one makes it and all have the same."""
+    """Read the secret, or make it. If several processes come first, one makes it and all get the same."""
     path = Path(path)
     if create and not path.exists():
         _create(path)

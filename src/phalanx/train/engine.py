@@ -286,7 +286,7 @@ class Engine:
         self._forget_step()
 
     def _loss(self, output: Tensor | Loss, batch: Batch) -> Loss:
-        """Of this micro-batch's target tokens: times the step's scale, and summed."""
+        """The loss of this micro-batch's target tokens: times the step's scale, and summed."""
         if not isinstance(output, Tensor):
             return output
         if self.family.loss is None:

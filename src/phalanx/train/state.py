@@ -90,7 +90,7 @@ class State:
         return self.buffers[what] if kind == "buffers" else self.moments(what)[kind]
 
     def names(self) -> list[str]:
-        """Of the `entries` that this rank has elements of; before the first update there are no moments."""
+        """Name the `entries` that this rank has elements of; before the first update there are no moments."""
         out = []
         for entry in self.entries:
             kind, _, what = entry.held.name.partition("/")

@@ -149,7 +149,7 @@ def take(
 
 
 def digest_of(state: State) -> str:
-    """Of everything that a rank holds: the same for the same coordinate of all replicas."""
+    """Hash everything that a rank holds: the same for the same coordinate of all replicas."""
     out = hashlib.blake2b(str(state.step).encode(), digest_size=16)
     for name in state.names():
         data = as_bytes(state.get(name).detach())

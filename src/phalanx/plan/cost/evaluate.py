@@ -85,7 +85,7 @@ class Costs:
         return self.tokens / self.step_s / self.chips
 
     def mfu(self, convention: str = "causal") -> Num:
-        """Of the peak of the precision that the matmuls run in."""
+        """The share of the peak of the precision that the matmuls run in."""
         return self.flops[convention] * self.tokens_per_s_per_chip / self.peak
 
 

@@ -34,7 +34,7 @@ class Bill:
 
 
 def watts(cluster: Cluster) -> float | None:
-    """Of the whole cluster while it trains, without cooling; None: not published."""
+    """The power of the whole cluster while it trains, without cooling; None: not published."""
     node = cluster.node
     rated = node.watts or node.chips * node.chip.watts
     return DRAWN * rated * cluster.nodes if rated else None

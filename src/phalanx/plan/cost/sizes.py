@@ -94,7 +94,7 @@ class ModelShape:
 
     @property
     def q_width(self) -> Num:
-        """Of all heads' queries (and keys): what the scores are products of."""
+        """The width of all heads' queries (and keys): the scores are products of these."""
         return self.heads * (self.head_dim + self.rope_dim)
 
     @property
@@ -129,19 +129,19 @@ class ModelShape:
 
     @property
     def expert_params(self) -> Num:
-        """Of one expert."""
+        """The parameters of one expert."""
         return self.matrices * self.expert_width * self.expert_ffn
 
     @property
     def moe_fixed_params(self) -> Num:
-        """Of an expert layer, outside the routed experts: shared ones, router, projections to the latent width."""
+        """The parameters of an expert layer outside the routed experts: shared, router, projections to latent width."""
         return (
             self.matrices * self.hidden * self.shared_ffn + self.hidden * self.experts + 2 * self.hidden * self.latent
         )
 
     @property
     def mamba_params(self) -> Num:
-        """Of one Mamba-2 layer: in and out projection, with 8 groups of B and C."""
+        """The parameters of one Mamba-2 layer: in and out projection, with 8 groups of B and C."""
         return self.hidden * (3 * self.mamba_inner + 16 * self.mamba_state * (np.asarray(self.mamba_inner) > 0))
 
     @property

@@ -63,7 +63,7 @@ class Footprint:
 
 
 def expect(job: Job, coord: Coord) -> Footprint:
-    """Of the rank that stands there, when routing is even."""
+    """Count for the rank that stands there, when routing is even."""
     return _Step(job, coord).expected
 
 

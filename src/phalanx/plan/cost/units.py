@@ -128,7 +128,7 @@ class Unit:
 
 
 def units(held: list[Held], layout: Layout, coord: Coord) -> list[Unit]:
-    """Of this rank, in the order in which backward passes are done with them."""
+    """List this rank's units, in the order in which backward passes are done with them."""
     slices: dict[tuple[int, int, str], list[Held]] = {}
     for h in held:
         if h.held_by(layout, coord):

@@ -104,7 +104,7 @@ def publisher(source: str) -> str:
 
 
 def kinds(runs: list[Run]) -> list[str]:
-    """Of each run: which others are about as well known."""
+    """Say for each run which others are about as well known."""
     return [
         kind_of(bool(run.shape.experts), run.precision, str(Kind.of(run.cluster.node.chip).generation)) for run in runs
     ]

@@ -101,7 +101,7 @@ class Validation:
 
     @property
     def memory(self) -> dict[str, float | int]:
-        """Of published peaks: how many lie inside the interval, and how far off the middle is."""
+        """How many published peaks lie inside the interval, and how far off the middle is."""
         peaks = [row for row in self.rows if row.peak_bytes]
         inside = [row.memory_low_bytes <= row.peak_bytes <= row.memory_high_bytes for row in peaks if row.peak_bytes]
         above = sum(row.peak_bytes > row.memory_high_bytes for row in peaks if row.peak_bytes)

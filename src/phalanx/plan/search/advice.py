@@ -101,7 +101,7 @@ GROUPS = {  # terms of a step by what they wait for
 
 
 def shares(plan: Plan) -> dict[str, float]:
-    """Of a step, by what it waits for, largest first."""
+    """The shares of a step, by what it waits for, largest first."""
     parts = {group: sum(plan.seconds[t] for t in terms) / plan.step_s for group, terms in GROUPS.items()}
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 

@@ -115,7 +115,7 @@ def evaluate_rows(ask: Ask, found: Candidates, batch: NDArray, machine: Machine 
 
 
 def _bounds(ask: Ask, machine: Machine, core: Candidates, batch: NDArray) -> tuple[NDArray, NDArray]:
-    """Of each core: seconds per token and bytes that none of its children can be below."""
+    """Bound each core: seconds per token and bytes that none of its children can be below."""
     costs = evaluate_rows(ask, core, batch, machine)
     seconds = sum(s for name, s in costs.seconds.items() if name not in ACTIVE)
     shared = sum(costs.memory[name] for name in SHARED)

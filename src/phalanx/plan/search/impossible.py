@@ -82,7 +82,7 @@ def _too_large(ask: Ask, catalogue: Catalogue) -> UserError:
 
 
 def _least_bytes(ask: Ask) -> float:
-    """Of any layout, at P95: each core with all of its data ranks as one shard, or as its pins say."""
+    """The least bytes of any layout, at P95: each core with all of its data ranks as one shard, or as its pins say."""
     pins = ask.limits.pins
     lean = replace(ask, limits=replace(ask.limits, pins={"replica": 1} | pins))
     found, batch = children(lean, *cores(lean))
