@@ -17,6 +17,7 @@ FILES = {p.stem: p for p in sorted(FOLDER.glob("*.py")) if p.stem not in PARTS a
 SLOW = {
     "bubble",
     "checkpoint_restore",
+    "containment",
     "durability",
     "exact",
     "gpu_fp8",
