@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/phalanx train
 
 # Tests that start ranks need a core and wait a lot; the others run beside them.
-RANKS := tests/parallel tests/system tests/train tests/test_benchmarks.py
+RANKS := tests/parallel tests/system tests/train
 
 test: setup lint
 	$(MAKE) --jobs 2 --output-sync=target test-ranks test-others
@@ -45,7 +45,7 @@ soak: setup
 	$(BIN)/phalanx chaos run --seed 1 --faults 200 --phases start,restore,save --set train.steps=3000 --set model.dim=16 --set model.num_layers=1 \
 		--set model.num_heads=2 --set model.num_kv_heads=2 --set model.ffn_dim=32 --set train.seq_len=32 --set train.global_batch=4 \
 		--set train.micro_batch=2 --set data.max_mb=0.1 --set run.hang_timeout_s=2 --set recovery.restart_s=1 \
-		--set checkpoint.memory_every_steps=20 --set recovery.beat_s=1
+		--set checkpoint.memory_every_steps=20 --set recovery.beat_s=1 --set recovery.wait_s=60
 	$(BIN)/python -m tests.control.sim --seeds 0:100000 --jobs 2
 
 lint: setup

@@ -16,7 +16,9 @@ FILES = {p.stem: p for p in sorted(FOLDER.glob("*.py")) if p.stem not in PARTS a
 # They run whole jobs, each node of which imports torch, or thousands of histories: more work than all others together.
 SLOW = {
     "bubble",
+    "checkpoint_corruption",
     "checkpoint_restore",
+    "checkpoint_stall",
     "containment",
     "durability",
     "exact",

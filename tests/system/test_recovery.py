@@ -35,6 +35,7 @@ def chaos(request, tmp_path_factory):
     directory, kinds = tmp_path_factory.mktemp("chaos"), request.param
     steps = STEPS_EACH * (len(kinds) + 1)
     values = JOB | {"train.steps": steps, "checkpoint.memory_every_steps": 5, "recovery.beat_s": 0.5}
+    values |= {"recovery.wait_s": 60}  # or the others would be done before a node is back
     args = ["--seed", "3", "--faults", str(len(kinds)), "--kinds", ",".join(kinds), *sets(values)]
     command = [PHALANX, "chaos", "run", *args]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=400)
