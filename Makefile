@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/phalanx train
 
 # Tests that start ranks need a core and wait a lot; the others run beside them.
-RANKS := tests/parallel tests/system tests/train
+RANKS := tests/system tests/train
 
 test: setup lint
 	$(MAKE) --jobs 2 --output-sync=target test-ranks test-others

@@ -17,9 +17,12 @@ FILES = {p.stem: p for p in sorted(FOLDER.glob("*.py")) if p.stem not in PARTS a
 SLOW = {
     "bubble",
     "checkpoint_corruption",
+    "checkpoint_device",
     "checkpoint_restore",
     "checkpoint_stall",
+    "collectives",
     "containment",
+    "data_scale",
     "durability",
     "exact",
     "gpu_fp8",

@@ -240,6 +240,7 @@ def test_a_checkpoint_that_failed_does_not_cost_those_after_it(outcomes, name):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["disk slow"])
 def test_the_last_retention_is_not_left_out(outcomes, name):
     """Though it takes its time when the run is over."""
@@ -247,6 +248,7 @@ def test_the_last_retention_is_not_left_out(outcomes, name):
     assert kept.name.startswith("step-000000060-")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["disk slow"])
 def test_a_slow_disk_does_not_slow_the_steps(outcomes, name):
     """A rank's file takes two writes of 1.5 s each."""
