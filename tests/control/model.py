@@ -1,6 +1,6 @@
 """Every order of events there can be, for a gang so small that all can be tried: nodes with one rank each and a spare,
 a step or two, and a budget of things that go wrong. The gang, the agents and the workers' half of the protocol are the
-real ones; between them is a bag of messages, any of which may be next. Ranks of a replica agree in one move, as their
+real ones; between them is a bag of messages, and any may be next. Ranks of a replica agree in one move, as their
 world stands or falls as one; each applies a step by itself.
 
 Time stands still: all time-outs are nought, and a timer fires when nothing else can happen, or early, if the budget

@@ -20,7 +20,7 @@ def jobs(draw):
 
 
 def lose_some(draw, job, held):
-    """A generation after another: fewer replicas, some of which have lost what they held."""
+    """A generation after another: fewer replicas, and some have lost what they held."""
     there = sorted(held)
     left = draw(st.lists(st.sampled_from(there), min_size=1, unique=True))
     return {r: held[r] if draw(st.booleans()) else () for r in left}

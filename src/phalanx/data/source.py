@@ -34,7 +34,7 @@ OnProgress = Callable[[int], None]
 
 def prepare(job: Job, run_dir: Path, on_progress: OnProgress, position: Position | None = None) -> tuple[str, float]:
     """Make sure that the data set is there and put into the run's record how it is read, from `position` on. Returns
-    lines that say what it is and what of it is not used, and its unigram entropy."""
+    lines that say what it is and which parts are not used, and its unigram entropy."""
     source = job.data.source
     is_there = is_remote(source) or (Path(source) / MANIFEST).is_file()
     url, make = (source, None) if is_there else _recipe(job, run_dir, on_progress)

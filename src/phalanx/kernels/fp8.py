@@ -157,7 +157,7 @@ class _FeedForward(torch.autograd.Function):
 
 
 def linears(x: Tensor, *weights: Tensor) -> list[Tensor]:
-    """x w' over the last dim of x, for each of the weights; `fits` says of which operands."""
+    """x w' over the last dim of x, for each of the weights; `fits` says for which operands fp8 is used."""
     return [out.unflatten(0, x.shape[:-1]) for out in _Linears.apply(x.flatten(0, -2), *weights)]
 
 

@@ -270,7 +270,7 @@ class _Run:
         self.data.write(self.record.path)
 
     def _saved(self) -> Found | None:
-        """The newest checkpoint of this run, or of those that it continues; as it lies there, whoever wrote it."""
+        """The newest checkpoint of this run, or of those that it continues, no matter who wrote it."""
         try:
             own = [f for f in Catalog(open_store(self.place)).good() if f.lineage == self.lineage]
         except (BadCheckpoint, OSError, UserError):

@@ -42,8 +42,8 @@ from phalanx.parallel.reduce import StepFailed
 from phalanx.parallel.shard import COMPUTE_DTYPE
 from phalanx.train import transfer
 from phalanx.train.batches import Batches
-from phalanx.train.commands import Commands, Halted
 from phalanx.train.engine import Engine, StepResult, apply
+from phalanx.train.orders import Commands, Halted
 from phalanx.train.snapshots import Saver, resume, resume_from_checkpoint, resume_from_memory
 from phalanx.train.state import State
 

@@ -56,8 +56,8 @@ class Ledger:
     # -- steps
 
     def share(self, generation, replica, step):
-        """The samples that one of the active replicas takes, and those of them whose gradients it has: equal shares; in
-        the first step of a generation of which some keep theirs, those, and what is missing is dealt."""
+        """The samples that one of the active replicas takes, and those whose gradients it has: equal shares. If some
+        kept theirs, the first step of a generation has those, and what is missing is dealt."""
         form = self.forms[generation]
         index, count = form.replicas.index(replica), len(form.replicas)
         if step > form.step + 1 or not form.kept:
