@@ -320,13 +320,15 @@ class Gang:
             self._hear_of(rank, f"rank {rank}", event.why, died=False)
         if self.gen.has_world(number):
             self.gen.prove("acknowledged")
-        if self.worlds.replicas[number].phase in ("building", "built"):
+        first = self.worlds.replicas[number].phase in ("building", "built")
+        if first:
             if not self.staff.why:
                 self.staff.why.append((1, f"the worker of rank {rank} has lost its peers"))
             self._halt(number)
-        if self.worlds.leave(number, workers):
+        last = self.worlds.leave(number, workers)
+        if last:
             self._out(number)
-        return True
+        return first or last
 
     def _out(self, number: int) -> None:
         """Decide what follows when nobody is left in the world of a replica."""
