@@ -171,9 +171,10 @@ class Forming:
     def _every(self, chosen: list[int], sources: Sources) -> Source | None:
         """Return the source of all ranks, if they have one and the same."""
         every = next(iter(sources.values()), None)
+        if every is None or every.kind not in ("durable", "start"):
+            return None
         ranks = sum(len(self._worlds.replicas[r].crew) for r in chosen)
-        alike = every and every.kind in ("durable", "start") and len(sources) == ranks
-        return every if alike and all(source == every for source in sources.values()) else None
+        return every if len(sources) == ranks and all(source == every for source in sources.values()) else None
 
     def _homes(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the node of each rank."""

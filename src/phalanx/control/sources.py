@@ -69,7 +69,7 @@ class Lineage:
         """Most are alike, and are looked at once."""
         last, step = None, -1
         for copy in copies:
-            if copy != last:
+            if copy is not last and copy != last:
                 last, step = copy, self.step_of(copy)
             yield step
 

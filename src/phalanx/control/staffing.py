@@ -33,7 +33,7 @@ class Patience:
         return found
 
     def forget(self, workers: Iterable[int]) -> None:
-        for worker in workers:
+        for worker in workers if self.counters or self.doubted else ():
             self.counters.pop(worker, None)
             self.doubted.discard(worker)
 
