@@ -15,6 +15,7 @@ from phalanx.control.messages import (
     Ask,
     Build,
     Built,
+    Cost,
     DeviceWarning,
     Durable,
     Ended,
@@ -23,6 +24,7 @@ from phalanx.control.messages import (
     Formed,
     Halt,
     Held,
+    Interval,
     Kill,
     Launch,
     Leave,
@@ -306,6 +308,13 @@ def test_the_last_step_is_saved_before_all_leave():
     assert of(Leave, told) == [Leave("done after step 10", ("n0", "n1"))]
     assert [(e.ok, e.durable, e.cause) for e in of(Ended, told)] == [(True, 10, "")]
     assert crew.say(NodeJoined("late", 1, "")) == [Leave("done after step 10", ("late",))]
+
+
+def test_an_interval_is_said_again_to_those_who_may_have_missed_it():
+    crew = Crew()
+    assert not of(Interval, crew.gang.outstanding())
+    (told,) = of(Interval, crew.say(Cost(5, S, S // 100, S // 100, S)))
+    assert of(Interval, crew.gang.outstanding()) == [told]
 
 
 def test_what_is_outstanding_is_said_again_until_it_is_answered():

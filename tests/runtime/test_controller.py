@@ -668,8 +668,26 @@ def test_only_what_replicas_say_can_be_of_many(state):
     news, commands = heard(state, {"type": "many", "said": said, "event": died})
     assert news["items"] == [] and commands == [] and "nothing that replicas say alike" in state.refused
     assert state.gang.to_bytes() == before
-    news, _ = heard(state, {"type": "many", "said": [["a", 1, 3]], "event": messages.Formed((0,), (1,), 1).to_dict()})
-    assert len(news["items"]) == 1
+
+
+@pytest.mark.parametrize("kind", ["event", "many"])
+def test_a_node_speaks_for_replicas_that_are_on_it(state, kind):
+    for node, found in [(w.node, number) for number, w in state.gang.members.workers.items()]:
+        heard(state, event(messages.WorkersUp(node, 1, (found,)), node, number=1 + found))
+    own, before = state.gang.worlds.replicas, state.gang.to_bytes()
+    assert [own[r].nodes for r in (0, 1)] == [("a",), ("b",)]
+
+    def say(number, *replicas):
+        body = messages.Formed(replicas, tuple(own[r].world for r in replicas), 1)
+        item = event(body, number=number)
+        if kind == "many":
+            item = {"type": "many", "said": [["a", 1, number]], "event": item["event"]}
+        return heard(state, item)[0]["items"]
+
+    assert not say(10, 1) and "Formed.replicas has 1, which is on other nodes" in state.refused
+    assert not say(11, 0, 1)
+    assert state.gang.to_bytes() == before
+    assert say(12, 0)
 
 
 def test_a_silent_node_that_comes_by_another_way_is_clear(state):

@@ -129,12 +129,15 @@ class Gang:
         )
 
     def outstanding(self) -> list[Command]:
-        """Return what was said and not answered. To be said again after a while, and by a new controller at once."""
+        """Return what was said and not answered, or is never answered. To be said again after a while, and by a new
+        controller at once."""
         if self.phase == "ended":
             return self.ending.outstanding()
         out = [*self.staff.outstanding(), *self.worlds.outstanding(), *self.gen.outstanding()]
         if self.phase in ("asking", "flushing") and self.finder.unanswered:
             out.append(self.finder.question(self.generation))
+        if self.phase == "running" and self.commits.version:
+            out.append(self._interval())
         return [*out, *self.ending.outstanding(), *self.commits.outstanding()]
 
     def set_timers(self) -> list[messages.SetTimer]:
@@ -585,7 +588,7 @@ class Gang:
         self.finder.close()
         self.gen.start()
         if self.commits.version:
-            self._announce()
+            self.desk.say(self._interval())
         self.changes.retire()
 
     # -- running
@@ -623,12 +626,11 @@ class Gang:
 
     def _on_cost(self, event: messages.Cost) -> bool:
         if self.commits.cost(event, len(self.members.places)) and self.phase == "running":
-            self._announce()
+            self.desk.say(self._interval())
         return False
 
-    def _announce(self) -> None:
-        version, interval = self.commits.version, self.commits.interval
-        self.desk.say(messages.Interval(version, *interval, EVERYONE))
+    def _interval(self) -> messages.Interval:
+        return messages.Interval(self.commits.version, *self.commits.interval, EVERYONE)
 
 
 # A handler returns whether something has changed that may let the gang move on.
