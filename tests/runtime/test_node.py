@@ -12,6 +12,7 @@ from phalanx.checkpoint.memory import Slot
 from phalanx.control.messages import Drain, Scale
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
+from phalanx.gate.peers import Peers
 from phalanx.runtime.controller import read_address
 from phalanx.runtime.node import next_incarnation
 from tests.runtime.cluster import QUICK, TOYS, S, kill, wait_for
@@ -375,7 +376,7 @@ def test_incarnations_grow(tmp_path):
 def test_a_keeper_says_what_it_holds_of_its_own_ranks_and_for_others(tmp_path):
     said = []
     channel = SimpleNamespace(send=said.append)
-    keeper = Keeper(channel, str(tmp_path), 1, (1, 0), "token", False)
+    keeper = Keeper(channel, str(tmp_path), 1, (1, 0), Peers(key="5e" * 32), False)
     mine, other = keeper._slots(0, 4096, 4096)[0], Slot(4096, 4096)
     keeper.server.copies[5] = [other, Slot(4096, 4096)]
     for slot, step, generation in ((mine, 8, 2), (other, 7, 1)):

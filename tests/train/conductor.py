@@ -96,7 +96,8 @@ class Conductor:
                 agent.acknowledged(agent.posted)
             elif isinstance(action, machine.Spawn):
                 self.homes[action.number] = agent
-                args = {**action.args, "job": self.job.to_dict(), "token": "secret", "host": "127.0.0.1"}
+                args = {**action.args, "job": self.job.to_dict(), "host": "127.0.0.1"}
+                args["peers"] = {"key": "5e" * 32}
                 args |= {
                     "die": self.die.get(action.number),
                     "resume": None,

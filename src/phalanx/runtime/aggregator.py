@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import ssl
 import statistics
 import time
 from collections import deque
@@ -75,7 +74,6 @@ class Aggregator:
         controllers: list[tuple[str, int]],
         host: str = "127.0.0.1",
         port: int = 0,
-        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,  # as a server, as a client
         seed: int = 0,
         beat_s: float = BEAT_S,
     ):
@@ -88,9 +86,8 @@ class Aggregator:
         self._steps = (0, -1)  # generation, step: the last that was passed on
         self._passed: deque[tuple[int, Session, int]] = deque()  # number to the controller, agent, its number
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
-        ours, theirs = tls or (None, None)
         self.server = Server(
-            loop, secret, me, REPORTS, self._reported, on_close=self._ended, host=host, port=port, tls=ours
+            loop, secret, me, REPORTS, self._reported, on_close=self._ended, host=host, port=port, roles=("agent",)
         )
         self.link = Link(
             loop,
@@ -101,7 +98,6 @@ class Aggregator:
             self._ordered,
             on_open=self._found,
             on_ack=self._acked,
-            tls=theirs,
             seed=seed,
             retry_s=beat_s,  # a controller that is back must hear of the nodes before it takes them for dead
         )

@@ -223,6 +223,7 @@ class Controller:
             on_close=self._closed,
             host=host,
             port=port or old["port"],
+            roles=("aggregator", "user"),
         )
         self.aggregator: Aggregator | None = None
         if aggregate:

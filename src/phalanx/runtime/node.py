@@ -28,7 +28,7 @@ from phalanx.core.store import sync_folder
 from phalanx.runtime import kernel
 from phalanx.runtime.aggregator import COMMANDS
 from phalanx.runtime.health import Health
-from phalanx.runtime.secret import Identity, load_secret
+from phalanx.runtime.secret import Identity, load_keys
 from phalanx.runtime.spawner import READ, WRITE, Spawner, Stop, Worker
 from phalanx.runtime.transport import Link, Loop, Session
 from phalanx.runtime.watch import Watch
@@ -195,7 +195,7 @@ class Node(Host):
             raise WireError("serve came twice")
         if "store" not in services or not services.keys() <= machine.SERVICES.keys():
             raise WireError(f"serve.services = {sorted(services)}: expected store, and perhaps data and keeper")
-        self.beat_s, self.secret = float(beat_s), load_secret(Path(secret), create=False)
+        self.beat_s, self.secret = float(beat_s), load_keys(Path(secret))
         self.aggregators = [(str(host), int(port)) for host, port in aggregators]
         self.folder, self.logs = Path(dir), Path(logs)
         entries = {"": worker, **services}

@@ -34,6 +34,7 @@ from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.ledger import GENESIS, Record, bits, mean_loss
 from phalanx.data.feed import Feed
+from phalanx.gate.peers import Peers
 from phalanx.model.family import check_family, load_family
 from phalanx.observe.progress import Phase, Reading
 from phalanx.parallel.device import Device, Moment, avoid_broken_amx
@@ -75,7 +76,8 @@ class Worker:
         coord = job.layout.coord(self.rank)
         self.state = State.create(job, self.family, coord, self.device, self._move)
         self.member = Member(int(args["worker"]), job.train.steps, speaks=job.layout.inside(coord) == 0)
-        self.giver = transfer.Giver(args["token"], self.device, args["host"])
+        self.peers = Peers(**args["peers"], host=args["host"])
+        self.giver = transfer.Giver(self.peers, self.device)
         self.commands = Commands(channel)
         self.groups: Groups | None = None
         self.engine: Engine | None = None
@@ -279,7 +281,7 @@ class Worker:
         if source and source.kind == "live":
             address = store.get(f"g{generation}/state/{source.number}").decode()
             self._wait_for_snapshot()
-            transfer.take(address, self.args["token"], generation, step, self.state, self.device, self._move)
+            transfer.take(self.peers, address, generation, step, self.state, self.device, self._move)
         else:
             self._restore(saved, place, source, step)
         if form["gives"]:
@@ -364,8 +366,7 @@ class Worker:
         self._wait_for_snapshot()
         if source.kind == "memory":
             self._drop_saver()
-            token = self.args["keeper"]["token"]
-            slot, made = fetch(_address(source.address), token, source.number, (step, source.made))
+            slot, made = fetch(self.peers, _address(source.address), source.number, (step, source.made))
             layout = Layout(**made)
             resume_from_memory(layout, layout.coord(source.number), self.state, self.device, slot)
         elif source.kind == "durable":
