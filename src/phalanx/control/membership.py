@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from phalanx.control.messages import Source
 from phalanx.control.sources import Copy
 
 
@@ -38,6 +39,7 @@ class Worker:
     parked: int = -1  # the world that it has left for good
     copy: Copy | None = None  # as of then
     misses: int = 0  # times that it did not get its state
+    port: int = 0  # where it gives its state to others
 
 
 @dataclass(slots=True)
@@ -194,11 +196,16 @@ class Membership:
             seat.workers.update(new)
         return new
 
-    def up(self, workers: list[int]) -> None:
-        """Workers on one node."""
-        with self._changing(self.place_of(self.workers[workers[0]].rank)):
-            for worker in workers:
-                self.workers[worker].up = True
+    def up(self, ports: dict[int, int]) -> None:
+        """Workers on one node, and where they give their state to others."""
+        with self._changing(self.place_of(self.workers[next(iter(ports))].rank)):
+            for worker, port in ports.items():
+                self.workers[worker].up, self.workers[worker].port = True, port
+
+    def source(self, worker: int) -> Source:
+        """Its state, live."""
+        found = self.workers[worker]
+        return Source("live", found.node, worker, address=f"{self.nodes[found.node].address}:{found.port}")
 
     def remove(self, worker: int) -> Worker:
         found = self.workers[worker]

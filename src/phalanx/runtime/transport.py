@@ -96,8 +96,9 @@ class Session:
         self.pump()
         return number
 
-    def tell(self, body: Message) -> None:
-        if self.conn and self.conn.pending_bytes < WINDOW_BYTES:
+    def tell(self, body: Message, must: bool = False) -> None:
+        """`must`: it is lost only with the connection."""
+        if self.conn and (must or self.conn.pending_bytes < WINDOW_BYTES):
             self.conn.push({"type": "tell", "body": body})
 
     def ack(self, seq: int) -> None:
@@ -281,9 +282,9 @@ class Link:
         """Its number."""
         return self.session.post(body) if self.session else self.outbox.post(body)
 
-    def tell(self, body: Message) -> None:
+    def tell(self, body: Message, must: bool = False) -> None:
         if self.session:
-            self.session.tell(body)
+            self.session.tell(body, must)
 
     def flush(self, timeout_s: float) -> None:
         """Turn the loop until all that was posted is acknowledged. TimeoutError."""

@@ -33,7 +33,6 @@ class Giver:
         self._changed = threading.Condition()
         self._giving = 0
         self.port = peers.listen(self._serve).port
-        self.address = f"{peers.host}:{self.port}"
 
     def offer(self, generation: int, step: int, state: State) -> None:
         with self._changed:
@@ -81,7 +80,7 @@ class Giver:
 
 def take(
     peers: Peers,
-    address: str,
+    address: tuple[str, int],
     generation: int,
     step: int,
     state: State,
@@ -89,9 +88,8 @@ def take(
     progress: Callable[[], object] = lambda: None,
 ) -> int:
     """Fill `state` with that of `address`, which is at `step`. Returns how many bytes came. BadCheckpoint; OSError."""
-    host, _, port = address.rpartition(":")
     received = 0
-    with peers.dial((host, int(port))) as conn:
+    with peers.dial(address) as conn:
         conn.send({"generation": generation, "step": step})
         reply = conn.receive(NAMES_BYTES)
         if reply["error"]:
