@@ -55,7 +55,7 @@ class Fleet:
         for worker, node in workers.items():
             at.setdefault(node, []).append(worker)
         for node, numbers in at.items():
-            self.hear(say.WorkersUp(node, 1, tuple(numbers)))
+            self.hear(say.WorkersUp(node, 1, tuple(numbers), tuple(numbers)))
 
     def start(self) -> None:
         workers = self.gang.members.workers

@@ -145,14 +145,14 @@ def test_late_words_change_nothing():
 def test_a_node_that_was_declared_dead_is_fenced_and_an_old_incarnation_ignored():
     crew = Crew(replicas=2)
     crew.say(crew.dead(1), crew.parted(0, 4))
-    assert crew.say(NodeJoined("n1", 1, "rack"), WorkersUp("n1", 1, (2,))) == [Fence("n1", 1)] * 2
+    assert crew.say(NodeJoined("n1", 1, "rack"), WorkersUp("n1", 1, (2,), (2,))) == [Fence("n1", 1)] * 2
     assert crew.say(NodeJoined("n1", 2, "rack"))[0] == Welcome("n1", 2)
-    assert crew.say(WorkersUp("n1", 1, (2,)), died("n1", 3), NodeJoined("n1", 1, "rack")) == []
+    assert crew.say(WorkersUp("n1", 1, (2,), (2,)), died("n1", 3), NodeJoined("n1", 1, "rack")) == []
 
 
 def test_a_stranger_is_not_listened_to():
     crew = Crew()
-    assert crew.say(WorkersUp("n9", 1, (1,)), NodeDead("n9", 1, "x"), DeviceWarning("n9", 1, "ecc", 99)) == []
+    assert crew.say(WorkersUp("n9", 1, (1,), (1,)), NodeDead("n9", 1, "x"), DeviceWarning("n9", 1, "ecc", 99)) == []
 
 
 def test_a_worker_that_should_be_gone_is_ended():
@@ -213,9 +213,9 @@ def test_when_none_stands_workers_that_are_being_started_are_waited_for_a_moment
     crew = Crew(replicas=2, start_ns=S)
     crew.mute = (Launch,)
     first, second = of(Launch, crew.say(crew.dies(0), crew.dies(1)))
-    told = crew.say(WorkersUp(first.node, 1, tuple(first.workers.values())))
+    told = crew.say(WorkersUp(first.node, 1, *[tuple(first.workers.values())] * 2))
     assert of(Build, told) and crew.gang.desk.timers["wait"] == crew.gang.forming.patience_ns
-    told = crew.say(WorkersUp(second.node, 1, tuple(second.workers.values())))
+    told = crew.say(WorkersUp(second.node, 1, *[tuple(second.workers.values())] * 2))
     told += crew.say(*(Held(node, 1, 1, ()) for ask in of(Ask, told) for node in ask.nodes))
     assert [form.replicas for form in of(Form, told)] == [(0, 1)]
 

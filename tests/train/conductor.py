@@ -13,7 +13,7 @@ from phalanx.runtime.bare import BareClient
 
 S = 10**9
 POLICY = dict(gather_ns=60 * S, park_ns=8 * S, form_ns=20 * S, launch_ns=30 * S, resend_ns=1 * S, save=False)
-ENTRIES = {"store": "phalanx.parallel.groups:serve_store", "data": "phalanx.data.service:main"}
+ENTRIES = {"store": "phalanx.gate.meeting:serve", "data": "phalanx.data.service:main"}
 
 
 class Conductor:
@@ -27,7 +27,7 @@ class Conductor:
         self.builds = []  # replica and world
         self.pids, self.done, self.timers, self.said = {}, {}, {}, {}
         for name, function in ENTRIES.items():
-            args = {"run_dir": str(self.folder)}
+            args = {"run_dir": str(self.folder), "alone": True}
             self.client.spawn(SERVICES[name], function, args, self.folder / f"{name}.log")
         self.agents, self.homes = {}, {}
         self.until(lambda: len(self.said) == len(ENTRIES))
@@ -96,7 +96,8 @@ class Conductor:
                 agent.acknowledged(agent.posted)
             elif isinstance(action, machine.Spawn):
                 self.homes[action.number] = agent
-                args = {**action.args, "job": self.job.to_dict(), "token": "secret", "host": "127.0.0.1"}
+                args = {**action.args, "job": self.job.to_dict(), "host": "127.0.0.1"}
+                args["peers"] = {"key": "5e" * 32}
                 args |= {
                     "die": self.die.get(action.number),
                     "resume": None,

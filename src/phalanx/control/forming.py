@@ -155,7 +155,6 @@ class Forming:
             step=step,
             replicas=tuple(chosen),
             worlds=tuple(worlds.replicas[r].world for r in chosen),
-            store=worlds.store(chosen[attempts % len(chosen)], attempts),
             every=every,
             sources={} if every else sources,
             takers={} if every else self._homes(sources),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from phalanx.control.messages import Source
 from phalanx.control.sources import Copy
 
 
@@ -36,6 +37,7 @@ class Worker:
     parked: int = -1  # the world that it has left for good
     copy: Copy | None = None  # as of then
     misses: int = 0  # times that it did not get its state
+    port: int = 0  # where it gives its state to others
 
 
 @dataclass(slots=True)
@@ -192,11 +194,17 @@ class Membership:
         self._count(place)
         return new
 
-    def up(self, workers: list[int]) -> None:
-        """Workers on one node."""
-        for worker in workers:
-            self.workers[worker].up = True
-        self._count(self.place_of(self.workers[workers[0]].rank))
+    def up(self, ports: dict[int, int]) -> None:
+        """Workers on one node, and where they give their state to others."""
+        for worker, port in ports.items():
+            found = self.workers[worker]
+            found.up, found.port = True, port
+        self._count(self.place_of(self.workers[next(iter(ports))].rank))
+
+    def source(self, worker: int) -> Source:
+        """Its state, live."""
+        found = self.workers[worker]
+        return Source("live", found.node, worker, address=f"{self.nodes[found.node].address}:{found.port}")
 
     def remove(self, worker: int) -> Worker:
         found = self.workers[worker]

@@ -203,7 +203,8 @@ class Staff:
         new = [w for w in event.workers if self.starting.pop(w, None) is not None]
         if new:
             self.patience.forget(new)
-            self._members.up(new)
+            ports = dict(zip(event.workers, event.ports, strict=True))
+            self._members.up({worker: ports[worker] for worker in new})
         return bool(new)
 
     def lose_worker(self, worker: int, why: str, kill: bool = False) -> Gone:

@@ -172,8 +172,7 @@ class Worlds:
         crews = self.crews(number, found.waiting).items()
         if found.phase == "leaving":
             return [messages.Halt(node, found.world, tuple(crew.values())) for node, crew in crews]
-        store = self.store(number, found.failures)
-        return [messages.Build(node, number, found.world, crew, store) for node, crew in crews]
+        return [messages.Build(node, number, found.world, crew) for node, crew in crews]
 
     def crews(self, number: int, workers: set[int]) -> dict[str, dict[int, int]]:
         """Group those workers of a replica by node, then by rank."""
@@ -187,11 +186,6 @@ class Worlds:
                 else:
                     crews[node] = {rank: worker}
         return crews
-
-    def store(self, number: int, failures: int) -> str:
-        """Choose where they meet: another node after a failure."""
-        nodes = self.replicas[number].nodes
-        return self._members.nodes[nodes[failures % len(nodes)]].address
 
     def homes(self, number: int) -> list[str]:
         """Return the node of each rank of a replica, also of ranks that are gone."""

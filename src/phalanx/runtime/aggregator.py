@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import ssl
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
 from phalanx.control.messages import EVERYONE
+from phalanx.gate.hub import Hub, Item
 from phalanx.runtime import kernel
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
@@ -43,11 +43,13 @@ COLUMNS = ("replicas", "worlds")  # of those
 REPORTS: Schemas = {
     "beat": {"visit": int, "generation": int, "step": int, "counter": int, "step_ns": int},
     "event": {"event": dict},
+    "store": {"items": list},  # of `gate.hub`, told both ways
 }
 #: To an agent. `lease`: how long it may train after the beat that this answers.
-COMMANDS: Schemas = {"command": {"command": dict}, "lease": {"ns": int}}
-#: To the controller: reports are posted, summaries and pings told.
+COMMANDS: Schemas = {"command": {"command": dict}, "lease": {"ns": int}, "store": {"items": list}}
+#: To the controller: reports are posted, summaries, pings and what groups meet by are told.
 PASSED: Schemas = {
+    "store": {"items": list},
     "reports": {"items": list},
     "ping": {"sent_ns": int},
     "summary": {"nodes": int, "suspect": int, "steps": list, "behind": list, "step_ns": list, "slowest": str},
@@ -59,9 +61,33 @@ ITEMS: Schemas = {
 }
 #: From the controller: commands for many nodes; whom it expects there, name -> incarnation; a lease, counted from when
 #: the ping that it answers was sent.
-ORDERS: Schemas = {"commands": {"items": list}, "expect": {"nodes": dict}, "lease": {"ns": int, "sent_ns": int}}
+ORDERS: Schemas = {
+    "commands": {"items": list},
+    "expect": {"nodes": dict},
+    "lease": {"ns": int, "sent_ns": int},
+    "store": {"items": list},
+}
 #: `nodes`: ["*"] for all that are here; `own`: what some of them are told beside the rest.
 _ORDER: Schemas = {"command": {"nodes": list, "command": dict, "own": dict}}
+
+
+class Sending:
+    """What hubs say to those below them, in one message for each and round of the loop."""
+
+    def __init__(self, loop: Loop, session_of: Callable[[str], Session | None]):
+        self._loop, self._session_of = loop, session_of
+        self._items: dict[str, list[Item]] = {}
+
+    def add(self, name: str, item: Item) -> None:
+        if not self._items:
+            self._loop.after(0.0, self._send)
+        self._items.setdefault(name, []).append(item)
+
+    def _send(self) -> None:
+        items, self._items = self._items, {}
+        for name, said in items.items():
+            if session := self._session_of(name):
+                session.tell({"type": "store", "items": said}, must=True)
 
 
 class Aggregator:
@@ -75,7 +101,6 @@ class Aggregator:
         controllers: list[tuple[str, int]],
         host: str = "127.0.0.1",
         port: int = 0,
-        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,  # as a server, as a client
         seed: int = 0,
         beat_s: float = BEAT_S,
     ):
@@ -88,9 +113,11 @@ class Aggregator:
         self._steps = (0, -1)  # generation, step: the last that was passed on
         self._passed: deque[tuple[int, Session, int]] = deque()  # number to the controller, agent, its number
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
-        ours, theirs = tls or (None, None)
+        self._above: list[Item] = []  # for the hub of the controller
+        self._below = Sending(loop, lambda name: self.server.sessions.get(name))
+        self.hub = Hub(self._below.add, self._raise)
         self.server = Server(
-            loop, secret, me, REPORTS, self._reported, on_close=self._ended, host=host, port=port, tls=ours
+            loop, secret, me, REPORTS, self._reported, on_close=self._ended, host=host, port=port, roles=("agent",)
         )
         self.link = Link(
             loop,
@@ -101,7 +128,6 @@ class Aggregator:
             self._ordered,
             on_open=self._found,
             on_ack=self._acked,
-            tls=theirs,
             seed=seed,
             retry_s=beat_s,  # a controller that is back must hear of the nodes before it takes them for dead
         )
@@ -126,6 +152,9 @@ class Aggregator:
             left_ns = self._lease_ns - time.monotonic_ns()
             if left_ns > 0:
                 agent.tell({"type": "lease", "ns": left_ns})
+        elif body["type"] == "store":
+            for item in body["items"]:
+                self.hub.take(node, item)
         else:
             about = {"node": node, "incarnation": incarnation, "number": number, "event": body["event"]}
             self._gather({"type": "event", **about}, agent)
@@ -134,6 +163,17 @@ class Aggregator:
         """The controller may have taken all nodes here for lost."""
         self._post(self.liveness.all(self._now_ns()))
         self.link.tell({"type": "ping", "sent_ns": time.monotonic_ns()})
+        self.hub.resync()
+
+    def _raise(self, item: Item) -> None:
+        """Gather what goes up: all ranks of a gang meet at once."""
+        if not self._above:
+            self._loop.after(BUNDLE_S, self._send_above)
+        self._above.append(item)
+
+    def _send_above(self) -> None:
+        items, self._above = self._above, []
+        self.link.tell({"type": "store", "items": items}, must=True)
 
     def _ping(self) -> None:
         if not self._closed:
@@ -142,6 +182,7 @@ class Aggregator:
 
     def _ended(self, agent: Session) -> None:
         """A connection is lost. An agent that lives is back before its next beat is due."""
+        self.hub.lose(agent.peer.name)
         seen = self.liveness.nodes.get(agent.peer.name)
         if seen and not self._closed:
             found = (agent.peer.name, agent.peer.incarnation, seen.visit)
@@ -169,6 +210,10 @@ class Aggregator:
                 known = self.liveness.nodes.get(node)
                 if known is None or known.incarnation < incarnation:
                     self.liveness.expect(node, incarnation, self._now_ns())
+            return
+        if body["type"] == "store":
+            for item in body["items"]:
+                self.hub.hear(item)
             return
         if body["type"] == "lease":
             self._lease_ns = max(self._lease_ns, body["sent_ns"] + body["ns"])

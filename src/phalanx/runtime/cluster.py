@@ -25,9 +25,11 @@ from phalanx.control.policy import Policy, S, beat_ns
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import num_nodes
+from phalanx.gate.proof import KEY_BYTES
+from phalanx.gate.tls import Certificate, is_loopback
 from phalanx.runtime import controller
 from phalanx.runtime.client import NodeClient
-from phalanx.runtime.secret import READ, Identity, load_secret
+from phalanx.runtime.secret import READ, Identity, load_secret, write_token
 from phalanx.runtime.transport import Link, Loop
 from phalanx.runtime.wire import Message
 
@@ -228,15 +230,15 @@ class Cluster:
 
     def _serving(self, begin: Begin) -> dict[str, Any]:
         """What all nodes are told of the run."""
-        e, c, layout, token = self.entries, self.job.checkpoint, self.job.layout, secrets.token_hex(16)
+        e, c, layout, peers = self.entries, self.job.checkpoint, self.job.layout, self._peers()
         worker_args = {
             "job": self.job.to_dict(),
-            "token": secrets.token_hex(16),
+            "peers": peers,
             "resume": begin.place,
             "ledger": begin.ledger,
             "checkpoints": self.checkpoints,
             "facts": self.facts,
-            "keeper": {"run": self.mark, "token": token},
+            "keeper": {"run": self.mark},
         }
         services: dict[str, Any] = {"store": {"entry": e.store, "args": {}}}
         if e.data:
@@ -247,12 +249,17 @@ class Cluster:
                 "ranks": layout.ranks_per_node or layout.world_size,
                 "keep_last": c.keep_last,
                 "keep_every": c.keep_every,
-                "token": token,
+                "peers": peers,
                 "run": self.mark,
                 "has_buddy": policy_of(self.job, True).buddies,
             }
             services["keeper"] = {"entry": e.keeper, "args": args}
         return {"worker": {"entry": e.worker, "args": worker_args}, "services": services}
+
+    def _peers(self) -> dict[str, str]:
+        """What ranks and keepers share to hand state to each other; none of it is known outside the run."""
+        beyond = not all(is_loopback(place.host) for place in self.places)
+        return {"key": secrets.token_hex(KEY_BYTES), "certificate": Certificate.make().pem if beyond else ""}
 
     def close(self) -> None:
         if self._link:
@@ -306,7 +313,7 @@ class Cluster:
         client.serve(
             name=name,
             domain=name,
-            secret=str(self.folder / "secret"),
+            secret=str(write_token(self.folder / name / "token", load_secret(self.folder / "secret"), "agent", name)),
             aggregators=self.addresses,
             beat_s=beat_s(self.job),
             hang_s=self.job.run.hang_timeout_s,

@@ -35,8 +35,9 @@ from phalanx.control.liveness import DEAD, Liveness, Orphans, Roster
 from phalanx.control.messages import Command, Event, Form
 from phalanx.core.errors import UserError
 from phalanx.core.store import sync_folder
+from phalanx.gate.hub import Hub
 from phalanx.runtime import kernel
-from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, PING_S, Aggregator
+from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, PING_S, Aggregator, Sending
 from phalanx.runtime.journal import Entry, Fenced, Journal, JournalError
 from phalanx.runtime.secret import READ, Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
@@ -223,7 +224,9 @@ class Controller:
             on_close=self._closed,
             host=host,
             port=port or old["port"],
+            roles=("aggregator", "user"),
         )
+        self.hub = Hub(Sending(self.loop, self.server.sessions.get).add)
         self.aggregator: Aggregator | None = None
         if aggregate:
             near = Identity("aggregator", "local", self.journal.term)
@@ -314,6 +317,7 @@ class Controller:
         if session.peer.role == "user":
             self.server.forget(session.peer.name)
         elif session.peer.role == "aggregator":
+            self.hub.lose(session.peer.name)
             self._lose_home(session.peer.name)
         self._seen_steps.pop(session.peer.name, None)
 
@@ -356,6 +360,9 @@ class Controller:
             for _ in self._homes.beat(session.peer.name, session.peer.incarnation, 1, time.monotonic_ns()):
                 pass
             session.tell({"type": "lease", "ns": self.gang.policy.lease_ns, "sent_ns": body["sent_ns"]})
+        elif kind == "store":
+            for item in body["items"]:
+                self.hub.take(session.peer.name, item)
         elif kind == "summary":
             self._seen_steps[session.peer.name] = body["steps"][1]
         elif kind == "status":

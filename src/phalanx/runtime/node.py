@@ -28,7 +28,7 @@ from phalanx.core.store import sync_folder
 from phalanx.runtime import kernel
 from phalanx.runtime.aggregator import COMMANDS
 from phalanx.runtime.health import Health
-from phalanx.runtime.secret import Identity, load_secret
+from phalanx.runtime.secret import Identity, load_keys
 from phalanx.runtime.spawner import READ, WRITE, Spawner, Stop, Worker
 from phalanx.runtime.transport import Link, Loop, Session
 from phalanx.runtime.watch import Watch
@@ -56,7 +56,7 @@ SERVE: Schemas = {
 }
 #: The first words of services.
 FIRST: Schemas = {
-    "store": {"host": str, "port": int},
+    "store": {"address": str},
     "data": {"address": str},
     "keeper": {"address": str, "port": int},
 }
@@ -195,7 +195,7 @@ class Node(Host):
             raise WireError("serve came twice")
         if "store" not in services or not services.keys() <= machine.SERVICES.keys():
             raise WireError(f"serve.services = {sorted(services)}: expected store, and perhaps data and keeper")
-        self.beat_s, self.secret = float(beat_s), load_secret(Path(secret), create=False)
+        self.beat_s, self.secret = float(beat_s), load_keys(Path(secret))
         self.aggregators = [(str(host), int(port)) for host, port in aggregators]
         self.folder, self.logs = Path(dir), Path(logs)
         entries = {"": worker, **services}
@@ -299,6 +299,7 @@ class Node(Host):
     def _opened(self, session: Session) -> None:
         assert self.agent
         self._tell_beat()  # before anything else: it says where this node can be reached
+        self.spawner.send(machine.SERVICES["store"], {"type": "resync"})
         self.agent.connected(time.monotonic_ns())
         self._act()
 
@@ -329,6 +330,9 @@ class Node(Host):
 
     def _commanded(self, session: Session, number: int, body: Message) -> None:
         assert self.agent
+        if body["type"] == "store":
+            self.spawner.send(machine.SERVICES["store"], body)
+            return
         if body["type"] == "lease":
             until_ns = self._sent_ns + body["ns"]
             self.agent.renew(time.monotonic_ns(), until_ns)
@@ -368,6 +372,10 @@ class Node(Host):
         now_ns, kind, service = time.monotonic_ns(), body.get("type"), NAMES.get(w.number, "")
         if service and kind == service:
             self.agent.service_said(now_ns, service, check(body, FIRST))
+        elif service == "store" and kind == "relay":
+            if self.link:
+                self.link.tell({"type": "store", "items": body["items"]}, must=True)
+            return
         elif service and kind == "error":
             self.agent.service_raised(service, str(body.get("kind")), str(body.get("text")))
         elif service == "keeper" and kind in KEPT:
