@@ -25,7 +25,8 @@ _LENGTH = struct.Struct(">I")
 
 
 class Meeting:
-    """`relay(item)`: to the next hub; None: there is none. To its clients: {"value"}, {"result"} or {"error"}."""
+    """`relay(item)`: to the next hub; None: there is none. Its clients are answered {"values"}, the one that they asked
+    for and all others of its room that they were not told yet; {"result"}; or {"error"}."""
 
     def __init__(self, loop: Loop, relay: Any = None):
         self._loop, self.hub = loop, Hub(self._answer, relay)
@@ -67,14 +68,17 @@ class Meeting:
         elif op == "get":
             self.hub.take(client, ["want", *scope, message["key"]])
         else:
-            self.hub.take(client, ["call", 0, *scope, op, message["args"]])
+            self.hub.take(client, ["call", *scope, 0, op, message["args"]])
 
     def _answer(self, client: _Client, item: Item) -> None:
         kind = item[0]
         if kind == "have":
-            client.push({"value": item[4]})
-        elif kind == "result" and item[2] is not None:
-            client.push({"result": item[2]})
+            room = self.hub.room(item[1], item[3])
+            news = {key: value for key, value in room.items() if key not in client.told or key == item[3]}
+            client.told |= news.keys()
+            client.push({"values": news})
+        elif kind == "result" and item[4] is not None:
+            client.push({"result": item[4]})
         else:
             what = "a later meeting has begun" if kind == "over" else "the controller was lost"
             client.push({"error": f"{what}: connection closed"})
@@ -98,6 +102,7 @@ class _Client:
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self.scope: tuple[str, int] | None = None
+        self.told: set[str] = set()  # keys
         self.out, self._in = bytearray(), bytearray()
 
     def push(self, message: dict[str, Any]) -> None:
