@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -89,6 +91,21 @@ def test_a_wait_ends_when_connections_are_broken(address, end):
     wait_for(lambda: (door.interrupt() if end == "door" else break_connections()) or caught)
     thread.join()
     assert isinstance(caught[0], dist.DistNetworkError)
+
+
+AS_NOBODY = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as sock:
+    sock.connect("\\0" + sys.argv[1])
+    sock.settimeout(10)
+    print(sock.recv(1))
+"""
+
+
+@pytest.mark.skipif(bool(os.geteuid()), reason="needs root, to become another user")
+def test_another_user_of_the_machine_is_turned_away(address):
+    done = subprocess.run(["/usr/bin/python3", "-c", AS_NOBODY, address], user=65534, capture_output=True, text=True)
+    assert done.stdout.strip() == "b''" or "Reset" in done.stderr or "ConnectionResetError" in done.stderr, done
 
 
 def test_a_rendezvous_that_is_gone_is_a_network_error():
