@@ -194,17 +194,18 @@ def test_a_captured_token_opens_one_name(town, job, ports):
 def test_a_crowd_on_every_port_while_a_worker_dies(town, job, ports):
     """A thousand half-open connections to each port, Gloo's too. A rank is killed: its next one gets through to the
     state of a peer."""
+    before = job.workers()
     crowd = town.start("crowd", HOME, 1000, 25, *ports["ours"], *ports["gloo"])
     time.sleep(5)
-    before = job.workers()
     job.goes_on()
+    assert job.workers() == before, "a stranger has ended a rank"
     os.kill(before[1], signal.SIGKILL)
     wait_for(lambda: job.workers()[1] != before[1], 60)
     wait_for(lambda: any(e.get("source") == "live" for e in job.events() if e.get("type") == "entered"), 120)
     job.goes_on()
     opened = json.loads(crowd.communicate()[0])
     assert opened > 1000 * len(ports["ours"]), "they were not many"
-    assert job.workers()[0] == before[0], "no stranger has ended a rank"
+    assert job.workers()[0] == before[0], "a stranger has ended a rank"
 
 
 @pytest.mark.skipif(not shutil.which("nft"), reason="needs nft")
