@@ -39,7 +39,7 @@ ANSWERS: Kinds = {
 
 
 @dataclass(slots=True)
-class Scope:
+class Gathering:
     number: int
     rooms: dict[str, dict[str, str]] = field(default_factory=dict)  # of those that were joined: keys and values
     members: dict[str, set[Hashable]] = field(default_factory=dict)  # of a room: hubs below
@@ -53,7 +53,7 @@ class Hub:
 
     def __init__(self, send: Callable[[Any, Item], object], up: Callable[[Item], object] | None = None):
         self._send, self._up = send, up
-        self._scopes: dict[str, Scope] = {}  # the last of each
+        self._scopes: dict[str, Gathering] = {}  # the last of each
         self._calls: dict[int, tuple[Any, int]] = {}  # on their way up: whose, and its number
         self._count = 0
 
@@ -86,52 +86,52 @@ class Hub:
                         del table[key]
         self._calls = {number: call for number, call in self._calls.items() if call[0] != who}
 
-    def _enter(self, what: str, number: int) -> Scope | None:
+    def _enter(self, what: str, number: int) -> Gathering | None:
         """None: that meeting is over. If it is a new one, the one before is."""
         last = self._scopes.get(what)
         if last is None or number > last.number:
             if last:
                 self._end(what, last)
-            self._scopes[what] = last = Scope(number)
+            self._scopes[what] = last = Gathering(number)
         return last if last.number == number and not last.is_over else None
 
-    def _end(self, what: str, scope: Scope) -> None:
+    def _end(self, what: str, scope: Gathering) -> None:
         for who in scope.people:
             self._send(who, ["over", what, scope.number])
         scope.people, scope.waiting, scope.is_over = set(), {}, True
 
-    def _open(self, scope: Scope, what: str, room: str) -> dict[str, str]:
+    def _open(self, scope: Gathering, what: str, room: str) -> dict[str, str]:
         if room not in scope.rooms:
             scope.rooms[room] = {}
             if self._up:
                 self._up(["join", what, scope.number, room])
         return scope.rooms[room]
 
-    def _join(self, who: Hashable, scope: Scope, what: str, room: str) -> None:
+    def _join(self, who: Hashable, scope: Gathering, what: str, room: str) -> None:
         for key, value in self._open(scope, what, room).items():
             self._send(who, ["have", what, scope.number, key, value])
         scope.members.setdefault(room, set()).add(who)
 
-    def _set(self, who: Hashable, scope: Scope, what: str, key: str, value: str) -> None:
+    def _set(self, who: Hashable, scope: Gathering, what: str, key: str, value: str) -> None:
         self._keep(scope, what, key, value, who)
         if self._up:
             self._up(["set", what, scope.number, key, value])
 
-    def _keep(self, scope: Scope, what: str, key: str, value: str, who: Hashable = None) -> None:
+    def _keep(self, scope: Gathering, what: str, key: str, value: str, who: Hashable = None) -> None:
         """`who` has said it, and is not told."""
         room = room_of(key)
         self._open(scope, what, room)[key] = value
         for one in (scope.members.get(room, set()) - {who}) | scope.waiting.pop(key, set()):
             self._send(one, ["have", what, scope.number, key, value])
 
-    def _want(self, who: Hashable, scope: Scope, what: str, key: str) -> None:
+    def _want(self, who: Hashable, scope: Gathering, what: str, key: str) -> None:
         value = self._open(scope, what, room_of(key)).get(key)
         if value is None:
             scope.waiting.setdefault(key, set()).add(who)
         else:
             self._send(who, ["have", what, scope.number, key, value])
 
-    def _call(self, who: Hashable, scope: Scope, what: str, theirs: int, op: str, args: list[Any]) -> None:
+    def _call(self, who: Hashable, scope: Gathering, what: str, theirs: int, op: str, args: list[Any]) -> None:
         if self._up:
             self._count += 1
             self._calls[self._count] = (who, theirs)
@@ -139,7 +139,7 @@ class Hub:
         else:
             self._send(who, ["result", what, scope.number, theirs, self._do(scope, what, op, args)])
 
-    def _do(self, scope: Scope, what: str, op: str, args: list[Any]) -> int | str | bool:
+    def _do(self, scope: Gathering, what: str, op: str, args: list[Any]) -> int | str | bool:
         """In the topmost hub."""
         if op == "count":
             return sum(map(len, scope.rooms.values()))
