@@ -13,6 +13,7 @@ from phalanx.cli.calibrate import calibrate
 from phalanx.cli.chaos import chaos_app
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.data import data_app
+from phalanx.cli.firewall import firewall
 from phalanx.cli.hardware import hardware_app
 from phalanx.cli.nodes import nodes_app, scale
 from phalanx.cli.plan import plan_app
@@ -34,6 +35,7 @@ app.add_typer(hardware_app, name="hardware")
 app.add_typer(plan_app, name="plan")
 app.command("scale")(scale)
 app.command("calibrate")(calibrate)
+app.command("firewall")(firewall)
 
 
 @app.callback(invoke_without_command=True)

@@ -369,6 +369,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--beat-s", type=float, default=BEAT_S, help="between two heartbeats of an agent")
     args = parser.parse_args()
+    kernel.allow_files()
     controllers = [(host, int(port)) for host, _, port in (a.rpartition(":") for a in args.controller)]
     loop, me = Loop(), Identity("aggregator", args.name, time.time_ns())
     secret = load_secret(args.secret, create=False)

@@ -236,7 +236,11 @@ class Node(Host):
         self.spawner.spawn(action.number, entry, args, str(log))
 
     def _send(self, action: machine.Send) -> None:
-        self.spawner.send(action.number, action.body)
+        body = action.body
+        if body["type"] == "allow":  # by what the kernel says of a connection
+            w = self.spawner.workers.get(body["worker"])
+            body = {**body, "pid": w.pid if w else 0}
+        self.spawner.send(action.number, body)
 
     def _end(self, action: machine.End) -> None:
         self.spawner.kill(action.number)
