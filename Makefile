@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-ranks test-others test-slow test-pairs test-s3 soak lint docs clean
+.PHONY: setup demo test test-ranks test-others test-slow test-hosts test-pairs test-s3 soak lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -31,6 +31,10 @@ test-others: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# Hosts made of namespaces: root, iproute2 and util-linux.
+test-hosts: setup
+	$(BIN)/python -m pytest -m hosts tests/hosts
 
 test-pairs: setup
 	$(BIN)/python -m pytest tests/train/pairs.py
