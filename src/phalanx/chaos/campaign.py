@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 import os
 import signal
 import subprocess
@@ -90,10 +89,12 @@ class Started:
         log: Path,
         env: dict[str, str] | None = None,
         network: Switch | None = None,
+        more: Sequence[str] = (),
     ):
         command = [sys.executable, "-P", "-m", "phalanx.cli.main", "train", *([str(job_file)] if job_file else [])]
         for text in (*sets, f"name={name}"):
             command += ["--set", text]
+        command += more
         if network:
             command = network.command(*command)
         root = Path(job.run.dir)
@@ -191,13 +192,13 @@ def run(
     say(f"the run with {count} faults")
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-chaos-")))
-        network = None
+        network, more = None, list[str]()
         if {*kinds} & {*ON_THE_NETWORK}:
             names = [f"node-{i}" for i in range(num_nodes(job.layout) + job.recovery.spares)]
             network = stack.enter_context(Switch(1, names))
-            sets = [*sets, f"run.hosts={_write_hosts(network, private / 'hosts.json')}"]
+            more = ["--hosts", str(_write_hosts(network, private / "hosts")), "--listen", network.address()]
         env, log = door.environment(private / "door"), root / f"{job.name}-chaos.log"
-        broken = stack.enter_context(_running(job_file, sets, job, f"{job.name}-chaos", log, env, network))
+        broken = stack.enter_context(_running(job_file, sets, job, f"{job.name}-chaos", log, env, network, more))
         out.broken = broken.folder
         scene = Scene(broken.folder, private / "door", network, job.recovery.beat_s)
         _Injector(broken, scene, rng, plan, out, say, phases).go()
@@ -208,11 +209,7 @@ def run(
 def _write_hosts(network: Switch, path: Path) -> Path:
     """Make the hosts, and say in a file how the run starts a process on each."""
     hosts = [network.add(name, whole=False) for name in network.names]
-    nodes = [
-        {"host": h.addresses[0], "interface": "eth0", "prefix": ["nsenter", f"--net=/proc/{h.pid}/ns/net"]}
-        for h in hosts
-    ]
-    path.write_text(json.dumps({"host": network.address(), "nodes": nodes}))
+    path.write_text("".join(f"{h.name} nsenter --net=/proc/{h.pid}/ns/net\n" for h in hosts))
     return path
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
 from phalanx.control.messages import EVERYONE
 from phalanx.runtime import kernel
+from phalanx.runtime.reports import Folder
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
@@ -39,15 +40,21 @@ NAMED = 8  # nodes in a summary
 MERGED = ("Formed", "Parted")  # what all replicas say at once
 COLUMNS = ("replicas", "worlds")  # of those
 
-#: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's.
+#: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's. `said`: for the
+#: run's record. From one that would join (its role is "joiner"): which node it is, and what it has.
 REPORTS: Schemas = {
     "beat": {"visit": int, "generation": int, "step": int, "counter": int, "step_ns": int},
     "event": {"event": dict},
+    "said": {"upto": int, "items": list},
+    "join": {"node": str, "life": str, "version": str, "about": dict},
 }
 #: To an agent. `lease`: how long it may train after the beat that this answers.
-COMMANDS: Schemas = {"command": {"command": dict}, "lease": {"ns": int}}
-#: To the controller: reports are posted, summaries and pings told.
+COMMANDS: Schemas = {"command": {"command": dict}, "lease": {"ns": int}, "recorded": {"upto": int}}
+#: To one that would join. `final`: it need not ask again.
+WELCOME: Schemas = {"serve": {"incarnation": int, "spec": dict}, "refused": {"reason": str, "final": bool}}
+#: To the controller: reports are posted, summaries, pings and joins told.
 PASSED: Schemas = {
+    "joins": {"items": list},
     "reports": {"items": list},
     "ping": {"sent_ns": int},
     "summary": {"nodes": int, "suspect": int, "steps": list, "behind": list, "step_ns": list, "slowest": str},
@@ -58,8 +65,14 @@ ITEMS: Schemas = {
     "many": {"said": list, "event": dict},  # what replicas said alike; by whom: node, incarnation and number
 }
 #: From the controller: commands for many nodes; whom it expects there, name -> incarnation; a lease, counted from when
-#: the ping that it answers was sent.
-ORDERS: Schemas = {"commands": {"items": list}, "expect": {"nodes": dict}, "lease": {"ns": int, "sent_ns": int}}
+#: the ping that it answers was sent; what agents are to serve, and where the record is kept; who may join.
+ORDERS: Schemas = {
+    "commands": {"items": list},
+    "expect": {"nodes": dict},
+    "lease": {"ns": int, "sent_ns": int},
+    "spec": {"spec": dict, "recorder": list},
+    "admitted": {"items": list},
+}
 #: `nodes`: ["*"] for all that are here; `own`: what some of them are told beside the rest.
 _ORDER: Schemas = {"command": {"nodes": list, "command": dict, "own": dict}}
 
@@ -88,6 +101,10 @@ class Aggregator:
         self._steps = (0, -1)  # generation, step: the last that was passed on
         self._passed: deque[tuple[int, Session, int]] = deque()  # number to the controller, agent, its number
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
+        self._spec: Message = {}  # what an agent is told to serve; its `version` is that of the code
+        self._joins: list[Message] = []
+        self._secret, self._me, self._tls = secret, me, tls
+        self.folder = Folder(loop)
         ours, theirs = tls or (None, None)
         self.server = Server(
             loop, secret, me, REPORTS, self._reported, on_close=self._ended, host=host, port=port, tls=ours
@@ -113,6 +130,8 @@ class Aggregator:
         self._closed = True
         self.server.close()
         self.link.close()
+        if self.folder.upstream:
+            self.folder.upstream.close()
 
     def _now_ns(self) -> int:
         """Read a clock that stood still when this process did: beats may have come meanwhile, unread."""
@@ -120,7 +139,14 @@ class Aggregator:
 
     def _reported(self, agent: Session, number: int, body: Message) -> None:
         node, incarnation = agent.peer.name, agent.peer.incarnation
-        if body["type"] == "beat":
+        if (body["type"] == "join") != (agent.peer.role == "joiner"):
+            raise WireError(f"{body['type']} from a peer with the role {agent.peer.role!r}")
+        if body["type"] == "join":
+            self._join(agent, body)
+        elif body["type"] == "said":
+            upto = body["upto"]
+            self.folder.take(node, body["items"], lambda: agent.tell({"type": "recorded", "upto": upto}))
+        elif body["type"] == "beat":
             self.beats[node] = body
             self._post(self.liveness.beat(node, incarnation, body["visit"], self._now_ns()))
             left_ns = self._lease_ns - time.monotonic_ns()
@@ -129,6 +155,42 @@ class Aggregator:
         else:
             about = {"node": node, "incarnation": incarnation, "number": number, "event": body["event"]}
             self._gather({"type": "event", **about}, agent)
+
+    # -- who joins
+
+    def _join(self, agent: Session, body: Message) -> None:
+        if not self._spec:
+            return  # it asks again
+        ours, theirs = self._spec["version"], body["version"]
+        if ours != theirs:
+            reason = f"it runs phalanx {theirs}, and the controller runs {ours}: install the same code on both"
+            agent.tell({"type": "refused", "reason": reason, "final": True})
+            return
+        if not self._joins:
+            self._loop.after(BUNDLE_S, self._pass_joins)
+        self._joins.append({"from": agent.peer.name, **{key: body[key] for key in ("node", "life", "about")}})
+
+    def _pass_joins(self) -> None:
+        joins, self._joins = self._joins, []
+        self.link.tell({"type": "joins", "items": joins})
+
+    def _admitted(self, items: list[Message]) -> None:
+        for item in items:
+            agent = self.server.sessions.get(str(item.pop("from")))
+            if agent:
+                agent.tell({**item, "spec": self._spec} if item.get("type") == "serve" else item)
+
+    def _learn(self, spec: Message, recorder: list[Any]) -> None:
+        self._spec = spec
+        if recorder and not self.folder.upstream:
+            at = [(str(recorder[0]), int(recorder[1]))]
+            tls = self._tls[1] if self._tls else None
+            refuse = lambda session, number, body: None  # noqa: E731  (it says nothing)
+            self.folder.upstream = Link(
+                self._loop, self._secret, self._me, at, {}, refuse, on_ack=self.folder.acked, tls=tls, retry_s=PING_S
+            )
+
+    # -- who is there
 
     def _found(self, controller: Session) -> None:
         """The controller may have taken all nodes here for lost."""
@@ -142,6 +204,9 @@ class Aggregator:
 
     def _ended(self, agent: Session) -> None:
         """A connection is lost. An agent that lives is back before its next beat is due."""
+        if agent.peer.role == "joiner":
+            self.server.forget(agent.peer.name)
+            return
         seen = self.liveness.nodes.get(agent.peer.name)
         if seen and not self._closed:
             found = (agent.peer.name, agent.peer.incarnation, seen.visit)
@@ -173,10 +238,16 @@ class Aggregator:
         if body["type"] == "lease":
             self._lease_ns = max(self._lease_ns, body["sent_ns"] + body["ns"])
             return
+        if body["type"] == "spec":
+            self._learn(body["spec"], body["recorder"])
+            return
+        if body["type"] == "admitted":
+            self._admitted(body["items"])
+            return
         for item in body["items"]:
             order, sessions = check(item, _ORDER), self.server.sessions
             for node in [*sessions] if tuple(order["nodes"]) == EVERYONE else order["nodes"]:
-                if node in sessions:  # others have moved
+                if node in sessions and sessions[node].peer.role == "agent":  # others have moved, or are to join
                     command = {**order["command"], **order["own"].get(node, {})}
                     sessions[node].post({"type": "command", "command": command})
 

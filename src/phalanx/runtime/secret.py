@@ -60,6 +60,14 @@ def load_secret(path: Path, create: bool = True) -> Secret:
     return Secret(path, _read(path))
 
 
+def read_secret(fd: int) -> Secret:
+    """From a line that somebody who knows it writes, and no file of this host keeps."""
+    text = b""
+    while (byte := os.read(fd, 1)) not in (b"", b"\n") and len(text) < 1024:
+        text += byte
+    return Secret(Path("-"), _parse(text, "that was given"))
+
+
 def _create(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     near = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -98,13 +106,17 @@ def _read(path: Path) -> bytes:
                 remedy=f"chmod 600 {path}; if others were on this machine, delete it on all nodes and start again",
             )
         text = file.read(1024)
+    return _parse(text, str(path))
+
+
+def _parse(text: bytes, where: str) -> bytes:
     try:
         key = bytes.fromhex(text.decode("ascii"))
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
         raise UserError(
-            f"the cluster's secret {path} is damaged: it does not hold {KEY_BYTES} bytes in hex",
+            f"the cluster's secret {where} is damaged: it does not hold {KEY_BYTES} bytes in hex",
             remedy="copy it again, or delete it on all nodes: it is made anew",
         )
     return key

@@ -164,9 +164,12 @@ class Session:
         self.pump()
         return number
 
-    def tell(self, body: Message) -> None:
-        if self.conn and self.conn.pending_bytes < WINDOW_BYTES:
-            self.conn.push({"type": "tell", "body": body})
+    def tell(self, body: Message) -> bool:
+        """Whether there is a connection that takes it."""
+        if self.conn is None or self.conn.pending_bytes >= WINDOW_BYTES:
+            return False
+        self.conn.push({"type": "tell", "body": body})
+        return True
 
     def ack(self, seq: int) -> None:
         """It and all before it need not be sent again."""
@@ -391,9 +394,8 @@ class Link:
         """Its number."""
         return self.session.post(body) if self.session else self.outbox.post(body)
 
-    def tell(self, body: Message) -> None:
-        if self.session:
-            self.session.tell(body)
+    def tell(self, body: Message) -> bool:
+        return self.session is not None and self.session.tell(body)
 
     def flush(self, timeout_s: float) -> None:
         """Turn the loop until all that was posted is acknowledged. TimeoutError."""

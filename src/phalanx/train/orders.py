@@ -23,6 +23,7 @@ class Commands:
     def __init__(self, channel: Any):
         self.world = self.generation = -1  # those that the worker is in, or is entering
         self.door: Door | None = None  # to the other replicas
+        self.interfaces: dict[str, str] = {}  # in use: by the replica's groups ("world"), and by those across ("cross")
         self.halted = self.left = -1  # worlds
         self.parting = self.pausing = -1  # generations
         self.interval = (0, 0, 0)  # version, steps between durable checkpoints, and between snapshots in memory
@@ -79,6 +80,9 @@ class Commands:
                 kind = message.get("type")
                 if kind == "pause":
                     self.pausing = max(self.pausing, int(message["generation"]))
+                elif kind == "link":
+                    if not message["up"] and message["interface"] in self.interfaces.values():
+                        break_connections()  # nobody says so on a cable that is gone
                 elif kind == "interval":
                     self.interval = (int(message["version"]), int(message["steps"]), int(message["memory_steps"]))
                 else:

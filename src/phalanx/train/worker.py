@@ -36,6 +36,7 @@ from phalanx.core.ledger import GENESIS, Record, bits, mean_loss
 from phalanx.data.feed import Feed
 from phalanx.model.family import check_family, load_family
 from phalanx.observe.progress import Phase, Reading
+from phalanx.parallel import rails
 from phalanx.parallel.device import Device, Moment, avoid_broken_amx
 from phalanx.parallel.groups import Door, Groups, connect_store, form_cross
 from phalanx.parallel.reduce import StepFailed
@@ -67,9 +68,12 @@ class Worker:
         self._quiet = Phase.starting
         self.local_ranks = int(args["local_ranks"])
         self.facts = document.make(Facts, args["facts"])
-        torch.set_num_threads(num_threads(job, self.local_ranks))
+        seat, ranks = int(args["local_rank"]), self.local_ranks
+        if args["shared"]:  # all ranks of the job are on this machine, whichever nodes it plays
+            seat, ranks = self.rank, job.layout.world_size
+        torch.set_num_threads(num_threads(job, ranks))
         torch.manual_seed(job.seed)
-        self.device = Device.pick(job.run.device, self.rank, job.layout.world_size, job.run.share_devices)
+        self.device = Device.pick(job.run.device, seat, ranks, job.run.share_devices)
         self.family = load_family(job.model.family)
         check_family(self.family, job.model)
         coord = job.layout.coord(self.rank)
@@ -249,11 +253,19 @@ class Worker:
         """The groups and the engine of the replica, which last until something breaks in it."""
         self._leave_world()
         layout, coord = self.job.layout, self.job.layout.coord(self.rank)
+        met = connect_store(*_address(store))
+        self._choose_rail("world", f"w{world}/rails{coord.replica}", met, layout.inside(coord), layout.replica_size)
         self.groups = Groups.form(
-            connect_store(*_address(store)), world, layout, coord, self.device, bool(self.family.experts),
+            met, world, layout, coord, self.device, bool(self.family.experts),
             self.job.collectives,
         )  # fmt: skip
         self._make_engine()
+
+    def _choose_rail(self, groups: str, scope: str, store: Any, me: int, size: int) -> None:
+        """Agree with those who will be in the groups on a network that all of them have, the preferred first."""
+        if len(self.args["rails"]) > 1:
+            interface = rails.choose(self.args["rails"], dist.PrefixStore(scope, store), me, size)
+            self.commands.interfaces[groups] = interface
 
     def _make_engine(self) -> None:
         assert self.groups
@@ -286,6 +298,9 @@ class Worker:
             self._offer(generation, step, store)
         self.member.restored(step)
         restored = time.perf_counter()
+        if len(replicas) > 1:
+            scope = f"g{generation}/rails{layout.inside(coord)}"
+            self._choose_rail("cross", scope, store, replicas.index(coord.replica), len(replicas))
         cross = form_cross(store, generation, layout, coord, self.device, self.job.collectives, replicas)
         door.formed()
         self.engine.rejoin(cross)
