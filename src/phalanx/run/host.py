@@ -3,7 +3,9 @@ refused by the spec (`core.compat`)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.core.image import MAX_CLASSES, SYNTHETIC_IMAGES
@@ -14,6 +16,7 @@ from phalanx.runtime.launch import Where
 from phalanx.runtime.spawner import SLOTS
 
 GIB = 2**30
+LEAST_MEMLOCK = 1 << 30
 MOST_NODES = 32  # that one host plays: each has processes of its own
 # Device nodes of drivers: where one is, the ranks may not run in host memory.
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
@@ -45,6 +48,15 @@ def refuse_hosts(job: Job, where: Where) -> None:
             field="checkpoint.dir",
             value="",
             remedy="name a bucket, s3://..., or a folder that all hosts share",
+        )
+
+
+def warnings(node: dict[str, Any]) -> Iterator[str]:
+    """What a node that has joined had better have."""
+    if node["devices"] and 0 <= node["memlock_bytes"] < LEAST_MEMLOCK:
+        yield (
+            f"node {node['node']} may lock only {node['memlock_bytes'] / 2**20:.0f} MiB of memory, and RDMA and pinned "
+            "buffers need more: raise it there, as by `ulimit -l unlimited` or LimitMEMLOCK=infinity of sshd's unit"
         )
 
 

@@ -33,7 +33,7 @@ from phalanx.observe import fold
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
 from phalanx.run.follow import TOLD, tell_head, write_head
-from phalanx.run.host import refuse, refuse_hosts
+from phalanx.run.host import refuse, refuse_hosts, warnings
 from phalanx.run.planned import Forecast
 from phalanx.run.start import AUTO, FOLDER, Start, check_fits, check_room, find_start, next_generation, take_place
 from phalanx.run.stop import Stop
@@ -391,6 +391,9 @@ class _Run:
             if event["type"] == "started" and event["rank"] >= 0:
                 self.running.add(event["rank"])
                 self._starting()
+            elif event["type"] == "node" and event["what"] == "joined":
+                for text in warnings(event):
+                    self.listener.note(text)
             elif event["type"] == "listening" and not self.where.is_one_machine:
                 self._tell_where(event)
             return

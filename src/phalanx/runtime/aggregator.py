@@ -91,7 +91,9 @@ class Aggregator:
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,  # as a server, as a client
         seed: int = 0,
         beat_s: float = BEAT_S,
+        recorder: tuple[str, int] | None = None,  # a relay before the one that the controller names
     ):
+        self._recorder = recorder
         self.liveness = Liveness(round(beat_s * 1e9))
         self.beats: dict[str, Message] = {}  # the last of each node
         self._beat_s = beat_s
@@ -182,8 +184,8 @@ class Aggregator:
 
     def _learn(self, spec: Message, recorder: list[Any]) -> None:
         self._spec = spec
-        if recorder and not self.folder.upstream:
-            at = [(str(recorder[0]), int(recorder[1]))]
+        if (recorder or self._recorder) and not self.folder.upstream:
+            at = [self._recorder or (str(recorder[0]), int(recorder[1]))]
             tls = self._tls[1] if self._tls else None
             refuse = lambda session, number, body: None  # noqa: E731  (it says nothing)
             self.folder.upstream = Link(
@@ -394,12 +396,16 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where it listens")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--beat-s", type=float, default=BEAT_S, help="between two heartbeats of an agent")
+    parser.add_argument("--relay", default="", metavar="HOST:PORT", help="to which reports go, if not to the record")
     args = parser.parse_args()
-    controllers = [(host, int(port)) for host, _, port in (a.rpartition(":") for a in args.controller)]
+    split = lambda text: (text.rpartition(":")[0], int(text.rpartition(":")[2]))  # noqa: E731
+    controllers, relay = [split(text) for text in args.controller], split(args.relay) if args.relay else None
     loop, me = Loop(), Identity("aggregator", args.name, time.time_ns())
     secret = load_secret(args.secret, create=False)
     seed = me.incarnation
-    served = Aggregator(loop, secret, me, controllers, args.host, args.port, seed=seed, beat_s=args.beat_s)
+    served = Aggregator(
+        loop, secret, me, controllers, args.host, args.port, seed=seed, beat_s=args.beat_s, recorder=relay
+    )
     print(json.dumps(served.server.address), flush=True)
     while True:
         loop.turn()

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ SILENT_S = 10.0  # a controller that gives no sign of life for so long is ended 
 LEAVE_LIMIT_S = 60.0  # from the end of the run to the last word of all ranks
 SILENCE_BEATS = 12  # in which nodes fall silent "at once"
 LOOPBACK = "127.0.0.1"
+REFUSED = 2  # the exit code of an agent that may not join
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +103,15 @@ def environment() -> dict[str, str]:
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
+
+
+def check_free(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        remedy = "name another port, or none; `ss -ltnp` shows who has it"
+        text = f"nothing can listen there: {error.strerror}"
+        raise UserError(text, field="--listen", value=f"{host}:{port}", remedy=remedy) from None
 
 
 def listen_at(where: Where) -> tuple[str, int]:
@@ -191,6 +202,8 @@ class Cluster:
         plan = Plan(self.job.layout, self.job.train.steps, begin.step, begin.generation, policy)
         controller.write_plan(self.folder, plan)
         controller.write_spec(self.folder, self._spec(begin))
+        if self.port:
+            check_free(self._bound, self.port)
         self._recorder = Recorder(self.loop, secret, LOOPBACK, 0, self._heard)
         self._start_controller()
         deadline = time.monotonic() + CONTROLLER_S
@@ -225,7 +238,7 @@ class Cluster:
 
     def _addresses(self) -> list[str]:
         """By which hosts reach this one: with several networks, by each of them."""
-        more = [rail["address"] for rail in inventory.rails(self.job.run.networks, self.host)]
+        more = [address for network in self.job.run.networks for address in inventory.inside(network).values()]
         return list(dict.fromkeys([self.host, *more]))
 
     @property
@@ -464,6 +477,8 @@ class Cluster:
         if gone and name in self.incarnations:
             self._ask(NodeDead(name, self.incarnations[name], "its processes have ended"))
         if not self.ended:
+            if agent.process.returncode == REFUSED and not self.start_s:
+                raise RunFailed(f"node {name} {reason}", remedy=f"see {agent.log}")
             self._restart(name, self.job.recovery.restart_s, f"{name} {reason}")
 
     def _restart(self, name: str, after_s: float, why: str) -> None:

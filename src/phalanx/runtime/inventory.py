@@ -88,21 +88,30 @@ def interface_of(address: str) -> str:
     return next((name for name, has in interfaces().items() if has == address), "")
 
 
+def inside(network: str) -> dict[str, str]:
+    """The interfaces of this host that are in a network."""
+    known = ipaddress.ip_network(network)
+    return {name: address for name, address in interfaces().items() if ipaddress.ip_address(address) in known}
+
+
 def rails(networks: list[str], address: str) -> list[dict[str, str]]:
     """Where ranks may speak with each other, the preferred first: this host's interface in each of the networks;
     without any, the one that reaches the controller."""
     if not networks:
         return [{"interface": interface_of(address), "address": address}]
-    out, there = [], interfaces()
+    out = []
     for network in networks:
-        inside = [name for name, has in there.items() if ipaddress.ip_address(has) in ipaddress.ip_network(network)]
-        if not inside:
-            have = ", ".join(f"{name} {has}" for name, has in there.items())
-            remedy = "correct run.networks, or give this host an address there"
+        found = inside(network)
+        if not found:
+            have = ", ".join(f"{name} {has}" for name, has in interfaces().items())
             raise UserError(
-                f"no interface of this host is in it; it has {have}", field="run.networks", value=network, remedy=remedy
+                f"no interface of this host is in it; it has {have}",
+                field="run.networks",
+                value=network,
+                remedy="correct run.networks, or give this host an address there",
             )
-        out.append({"interface": inside[0], "address": there[inside[0]]})
+        interface = next(iter(found))
+        out.append({"interface": interface, "address": found[interface]})
     return out
 
 

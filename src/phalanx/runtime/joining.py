@@ -17,6 +17,18 @@ from phalanx.runtime.wire import Message
 AGAIN_S = 1.0
 
 
+HINTS = {
+    "refused": "nobody listens there: is the controller up, and is that its port?",
+    "did not answer": "does a firewall drop what comes, or is it another network's address?",
+    "No route": "is the interface up? `ip route get` says which one is taken",
+    "unreachable": "is the interface up? `ip route get` says which one is taken",
+}
+
+
+def hint(trouble: str) -> str:
+    return next((f" ({text})" for sign, text in HINTS.items() if sign in trouble), "")
+
+
 class Refusal(Stop):
     """It may not join."""
 
@@ -49,7 +61,7 @@ class Joiner:
             self._ask()
             self._loop.after(AGAIN_S, self._again)
             if self._link.trouble:
-                self._complain(f"not joined yet: {self._link.trouble}")
+                self._complain(f"not joined yet: {self._link.trouble}{hint(self._link.trouble)}")
 
     def _complain(self, text: str) -> None:
         """Each once, until another comes."""
@@ -71,5 +83,6 @@ class Joiner:
 
     def _give_up(self) -> None:
         if not self._done:
-            why = self._link.trouble or self._said or "nobody answered"
+            why = f"{self._link.trouble}{hint(self._link.trouble)}" if self._link.trouble else ""
+            why = why or self._said or "nobody answered"
             raise Refusal(f"this node could not join in {self._give_up_s:g} s: {why}")

@@ -21,6 +21,7 @@ from phalanx.runtime.secret import Secret
 
 LOCAL, SSH, HAND = "local", "ssh", "hand"
 CLOSE_S = 5.0
+TAIL_LINES = 4  # of an agent's log, for people
 SSH_COMMAND = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 
 
@@ -125,7 +126,7 @@ class AgentProcess:
         code = self.process.wait(CLOSE_S)
         how = f"was killed by {kernel.signal_name(-code)}" if code < 0 else f"ended with code {code}"
         lines = self.log.read_text(errors="replace").splitlines()
-        return f"{how}: {lines[-1][:300]}" if lines and code > 0 else how
+        return f"{how}: {' '.join(map(str.strip, lines[-TAIL_LINES:]))[-600:]}" if lines and code > 0 else how
 
 
 def start_agent(

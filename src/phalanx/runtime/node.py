@@ -406,6 +406,8 @@ class Node(Host):
         now_ns, kind, service = time.monotonic_ns(), body.get("type"), NAMES.get(w.number, "")
         if service and kind == service:
             self.agent.service_said(now_ns, service, check(body, FIRST))
+        elif service and kind == "error" and body.get("kind") == UserError.__name__ and not self.agent.incarnation:
+            raise Refusal(f"this node may not join: {body.get('text')}")
         elif service and kind == "error":
             self.agent.service_raised(service, str(body.get("kind")), str(body.get("text")))
         elif service == "keeper" and kind in KEPT:

@@ -8,6 +8,8 @@ a step, however many ranks there are. What comes twice is recorded once: events 
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,8 @@ from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError
 
 GATHER_S = 0.005  # in which an agent gathers
-FOLD_S = 0.01  # and an aggregator
+FOLD_S = 0.01  # and an aggregator, events
+STEPS_S = 0.1  # and steps, which nobody waits for: enough for all nodes to have said theirs
 RETRY_S = 0.25
 
 #: To a keeper of records, or to another aggregator before it.
@@ -83,13 +86,13 @@ class Folder:
         self._items: list[Message] = []
         self._owed: dict[str, Callable[[], object]] = {}  # who is to be told that it is recorded
         self._passed: deque[tuple[int, dict[str, Callable[[], object]]]] = deque()
-        self._due = False
+        self._due_at = math.inf
 
     def take(self, name: str, items: list[Message], recorded: Callable[[], object]) -> None:
         """`recorded`: called when the items are, and those that `name` said before."""
         self._items += items
         self._owed[name] = recorded
-        self._later(FOLD_S)
+        self._later(STEPS_S if all(item["type"] == "step" for item in items) else FOLD_S)
 
     def acked(self, number: int) -> None:
         """Of the upstream link."""
@@ -98,12 +101,15 @@ class Folder:
                 recorded()
 
     def _later(self, seconds: float) -> None:
-        if not self._due:
-            self._due = True
+        at = time.monotonic() + seconds
+        if at < self._due_at:
+            self._due_at = at
             self._loop.after(seconds, self._send)
 
     def _send(self) -> None:
-        self._due = False
+        if time.monotonic() < self._due_at:
+            return None  # it was done earlier
+        self._due_at = math.inf
         if self._items and self.upstream:
             try:
                 number = self._post(folded(self._items))
@@ -127,11 +133,25 @@ class Folder:
         return self._post(items[half:])
 
 
+class Relay:
+    """Between many aggregators and the keeper of the record: folds what they say once more, so that however large the
+    fleet is, a few ends speak to the top."""
+
+    def __init__(self, loop: Loop, secret: Secret, me: Identity, upstream: tuple[str, int], host: str, port: int = 0):
+        self.folder = Folder(loop)
+        self.server = Server(loop, secret, me, SAID, self._heard, host=host, port=port)
+        says_nothing = lambda session, number, body: None  # noqa: E731
+        self.folder.upstream = Link(loop, secret, me, [upstream], {}, says_nothing, on_ack=self.folder.acked)
+
+    def _heard(self, session: Session, number: int, body: Message) -> None:
+        self.folder.take(session.peer.name, body["items"], lambda: session.ack(number))
+
+
 class Recorder:
     """The end of the way: each item goes to `on_item` once, and is acknowledged when that returns."""
 
     def __init__(self, loop: Loop, secret: Secret, host: str, port: int, on_item: Callable[[Message], Any]):
-        self.messages = self.size_bytes = 0
+        self.messages = 0
         self._on_item = on_item
         self._numbers: dict[str, int] = {}  # by life: the last that was recorded
         me = Identity("recorder", "recorder", 1)
