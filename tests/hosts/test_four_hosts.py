@@ -13,7 +13,7 @@ from tests.hosts.fleet import ENV, NETWORKS, PHALANX, SSHD, TRAINERS, Fleet, Tra
 
 missing = why_not() or ("" if SSHD else "sshd not found: install openssh-server")
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing), reason=missing)]
-STEPS = 1200
+STEPS = 900
 VALUES = {"run.networks": json.dumps(NETWORKS), "train.steps": STEPS}
 BY_SSH = ("--on", "ssh", "--hosts", ",".join(TRAINERS))
 
@@ -35,7 +35,8 @@ def clean(fleet, tmp_path_factory):
 def broken(fleet, tmp_path_factory):
     run = Training(fleet, tmp_path_factory.mktemp("broken"), "broken", *BY_SSH, **VALUES)
     run.story = {}
-    run.until(lambda: run.steps() > 10)
+    run.until(lambda: run.steps() > 10 and all(joined(run, name) for name in TRAINERS))
+    run.until(lambda: len(ready_nodes(run)) == len(TRAINERS))
     for name, fault in (("lost", lose), ("link", cut_a_link), ("slow", slow_down), ("cut", cut_off)):
         before = len(run.read("events.jsonl"))
         host = fault(fleet, run)
@@ -60,6 +61,11 @@ def at_full_strength(run) -> bool:
 
 def joined(run, name) -> list[dict]:
     return [e for e in run.events("node") if e["node"] == name and e["what"] == "joined"]
+
+
+def ready_nodes(run) -> set[str]:
+    """Those whose services are up."""
+    return {e["node"] for e in run.events("started") if e["service"] == "keeper"}
 
 
 def lose(fleet, run) -> str:
