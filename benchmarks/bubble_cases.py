@@ -8,7 +8,8 @@ import torch.distributed as dist
 from phalanx.core.job import Job
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.pipeline import Pipe, Stages
-from tests.cases import CPU, connect, connect_store
+from phalanx.parallel.rendezvous import MeetingStore
+from tests.cases import CPU, connect
 
 
 class Watch:
@@ -52,7 +53,7 @@ def sleeps(args):
     """Stages that sleep: F, then a backward of twice that, or its two halves of one F each."""
     job = Job.from_dict(args["job"])
     layout, coord = job.layout, job.layout.coord(args["rank"])
-    store = connect_store(args["store"]["host"], args["store"]["port"])
+    store = MeetingStore(args["store"], ("case", args["generation"]))
     groups = Groups.form(store, args["generation"], layout, coord, CPU)
     group, rows = groups.axis("pp"), []
     for _ in range(args["times"]):

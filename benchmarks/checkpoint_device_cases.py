@@ -11,7 +11,8 @@ from phalanx.core.checkpoint import Manifest, Plan
 from phalanx.core.job import Job
 from phalanx.model.family import load_family
 from phalanx.parallel.device import Device
-from phalanx.parallel.groups import Groups, connect_store
+from phalanx.parallel.groups import Groups
+from phalanx.parallel.rendezvous import MeetingStore
 from phalanx.train.engine import Engine
 from phalanx.train.state import State
 from tests.cases import make_batch
@@ -23,7 +24,7 @@ def snapshots(args):
     coord, family = job.layout.coord(0), load_family(job.model.family)
     device = Device.pick("auto", 0, 1)
     state = State.create(job, family, coord, device)
-    store = connect_store(args["store"]["host"], args["store"]["port"])
+    store = MeetingStore(args["store"], ("case", args["generation"]))
     groups = Groups.form(store, args["generation"], job.layout, coord, device)
     plan = Plan.of(state.entries, job.layout, coord)
     base = Manifest("", 0, job.layout, state.entries, [], 0).to_json()

@@ -31,17 +31,20 @@ class Fleet:
         self.size, self.nodes, self.replicas = size, ranks // PER_NODE, ranks // size
         layout = Layout(replica=self.replicas, shard=size, ranks_per_node=PER_NODE)
         self.gang = Gang.of(layout, 10**6, Policy(save=False))
-        self.now_ns, self.cpu_s = 0, 0.0
+        self.now_ns, self.cpu_ns = 0, 0
         self.copy = (0, 0, 1)
 
     def hear(self, event: Event) -> list[say.Command]:
         self.now_ns += MS // 1000
-        return self.gang.apply(self.now_ns, event)
+        began_ns = time.thread_time_ns()
+        commands = self.gang.apply(self.now_ns, event)
+        self.cpu_ns += time.thread_time_ns() - began_ns
+        return commands
 
     def spent(self) -> float:
-        """CPU time since it was last asked for."""
-        was, self.cpu_s = self.cpu_s, time.process_time()
-        return self.cpu_s - was
+        """CPU time of the machines since it was last asked for."""
+        was, self.cpu_ns = self.cpu_ns, 0
+        return was / 1e9
 
     def join(self) -> None:
         for node in range(self.nodes):
@@ -52,7 +55,7 @@ class Fleet:
         for worker, node in workers.items():
             at.setdefault(node, []).append(worker)
         for node, numbers in at.items():
-            self.hear(say.WorkersUp(node, 1, tuple(numbers)))
+            self.hear(say.WorkersUp(node, 1, tuple(numbers), tuple(numbers)))
 
     def start(self) -> None:
         workers = self.gang.members.workers

@@ -71,8 +71,8 @@ class Node:
 
     def start(self):
         self.incarnation += 1
-        store = Service({"host": self.name, "port": 1})
-        self.agent = Agent(self.name, rack(self.number), {"store": store}, incarnation=self.incarnation)
+        store = Service({"address": self.name})
+        self.agent = Agent(self.name, rack(self.number), {"store": store}, host=self.name, incarnation=self.incarnation)
         self.members: dict[int, Member] = {}
         me = Identity("agent", self.name, self.incarnation)
         how = {"on_open": self.opened, "on_close": self.closed, "on_ack": self.agent.acknowledged, "seed": self.number}
@@ -107,7 +107,7 @@ class Node:
                 elif isinstance(action, machine.Spawn):
                     speaks = action.args["rank"] % self.fleet.replica_size == 0
                     self.members[action.number] = Member(action.number, 10**9, speaks)
-                    self.agent.worker_said(time.monotonic_ns(), action.number, {"type": "up"})
+                    self.agent.worker_said(time.monotonic_ns(), action.number, {"type": "up", "port": 1})
                 elif isinstance(action, machine.End):
                     self.members.pop(action.number, None)
                     self.agent.ended(time.monotonic_ns(), action.number, Failure(signal="SIGKILL"))

@@ -86,9 +86,9 @@ def joins(folder: str, nodes: int) -> dict[str, float]:
     secret = load_secret(Path(folder) / "secret")
     before, began = child.figures(), time.monotonic()
     for i in range(nodes):
-        about = {"node": f"n{i}", "life": str(i), "version": "x", "about": {"address": f"h{i}"}}
+        about = {"life": str(i), "version": "x", "about": {"address": f"h{i}"}}
         heard = partial(lambda i, incarnation, spec: served.add(i), i)
-        Joiner(loop, secret, [tuple(child.address)], about, heard, give_up_s=120)
+        Joiner(loop, secret, f"n{i}", [tuple(child.address)], about, heard, give_up_s=120)
         loop.turn(0.0)
     while len(served) < nodes:
         loop.turn(0.1)

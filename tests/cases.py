@@ -17,7 +17,8 @@ from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig
 from phalanx.model import Batch, load_family
 from phalanx.parallel.device import Device
-from phalanx.parallel.groups import Groups, connect_store, form_cross
+from phalanx.parallel.groups import Groups, form_cross
+from phalanx.parallel.rendezvous import MeetingStore
 from phalanx.parallel.schema import describe
 from phalanx.train.engine import Engine
 from phalanx.train.schedule import learning_rate
@@ -353,7 +354,7 @@ class Rank:
 
 def connect(args) -> Rank:
     job = Job.from_dict(args["job"])
-    store = connect_store(args["store"]["host"], args["store"]["port"])
+    store = MeetingStore(args["store"], ("case", args["generation"]))
     return Rank(job, args["rank"], store, args["generation"])
 
 

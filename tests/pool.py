@@ -22,8 +22,8 @@ class Pool:
         self.size, self.generation = size, 0
         self._logs = tempfile.TemporaryDirectory(prefix="phalanx-pool-")
         self._node = BareClient(PRELOAD, env={"GLOO_SOCKET_IFNAME": "lo"})
-        self._spawn(STORE, "phalanx.parallel.groups:serve_store", {})
-        self.store = self._wait({STORE}, 60)[STORE]
+        self._spawn(STORE, "phalanx.gate.meeting:serve", {"alone": True})
+        self.store = self._wait({STORE}, 60)[STORE]["address"]
         self.store_pid = self._node.running[STORE]
         for worker in range(size):
             self._spawn(worker, "tests.pool:serve", {"threads": threads})

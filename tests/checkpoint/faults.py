@@ -23,9 +23,11 @@ from phalanx.checkpoint.memory import Slot
 from phalanx.core.checkpoint import BadCheckpoint, Entry, Manifest, Plan, checkpoint_name
 from phalanx.core.held import Held
 from phalanx.core.layout import Layout
+from phalanx.gate.peers import Peers
 from tests.runtime.conftest import alive_with
 from tests.system.command import Command
 
+PEERS = Peers(key="5e" * 32)
 LAYOUT = Layout(shard=2)
 RNG = b"where the dice stand"
 
@@ -133,9 +135,9 @@ def wait_for(happened, timeout=20.0):
 
 
 @contextlib.contextmanager
-def a_keeper(url, keep=(3, 0), serve=False, token="token", ranks=LAYOUT.world_size):
+def a_keeper(url, keep=(3, 0), serve=False, peers=PEERS, ranks=LAYOUT.world_size):
     channel = Channel()
-    keeper = Keeper(channel, str(url), ranks, keep, token, has_buddy=False)
+    keeper = Keeper(channel, str(url), ranks, keep, peers, has_buddy=False)
     thread = threading.Thread(target=_serve, args=(keeper,), daemon=True)
     if serve:
         thread.start()

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import buddy, memory
+from phalanx.checkpoint import memory
 from phalanx.checkpoint.buddy import BuddyServer, fetch, push
 from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.keeper import Rank
@@ -24,6 +24,7 @@ from phalanx.checkpoint.memory import SEAL_BYTES, Slot
 from phalanx.core.checkpoint import BadCheckpoint, buddies
 from phalanx.core.errors import UserError
 from phalanx.core.store import Folder
+from phalanx.gate.peers import Peers, Stream
 from tests.checkpoint import faults
 from tests.checkpoint.faults import wait_for
 
@@ -400,7 +401,7 @@ def test_with_room_for_one_snapshot_checkpoints_are_still_written(keeper, monkey
     for line in lines:
         line.close()
     with pytest.raises((OSError, BadCheckpoint)):
-        push((ADDRESS, keeper.server.port), keeper.token, 7, a_slot(), None)
+        push(keeper.peers, (ADDRESS, keeper.server.port), 7, a_slot(), None)
 
 
 # -- the buddy
@@ -410,7 +411,7 @@ ADDRESS = "127.0.0.1"
 
 @pytest.fixture
 def server():
-    server = BuddyServer("token")
+    server = BuddyServer(faults.PEERS)
     yield server
     server.close()
 
@@ -421,42 +422,42 @@ def address(server):
 
 def test_a_copy_is_the_same_bit_for_bit(server):
     for rank in (0, 1):
-        push(address(server), "token", rank, a_slot(OLD, rank))
-        push(address(server), "token", rank, a_slot(NEW, rank))
+        push(faults.PEERS, address(server), rank, a_slot(OLD, rank))
+        push(faults.PEERS, address(server), rank, a_slot(NEW, rank))
     for rank in (0, 1):
-        back, _ = fetch(address(server), "token", rank)
+        back, _ = fetch(faults.PEERS, address(server), rank)
         assert back.header() == faults.header_of(rank, NEW)
         assert bytes(back.image) == faults.image_of(ENTRIES, PLANS[rank], NEW).tobytes()
 
 
 def test_the_newest_three_are_kept_whatever_comes_in_which_order(server):
     for step in (4, 5, 9, 6):
-        push(address(server), "token", 0, a_slot(step))
+        push(faults.PEERS, address(server), 0, a_slot(step))
     assert len(server.copies[0]) == 3
-    assert fetch(address(server), "token", 0)[0].header()["step"] == 9
+    assert fetch(faults.PEERS, address(server), 0)[0].header()["step"] == 9
 
 
-def test_who_has_no_token_gets_and_leaves_nothing(server):
-    push(address(server), "token", 0, a_slot(OLD))
-    for token in ("", "tokem", "token ", "tökén"):
-        with pytest.raises(OSError):
-            push(address(server), token, 0, a_slot(NEW))
-        with pytest.raises(OSError):
-            fetch(address(server), token, 0)
-    assert fetch(address(server), "token", 0)[0].header()["step"] == OLD
+def test_who_has_another_key_gets_and_leaves_nothing(server):
+    push(faults.PEERS, address(server), 0, a_slot(OLD))
+    stranger = Peers(key="ab" * 32)
+    with pytest.raises(OSError, match="has not proven itself"):
+        push(stranger, address(server), 0, a_slot(NEW))
+    with pytest.raises(OSError, match="has not proven itself"):
+        fetch(stranger, address(server), 0)
+    assert fetch(faults.PEERS, address(server), 0)[0].header()["step"] == OLD
     assert len(server.copies[0]) == 1
 
 
 def test_what_is_not_there_is_said(server):
     with pytest.raises(BadCheckpoint, match="no whole copy of rank 3"):
-        fetch(address(server), "token", 3)
+        fetch(faults.PEERS, address(server), 3)
 
 
 def cut_push(server, slot, size):
     """A push whose connection ends after so many bytes of the slot."""
-    with socket.create_connection(address(server)) as conn:
+    with faults.PEERS.dial(address(server)) as conn:
         sizes = {"image_bytes": slot.image_bytes, "own_bytes": slot.own_bytes}
-        buddy.send(conn, {"type": "push", "token": "token", "rank": 0, **sizes})
+        conn.send({"type": "push", "rank": 0, **sizes})
         conn.sendall(slot.memory[:size])
 
 
@@ -464,38 +465,38 @@ def cut_push(server, slot, size):
 def test_a_push_that_is_cut_leaves_the_copy_before(server, part):
     entries = faults.entries_of(rows=20_000)
     plan = faults.plans_of(entries)[0]
-    push(address(server), "token", 0, a_slot(OLD, 0, entries))
+    push(faults.PEERS, address(server), 0, a_slot(OLD, 0, entries))
     for step in (NEW, NEW + 1, NEW + 2):  # also once both places are taken
         slot = a_slot(step, 0, entries)
         assert 0.8 * slot.size < slot.image_bytes
         cut_push(server, slot, int(part * slot.size))
-        wait_for(lambda: not [t for t in threading.enumerate() if "_serve" in t.name])
-        back, _ = fetch(address(server), "token", 0)
+        wait_for(lambda: not [t for t in threading.enumerate() if "_attend" in t.name])
+        back, _ = fetch(faults.PEERS, address(server), 0)
         assert back.header()["step"] == step - 1
         assert bytes(back.image) == faults.image_of(entries, plan, step - 1).tobytes()
-        push(address(server), "token", 0, slot)
-    assert fetch(address(server), "token", 0)[0].header()["step"] == NEW + 2
+        push(faults.PEERS, address(server), 0, slot)
+    assert fetch(faults.PEERS, address(server), 0)[0].header()["step"] == NEW + 2
 
 
 @pytest.mark.parametrize("at", ["image", "hashes", "seal"])
 def test_a_copy_that_is_damaged_on_the_way_is_refused_and_the_one_before_stays(server, monkeypatch, at):
     slot = a_slot(NEW)
     place = {"image": 77, "hashes": slot.image_bytes + 1, "seal": slot._seal_at + 50}[at]
-    push(address(server), "token", 0, a_slot(OLD))
-    real = buddy.fill
+    push(faults.PEERS, address(server), 0, a_slot(OLD))
+    real = Stream.fill
 
     def fill(conn, room):
         real(conn, room)
         if len(room) == slot.size:
             room[place] ^= 8
 
-    monkeypatch.setattr(buddy, "fill", fill)
+    monkeypatch.setattr(Stream, "fill", fill)
     with pytest.raises(BadCheckpoint, match=r"the copy at the buddy node is damaged: (the seal|.*xxh3)"):
-        push(address(server), "token", 0, slot)
+        push(faults.PEERS, address(server), 0, slot)
     with pytest.raises(BadCheckpoint, match=r"seal|xxh3"):
-        fetch(address(server), "token", 0)  # on the way back as well
+        fetch(faults.PEERS, address(server), 0)  # on the way back as well
     monkeypatch.undo()
-    assert fetch(address(server), "token", 0)[0].header()["step"] == OLD
+    assert fetch(faults.PEERS, address(server), 0)[0].header()["step"] == OLD
 
 
 def test_two_pushes_of_a_rank_at_once_are_both_whole(server):
@@ -503,12 +504,12 @@ def test_two_pushes_of_a_rank_at_once_are_both_whole(server):
     entries = faults.entries_of(rows=40_000)  # 1.3 MB each
     slots = [a_slot(step, 0, entries) for step in range(6)]
     for slot in slots[:2]:
-        push(address(server), "token", 0, slot)
+        push(faults.PEERS, address(server), 0, slot)
     failed = []
 
     def run(slot):
         try:
-            push(address(server), "token", 0, slot)
+            push(faults.PEERS, address(server), 0, slot)
         except (BadCheckpoint, OSError) as error:
             failed.append(error)
 
@@ -519,7 +520,7 @@ def test_two_pushes_of_a_rank_at_once_are_both_whole(server):
         for thread in threads:
             thread.join()
     assert failed == []
-    back, _ = fetch(address(server), "token", 0)
+    back, _ = fetch(faults.PEERS, address(server), 0)
     assert back.header()["step"] in (4, 5) and bytes(back.image) == bytes(slots[back.header()["step"]].image)
 
 
@@ -531,7 +532,7 @@ class Channel(faults.Channel):
     def send(self, message):
         super().send(message)
         print(message["type"], message.get("port", message.get("reason", "")), flush=True)
-keeper = Keeper(Channel(), sys.argv[1], 2, (3, 0), "token", True)
+keeper = Keeper(Channel(), sys.argv[1], 2, (3, 0), faults.PEERS, True)
 keeper.channel.send({"type": "keeper", "port": keeper.server.port})
 if len(sys.argv) > 2:
     keeper.order({"type": "buddy", "host": "127.0.0.1", "port": sys.argv[2]})
@@ -562,7 +563,7 @@ def test_the_snapshots_of_a_node_that_is_gone_come_from_its_buddy(tmp_path):
             faults.adopt(third, ENTRIES, 1)  # it knows the run, but not this state
             third.ranks.clear()
             for rank, plan in enumerate(PLANS):
-                slot, layout = fetch((ADDRESS, int(port)), "token", rank)
+                slot, layout = fetch(faults.PEERS, (ADDRESS, int(port)), rank)
                 third.ranks[rank] = Rank([slot], layout)
                 assert slot.header() == faults.header_of(rank, NEW)
                 assert bytes(slot.image) == faults.image_of(ENTRIES, plan, NEW).tobytes()
@@ -580,7 +581,7 @@ def test_the_snapshots_of_a_node_that_is_gone_come_from_its_buddy(tmp_path):
 
 
 def test_a_buddy_that_is_gone_costs_the_copy_only(keeper, lines):
-    gone = BuddyServer("token")
+    gone = BuddyServer(faults.PEERS)
     gone.close()
     keeper.order({"type": "buddy", "host": ADDRESS, "port": gone.port})
     for rank, line in enumerate(lines):

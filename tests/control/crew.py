@@ -65,7 +65,8 @@ class Crew:
     def answers(self, command):
         nodes = self.gang.members.nodes
         if isinstance(command, Launch):
-            yield WorkersUp(command.node, command.incarnation, tuple(command.workers.values()))
+            workers = tuple(command.workers.values())
+            yield WorkersUp(command.node, command.incarnation, workers, workers)
         elif isinstance(command, Build):
             incarnation = nodes[command.node].incarnation
             yield Built(command.node, incarnation, command.world, tuple(command.crew.values()))

@@ -109,7 +109,7 @@ class Model:
         hosts, none = tuple((n, nobody) for n in names), frozenset()
         state = State(self._gang(gang), hosts, (), none, (), (), none, (), (), 0, 0, 0, 0)
         for name in names:
-            agent = Agent(name, name, {"store": Service({"host": name, "port": 1})}, incarnation=1)
+            agent = Agent(name, name, {"store": Service({"address": name})}, host=name, incarnation=1)
             agent.connected(0)
             state = self.acted(state, name, agent)
         while self.phase(state) != "running" or state.net:  # without faults there is one way to begin
@@ -348,7 +348,7 @@ class Model:
                     rank = action.args["rank"]
                     member = Member(action.number, self.steps, speaks=rank % self.size == 0)
                     state = self.put(state, action.number, Worker(name, rank, pack(member)))
-                    agent.worker_said(0, action.number, {"type": "up"})
+                    agent.worker_said(0, action.number, {"type": "up", "port": 1})
                 elif isinstance(action, machine.End):
                     state = self.drop(state, action.number)
                     agent.ended(0, action.number, Failure(signal="SIGKILL"))

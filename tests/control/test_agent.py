@@ -6,7 +6,7 @@ from phalanx.control.agent import Agent, Alarm, End, Post, Send, Service
 from phalanx.control.messages import Build, Halt, Launch, Parked
 
 S = 10**9
-SERVICES = {"store": {"host": "h", "port": 1}}
+SERVICES = {"store": {"address": "meeting"}}
 
 
 def an_agent(workers=2):
@@ -18,7 +18,7 @@ def an_agent(workers=2):
     agent.booted(0, 1)
     crew = {rank: rank + 1 for rank in range(workers)}
     agent.obey(0, Launch("n", 1, crew))
-    agent.obey(0, Build("n", 0, 1, crew, "h:1"))
+    agent.obey(0, Build("n", 0, 1, crew))
     for number in crew.values():
         agent.worker_said(0, number, {"type": "built", "world": 1})
     agent.fire(S, "gather")

@@ -143,7 +143,7 @@ def test_many_replicas_that_cannot_be_built_are_not_one_that_never_can(each, end
             now = max(now, gang.desk.timers["again"])
         for command in gang.apply(now, event):
             if isinstance(command, Launch):
-                todo.append(WorkersUp(command.node, 1, tuple(command.workers.values())))
+                todo.append(WorkersUp(command.node, 1, *[tuple(command.workers.values())] * 2))
             elif isinstance(command, Build) and failed[command.replica] < each:
                 failed[command.replica] += 1
                 why, workers = Failure("RuntimeError", "no such interface"), tuple(command.crew.values())

@@ -15,6 +15,7 @@ from phalanx.control.messages import (
     Ask,
     Build,
     Built,
+    Cost,
     DeviceWarning,
     Durable,
     Ended,
@@ -23,6 +24,7 @@ from phalanx.control.messages import (
     Formed,
     Halt,
     Held,
+    Interval,
     Kill,
     Launch,
     Leave,
@@ -143,14 +145,14 @@ def test_late_words_change_nothing():
 def test_a_node_that_was_declared_dead_is_fenced_and_an_old_incarnation_ignored():
     crew = Crew(replicas=2)
     crew.say(crew.dead(1), crew.parted(0, 4))
-    assert crew.say(NodeJoined("n1", 1, "rack"), WorkersUp("n1", 1, (2,))) == [Fence("n1", 1)] * 2
+    assert crew.say(NodeJoined("n1", 1, "rack"), WorkersUp("n1", 1, (2,), (2,))) == [Fence("n1", 1)] * 2
     assert crew.say(NodeJoined("n1", 2, "rack"))[0] == Welcome("n1", 2)
-    assert crew.say(WorkersUp("n1", 1, (2,)), died("n1", 3), NodeJoined("n1", 1, "rack")) == []
+    assert crew.say(WorkersUp("n1", 1, (2,), (2,)), died("n1", 3), NodeJoined("n1", 1, "rack")) == []
 
 
 def test_a_stranger_is_not_listened_to():
     crew = Crew()
-    assert crew.say(WorkersUp("n9", 1, (1,)), NodeDead("n9", 1, "x"), DeviceWarning("n9", 1, "ecc", 99)) == []
+    assert crew.say(WorkersUp("n9", 1, (1,), (1,)), NodeDead("n9", 1, "x"), DeviceWarning("n9", 1, "ecc", 99)) == []
 
 
 def test_a_worker_that_should_be_gone_is_ended():
@@ -211,9 +213,9 @@ def test_when_none_stands_workers_that_are_being_started_are_waited_for_a_moment
     crew = Crew(replicas=2, start_ns=S)
     crew.mute = (Launch,)
     first, second = of(Launch, crew.say(crew.dies(0), crew.dies(1)))
-    told = crew.say(WorkersUp(first.node, 1, tuple(first.workers.values())))
+    told = crew.say(WorkersUp(first.node, 1, *[tuple(first.workers.values())] * 2))
     assert of(Build, told) and crew.gang.desk.timers["wait"] == crew.gang.forming.patience_ns
-    told = crew.say(WorkersUp(second.node, 1, tuple(second.workers.values())))
+    told = crew.say(WorkersUp(second.node, 1, *[tuple(second.workers.values())] * 2))
     told += crew.say(*(Held(node, 1, 1, ()) for ask in of(Ask, told) for node in ask.nodes))
     assert [form.replicas for form in of(Form, told)] == [(0, 1)]
 
@@ -306,6 +308,13 @@ def test_the_last_step_is_saved_before_all_leave():
     assert of(Leave, told) == [Leave("done after step 10", ("n0", "n1"))]
     assert [(e.ok, e.durable, e.cause) for e in of(Ended, told)] == [(True, 10, "")]
     assert crew.say(NodeJoined("late", 1, "")) == [Leave("done after step 10", ("late",))]
+
+
+def test_an_interval_is_said_again_to_those_who_may_have_missed_it():
+    crew = Crew()
+    assert not of(Interval, crew.gang.outstanding())
+    (told,) = of(Interval, crew.say(Cost(5, S, S // 100, S // 100, S)))
+    assert of(Interval, crew.gang.outstanding()) == [told]
 
 
 def test_what_is_outstanding_is_said_again_until_it_is_answered():

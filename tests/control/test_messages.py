@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from phalanx.control import codec
 from phalanx.control.gang import Gang
 from phalanx.control.membership import Membership, Node, Worker
-from phalanx.control.messages import KINDS, Command, Event, Failure, Form, Formed, Halt, Parked, Parted, Source
+from phalanx.control.messages import (
+    KINDS,
+    Command,
+    Event,
+    Failure,
+    Form,
+    Formed,
+    Halt,
+    Parked,
+    Parted,
+    Source,
+    WorkersUp,
+)
 from phalanx.control.policy import Policy
 from phalanx.control.sources import Copy
 from phalanx.core.layout import Layout
@@ -49,6 +61,8 @@ def messages(kind):
         made["prepared"] = lambda rest: rest["step"] + rest["step"] % 2
     if kind in (Formed, Parted):  # each replica has a world
         made["worlds"] = lambda rest: tuple(replica + 1 for replica in rest["replicas"])
+    if kind is WorkersUp:  # each worker has a port
+        made["ports"] = lambda rest: tuple(worker + 1 for worker in rest["workers"])
     fields = {name: values for name, values in fields.items() if name not in made}
     return st.builds(lambda **rest: kind(**rest, **{name: of(rest) for name, of in made.items()}), **fields)
 
@@ -102,7 +116,7 @@ def test_a_command_is_no_event():
 def test_each_node_is_told_its_own_part_of_a_form():
     """The sources of its ranks, those that it is a source of, and its buddy."""
     sources = {2: Source("live", "a", 1), 3: Source("memory", "c", 3), 5: Source("durable", made=2)}
-    named = dict(generation=5, step=7, replicas=(0, 1), worlds=(1, 4), store="", every=None, kept=(), branch=False)
+    named = dict(generation=5, step=7, replicas=(0, 1), worlds=(1, 4), every=None, kept=(), branch=False)
     more = dict(takers={2: "b", 3: "b", 5: "d"}, buddies={"b": "c:1"}, last=7, rung=2, reason="", nodes=("*",))
     own = Form(**named, **more, sources=sources).own()
     assert {node: sorted(part.get("sources", ())) for node, part in own.items()} == {

@@ -11,14 +11,15 @@ from phalanx.model import Attend, Batch
 from phalanx.parallel.context import apply_context_parallel, cut_batch, local_positions
 from phalanx.parallel.device import Device
 from phalanx.parallel.expert import Exchange
-from phalanx.parallel.groups import Groups, connect_store
+from phalanx.parallel.groups import Groups
+from phalanx.parallel.rendezvous import MeetingStore
 from tests.cases import CPU, connect
 
 
 def _groups(args, experts=False, device=CPU):
     job = Job.from_dict(args["job"])
     coord = job.layout.coord(args["rank"])
-    store = connect_store(args["store"]["host"], args["store"]["port"])
+    store = MeetingStore(args["store"], ("case", args["generation"]))
     return job, coord, Groups.form(store, args["generation"], job.layout, coord, device, experts)
 
 

@@ -487,7 +487,7 @@ def test_a_form_for_everyone_is_sent_once_and_each_node_is_told_what_is_its_own(
         )
     cluster.until(lambda: cluster.roster.homes("abc").get("r1", []) == [*"abc"])
     live = Source("live", "b", 6)
-    about = dict(generation=1, step=0, replicas=(0, 1), worlds=(1, 2), store="b:1", every=None)
+    about = dict(generation=1, step=0, replicas=(0, 1), worlds=(1, 2), every=None)
     more = dict(kept=(), branch=False, last=0, rung=-1, reason="", nodes=EVERYONE)
     form = Form(**about, **more, sources={0: live}, takers={0: "a"}, buddies={"b": "c:1"})
     (order,) = orders([form], cluster.roster)["r1"]

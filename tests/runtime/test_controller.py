@@ -130,7 +130,7 @@ def built(play, *agents):
     """Up to Form: the worker of each agent, and the world of its replica."""
     workers = play.launched(*agents)
     for agent in agents:
-        agent.post(messages.WorkersUp(agent.name, 1, (workers[agent.name][1],)))
+        agent.post(messages.WorkersUp(agent.name, 1, (workers[agent.name][1],), (9,)))
     play.until(lambda: all(agent.of("Build") for agent in agents))
     worlds = {agent.name: agent.of("Build")[0]["world"] for agent in agents}
     for agent in agents:
@@ -157,12 +157,12 @@ def test_from_nodes_that_join_to_a_gang_that_runs(play):
     workers, worlds = form(play, a, b)
     assert [*dict.fromkeys(a.kinds())] == ["Welcome", "Launch", "Build", "Form"]
     told = a.of("Build")[0]
-    assert told["crew"] == {workers["a"][0]: workers["a"][1]} and told["store"] == "a:1", "a world of its own"
+    assert told["crew"] == {workers["a"][0]: workers["a"][1]}, "a world of its own"
     told = a.of("Form")[0]
     assert dict(zip(told["replicas"], told["worlds"], strict=True)) == {
         int(workers[name][0]): worlds[name] for name in "ab"
     }
-    assert told["store"] in ("a:1", "b:1") and told["generation"] == 1
+    assert told["generation"] == 1
     kinds = [line["type"] for line in play.controllers[0].lines]
     assert [kind for kind in kinds if kind not in ("note", "alive")] == ["form", "started"]
     entries = list(read(play.folder / "journal.db"))
@@ -184,13 +184,13 @@ def test_a_killed_controller_goes_on_where_it_was(play):
     workers = play.launched(a, b)
     before = read_address(play.folder)
     play.controllers[0].kill()
-    a.post(messages.WorkersUp("a", 1, (workers["a"][1],)))  # nobody is there
+    a.post(messages.WorkersUp("a", 1, (workers["a"][1],), (9,)))  # nobody is there
     play.start("--aggregate")
     assert read_address(play.folder) == before, "the same ports"
     # What was said and not answered is said again, and what was not heard is heard now.
     play.until(lambda: len(b.of("Launch")) > 1)
     assert b.of("Launch")[0] == b.of("Launch")[1]
-    b.post(messages.WorkersUp("b", 1, (workers["b"][1],)))
+    b.post(messages.WorkersUp("b", 1, (workers["b"][1],), (9,)))
     play.until(lambda: a.of("Build") and b.of("Build"))
     assert play.lines("state")[0]["phase"] == "gathering"
     a.post(messages.Built("a", 1, a.of("Build")[0]["world"], (workers["a"][1],)))
@@ -493,7 +493,7 @@ def test_an_entry_on_which_the_state_machine_raises_never_happened(play, inside,
     last = a.post(messages.DeviceWarning("a", 1, "ecc", 99))
     turn_until(made.loop, lambda: a.link.outbox.acked == last)
     assert made.gang.to_bytes() == was and "a bug" in capsys.readouterr().err
-    up = a.post(messages.WorkersUp("a", 1, (1,)))
+    up = a.post(messages.WorkersUp("a", 1, (1,), (9,)))
     turn_until(made.loop, lambda: a.link.outbox.acked == up)
     assert made.gang.members.workers[1].up
     # What came with it is heard.
@@ -614,12 +614,12 @@ def test_a_full_disk_stops_neither_the_controller_nor_those_who_wait_for_it(play
     workers = play.launched(a, b)
     controller = play.controllers[0].process
     old = resource.prlimit(controller.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    last = a.post(messages.WorkersUp("a", 1, (workers["a"][1],)))
+    last = a.post(messages.WorkersUp("a", 1, (workers["a"][1],), (9,)))
     enough = time.monotonic() + 0.5
     play.until(lambda: time.monotonic() > enough)
     assert controller.poll() is None and a.link.outbox.acked < last
     resource.prlimit(controller.pid, resource.RLIMIT_FSIZE, old)
-    b.post(messages.WorkersUp("b", 1, (workers["b"][1],)))
+    b.post(messages.WorkersUp("b", 1, (workers["b"][1],), (9,)))
     play.until(lambda: a.of("Build") and b.of("Build"))
 
 
@@ -668,8 +668,26 @@ def test_only_what_replicas_say_can_be_of_many(state):
     news, commands = heard(state, {"type": "many", "said": said, "event": died})
     assert news["items"] == [] and commands == [] and "nothing that replicas say alike" in state.refused
     assert state.gang.to_bytes() == before
-    news, _ = heard(state, {"type": "many", "said": [["a", 1, 3]], "event": messages.Formed((0,), (1,), 1).to_dict()})
-    assert len(news["items"]) == 1
+
+
+@pytest.mark.parametrize("kind", ["event", "many"])
+def test_a_node_speaks_for_replicas_that_are_on_it(state, kind):
+    for node, found in [(w.node, number) for number, w in state.gang.members.workers.items()]:
+        heard(state, event(messages.WorkersUp(node, 1, (found,), (9,)), node, number=1 + found))
+    own, before = state.gang.worlds.replicas, state.gang.to_bytes()
+    assert [own[r].nodes for r in (0, 1)] == [("a",), ("b",)]
+
+    def say(number, *replicas):
+        body = messages.Formed(replicas, tuple(own[r].world for r in replicas), 1)
+        item = event(body, number=number)
+        if kind == "many":
+            item = {"type": "many", "said": [["a", 1, number]], "event": item["event"]}
+        return heard(state, item)[0]["items"]
+
+    assert not say(10, 1) and "Formed.replicas has 1, which is on other nodes" in state.refused
+    assert not say(11, 0, 1)
+    assert state.gang.to_bytes() == before
+    assert say(12, 0)
 
 
 def test_a_silent_node_that_comes_by_another_way_is_clear(state):

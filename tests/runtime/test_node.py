@@ -13,6 +13,7 @@ from phalanx.checkpoint.memory import Slot
 from phalanx.control.messages import Drain, Scale
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
+from phalanx.gate.peers import Peers
 from phalanx.runtime.controller import read_address
 from tests.runtime.cluster import QUICK, TOYS, S, kill, wait_for
 from tests.runtime.conftest import alive_with
@@ -33,9 +34,9 @@ def test_workers_are_told_where_they_stand_and_whom_they_have(cluster):
     }  # fmt: skip
     assert facts[0]["node"] == facts[1]["node"] != facts[2]["node"]
     assert facts[0]["data"] == facts[1]["data"] != facts[2]["data"] and set(facts[0]["keeper"]) == {"address", "port"}
-    stores = {f"127.0.0.1:{pid}" for name in "ab" for pid in c.service_pids(name, "store")}
+    stores = {f"store-{pid}" for name in "ab" for pid in c.service_pids(name, "store")}
     met = {b["store"] for kind in ("in_world", "enters") for b in c.bodies(kind)}
-    assert met <= stores, "they meet at the store of a node"
+    assert met == stores, "all meet at the store of their own node"
     assert (c.folder / "logs" / facts[0]["node"] / "rank-00000.log").exists()
     kinds = {event["body"]["type"] for event in c.of("message")}
     assert not kinds & {"up", "built", "parked", "formed", "parted"}, "what is the controller's is not the launcher's"
@@ -198,7 +199,7 @@ def test_a_service_that_dies_is_started_again(cluster):
     assert "its data service died" in form["reason"]
     again = c.facts()
     assert again[0]["data"] != facts[0]["data"] and again[1]["pid"] == facts[1]["pid"]
-    stores = {f"127.0.0.1:{c.service_pids(name, 'store')[1]}" for name in "ab"}
+    stores = {f"store-{c.service_pids(name, 'store')[1]}" for name in "ab"}
     assert {b["store"] for b in c.bodies("enters") if b["generation"] == 2} <= stores
 
 
@@ -295,7 +296,13 @@ def test_a_node_that_is_replaced_gives_its_state_to_the_next(cluster):
     served = c.bodies("served")[0]
     assert served["worker"] == old["worker"] and served["step"] == form["step"] > 0
     (source,) = [b["source"] for b in c.bodies("enters") if b["generation"] == 2]
-    assert source == {"kind": "live", "node": "a", "number": old["worker"], "made": source["made"], "address": ""}
+    assert source == {
+        "kind": "live",
+        "node": "a",
+        "number": old["worker"],
+        "made": source["made"],
+        "address": "127.0.0.1:1",
+    }
     c.until(lambda: [f["node"] for f in c.facts().values()] == ["b"])
 
 
@@ -375,7 +382,7 @@ def nvmlDeviceGetTotalEccErrors(*args):
 def test_a_keeper_says_what_it_holds_of_its_own_ranks_and_for_others(tmp_path):
     said = []
     channel = SimpleNamespace(send=said.append)
-    keeper = Keeper(channel, str(tmp_path), 1, (1, 0), "token", False)
+    keeper = Keeper(channel, str(tmp_path), 1, (1, 0), Peers(key="5e" * 32), False)
     mine, other = keeper._slots(0, 4096, 4096)[0], Slot(4096, 4096)
     keeper.server.copies[5] = [other, Slot(4096, 4096)]
     for slot, step, generation in ((mine, 8, 2), (other, 7, 1)):

@@ -7,17 +7,19 @@ import contextlib
 import json
 import pickle
 import random
-import shutil
 import socket
-import ssl
 import struct
-import subprocess
+import threading
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from phalanx.gate import porch
+from phalanx.gate.porch import dialled
+from phalanx.gate.proof import Token
+from phalanx.gate.tls import Certificate, Tls
 from phalanx.runtime import transport
 from phalanx.runtime.secret import READ, WRITE, Identity, Secret
 from phalanx.runtime.transport import Link, Loop, Server
@@ -265,7 +267,7 @@ def test_a_peer_that_is_forgotten_is_gone(net):
 
 
 def test_hundreds_at_once(net, monkeypatch):
-    monkeypatch.setattr(transport, "MOMENT_S", 20)  # who is slow because this machine stands still is no stranger
+    monkeypatch.setattr(porch, "MOMENT_S", 20)  # who is slow because this machine stands still is no stranger
     net.serve()
     links = [net.link(f"node-{i}", seed=i) for i in range(300)]
     for i, link in enumerate(links):
@@ -400,7 +402,7 @@ def test_a_stranger_gets_nothing_and_harms_nothing(net, pieces, handshake_s):
                 got = b""
         assert got == b"", "it was sent something, or was kept"
     good.flush(60)
-    assert net.values() == list(range(count)) and server.refused == 1 and not server._strangers
+    assert net.values() == list(range(count)) and server.refused == 1 and not server._porch.strangers
     assert "eve" not in server.sessions
 
 
@@ -458,7 +460,7 @@ def test_a_crowd_of_strangers_does_not_keep_a_peer_out(net):
     link = net.link()
     link.post(n(1))
     link.flush(60)
-    assert len(server._strangers) <= transport.MAX_STRANGERS
+    assert len(server._porch.strangers) <= porch.MAX_STRANGERS
     [s.close() for s in crowd]
 
 
@@ -584,29 +586,11 @@ def test_the_secret_is_not_on_the_wire(net):
 # -- TLS
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    if not shutil.which("openssl"):
-        pytest.skip("there is no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    where = ["-keyout", folder / "key.pem", "-out", folder / "cert.pem", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=phalanx", *where]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
-
-
-def contexts(folder):
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(folder / "cert.pem", folder / "key.pem")
-    return server, ssl.create_default_context(cafile=folder / "cert.pem")
-
-
-def test_tls_carries_the_same_and_hides_it(net, certificate):
-    ours, theirs = contexts(certificate)
-    server = net.serve(tls=ours)
+def test_tls_carries_the_same_and_hides_it(net):
+    server = net.serve(encrypt=True)
     proxy = Proxy(net.loop, server.address)
     proxy.PROOFS, proxy._pass = {}, lambda a, b, w, s: _relay(net.loop, proxy, a, b, w)
-    link = net.link(addresses=[proxy.address], tls=theirs)
+    link = net.link(addresses=[proxy.address], encrypt=True)
     for i in range(50):
         link.post(n(i))
     link.post({"type": "big", "text": "find me " * (300 << 10)})
@@ -628,18 +612,49 @@ def _relay(loop, proxy, source, sink, to_server):
         loop.watch(source, 0)
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused(net, certificate):
-    server = net.serve(tls=contexts(certificate)[0])
-    link = net.link(tls=ssl.create_default_context())
-    link.post(n(1))
-    with pytest.raises(TimeoutError, match=r"certificate does not hold: self.signed certificate"):
+class Between:
+    """Ends TLS at both sides, with a certificate of its own, and reads what passes: a stranger on the way."""
+
+    def __init__(self, address):
+        self.target, self.seen = address, b""
+        self.certificate = Certificate.make()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                ours = self.certificate.context().wrap_socket(self.listener.accept()[0], server_side=True)
+                theirs = dialled(socket.create_connection(self.target), encrypt=True).sock
+                theirs.do_handshake()
+                for source, sink in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+
+    def _pass(self, source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen += data
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+def test_who_stands_between_with_another_certificate_reads_nothing(net):
+    """The certificate's hash is in the proofs. Without it this relay would read and change all that is said."""
+    server = net.serve(encrypt=True)
+    between = Between(server.address)
+    link = net.link(addresses=[between.address], encrypt=True)
+    link.post({"type": "big", "text": "find me"})
+    with pytest.raises(TimeoutError):
         link.flush(0.5)
-    assert net.heard == [] and not server.sessions
+    assert net.heard == [] and not server.sessions and b"find me" not in between.seen
+    assert b"hello" in between.seen, "it did not even try"
+    between.listener.close()
 
 
-def test_who_speaks_no_tls_gets_nothing_where_it_is_asked_for(net, certificate):
-    server = net.serve(tls=contexts(certificate)[0], handshake_s=0.3)
-    good = net.link("good", tls=contexts(certificate)[1])
+def test_who_speaks_no_tls_gets_nothing_where_it_is_asked_for(net):
+    server = net.serve(encrypt=True, handshake_s=0.3)
+    good = net.link("good", encrypt=True)
     plain = net.link("plain", handshake_s=0.3)
     good.post(n(1))
     plain.post(n(2))
@@ -649,11 +664,90 @@ def test_who_speaks_no_tls_gets_nothing_where_it_is_asked_for(net, certificate):
     assert net.heard == [("good", 1, 1)] and "plain" not in server.sessions
 
 
-def test_the_secret_is_asked_for_within_tls_too(net, certificate):
-    ours, theirs = contexts(certificate)
-    net.serve(tls=ours)
-    link = net.link(tls=theirs, secret=OTHER)
+def test_the_secret_is_asked_for_within_tls_too(net):
+    net.serve(encrypt=True)
+    link = net.link(encrypt=True, secret=OTHER)
     link.post(n(1))
     with pytest.raises(TimeoutError, match="is the cluster's secret the same there"):
         link.flush(0.5)
     assert net.heard == []
+
+
+def own_address():
+    """Of this machine, and not loopback; None: it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))
+        host = probe.getsockname()[0]
+        return None if host.startswith("127.") else host
+    return None
+
+
+def test_beyond_loopback_all_is_encrypted_without_being_asked_for(net):
+    host = own_address()
+    if host is None:
+        pytest.skip("this machine has no address but loopback")
+    server = net.serve(host=host, handshake_s=0.5)
+    link = net.link()
+    link.post(n(1))
+    link.flush(60)
+    assert isinstance(server.sessions["a"].conn.sock, Tls) and isinstance(link._conn.sock, Tls)
+    plain = net.link("plain", encrypt=False, handshake_s=0.5)
+    plain.post(n(2))
+    with pytest.raises(TimeoutError):
+        plain.flush(1.0)
+    assert net.heard == [("a", 1, 1)]
+
+
+def test_a_server_of_all_interfaces_encrypts_what_comes_from_outside_only(net):
+    server = net.serve(host="0.0.0.0")
+    near = net.link("near", addresses=[("127.0.0.1", server.address[1])])
+    near.post(n(1))
+    near.flush(60)
+    assert isinstance(server.sessions["near"].conn.sock, socket.socket)
+    if host := own_address():
+        far = net.link("far", addresses=[(host, server.address[1])])
+        far.post(n(2))
+        far.flush(60)
+        assert isinstance(server.sessions["far"].conn.sock, Tls)
+
+
+# -- names
+
+
+def test_a_node_proves_its_own_name_and_no_other(net):
+    server = net.serve(roles=("agent",))
+    token = Token("agent", "node-1", SECRET.token_of("agent", "node-1"))
+    own = net.link("node-1", secret=token)
+    own.post(n(1))
+    own.flush(60)
+    forged = Token("agent", "node-2", token.key)  # what it has of its own, under another's name
+    other = net.link("node-2", secret=forged, handshake_s=0.5)
+    other.post(n(2))
+    with pytest.raises(TimeoutError):
+        other.flush(0.6)
+    assert net.heard == [("node-1", 1, 1)] and "node-2" not in server.sessions
+    with pytest.raises(WireError, match="token of the agent 'node-1'"):
+        token.token_of("agent", "node-2")
+
+
+def test_a_node_cannot_be_the_server_of_others(net):
+    """All that it has is its token, so it can prove to nobody else that it is the controller."""
+    net.serve(secret=Token("agent", "node-1", SECRET.token_of("agent", "node-1")))
+    link = net.link("node-2")
+    link.post(n(1))
+    with pytest.raises(TimeoutError):
+        link.flush(0.5)
+    assert net.heard == []
+
+
+def test_a_role_that_does_not_belong_there_takes_nobodys_session(net):
+    """A node that is called as an aggregator is."""
+    server = net.serve(roles=("aggregator",))
+    near = Link(net.loop, SECRET, Identity("aggregator", "local", 5), [server.address], SCHEMAS, lambda *_: None)
+    net.until(lambda: near.session)
+    intruder = net.link("local", incarnation=9)
+    with pytest.raises(TimeoutError):
+        intruder.post(n(1))
+        intruder.flush(0.5)
+    assert server.sessions["local"].peer.incarnation == 5 and net.heard == []
+    assert "expected aggregator" in server.trouble

@@ -21,8 +21,8 @@ SHARD = dict(checkpoint="x", step=1, generation=1, ranks=1, rank=0, size=1, root
 
 
 def store(channel, args):
-    """Its port is its pid, so that one that was started again has another."""
-    channel.send({"type": "store", "host": "127.0.0.1", "port": os.getpid()})
+    """Its address has its pid, so that one that was started again has another."""
+    channel.send({"type": "store", "address": f"store-{os.getpid()}"})
     while channel.recv() is not None:
         pass
 
@@ -78,7 +78,7 @@ class Trainee:
             key: self.args[key] for key in ("rank", "worker", "local_rank", "local_ranks", "node", "data", "keeper")
         }
         self.channel.send({"type": "born", "pid": os.getpid(), **facts})
-        self.channel.send({"type": "up"})
+        self.channel.send({"type": "up", "port": 1})
         while True:
             try:
                 if self.member.phase == "running":
@@ -147,7 +147,7 @@ class Trainee:
     # -- what it is told
 
     def on_build(self, world, replica, rank, store):
-        assert (replica, rank) == (self.replica, self.rank) and ":" in store, (replica, rank, store)
+        assert (replica, rank) == (self.replica, self.rank) and store, (replica, rank, store)
         if self.member.build(world):
             self.channel.send({"type": "builds", "world": world})
             while Path(self.args.get("gate", "/nowhere")).exists():
@@ -170,7 +170,7 @@ class Trainee:
             self.say()
 
     def on_form(self, generation, step, replicas, world, rank, store, source, kept, **more):
-        assert rank == self.rank and ":" in store, (rank, store)
+        assert rank == self.rank and store, (rank, store)
         m = self.member
         if not m.form(generation, world, Source(**source) if source else None):
             if generation == m.generation:

@@ -15,7 +15,7 @@ from phalanx.runtime.bare import BareClient
 
 S = 10**9
 POLICY = dict(gather_ns=60 * S, park_ns=8 * S, form_ns=20 * S, launch_ns=30 * S, resend_ns=1 * S, save=False)
-ENTRIES = {"store": "phalanx.parallel.groups:serve_store", "data": "phalanx.data.service:main"}
+ENTRIES = {"store": "phalanx.gate.meeting:serve", "data": "phalanx.data.service:main"}
 
 
 class Conductor:
@@ -30,7 +30,8 @@ class Conductor:
         self.builds = []  # replica and world
         self.pids, self.done, self.timers, self.said = {}, {}, {}, {}
         for name, function in ENTRIES.items():
-            self.client.spawn(SERVICES[name], function, {"data": data}, self.folder / f"{name}.log")
+            args = {"data": data, "alone": True}
+            self.client.spawn(SERVICES[name], function, args, self.folder / f"{name}.log")
         self.agents, self.homes = {}, {}
         self.until(lambda: len(self.said) == len(ENTRIES))
         layout = job.layout
@@ -98,14 +99,8 @@ class Conductor:
                 agent.acknowledged(agent.posted)
             elif isinstance(action, machine.Spawn):
                 self.homes[action.number] = agent
-                args = {
-                    **action.args,
-                    "job": self.job.to_dict(),
-                    "token": "secret",
-                    "host": "127.0.0.1",
-                    "shared": True,
-                    "rails": [],
-                }
+                args = {**action.args, "job": self.job.to_dict(), "host": "127.0.0.1"}
+                args |= {"peers": {"key": "5e" * 32}, "shared": True, "rails": []}
                 args |= {
                     "die": self.die.get(action.number),
                     "resume": None,

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.job import Job
-from phalanx.parallel.groups import Groups, break_connections, connect_store, form_cross
+from phalanx.parallel.groups import Groups, break_connections, form_cross
 from phalanx.parallel.reduce import StepFailed
+from phalanx.parallel.rendezvous import MeetingStore
 from tests.cases import CPU, Rank, connect
 
 
@@ -286,14 +287,14 @@ def close_with_silent_peer(args):
 def formed_after_a_failure(args):
     """Rank 0 first waits in vain for peers that never come."""
     job = Job.from_dict(args["job"])
-    coord, where = job.layout.coord(args["rank"]), (args["store"]["host"], args["store"]["port"])
-    store = connect_store(*where)
+    coord, where = job.layout.coord(args["rank"]), (args["store"], ("case", args["generation"]))
+    store = MeetingStore(*where)
     if args["rank"] == 0:
         threading.Timer(0.3, break_connections).start()
         with contextlib.suppress(RuntimeError):
             Groups.form(store, 10**6 + args["generation"], job.layout, coord, CPU)
             raise AssertionError("it was formed")
-        store = connect_store(*where)
+        store = MeetingStore(*where)
     groups = Groups.form(store, args["generation"], job.layout, coord, CPU)
     (total,) = groups.total(torch.tensor([1]), lambda work: True)
     groups.close()

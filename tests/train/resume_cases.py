@@ -16,7 +16,7 @@ from phalanx.core.job import Job
 from phalanx.core.layout import Layout
 from phalanx.core.store import open_store
 from phalanx.model.family import load_family
-from phalanx.parallel.groups import connect_store
+from phalanx.parallel.rendezvous import MeetingStore
 from phalanx.train.snapshots import Saver, resume, resume_from_memory
 from phalanx.train.state import State
 from tests.cases import CPU, Rank
@@ -47,7 +47,7 @@ def steps(rank, first, count):
 def case_resume(args):
     """BEFORE steps, a snapshot, AFTER steps; then the same from the file, and from the memory, in new engines."""
     job, number = Job.from_dict(args["job"]), args["rank"]
-    store = connect_store(args["store"]["host"], args["store"]["port"])
+    store = MeetingStore(args["store"], ("case", args["generation"]))
     torch.manual_seed(100 + number)
     rank = Rank(job, number, store, args["generation"] * 10)
     steps(rank, 0, BEFORE)
@@ -100,7 +100,7 @@ def case_import(args):
     """Weights without moments at step 1000; three steps, a snapshot, two more; then those two from the snapshot, in a
     state that has moments of its own already."""
     job, number = Job.from_dict(args["job"]), args["rank"]
-    store = connect_store(args["store"]["host"], args["store"]["port"])
+    store = MeetingStore(args["store"], ("case", args["generation"]))
     rank = Rank(job, number, store, args["generation"] * 10)
     steps(rank, 0, 1)
     rank.state.restore(lambda get: None, 1000, 0)

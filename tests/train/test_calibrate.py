@@ -18,7 +18,7 @@ from phalanx.core.job import Job
 from phalanx.core.layout import Layout
 from phalanx.hardware import load
 from phalanx.parallel.device import Device
-from phalanx.parallel.groups import TIMEOUT, connect_store
+from phalanx.parallel.rendezvous import TIMEOUT, MeetingStore
 from phalanx.plan.cost import calibrated
 from phalanx.plan.cost.calibrated import machine_from, profile_from
 from phalanx.plan.cost.candidates import Candidates
@@ -38,7 +38,7 @@ HOST = Device(torch.device("cpu"), "gloo")
 def case_measure(args):
     """On each rank of the pool."""
     ranks = Job.from_dict(args["job"]).layout.world_size
-    store = connect_store(args["store"]["host"], args["store"]["port"])
+    store = MeetingStore(args["store"], ("case", args["generation"]))
     store = dist.PrefixStore(f"calibrate{args['generation']}", store)
     dist.init_process_group("gloo", store=store, rank=args["rank"], world_size=ranks, timeout=TIMEOUT)
     told = []

@@ -5,7 +5,7 @@ A worker connects by a Unix socket without a name in the file system, says how l
 descriptors of its slots. It fills one beside its next forward and backward pass, seals it and says so; the keeper
 verifies and writes the rank's file, tells its node, and commits the checkpoint when it is told that all ranks are done.
 An order may come twice: what is written already is reported again. A keeper with a buddy sends it a copy of every
-sealed snapshot first, over TCP, behind a token.
+sealed snapshot first.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from phalanx.core import lease
 from phalanx.core.checkpoint import BadCheckpoint, Manifest, Plan, Segment, file_name, word_of
 from phalanx.core.errors import UserError
 from phalanx.core.store import open_store
+from phalanx.gate.peers import Peers
 
 PACKET_BYTES = 1 << 16
 WRITERS = 4
@@ -59,13 +60,12 @@ class Keeper:
         url: str,
         ranks: int,
         keep: tuple[int, int],
-        token: str,
+        peers: Peers,
         has_buddy: bool,
-        host: str = "127.0.0.1",
         run: str = "",
     ):
         self.run = run
-        self.channel, self.keep, self.num_ranks, self.token, self.has_buddy = channel, keep, ranks, token, has_buddy
+        self.channel, self.keep, self.num_ranks, self.peers, self.has_buddy = channel, keep, ranks, peers, has_buddy
         self.store = open_store(url)
         self.catalog = Catalog(self.store)
         self.ranks: dict[int, Rank] = {}
@@ -76,7 +76,7 @@ class Keeper:
         self.committed: dict[str, dict[str, Any] | None] = {}  # checkpoint -> its report; None: on its way
         self.writers = ThreadPoolExecutor(WRITERS, "phalanx-drain")
         self.hashers = ThreadPoolExecutor(WRITERS, "phalanx-hash")
-        self.server = BuddyServer(token, host, self._own)
+        self.server = BuddyServer(peers, self._own)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"\0phalanx-keeper-{secrets.token_hex(16)}")
         self.listener.listen(1024)
@@ -241,7 +241,7 @@ class Keeper:
     def _copy(self, rank: int, slot: Slot) -> None:
         assert self.buddy
         try:
-            push(self.buddy, self.token, rank, slot, self.ranks[rank].layout)
+            push(self.peers, self.buddy, rank, slot, self.ranks[rank].layout)
         except (OSError, BadCheckpoint) as error:
             self.channel.send({"type": "buddy_failed", "rank": rank, "reason": str(error)})
 
@@ -412,9 +412,8 @@ def main(channel: Any, args: dict[str, Any]) -> None:
         args["url"],
         int(args["ranks"]),
         keep,
-        args["token"],
+        Peers(**args["peers"], host=args["host"]),
         bool(args["has_buddy"]),
-        args.get("host", "127.0.0.1"),
         str(args.get("run", "")),
     ).serve()
 

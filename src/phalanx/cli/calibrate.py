@@ -83,10 +83,10 @@ def _run(device: str, ranks: int, seconds: float, tell: Tell) -> dict[str, Any]:
             if there["refused"]:
                 raise UserError(there["refused"], field="--device", value=device, remedy='choose "auto" or "cpu"')
             ranks = ranks or there["accelerators"] or min(CPU_RANKS, there["cores"])
-            store: dict[str, Any] = {}
+            store = ""
             if ranks > 1:
-                gang.spawn(STORE, "the store", "phalanx.parallel.groups:serve_store", {}, logs / "store.log")
-                store = _message(gang, "store", tell)
+                gang.spawn(STORE, "the store", "phalanx.gate.meeting:serve", {"alone": True}, logs / "store.log")
+                store = _message(gang, "store", tell)["address"]
             for rank in range(ranks):
                 args = {"rank": rank, "ranks": ranks, "device": device, "seconds": seconds, "store": store}
                 log = logs / f"rank-{rank}.log"

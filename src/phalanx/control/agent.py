@@ -26,7 +26,7 @@ Body = dict[str, Any]
 
 #: What workers say to their agent: the fields of each message, and their types.
 REPORTS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "up": {},
+    "up": {"port": int},
     "built": {"world": int},
     "parked": {"world": int, "step": int, "prepared": int, "made": int, "why": (dict, type(None))},
     "formed": {"world": int, "generation": int},
@@ -160,7 +160,7 @@ class Agent:
     acked: int = 0
     joined: int = 0  # the number of the last NodeJoined
     stepped: int = 0  # the number of the last StepsDone
-    address: tuple[str, str] = ("", "")  # of the store and the keeper, as they were last said
+    address: tuple[str, str] = ("", "")  # of the workers and the keeper, as they were last said
     done: tuple[int, int] = (0, -1)  # generation, step: the last that was committed
     told: tuple[int, int] = (0, -1)  # the part of it that the controller knows
     asks: list[int] = field(default_factory=list)  # generations for which the keeper was asked what it holds
@@ -259,12 +259,11 @@ class Agent:
         return all(service.said is not None for service in self.services.values())
 
     def _join(self) -> None:
-        """Until Welcome, and when the store has moved; not again before the last word was heard."""
+        """Until Welcome, and when the keeper has moved; not again before the last word was heard."""
         if not self.linked or self.fenced or not self._is_up() or self.acked < self.joined:
             return
-        store = self.services["store"].said or {}
         keeper = self.services["keeper"].said if "keeper" in self.services else None
-        address = (f"{store['host']}:{store['port']}", f"{self.host}:{keeper['port']}" if keeper else "")
+        address = (self.host, f"{self.host}:{keeper['port']}" if keeper else "")
         if not self.welcome or address != self.address:
             self.address = address
             self._post(messages.NodeJoined(self.name, self.incarnation, self.domain, *address))
@@ -380,9 +379,9 @@ class Agent:
             held = (body["step"], body["prepared"], body["made"], body["kept"])
             self._post(messages.Parted((mate.replica,), (body["world"],), body["generation"], *held))
         else:
-            alike = tuple(body[key] for key in REPORTS[kind] if key != "why")
+            alike = tuple(body[key] for key in REPORTS[kind] if key not in ("why", "port"))
             why = (Failure(**body["why"]) if body["why"] else None,) if kind == "parked" else ()
-            self._gather((kind, mate.replica, *alike, *why), number, None)
+            self._gather((kind, mate.replica, *alike, *why), number, body.get("port"))
 
     def _gather(self, key: tuple[Any, ...], number: int, value: Any) -> None:
         if not self._gathered:
@@ -398,7 +397,7 @@ class Agent:
             numbers = tuple(sorted(found))
             try:
                 if kind == "up":
-                    self._do_post(messages.WorkersUp(node, me, numbers))
+                    self._do_post(messages.WorkersUp(node, me, numbers, tuple(found[n] for n in numbers)))
                 elif kind == "built":
                     self._do_post(messages.Built(node, me, alike[1], numbers))
                 elif kind == "parked":
@@ -576,7 +575,7 @@ class Agent:
             self._do(Tell({"type": "left", "reason": self.left}))
 
     def _build(self, command: messages.Build) -> None:
-        about: Body = {"world": command.world, "replica": command.replica, "store": command.store}
+        about: Body = {"world": command.world, "replica": command.replica, "store": self._store}
         for rank, number in command.crew.items():
             mate = self.mates.get(number)
             if mate is None:
@@ -587,6 +586,11 @@ class Agent:
             elif mate.world < command.world:
                 mate.world, mate.replica, mate.said = command.world, command.replica, None
                 self._to([number], "build", rank=rank, **about)
+
+    @property
+    def _store(self) -> str:
+        """Where workers here meet others; "": it is being started again."""
+        return str((self.services["store"].said or {}).get("address", ""))
 
     def _halt(self, command: messages.Halt) -> None:
         for number in command.workers:
@@ -623,7 +627,7 @@ class Agent:
 
     def _form(self, form: messages.Form) -> None:
         worlds = dict(zip(form.replicas, form.worlds, strict=True))
-        where: Body = {"generation": form.generation, "step": form.step, "store": form.store}
+        where: Body = {"generation": form.generation, "step": form.step, "store": self._store}
         donors = {s.number for s in form.sources.values() if s.kind == "live"}
         if address := form.buddies.get(self.name):
             host, _, port = address.rpartition(":")

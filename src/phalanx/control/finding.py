@@ -33,13 +33,13 @@ class Finder:
     def from_peer(self, replica: int, standing: list[int]) -> dict[int, Source] | None:
         """For a replica that lacks the last step: the same ranks of the next one that has it. None: nobody could take
         the state of any."""
-        size, workers = self._members.replica_size, self._members.workers
+        size = self._members.replica_size
         at = bisect(standing, replica)
         for donor in standing[at:] + standing[:at]:
             crew = self._replicas[donor].crew
             if donor != replica and self.banned.isdisjoint(crew.values()):
                 shift = (replica - donor) * size
-                return {rank + shift: Source("live", workers[w].node, w) for rank, w in crew.items()}
+                return {rank + shift: self._members.source(w) for rank, w in crew.items()}
         return None
 
     def newest(self, crew: dict[int, int], committed: int | None) -> tuple[int, dict[int, Source]]:
@@ -47,7 +47,7 @@ class Finder:
         members, steps = self._members, self._lineage.steps_of
         own = zip(crew.items(), steps(map(self._copy_of, crew.values())), strict=True)
         where = {rank: (members.workers[worker].node, step) for (rank, worker), step in own}
-        live: dict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
+        live: dict[int, dict[int, Source]] = defaultdict(dict)
         found = [
             item
             for item in members.filling({rank % members.replica_size for rank in crew})
@@ -55,7 +55,7 @@ class Finder:
         ]
         for (rank, worker), step in zip(found, steps(self._copy_of(w) for _, w in found), strict=True):
             if step >= 0:
-                live[step].setdefault(rank, (members.workers[worker].node, worker))
+                live[step].setdefault(rank, members.source(worker))
         held: dict[int, dict[int, list[tuple[str, int, int]]]] = defaultdict(lambda: defaultdict(list))
         for node, copies in self.held.items():
             for rank, step, made in copies:

@@ -99,7 +99,18 @@ class State:
             _check_agent(item, event)
         elif item["type"] == "many" and not isinstance(event, FROM_REPLICAS):
             raise ValueError(f"{type(event).__name__} is nothing that replicas say alike")
+        if isinstance(event, FROM_REPLICAS):
+            self._check_replicas(item, event)
         return event
+
+    def _check_replicas(self, item: Item, event: messages.Formed | messages.Parted) -> None:
+        """A node speaks for replicas that have ranks on it. (What is said of a world before the last is no news.)"""
+        speakers = {said[0] for said in item["said"]} if item["type"] == "many" else {item["node"]}
+        replicas = self.gang.worlds.replicas
+        for number, world in zip(event.replicas, event.worlds, strict=True):
+            found = replicas.get(number)
+            if found and found.world == world and speakers.isdisjoint(found.nodes):
+                raise ValueError(f"{type(event).__name__}.replicas has {number}, which is on other nodes")
 
     def check(self, plan: Any) -> None:
         if plan != self.plan:

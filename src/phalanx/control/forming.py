@@ -3,6 +3,7 @@ the Form that says so. Whether to wait for more replicas is decided here; what a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phalanx.control.desk import Desk
@@ -154,10 +155,9 @@ class Forming:
             step=step,
             replicas=tuple(chosen),
             worlds=tuple(worlds.replicas[r].world for r in chosen),
-            store=worlds.store(chosen[attempts % len(chosen)], attempts),
             every=every,
             sources={} if every else sources,
-            takers={} if every else {rank: self._home(rank) for rank in sources},
+            takers={} if every else self._homes(sources),
             kept=kept,
             buddies=self._buddies(chosen),
             branch=branch,
@@ -170,13 +170,15 @@ class Forming:
     def _every(self, chosen: list[int], sources: Sources) -> Source | None:
         """Return the source of all ranks, if they have one and the same."""
         every = next(iter(sources.values()), None)
+        if every is None or every.kind not in ("durable", "start"):
+            return None
         ranks = sum(len(self._worlds.replicas[r].crew) for r in chosen)
-        alike = every and every.kind in ("durable", "start") and len(sources) == ranks
-        return every if alike and all(source == every for source in sources.values()) else None
+        return every if len(sources) == ranks and all(source == every for source in sources.values()) else None
 
-    def _home(self, rank: int) -> str:
-        members = self._members
-        return members.workers[self._worlds.replicas[members.replica_of(rank)].crew[rank]].node
+    def _homes(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the node of each rank."""
+        size, workers, replicas = self._members.replica_size, self._members.workers, self._worlds.replicas
+        return {rank: workers[replicas[rank // size].crew[rank]].node for rank in ranks}
 
     def _buddies(self, replicas: list[int]) -> dict[str, str]:
         """Pair each node with another that keeps a copy of its snapshots; with a spare, where there is no other."""

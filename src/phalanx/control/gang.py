@@ -129,12 +129,15 @@ class Gang:
         )
 
     def outstanding(self) -> list[Command]:
-        """Return what was said and not answered. To be said again after a while, and by a new controller at once."""
+        """Return what was said and not answered, or is never answered. To be said again after a while, and by a new
+        controller at once."""
         if self.phase == "ended":
             return self.ending.outstanding()
         out = [*self.staff.outstanding(), *self.worlds.outstanding(), *self.gen.outstanding()]
         if self.phase in ("asking", "flushing") and self.finder.unanswered:
             out.append(self.finder.question(self.generation))
+        if self.phase == "running" and self.commits.version:
+            out.append(self._interval())
         return [*out, *self.ending.outstanding(), *self.commits.outstanding()]
 
     def set_timers(self) -> list[messages.SetTimer]:
@@ -320,13 +323,15 @@ class Gang:
             self._hear_of(rank, f"rank {rank}", event.why, died=False)
         if self.gen.has_world(number):
             self.gen.prove("acknowledged")
-        if self.worlds.replicas[number].phase in ("building", "built"):
+        first = self.worlds.replicas[number].phase in ("building", "built")
+        if first:
             if not self.staff.why:
                 self.staff.why.append((1, f"the worker of rank {rank} has lost its peers"))
             self._halt(number)
-        if self.worlds.leave(number, workers):
+        last = self.worlds.leave(number, workers)
+        if last:
             self._out(number)
-        return True
+        return first or last
 
     def _out(self, number: int) -> None:
         """Decide what follows when nobody is left in the world of a replica."""
@@ -583,7 +588,7 @@ class Gang:
         self.finder.close()
         self.gen.start()
         if self.commits.version:
-            self._announce()
+            self.desk.say(self._interval())
         self.changes.retire()
 
     # -- running
@@ -627,12 +632,11 @@ class Gang:
 
     def _on_cost(self, event: messages.Cost) -> bool:
         if self.commits.cost(event, len(self.members.places)) and self.phase == "running":
-            self._announce()
+            self.desk.say(self._interval())
         return False
 
-    def _announce(self) -> None:
-        version, interval = self.commits.version, self.commits.interval
-        self.desk.say(messages.Interval(version, *interval, EVERYONE))
+    def _interval(self) -> messages.Interval:
+        return messages.Interval(self.commits.version, *self.commits.interval, EVERYONE)
 
 
 # A handler returns whether something has changed that may let the gang move on.

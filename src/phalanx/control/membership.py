@@ -7,12 +7,11 @@ spare.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from phalanx.control.messages import Source
 from phalanx.control.sources import Copy
 
 
@@ -38,6 +37,7 @@ class Worker:
     parked: int = -1  # the world that it has left for good
     copy: Copy | None = None  # as of then
     misses: int = 0  # times that it did not get its state
+    port: int = 0  # where it gives its state to others
 
 
 @dataclass(slots=True)
@@ -73,8 +73,9 @@ class Membership:
     whole: set[int] = field(init=False)  # wanted replicas that lack none
     news: set[int] = field(init=False)  # of those, which nobody has looked at since they lacked some
     vacant: set[int] = field(init=False)  # places without a node
-    missing: set[int] = field(init=False)  # ranks without a worker, in places that have a node
+    short: set[int] = field(init=False)  # places that have a node, and a rank without a worker
     at: dict[int, int] = field(init=False)  # rank of a wanted replica -> the worker that fills it; 0: none
+    ready: set[int] = field(init=False)  # ranks of wanted replicas whose worker is up
 
     def __post_init__(self) -> None:
         there = {name for name, node in self.nodes.items() if not node.dead}
@@ -86,16 +87,15 @@ class Membership:
 
     def want(self, replicas: list[int]) -> None:
         self.wanted = sorted(replicas)
-        self.down = dict.fromkeys(self.wanted, 0)
-        self.whole, self.vacant, self.missing, self.at = set(self.wanted), set(), set(), {}
-        self.news, self._first_vacant = set(), list[int]()
+        self.down = dict.fromkeys(self.wanted, self.replica_size)
+        self.whole, self.news, self.vacant, self.short, self.ready = set(), set(), set(), set(), set()
+        self.at, self._first_vacant = {}, list[int]()
         for replica in self.wanted:
             self.at.update(dict.fromkeys(self._ranks_of(replica), 0))
             for place in self._places_of(replica):
                 self.places.setdefault(place, Place())
         for place in self.places:
-            self._tally(place, 1)
-        self.news = set(self.whole)
+            self._count(place)
 
     def place_of(self, rank: int) -> int:
         return rank // self.ranks_per_place
@@ -146,8 +146,8 @@ class Membership:
 
     def sit(self, place: int, name: str, which: str = "now") -> None:
         assert name in self.spares, (place, name)
-        with self._changing(place):
-            setattr(self.places[place], which, Seat(name))
+        setattr(self.places[place], which, Seat(name))
+        self._count(place)
         self.places[place].domain = self.nodes[name].domain
         self.nodes[name].place = place
         self.spares.discard(name)
@@ -156,12 +156,12 @@ class Membership:
         """Take a node off a place. Returns its workers by rank, which are gone. If it was the one that fills the place,
         the old or the next one does from now on."""
         place = self.places[number]
-        with self._changing(number):
-            seat = getattr(place, which)
-            setattr(place, which, None)
-            if which == "now" and (other := "old" if place.old else "next" if place.next else ""):
-                place.now = getattr(place, other)
-                setattr(place, other, None)
+        seat = getattr(place, which)
+        setattr(place, which, None)
+        if which == "now" and (other := "old" if place.old else "next" if place.next else ""):
+            place.now = getattr(place, other)
+            setattr(place, other, None)
+        self._count(number)
         node = self.nodes[seat.node]
         node.place = -1
         if not node.dead:
@@ -179,8 +179,8 @@ class Membership:
 
     def switch(self, number: int) -> None:
         place = self.places[number]
-        with self._changing(number):
-            place.old, place.now, place.next = place.now, place.next, None
+        place.old, place.now, place.next = place.now, place.next, None
+        self._count(number)
 
     # -- workers
 
@@ -188,26 +188,32 @@ class Membership:
         seat = getattr(self.places[place], which)
         new = dict(zip(ranks, range(self.last_worker + 1, self.last_worker + 1 + len(ranks)), strict=True))
         self.last_worker += len(ranks)
-        with self._changing(place):
-            for rank, worker in new.items():
-                self.workers[worker] = Worker(rank, seat.node)
-            seat.workers.update(new)
+        for rank, worker in new.items():
+            self.workers[worker] = Worker(rank, seat.node)
+        seat.workers.update(new)
+        self._count(place)
         return new
 
-    def up(self, workers: list[int]) -> None:
-        """Workers on one node."""
-        with self._changing(self.place_of(self.workers[workers[0]].rank)):
-            for worker in workers:
-                self.workers[worker].up = True
+    def up(self, ports: dict[int, int]) -> None:
+        """Workers on one node, and where they give their state to others."""
+        for worker, port in ports.items():
+            found = self.workers[worker]
+            found.up, found.port = True, port
+        self._count(self.place_of(self.workers[next(iter(ports))].rank))
+
+    def source(self, worker: int) -> Source:
+        """Its state, live."""
+        found = self.workers[worker]
+        return Source("live", found.node, worker, address=f"{self.nodes[found.node].address}:{found.port}")
 
     def remove(self, worker: int) -> Worker:
         found = self.workers[worker]
         number = self.place_of(found.rank)
-        with self._changing(number):
-            for seat in self.places[number].seats():
-                if seat.workers.get(found.rank) == worker:
-                    del seat.workers[found.rank]
-            del self.workers[worker]
+        for seat in self.places[number].seats():
+            if seat.workers.get(found.rank) == worker:
+                del seat.workers[found.rank]
+        del self.workers[worker]
+        self._count(number)
         return found
 
     def crew(self, replica: int) -> tuple[dict[int, int], tuple[str, ...]]:
@@ -245,31 +251,35 @@ class Membership:
 
     # -- counting
 
-    @contextmanager
-    def _changing(self, place: int) -> Iterator[None]:
-        self._tally(place, -1)
-        yield
-        self._tally(place, 1)
-
-    def _tally(self, number: int, sign: int) -> None:
-        seat, ranks = self.places[number].now, self.ranks(number)
-        workers = seat.workers if seat else {}
-        self.at.update([(rank, workers.get(rank, 0)) for rank in ranks])
-        up = {rank for rank, worker in workers.items() if self.workers[worker].up}
-        for replica, count in Counter([rank // self.replica_size for rank in ranks if rank not in up]).items():
-            self.down[replica] += sign * count
-            if self.down[replica]:
-                self.whole.discard(replica)
-                self.news.discard(replica)
-            else:
-                self.whole.add(replica)
-                self.news.add(replica)
+    def _count(self, number: int) -> None:
+        """Note what has changed at a place."""
+        seat, ranks, at, ready = self.places[number].now, self.ranks(number), self.at, self.ready
+        filled, workers = seat.workers if seat else {}, self.workers
+        lacks = False
+        for rank in ranks:
+            worker = at[rank] = filled.get(rank, 0)
+            lacks = lacks or not worker
+            is_up = worker > 0 and workers[worker].up
+            if is_up != (rank in ready):
+                self._turn(rank, is_up)
         self.vacant.discard(number)
-        self.missing.difference_update(ranks)
-        if sign > 0 and ranks and seat is None:
+        self.short.discard(number)
+        if ranks and seat is None:
             self.vacant.add(number)
             heappush(self._first_vacant, number)
-        elif sign > 0 and seat:
-            self.missing.update(rank for rank in ranks if rank not in seat.workers)
+        elif lacks:
+            self.short.add(number)
         # A set that was large takes as long to look through as when it was.
-        self.missing, self.vacant = self.missing or set(), self.vacant or set()
+        self.short, self.vacant = self.short or set(), self.vacant or set()
+
+    def _turn(self, rank: int, is_up: bool) -> None:
+        """Note that a rank has a worker that is up, or has none any more."""
+        replica = rank // self.replica_size
+        self.down[replica] += -1 if is_up else 1
+        (self.ready.add if is_up else self.ready.discard)(rank)
+        if self.down[replica]:
+            self.whole.discard(replica)
+            self.news.discard(replica)
+        else:
+            self.whole.add(replica)
+            self.news.add(replica)

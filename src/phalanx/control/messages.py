@@ -89,7 +89,7 @@ class NodeJoined(Event):
     node: str
     incarnation: int
     domain: str = ""  # of failure
-    address: str = ""  # of its rendezvous store
+    address: str = ""  # where its workers can be reached; their ports come with WorkersUp
     memory: str = ""  # where its snapshots are served
 
 
@@ -124,6 +124,11 @@ class WorkersUp(Event):
     node: str
     incarnation: int
     workers: tuple[int, ...]
+    ports: tuple[int, ...]  # where each gives its state to others
+
+    def __post_init__(self) -> None:
+        if len(self.ports) != len(self.workers):
+            raise ValueError(f"WorkersUp.ports = {self.ports}: expected one for each of {self.workers}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +411,6 @@ class Build(Command):
     replica: int
     world: int
     crew: dict[int, int]  # of the node: rank -> worker
-    store: str  # the address where they meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +441,7 @@ class Pause(Command):
     nodes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: large replicas take thousands at once, in a third of the time
 class Source:
     """Where a rank's state comes from, if it has not got it already."""
 
@@ -445,7 +449,7 @@ class Source:
     node: str = ""
     number: int = 0  # of the worker, or of the rank
     made: int = 0  # in which generation; there may be an abandoned one of the same step
-    address: str = ""  # of that memory
+    address: str = ""  # of that worker or memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,7 +462,6 @@ class Form(Command):
     step: int  # to go on from
     replicas: tuple[int, ...]
     worlds: tuple[int, ...]  # of those
-    store: str  # the address where they meet
     every: Source | None  # of all ranks; None: `sources` says whose
     sources: dict[int, Source]  # by rank
     takers: dict[int, str]  # the nodes of those ranks

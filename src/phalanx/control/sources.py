@@ -69,7 +69,7 @@ class Lineage:
         """Most are alike, and are looked at once."""
         last, step = None, -1
         for copy in copies:
-            if copy != last:
+            if copy is not last and copy != last:
                 last, step = copy, self.step_of(copy)
             yield step
 
@@ -80,7 +80,7 @@ class Stocks:
 
     replica_size: int
     own: dict[int, tuple[str, int]]  # by rank: the node that it is on, and the step that it has; -1: none
-    live: dict[int, dict[int, tuple[str, int]]]  # step -> rank -> the node and the worker that has it
+    live: dict[int, dict[int, Source]]  # step -> rank -> the worker that has it
     held: dict[int, dict[int, list[tuple[str, int, int]]]]  # coordinate -> step -> node, rank, generation
     durable: list[tuple[int, int]]  # step, generation; first what the run began from
     memories: dict[str, str]  # node -> the address of its memory
@@ -110,7 +110,7 @@ class Stocks:
                 continue
             if found := holders.get(rank % size):
                 next_one = found[bisect(found, rank) % len(found)]  # ranks of one coordinate ask different ones
-                sources[rank] = Source("live", *live[next_one])
+                sources[rank] = live[next_one]
             elif kept := self.held.get(rank % size, {}).get(step):
                 name, whose, at = min(kept, key=lambda copy: (copy[0] != node, copy[1] < rank, copy))
                 sources[rank] = Source("memory", name, whose, at, self.memories.get(name, ""))

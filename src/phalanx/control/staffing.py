@@ -33,7 +33,7 @@ class Patience:
         return found
 
     def forget(self, workers: Iterable[int]) -> None:
-        for worker in workers:
+        for worker in workers if self.counters or self.doubted else ():
             self.counters.pop(worker, None)
             self.doubted.discard(worker)
 
@@ -203,7 +203,8 @@ class Staff:
         new = [w for w in event.workers if self.starting.pop(w, None) is not None]
         if new:
             self.patience.forget(new)
-            self._members.up(new)
+            ports = dict(zip(event.workers, event.ports, strict=True))
+            self._members.up({worker: ports[worker] for worker in new})
         return bool(new)
 
     def lose_worker(self, worker: int, why: str, kill: bool = False) -> Gone:
@@ -324,7 +325,7 @@ class Staff:
             if members.nodes[spare].fault:
                 self.leaving.add(spare)
             self._desk.say(messages.Note(2, f"node {spare} takes place {place}"))
-        for place in sorted({members.place_of(rank) for rank in members.missing}):
+        for place in sorted(members.short):
             self._restart(place)
         for name in sorted(self.leaving):
             place = members.nodes[name].place
@@ -361,7 +362,8 @@ class Staff:
             if self._desk.timers.get("retry", now_ns) <= now_ns:
                 self._desk.set("retry", again_ns - now_ns)
             return
-        self._launch(place, [rank for rank in self._members.ranks(place) if rank in self._members.missing], "now")
+        at = self._members.at
+        self._launch(place, [rank for rank in self._members.ranks(place) if not at[rank]], "now")
 
     def _launch(self, place: int, ranks: list[int], which: str) -> None:
         workers = self._members.launch(place, ranks, which)

@@ -107,9 +107,10 @@ class Worlds:
         found = self.replicas.get(number)
         if found is None or found.world != event.world or found.phase == "out":
             return number, []
-        copy = Copy.of(event)
+        copy, known = Copy.of(event), self._members.workers
         for worker in workers:
-            self._members.workers[worker].parked, self._members.workers[worker].copy = event.world, copy
+            left = known[worker]
+            left.parked, left.copy = event.world, copy
         return number, workers
 
     def leave(self, number: int, workers: Iterable[int]) -> bool:
@@ -171,21 +172,20 @@ class Worlds:
         crews = self.crews(number, found.waiting).items()
         if found.phase == "leaving":
             return [messages.Halt(node, found.world, tuple(crew.values())) for node, crew in crews]
-        store = self.store(number, found.failures)
-        return [messages.Build(node, number, found.world, crew, store) for node, crew in crews]
+        return [messages.Build(node, number, found.world, crew) for node, crew in crews]
 
     def crews(self, number: int, workers: set[int]) -> dict[str, dict[int, int]]:
         """Group those workers of a replica by node, then by rank."""
         crews: dict[str, dict[int, int]] = {}
+        known = self._members.workers
         for rank, worker in self.replicas[number].crew.items():
             if worker in workers:
-                crews.setdefault(self._members.workers[worker].node, {})[rank] = worker
+                node = known[worker].node
+                if node in crews:
+                    crews[node][rank] = worker
+                else:
+                    crews[node] = {rank: worker}
         return crews
-
-    def store(self, number: int, failures: int) -> str:
-        """Choose where they meet: another node after a failure."""
-        nodes = self.replicas[number].nodes
-        return self._members.nodes[nodes[failures % len(nodes)]].address
 
     def homes(self, number: int) -> list[str]:
         """Return the node of each rank of a replica, also of ranks that are gone."""
@@ -209,5 +209,6 @@ class Worlds:
         gone are ended."""
         known = self._members.workers
         self._staff.end_strangers(event.node, event.workers)
-        workers = [w for w in event.workers if w in known and known[w].node == event.node]
+        node = event.node
+        workers = [w for w in event.workers if w in known and known[w].node == node]
         return self._members.replica_of(known[workers[0]].rank) if workers else -1, workers

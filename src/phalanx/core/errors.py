@@ -1,6 +1,6 @@
-"""The one exception a user's mistake may raise, and the one a failed run raises.
+"""The one exception a user's mistake may raise, the one a failed run raises, and the one for a peer's mistake.
 
-Both print without a traceback. `UserError` always says what was wrong, where, and what to do next.
+The first two print without a traceback. `UserError` always says what was wrong, where, and what to do next.
 """
 
 from __future__ import annotations
@@ -31,3 +31,7 @@ class RunFailed(RuntimeError):
         if remedy:
             text += f"\n  remedy: {remedy}"
         super().__init__(text)
+
+
+class WireError(ValueError):
+    """A peer sent what the protocol does not allow."""

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,12 +20,11 @@ from phalanx.core.job import CollectivesConfig
 from phalanx.core.layout import Coord, Layout
 from phalanx.parallel.algorithms import possible
 from phalanx.parallel.device import Device, abort_all
+from phalanx.parallel.rendezvous import TIMEOUT, is_waiting_on
 from phalanx.parallel.replica import Cross
 from phalanx.parallel.tiers import Form, Peers
 
-LOOPBACK = "127.0.0.1"
 _standalone_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # those that torch's registry does not know
-TIMEOUT = timedelta(seconds=600)
 NOT_SEEN = -(1 << 63)
 DEFAULT = CollectivesConfig()
 
@@ -189,13 +187,9 @@ def _standalone(store: dist.Store, device: Device) -> Form:
     return form
 
 
-def connect_store(host: str, port: int) -> dist.Store:
-    return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)
-
-
 class Door:
-    """The sockets that were opened while the cross-replica groups formed: those of the groups, and of the store over
-    which they met. `interrupt` ends them, and with them every wait, from another thread; those inside the replica
+    """The sockets that were opened while the cross-replica groups formed: those of the groups, and of the store where
+    they met. `interrupt` ends them, and with them every wait, from another thread; those inside the replica
     stay."""
 
     def __init__(self) -> None:
@@ -229,10 +223,10 @@ def _sockets() -> dict[str, int]:
 
 
 def _shut(fd: int) -> None:
-    """End a TCP connection; what listens stays, or Gloo aborts."""
+    """End a TCP connection, or one to the rendezvous; what listens stays, or Gloo aborts."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
         listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+        if not listens and (sock.family in (socket.AF_INET, socket.AF_INET6) or is_waiting_on(fd)):
             sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -243,22 +237,3 @@ def break_connections() -> None:
     for fd in _sockets().values():
         _shut(fd)
     abort_all([*dist.distributed_c10d._world.pg_names, *_standalone_groups])
-
-
-def serve_store(channel: Any, args: dict[str, Any]) -> None:
-    """The rendezvous store, in a process of its own: it lives on no rank. torch would listen on every
-    interface; a socket that is bound already keeps it on one, loopback unless told otherwise."""
-    host = str(args.get("host", LOOPBACK))
-    with socket.create_server((host, 0), backlog=4096) as listener:
-        port = listener.getsockname()[1]
-        server = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=TIMEOUT,
-            master_listen_fd=os.dup(listener.fileno()),  # the store closes its own copy
-        )
-    channel.send({"type": "store", "host": host, "port": server.port})
-    while channel.recv() is not None:
-        pass

@@ -44,7 +44,7 @@ WORKER = "phalanx.train.worker:main"
 KEEPER = "phalanx.checkpoint.keeper:main"
 ENTRIES = Entries(
     worker=WORKER,
-    store="phalanx.parallel.groups:serve_store",
+    store="phalanx.gate.meeting:serve",
     data="phalanx.data.service:main",
     preload=(WORKER.replace(":main", ":prepare"),),
 )

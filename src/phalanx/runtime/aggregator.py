@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import ssl
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
 from phalanx.control.messages import EVERYONE
+from phalanx.gate.hub import Hub, Item
 from phalanx.runtime import kernel
 from phalanx.runtime.reports import Folder
 from phalanx.runtime.secret import Identity, Secret, load_secret
-from phalanx.runtime.transport import Link, Loop, Server, Session
+from phalanx.runtime.transport import Link, Loop, Server, Session, key_of
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 BEAT_S = 5.0
@@ -41,20 +41,27 @@ MERGED = ("Formed", "Parted")  # what all replicas say at once
 COLUMNS = ("replicas", "worlds")  # of those
 
 #: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's. `said`: for the
-#: run's record. From one that would join (its role is "joiner"): which node it is, and what it has.
+#: run's record. From one that would join (its incarnation is 0): which code it runs, and what it has.
 REPORTS: Schemas = {
     "beat": {"visit": int, "generation": int, "step": int, "counter": int, "step_ns": int},
     "event": {"event": dict},
     "said": {"upto": int, "items": list},
-    "join": {"node": str, "life": str, "version": str, "about": dict},
+    "join": {"life": str, "version": str, "about": dict},
+    "store": {"items": list},  # of `gate.hub`, told both ways
 }
 #: To an agent. `lease`: how long it may train after the beat that this answers.
-COMMANDS: Schemas = {"command": {"command": dict}, "lease": {"ns": int}, "recorded": {"upto": int}}
+COMMANDS: Schemas = {
+    "command": {"command": dict},
+    "lease": {"ns": int},
+    "recorded": {"upto": int},
+    "store": {"items": list},
+}
 #: To one that would join. `final`: it need not ask again.
 WELCOME: Schemas = {"serve": {"incarnation": int, "spec": dict}, "refused": {"reason": str, "final": bool}}
-#: To the controller: reports are posted, summaries, pings and joins told.
+#: To the controller: reports are posted; summaries, pings, joins and what groups meet by are told.
 PASSED: Schemas = {
     "joins": {"items": list},
+    "store": {"items": list},
     "reports": {"items": list},
     "ping": {"sent_ns": int},
     "summary": {"nodes": int, "suspect": int, "steps": list, "behind": list, "step_ns": list, "slowest": str},
@@ -72,9 +79,29 @@ ORDERS: Schemas = {
     "lease": {"ns": int, "sent_ns": int},
     "spec": {"spec": dict, "recorder": list},
     "admitted": {"items": list},
+    "store": {"items": list},
 }
 #: `nodes`: ["*"] for all that are here; `own`: what some of them are told beside the rest.
 _ORDER: Schemas = {"command": {"nodes": list, "command": dict, "own": dict}}
+
+
+class Sending:
+    """What hubs say to those below them, in one message for each and round of the loop."""
+
+    def __init__(self, loop: Loop, session_of: Callable[[str], Session | None]):
+        self._loop, self._session_of = loop, session_of
+        self._items: dict[str, list[Item]] = {}
+
+    def add(self, name: str, item: Item) -> None:
+        if not self._items:
+            self._loop.after(0.0, self._send)
+        self._items.setdefault(name, []).append(item)
+
+    def _send(self) -> None:
+        items, self._items = self._items, {}
+        for name, said in items.items():
+            if session := self._session_of(name):
+                session.tell({"type": "store", "items": said}, must=True)
 
 
 class Aggregator:
@@ -88,7 +115,6 @@ class Aggregator:
         controllers: list[tuple[str, int]],
         host: str = "127.0.0.1",
         port: int = 0,
-        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,  # as a server, as a client
         seed: int = 0,
         beat_s: float = BEAT_S,
         recorder: tuple[str, int] | None = None,  # a relay before the one that the controller names
@@ -105,11 +131,13 @@ class Aggregator:
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
         self._spec: Message = {}  # what an agent is told to serve; its `version` is that of the code
         self._joins: list[Message] = []
-        self._secret, self._me, self._tls = secret, me, tls
+        self._secret, self._me = secret, me
         self.folder = Folder(loop)
-        ours, theirs = tls or (None, None)
+        self._above: list[Item] = []  # for the hub of the controller
+        self._below = Sending(loop, lambda name: self.server.sessions.get(name))
+        self.hub = Hub(self._below.add, self._raise)
         self.server = Server(
-            loop, secret, me, REPORTS, self._reported, on_close=self._ended, host=host, port=port, tls=ours
+            loop, secret, me, REPORTS, self._reported, on_close=self._ended, host=host, port=port, roles=("agent",)
         )
         self.link = Link(
             loop,
@@ -120,7 +148,6 @@ class Aggregator:
             self._ordered,
             on_open=self._found,
             on_ack=self._acked,
-            tls=theirs,
             seed=seed,
             retry_s=beat_s,  # a controller that is back must hear of the nodes before it takes them for dead
         )
@@ -141,8 +168,8 @@ class Aggregator:
 
     def _reported(self, agent: Session, number: int, body: Message) -> None:
         node, incarnation = agent.peer.name, agent.peer.incarnation
-        if (body["type"] == "join") != (agent.peer.role == "joiner"):
-            raise WireError(f"{body['type']} from a peer with the role {agent.peer.role!r}")
+        if (body["type"] == "join") != (incarnation == 0):
+            raise WireError(f"{body['type']} from incarnation {incarnation}")
         if body["type"] == "join":
             self._join(agent, body)
         elif body["type"] == "said":
@@ -154,6 +181,9 @@ class Aggregator:
             left_ns = self._lease_ns - time.monotonic_ns()
             if left_ns > 0:
                 agent.tell({"type": "lease", "ns": left_ns})
+        elif body["type"] == "store":
+            for item in body["items"]:
+                self.hub.take(node, item)
         else:
             about = {"node": node, "incarnation": incarnation, "number": number, "event": body["event"]}
             self._gather({"type": "event", **about}, agent)
@@ -170,7 +200,7 @@ class Aggregator:
             return
         if not self._joins:
             self._loop.after(BUNDLE_S, self._pass_joins)
-        self._joins.append({"from": agent.peer.name, **{key: body[key] for key in ("node", "life", "about")}})
+        self._joins.append({"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}})
 
     def _pass_joins(self) -> None:
         joins, self._joins = self._joins, []
@@ -178,7 +208,7 @@ class Aggregator:
 
     def _admitted(self, items: list[Message]) -> None:
         for item in items:
-            agent = self.server.sessions.get(str(item.pop("from")))
+            agent = self.server.sessions.get(key_of(Identity("agent", str(item.pop("node")), 0)))
             if agent:
                 agent.tell({**item, "spec": self._spec} if item.get("type") == "serve" else item)
 
@@ -186,10 +216,9 @@ class Aggregator:
         self._spec = spec
         if (recorder or self._recorder) and not self.folder.upstream:
             at = [self._recorder or (str(recorder[0]), int(recorder[1]))]
-            tls = self._tls[1] if self._tls else None
             refuse = lambda session, number, body: None  # noqa: E731  (it says nothing)
             self.folder.upstream = Link(
-                self._loop, self._secret, self._me, at, {}, refuse, on_ack=self.folder.acked, tls=tls, retry_s=PING_S
+                self._loop, self._secret, self._me, at, {}, refuse, on_ack=self.folder.acked, retry_s=PING_S
             )
 
     # -- who is there
@@ -198,6 +227,17 @@ class Aggregator:
         """The controller may have taken all nodes here for lost."""
         self._post(self.liveness.all(self._now_ns()))
         self.link.tell({"type": "ping", "sent_ns": time.monotonic_ns()})
+        self.hub.resync()
+
+    def _raise(self, item: Item) -> None:
+        """Gather what goes up: all ranks of a gang meet at once."""
+        if not self._above:
+            self._loop.after(BUNDLE_S, self._send_above)
+        self._above.append(item)
+
+    def _send_above(self) -> None:
+        items, self._above = self._above, []
+        self.link.tell({"type": "store", "items": items}, must=True)
 
     def _ping(self) -> None:
         if not self._closed:
@@ -206,9 +246,10 @@ class Aggregator:
 
     def _ended(self, agent: Session) -> None:
         """A connection is lost. An agent that lives is back before its next beat is due."""
-        if agent.peer.role == "joiner":
-            self.server.forget(agent.peer.name)
+        if not agent.peer.incarnation:
+            self.server.forget(key_of(agent.peer))
             return
+        self.hub.lose(agent.peer.name)
         seen = self.liveness.nodes.get(agent.peer.name)
         if seen and not self._closed:
             found = (agent.peer.name, agent.peer.incarnation, seen.visit)
@@ -237,6 +278,10 @@ class Aggregator:
                 if known is None or known.incarnation < incarnation:
                     self.liveness.expect(node, incarnation, self._now_ns())
             return
+        if body["type"] == "store":
+            for item in body["items"]:
+                self.hub.hear(item)
+            return
         if body["type"] == "lease":
             self._lease_ns = max(self._lease_ns, body["sent_ns"] + body["ns"])
             return
@@ -249,7 +294,7 @@ class Aggregator:
         for item in body["items"]:
             order, sessions = check(item, _ORDER), self.server.sessions
             for node in [*sessions] if tuple(order["nodes"]) == EVERYONE else order["nodes"]:
-                if node in sessions and sessions[node].peer.role == "agent":  # others have moved, or are to join
+                if node in sessions and sessions[node].peer.incarnation:  # others have moved, or are to join
                     command = {**order["command"], **order["own"].get(node, {})}
                     sessions[node].post({"type": "command", "command": command})
 

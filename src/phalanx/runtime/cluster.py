@@ -25,6 +25,8 @@ from phalanx.control.policy import Policy, S, beat_ns
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import num_nodes
+from phalanx.gate.proof import KEY_BYTES
+from phalanx.gate.tls import Certificate, is_loopback
 from phalanx.observe import fold
 from phalanx.runtime import controller, inventory, logs
 from phalanx.runtime.launch import HAND, AgentProcess, Where, start_agent
@@ -262,15 +264,15 @@ class Cluster:
 
     def _spec(self, begin: Begin) -> dict[str, Any]:
         """What all nodes are told of the run."""
-        e, c, layout, token = self.entries, self.job.checkpoint, self.job.layout, secrets.token_hex(16)
+        e, c, layout, peers = self.entries, self.job.checkpoint, self.job.layout, self._peers()
         worker_args = {
             "job": self.job.to_dict(),
-            "token": secrets.token_hex(16),
+            "peers": peers,
             "resume": begin.place,
             "ledger": begin.ledger,
             "checkpoints": self.checkpoints,
             "facts": self.facts,
-            "keeper": {"run": self.mark, "token": token},
+            "keeper": {"run": self.mark},
         }
         services: dict[str, Any] = {"store": {"entry": e.store, "args": {}}}
         if e.data:
@@ -281,7 +283,7 @@ class Cluster:
                 "ranks": layout.ranks_per_node or layout.world_size,
                 "keep_last": c.keep_last,
                 "keep_every": c.keep_every,
-                "token": token,
+                "peers": peers,
                 "run": self.mark,
                 "has_buddy": policy_of(self.job, True, self.num_nodes).buddies,
             }
@@ -297,6 +299,11 @@ class Cluster:
             "services": services,
             "limits": {},
         }
+
+    def _peers(self) -> dict[str, str]:
+        """What ranks and keepers share to hand state to each other; none of it is known outside the run."""
+        beyond = not is_loopback(self.host)
+        return {"key": secrets.token_hex(KEY_BYTES), "certificate": Certificate.make().pem if beyond else ""}
 
     def close(self) -> None:
         if self._link:

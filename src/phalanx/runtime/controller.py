@@ -36,8 +36,9 @@ from phalanx.control.liveness import DEAD, Liveness, Orphans, Roster
 from phalanx.control.messages import Command, Event, Form
 from phalanx.core.errors import UserError
 from phalanx.core.store import sync_folder
+from phalanx.gate.hub import Hub
 from phalanx.runtime import kernel
-from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, PING_S, Aggregator
+from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, PING_S, Aggregator, Sending
 from phalanx.runtime.journal import Entry, Fenced, Journal, JournalError
 from phalanx.runtime.secret import READ, Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
@@ -236,7 +237,9 @@ class Controller:
             on_close=self._closed,
             host=host,
             port=port or old["port"],
+            roles=("aggregator", "user"),
         )
+        self.hub = Hub(Sending(self.loop, self.server.sessions.get).add)
         self.aggregator: Aggregator | None = None
         if aggregate:
             near = Identity("aggregator", "local", self.journal.term)
@@ -329,6 +332,7 @@ class Controller:
         if session.peer.role == "user":
             self.server.forget(session.peer.name)
         elif session.peer.role == "aggregator":
+            self.hub.lose(session.peer.name)
             self._lose_home(session.peer.name)
         self._seen_steps.pop(session.peer.name, None)
 
@@ -373,6 +377,9 @@ class Controller:
             session.tell({"type": "lease", "ns": self.gang.policy.lease_ns, "sent_ns": body["sent_ns"]})
         elif kind == "joins":
             session.tell({"type": "admitted", "items": [self._admit(item) for item in body["items"]]})
+        elif kind == "store":
+            for item in body["items"]:
+                self.hub.take(session.peer.name, item)
         elif kind == "summary":
             self._seen_steps[session.peer.name] = body["steps"][1]
         elif kind == "status":
@@ -383,7 +390,7 @@ class Controller:
 
     def _admit(self, join: Message) -> Message:
         """Give a node that joins its incarnation: greater than all before it, whoever had its name."""
-        node, life, about, asker = str(join["node"]), str(join["life"]), join["about"], {"from": join["from"]}
+        node, life, about, asker = str(join["node"]), str(join["life"]), join["about"], {"node": join["node"]}
         known, before = self.gang.members.nodes.get(node), self._joined.get(node, ("", ""))
         address = str(about.get("address"))
         if known and not known.dead and before[0] not in ("", life) and before[1] != address:

@@ -3,13 +3,12 @@ what to serve. It asks until it is answered; a refusal that asking again cannot 
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.gate.proof import Identity, Keys
 from phalanx.runtime import kernel
 from phalanx.runtime.aggregator import WELCOME
-from phalanx.runtime.secret import Identity, Secret
 from phalanx.runtime.spawner import Stop
 from phalanx.runtime.transport import Link, Loop, Session
 from phalanx.runtime.wire import Message
@@ -37,16 +36,17 @@ class Joiner:
     def __init__(
         self,
         loop: Loop,
-        secret: Secret,
+        secret: Keys,
+        name: str,
         addresses: list[tuple[str, int]],
         about: dict[str, Any],
         on_served: Callable[[int, Message], object],
         give_up_s: float,
     ):
-        """`about`: node, life, version and about, as REPORTS in `runtime.aggregator` has them."""
+        """`about`: life, version and about, as REPORTS in `runtime.aggregator` has them."""
         self._about, self._on_served, self._said = about, on_served, ""
         self._loop, self._done = loop, False
-        me = Identity("joiner", f"{about['node']}/{secrets.token_hex(4)}", 1)
+        me = Identity("agent", name, 0)
         opened = lambda session: self._ask()  # noqa: E731
         self._link = Link(loop, secret, me, addresses, WELCOME, self._answered, on_open=opened, retry_s=AGAIN_S)
         loop.after(AGAIN_S, self._again)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from phalanx.core.errors import UserError
 from phalanx.runtime import kernel
-from phalanx.runtime.secret import Secret
+from phalanx.runtime.secret import Secret, token_text, write_token
 
 LOCAL, SSH, HAND = "local", "ssh", "hand"
 CLOSE_S = 5.0
@@ -61,9 +61,9 @@ class AgentProcess:
     """`phalanx agent`, started here. It ends with this process, and everything below it does.
 
     `proves`: the process is of this machine, and all that it starts holds the writing end of a pipe: at its end the
-    last of them is gone. Of an ssh client nothing is known but its own end."""
+    last of them is gone. Of an ssh client nothing is known but its own end. `token`: written to its standard input."""
 
-    def __init__(self, command: Sequence[str], secret: Secret | None, log: Path, env: dict[str, str], proves: bool):
+    def __init__(self, command: Sequence[str], token: str, log: Path, env: dict[str, str], proves: bool):
         self._lifeline, held = os.pipe()
         with log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -79,9 +79,9 @@ class AgentProcess:
         self.log, self.proves = log, proves
         self.running: dict[int, int] = {}  # worker -> pid
         assert self.process.stdin
-        if secret:
+        if token:
             with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.write(secret.key.hex().encode() + b"\n")
+                self.process.stdin.write(f"{token}\n".encode())
                 self.process.stdin.flush()
         self._pidfd = os.pidfd_open(self.process.pid)
 
@@ -137,10 +137,11 @@ def start_agent(
     prefix = where.hosts.get(name, ())
     if where.is_one_machine:
         folder = run_dir / "control" / name
-        command += ["--secret", str(secret.path), "--dir", str(folder), "--logs", str(logs / name), "--shared"]
+        token = write_token(folder / "token", secret, "agent", name)
+        command += ["--secret", str(token), "--dir", str(folder), "--logs", str(logs / name), "--shared"]
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         whole = {**os.environ, **env, "PYTHONPATH": path}
-        return AgentProcess([*prefix, *command], None, logs / f"{name}.log", whole, proves=True)
+        return AgentProcess([*prefix, *command], "", logs / f"{name}.log", whole, proves=True)
     there = shlex.join([*command, "--secret", "-"])
     start = [*prefix, there] if prefix else [*SSH_COMMAND, name, there]
-    return AgentProcess(start, secret, logs / f"{name}.log", dict(os.environ), proves=False)
+    return AgentProcess(start, token_text(secret, "agent", name), logs / f"{name}.log", dict(os.environ), proves=False)

@@ -36,7 +36,7 @@ from phalanx.runtime.hosting import Host
 from phalanx.runtime.joining import Joiner, Refusal
 from phalanx.runtime.logs import Logs
 from phalanx.runtime.reports import Reporter
-from phalanx.runtime.secret import READ, Identity, Secret, load_secret, read_secret
+from phalanx.runtime.secret import READ, Identity, Keys, load_keys, read_token
 from phalanx.runtime.spawner import Spawner, Stop, Worker
 from phalanx.runtime.transport import Link, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
@@ -66,7 +66,7 @@ SPEC: Schemas = {
 }
 #: The first words of services.
 FIRST: Schemas = {
-    "store": {"host": str, "port": int},
+    "store": {"address": str},
     "data": {"address": str},
     "keeper": {"address": str, "port": int},
 }
@@ -101,7 +101,7 @@ class Options:
     """How a node was started."""
 
     join: list[tuple[str, int]]
-    secret: Secret
+    secret: Keys
     name: str
     folder: Path  # for its own files; logs of its processes are there, too, unless `logs` says otherwise
     logs: Path | None = None  # in the run's record, if that is on this host
@@ -147,8 +147,9 @@ class Node(Host):
 
     def _join(self) -> None:
         self._joining = True
-        about = {"node": self.name, "life": self.life, "version": inventory.version(), "about": self.about}
-        Joiner(self.loop, self.options.secret, self.options.join, about, self._served, self.options.give_up_s)
+        about = {"life": self.life, "version": inventory.version(), "about": self.about}
+        o = self.options
+        Joiner(self.loop, o.secret, self.name, o.join, about, self._served, o.give_up_s)
 
     def _served(self, incarnation: int, spec: Message) -> None:
         self._granted, self._joining = incarnation, False
@@ -319,6 +320,8 @@ class Node(Host):
         assert self.agent
         self._tell_beat()  # before anything else: it says where this node can be reached
         self.reporter.opened()
+        assert self.spawner
+        self.spawner.send(machine.SERVICES["store"], {"type": "resync"})
         self.agent.connected(time.monotonic_ns())
         self._act()
 
@@ -364,6 +367,10 @@ class Node(Host):
         if body["type"] == "recorded":
             self.reporter.recorded(body["upto"])
             return
+        if body["type"] == "store":
+            assert self.spawner
+            self.spawner.send(machine.SERVICES["store"], body)
+            return
         if body["type"] == "lease":
             until_ns = self._sent_ns + body["ns"]
             self.agent.renew(time.monotonic_ns(), until_ns)
@@ -406,6 +413,10 @@ class Node(Host):
         now_ns, kind, service = time.monotonic_ns(), body.get("type"), NAMES.get(w.number, "")
         if service and kind == service:
             self.agent.service_said(now_ns, service, check(body, FIRST))
+        elif service == "store" and kind == "relay":
+            if self.link:
+                self.link.tell({"type": "store", "items": body["items"]}, must=True)
+            return
         elif service and kind == "error" and body.get("kind") == UserError.__name__ and not self.agent.incarnation:
             raise Refusal(f"this node may not join: {body.get('text')}")
         elif service and kind == "error":
@@ -464,7 +475,9 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 when the run is over or its starter gone, 2 when it may not join."""
     parser = argparse.ArgumentParser(prog="phalanx agent", description="Join a run, and do what its controller says.")
     parser.add_argument("--join", required=True, metavar="HOST:PORT[,...]", help="where the controller takes agents in")
-    parser.add_argument("--secret", required=True, metavar="FILE", help="the run's secret; -: a line of standard input")
+    parser.add_argument(
+        "--secret", required=True, metavar="FILE", help="the run's secret, or this node's token; -: on standard input"
+    )
     parser.add_argument("--name", default="", help="of this node, in the run (default: the host's name)")
     parser.add_argument("--dir", type=Path, help="for its files and logs (default: a temporary folder)")
     parser.add_argument("--logs", type=Path, help="write logs there: the run's record is on this host")
@@ -476,7 +489,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with contextlib.ExitStack() as stack:
         try:
-            secret = read_secret(0) if args.secret == STDIN else load_secret(Path(args.secret), create=False)
+            secret = read_token(0) if args.secret == STDIN else load_keys(Path(args.secret))
             join = [inventory.parse_address(each, "--join") for each in args.join.split(",")]
             folder = args.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-")))
             name = args.name or socket.gethostname()

@@ -14,27 +14,22 @@ outbox: its session is forgotten and it must connect anew.
 from __future__ import annotations
 
 import errno
-import heapq
-import math
 import os
 import random
-import selectors
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from phalanx.runtime.secret import READ, WRITE, Identity, Refused, Secret, Secure, body_of
+from phalanx.gate.loop import READ, WRITE, Loop
+from phalanx.gate.porch import HANDSHAKE_S, Porch, dialled
+from phalanx.gate.proof import Identity, Keys, Refused
+from phalanx.runtime.secret import Secure, body_of
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
-HANDSHAKE_S = 5.0
-MAX_STRANGERS = 64  # who have proven nothing yet, at a time
-MOMENT_S = 0.25  # enough for a handshake; who takes longer makes way when there are too many
 OUTBOX_BYTES = 64 << 20  # posted and not acknowledged
 WINDOW_BYTES = 1 << 20  # given to a connection and not yet taken by the kernel
-DEAD_S = 15  # a connection on which the other host answers nothing
 BACKOFF_S = (0.05, 5.0)  # between attempts to connect: first, and at most
 
 _ENVELOPES: Schemas = {
@@ -43,69 +38,6 @@ _ENVELOPES: Schemas = {
     "post": {"seq": int, "body": dict},
     "tell": {"body": dict},
 }
-
-
-class _Tls:
-    """A TLS socket that says "not now" and "it is gone" as a plain one does."""
-
-    def __init__(self, sock: ssl.SSLSocket):
-        self._sock = sock
-        self.must_read_first = False  # to send, it waits for the peer
-        self.setblocking, self.fileno = sock.setblocking, sock.fileno
-        self.shutdown, self.close = sock.shutdown, sock.close
-
-    def recv(self, size: int) -> bytes:
-        return self._translated(lambda: self._sock.recv(size))
-
-    def send(self, data: memoryview) -> int:
-        self.must_read_first = False
-        return self._translated(lambda: self._sock.send(data))
-
-    def _translated(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-            self.must_read_first = isinstance(error, ssl.SSLWantReadError)
-            raise BlockingIOError from None
-        except ssl.SSLCertVerificationError as error:
-            raise Refused(f"its certificate does not hold: {error.verify_message}") from None
-        except ssl.SSLError as error:
-            raise ConnectionResetError(str(error)) from None
-
-
-class Loop:
-    """One selector and one list of timers for all that a process does. A source's callback is given its events."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._timers: list[tuple[float, int, Callable[[], object]]] = []
-        self._count = 0
-
-    def turn(self, timeout_s: float = math.inf) -> None:
-        now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
-        wait = min(timeout_s, self._timers[0][0] - now if self._timers else math.inf)
-        known = self._selector.get_map()
-        for key, mask in self._selector.select(None if wait == math.inf else max(0.0, wait)):
-            found = known.get(key.fd)
-            if found and found.fileobj is key.fileobj:  # else a callback of this round has ended it
-                key.data(mask)
-
-    def after(self, seconds: float, callback: Callable[[], object]) -> None:
-        self._count += 1
-        heapq.heappush(self._timers, (time.monotonic() + seconds, self._count, callback))
-
-    def watch(self, source: Any, mask: int, callback: Callable[[int], object] | None = None) -> None:
-        """Mask 0: no more."""
-        key = self._selector.get_map().get(source)
-        if key is None:
-            if mask:
-                self._selector.register(source, mask, callback)
-        elif mask:
-            self._selector.modify(source, mask, callback)
-        else:
-            self._selector.unregister(source)
 
 
 class Outbox:
@@ -164,9 +96,9 @@ class Session:
         self.pump()
         return number
 
-    def tell(self, body: Message) -> bool:
-        """Whether there is a connection that takes it."""
-        if self.conn is None or self.conn.pending_bytes >= WINDOW_BYTES:
+    def tell(self, body: Message, must: bool = False) -> bool:
+        """Whether there is a connection that takes it. `must`: it is lost only with the connection."""
+        if self.conn is None or (not must and self.conn.pending_bytes >= WINDOW_BYTES):
             return False
         self.conn.push({"type": "tell", "body": body})
         return True
@@ -206,19 +138,25 @@ class Session:
         return None
 
 
+def key_of(peer: Identity) -> str:
+    """By what a server knows a session. A peer that is to be given its incarnation stands beside that of its name."""
+    return peer.name if peer.incarnation else f"{peer.name} joins"
+
+
 Handler = Callable[[Session, int, Message], object]
 Hook = Callable[[Session], object]
 
 
 class Server:
-    """Listens on loopback unless told otherwise. Its messages go to `on_message(session, number, body)`, and whoever
-    was given a number acknowledges it with `session.ack`. `on_open` and `on_close` hear of connections. `positions`:
-    what an earlier process had acknowledged, as its `positions()` said."""
+    """Listens on loopback unless told otherwise; elsewhere under TLS (`encrypt` None). Its messages go to
+    `on_message(session, number, body)`, which acknowledges a number with `session.ack`. `on_open` and `on_close` hear
+    of connections. `roles`: those that are let in; none: all. `positions`: what an earlier process had acknowledged, as
+    its `positions()` said."""
 
     def __init__(
         self,
         loop: Loop,
-        secret: Secret,
+        secret: Keys,
         me: Identity,
         schemas: Schemas,
         on_message: Handler,
@@ -226,7 +164,8 @@ class Server:
         on_close: Hook = lambda session: None,
         host: str = "127.0.0.1",
         port: int = 0,
-        tls: ssl.SSLContext | None = None,
+        roles: tuple[str, ...] = (),
+        encrypt: bool | None = None,
         positions: dict[str, tuple[int, int]] | None = None,
         handshake_s: float = HANDSHAKE_S,
     ):
@@ -235,15 +174,10 @@ class Server:
         self.sessions: dict[str, Session] = {}
         for name, (incarnation, seq) in (positions or {}).items():
             self.sessions[name] = Session(Identity("", name, incarnation), received=seq)
-        self._loop, self._secret, self._schemas, self._tls = loop, secret, schemas, tls
-        self._on_message, self._on_open, self._on_close, self._handshake_s = on_message, on_open, on_close, handshake_s
-        self._strangers: dict[Secure, float] = {}  # when they came, the oldest first
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=1024)
-        self._listener.setblocking(False)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._paused = False
-        loop.watch(self._listener, READ, self._accept)
+        self._loop, self._secret, self._schemas, self._roles = loop, secret, schemas, roles
+        self._on_message, self._on_open, self._on_close = on_message, on_open, on_close
+        self._porch = Porch(loop, host, port, self._greet, self._drop, encrypt, handshake_s=handshake_s)
+        self.address = self._porch.address
 
     def positions(self) -> dict[str, tuple[int, int]]:
         return {name: (s.peer.incarnation, s.acked) for name, s in self.sessions.items()}
@@ -256,51 +190,12 @@ class Server:
             self._drop(conn)
 
     def close(self) -> None:
-        self._loop.watch(self._listener, 0)
-        self._listener.close()
-        for conn in [*self._strangers, *(s.conn for s in self.sessions.values() if s.conn)]:
+        self._porch.close()
+        for conn in [*self._porch.strangers, *(s.conn for s in self.sessions.values() if s.conn)]:
             self._drop(conn)
 
-    def _accept(self, mask: int) -> None:
-        for _ in range(MAX_STRANGERS - len(self._strangers)):
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    break
-                continue  # that one is gone again
-            try:
-                tune(sock)
-                channel: Any = sock
-                if self._tls:
-                    channel = _Tls(self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
-                conn = Secure(self._loop.watch, channel, self._secret, self.me, True, self._on_event)
-            except OSError:
-                sock.close()
-                continue
-            self._strangers[conn] = time.monotonic()
-            self._loop.after(self._handshake_s, partial(self._expire, conn))
-        self._paused = True  # whoever else wants to connect waits with the kernel
-        self._loop.watch(self._listener, 0)
-        self._loop.after(MOMENT_S, self._make_room)
-
-    def _make_room(self) -> None:
-        """Who came a moment ago and has proven nothing makes way for those who wait."""
-        now = time.monotonic()
-        for conn in [conn for conn, since in self._strangers.items() if now >= since + MOMENT_S]:
-            self._drop(conn, "it has proven nothing while others waited")
-        self._resume()
-
-    def _resume(self) -> None:
-        if self._paused and self._listener.fileno() >= 0:
-            self._paused = False
-            self._loop.watch(self._listener, READ, self._accept)
-
-    def _expire(self, conn: Secure) -> None:
-        if conn in self._strangers:
-            self._drop(conn, "it has proven nothing in time")
+    def _greet(self, channel: Any) -> Secure:
+        return Secure(self._loop.watch, channel, self._secret, self.me, True, self._on_event)
 
     def _on_event(self, conn: Secure, mask: int) -> None:
         if conn.fileno() < 0:
@@ -323,18 +218,19 @@ class Server:
     def _admit(self, conn: Secure) -> Session:
         """The session that a proven connection belongs to."""
         assert conn.peer
-        session = self.sessions.get(conn.peer.name)
+        session = self.sessions.get(key_of(conn.peer))
         if session and session.conn is conn:
             return session
+        if self._roles and conn.peer.role not in self._roles:  # it may have the name of somebody else
+            raise Refused(f"{conn.peer.name} is a {conn.peer.role}: expected {' or '.join(self._roles)}")
         if session and conn.peer.incarnation < session.peer.incarnation:
             raise Refused(f"{conn.peer.name} has a later incarnation than {conn.peer.incarnation}")
-        del self._strangers[conn]
-        self._resume()
+        self._porch.leave(conn)
         if session and session.conn:
             self._drop(session.conn)
         if session is None or conn.peer.incarnation > session.peer.incarnation:
-            forget = partial(self.forget, conn.peer.name)
-            session = self.sessions[conn.peer.name] = Session(conn.peer, on_overflow=forget)
+            forget = partial(self.forget, key_of(conn.peer))
+            session = self.sessions[key_of(conn.peer)] = Session(conn.peer, on_overflow=forget)
         session.peer = conn.peer
         session.attach(conn)
         self._on_open(session)
@@ -343,12 +239,11 @@ class Server:
     def _drop(self, conn: Secure, reason: str = "") -> None:
         if conn.fileno() < 0:
             return
-        if self._strangers.pop(conn, None):
-            self._resume()
+        self._porch.leave(conn)
         if reason:
             self.refused, self.trouble = self.refused + 1, reason
         conn.close()
-        session = self.sessions.get(conn.peer.name) if conn.peer else None
+        session = self.sessions.get(key_of(conn.peer)) if conn.peer else None
         if session and session.conn is conn:
             session.conn = None
             self._on_close(session)
@@ -362,7 +257,7 @@ class Link:
     def __init__(
         self,
         loop: Loop,
-        secret: Secret,
+        secret: Keys,
         me: Identity,
         addresses: list[tuple[str, int]],
         schemas: Schemas,
@@ -370,7 +265,7 @@ class Link:
         on_open: Hook = lambda session: None,
         on_close: Hook = lambda session: None,
         on_ack: Callable[[int], object] = lambda number: None,
-        tls: ssl.SSLContext | None = None,
+        encrypt: bool | None = None,
         seed: int = 0,
         handshake_s: float = HANDSHAKE_S,
         retry_s: float = BACKOFF_S[1],
@@ -379,7 +274,7 @@ class Link:
         self.session: Session | None = None  # while there is a connection
         self.visits = 0  # connections so far
         self.trouble = ""  # why the last one ended
-        self._loop, self._secret, self._schemas, self._tls = loop, secret, schemas, tls
+        self._loop, self._secret, self._schemas, self._encrypt = loop, secret, schemas, encrypt
         self._on_message, self._on_open, self._on_close, self._on_ack = on_message, on_open, on_close, on_ack
         self._handshake_s, self._retry_s = handshake_s, min(retry_s, BACKOFF_S[1])
         self._dice = random.Random(seed)  # noqa: S311  (it spreads load, it keeps no secret)
@@ -394,8 +289,8 @@ class Link:
         """Its number."""
         return self.session.post(body) if self.session else self.outbox.post(body)
 
-    def tell(self, body: Message) -> bool:
-        return self.session is not None and self.session.tell(body)
+    def tell(self, body: Message, must: bool = False) -> bool:
+        return self.session is not None and self.session.tell(body, must)
 
     def flush(self, timeout_s: float) -> None:
         """Turn the loop until all that was posted is acknowledged. TimeoutError."""
@@ -445,14 +340,10 @@ class Link:
         assert self._sock
         self._loop.watch(self._sock, 0)
         code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        channel: Any = self._sock
         try:
             if code:
                 raise OSError(code, os.strerror(code))
-            tune(self._sock)
-            if self._tls:
-                host = self._address[0]
-                channel = _Tls(self._tls.wrap_socket(self._sock, do_handshake_on_connect=False, server_hostname=host))
+            channel = dialled(self._sock, self._encrypt)
             self._conn = Secure(self._loop.watch, channel, self._secret, self.me, False, self._on_event)
         except (OSError, WireError) as error:
             self._end(f"{self._address}: {error}")
@@ -512,12 +403,3 @@ class Link:
         if session:
             session.conn = None
             self._on_close(session)
-
-
-def tune(sock: socket.socket) -> None:
-    """Small messages go at once, and a host that vanished without a word is noticed."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", DEAD_S // 3), ("TCP_KEEPINTVL", DEAD_S // 3), ("TCP_KEEPCNT", 2)):
-        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_S * 1000)

@@ -12,16 +12,14 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.core.errors import WireError
+
 LIMIT_BYTES = 64 << 20
 _SLACK_BYTES = 64 << 10  # a relayed body travels in an envelope
 _LENGTH = struct.Struct(">I")
 
 Message = dict[str, Any]
 Schemas = dict[str, dict[str, type | tuple[type, ...]]]
-
-
-class WireError(ValueError):
-    """A peer sent what the protocol does not allow."""
 
 
 def check(message: object, schemas: Schemas) -> Message:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from phalanx.core.errors import UserError
 from phalanx.parallel.device import Device
-from phalanx.parallel.groups import TIMEOUT, connect_store
+from phalanx.parallel.rendezvous import TIMEOUT, MeetingStore
 from phalanx.plan.cost.measurements import FORMAT
 
 SAMPLE_S = 2e-3  # a sample repeats a short call until it lasts as long: clocks and launches have a price
@@ -206,7 +206,7 @@ def main(channel: Any, args: dict[str, Any]) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     device = Device.pick(args["device"], rank, ranks)
     if ranks > 1:
-        store = dist.PrefixStore("calibrate", connect_store(args["store"]["host"], args["store"]["port"]))
+        store = MeetingStore(args["store"], ("calibrate", 1))
         dist.init_process_group(device.backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
 
     def tell(section: str, done: int, total: int) -> None:

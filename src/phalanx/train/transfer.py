@@ -1,5 +1,5 @@
-"""A state, from a worker that has it to one that takes a place at the same coordinate: over TCP, a token first, then
-the step, the random numbers and the bytes of every tensor, each followed by its hash.
+"""A state, from a worker that has it to one that takes a place at the same coordinate: over a proven connection
+(`gate.peers`) come the step, the random numbers and the bytes of every tensor, each followed by its hash.
 
 The giver's thread reads the state while the giver forms its groups. It is `offered` from the moment at which it is that
 of the step that the generation goes on from, until `withdraw`, before the next update.
@@ -7,10 +7,7 @@ of the step that the generation goes on from, until `withdraw`, before the next 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import hmac
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,30 +16,23 @@ import torch
 import xxhash
 from torch import Tensor
 
-from phalanx.checkpoint.buddy import fill as fill_room
-from phalanx.checkpoint.buddy import receive, send
 from phalanx.checkpoint.torch_state import as_bytes, content_sum, rng_state, set_rng_state
 from phalanx.core.checkpoint import BadCheckpoint
+from phalanx.gate.peers import PIECE_BYTES, TIMEOUT_S, Peers, Stream
 from phalanx.parallel.device import Device
 from phalanx.train.state import State
 
-TIMEOUT_S = 60.0
 PATIENCE_S = 10.0  # until the giver has the step
-PIECE_BYTES = 64 << 20
 NAMES_BYTES = 1 << 24  # of the tensors
 
 
 class Giver:
-    """`host`: where it listens."""
-
-    def __init__(self, token: str, device: Device, host: str):
-        self._token, self._device = token, device
+    def __init__(self, peers: Peers, device: Device):
+        self._device = device
         self._offer: tuple[int, int, State] | None = None  # generation, step
         self._changed = threading.Condition()
         self._giving = 0
-        self._listener = socket.create_server((host, 0), backlog=64)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True, name="phalanx-giver").start()
+        self.port = peers.listen(self._serve).port
 
     def offer(self, generation: int, step: int, state: State) -> None:
         with self._changed:
@@ -55,46 +45,29 @@ class Giver:
             self._offer = None
             self._changed.wait_for(lambda: not self._giving, TIMEOUT_S)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                conn, _ = self._listener.accept()
-            except OSError:
+    def _serve(self, conn: Stream) -> None:
+        hello = conn.receive()
+        wanted = (int(hello["generation"]), int(hello["step"]))
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._offer is not None and self._offer[:2] == wanted, PATIENCE_S)
+            if not there or self._offer is None:
+                conn.send({"error": f"it does not have step {wanted[1]} in generation {wanted[0]}"})
                 return
-            try:
-                threading.Thread(target=self._serve, args=(conn,), daemon=True).start()
-            except RuntimeError:  # no more threads can be had: who asks is better off elsewhere
-                conn.close()
-
-    def _serve(self, conn: socket.socket) -> None:
-        with conn, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            conn.settimeout(TIMEOUT_S)
-            hello = receive(conn)
-            if not hmac.compare_digest(str(hello["token"]), self._token):
-                return
-            wanted = (int(hello["generation"]), int(hello["step"]))
+            state = self._offer[2]
+            self._giving += 1
+        try:
+            self._give(conn, state)
+        finally:
             with self._changed:
-                there = self._changed.wait_for(
-                    lambda: self._offer is not None and self._offer[:2] == wanted, PATIENCE_S
-                )
-                if not there or self._offer is None:
-                    send(conn, {"error": f"it does not have step {wanted[1]} in generation {wanted[0]}"})
-                    return
-                state = self._offer[2]
-                self._giving += 1
-            try:
-                self._give(conn, state)
-            finally:
-                with self._changed:
-                    self._giving -= 1
-                    self._changed.notify_all()
+                self._giving -= 1
+                self._changed.notify_all()
 
-    def _give(self, conn: socket.socket, state: State) -> None:
+    def _give(self, conn: Stream, state: State) -> None:
         self._device.use()
         held = state.names()
         sizes = [_bytes_of(state.get(name)) for name in held]
         about = {"rng": rng_state(self._device).hex(), "updates": state.updates, "ledger": state.ledger}
-        send(conn, {"error": "", **about, "names": held, "sizes": sizes})
+        conn.send({"error": "", **about, "names": held, "sizes": sizes})
         for name in held:
             data = as_bytes(state.get(name).detach()).cpu().numpy()
             hasher = xxhash.xxh3_128()
@@ -106,8 +79,8 @@ class Giver:
 
 
 def take(
-    address: str,
-    token: str,
+    peers: Peers,
+    address: tuple[str, int],
     generation: int,
     step: int,
     state: State,
@@ -115,11 +88,10 @@ def take(
     progress: Callable[[], object] = lambda: None,
 ) -> int:
     """Fill `state` with that of `address`, which is at `step`. Returns how many bytes came. BadCheckpoint; OSError."""
-    host, _, port = address.rpartition(":")
     received = 0
-    with socket.create_connection((host, int(port)), TIMEOUT_S) as conn:
-        send(conn, {"token": token, "generation": generation, "step": step})
-        reply = receive(conn, NAMES_BYTES)
+    with peers.dial(address) as conn:
+        conn.send({"generation": generation, "step": step})
+        reply = conn.receive(NAMES_BYTES)
         if reply["error"]:
             raise BadCheckpoint(reply["error"])
 
@@ -132,9 +104,9 @@ def take(
                 direct = room.is_cpu and room.is_contiguous()
                 target = room if direct else torch.empty(room.shape, dtype=room.dtype)
                 view = memoryview(as_bytes(target).numpy())
-                fill_room(conn, view)
+                conn.fill(view)
                 digest = bytearray(16)
-                fill_room(conn, memoryview(digest))
+                conn.fill(memoryview(digest))
                 if xxhash.xxh3_128(view).digest() != digest:
                     raise BadCheckpoint(f"{name} was damaged on its way")
                 if not direct:

@@ -34,12 +34,14 @@ from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.ledger import GENESIS, Record, bits, mean_loss
 from phalanx.data.feed import Feed
+from phalanx.gate.peers import Peers
 from phalanx.model.family import check_family, load_family
 from phalanx.observe.progress import Phase, Reading
 from phalanx.parallel import rails
 from phalanx.parallel.device import Device, Moment, avoid_broken_amx
-from phalanx.parallel.groups import Door, Groups, connect_store, form_cross
+from phalanx.parallel.groups import Door, Groups, form_cross
 from phalanx.parallel.reduce import StepFailed
+from phalanx.parallel.rendezvous import MeetingStore
 from phalanx.parallel.shard import COMPUTE_DTYPE
 from phalanx.train import transfer
 from phalanx.train.batches import Batches
@@ -79,7 +81,8 @@ class Worker:
         coord = job.layout.coord(self.rank)
         self.state = State.create(job, self.family, coord, self.device, self._move)
         self.member = Member(int(args["worker"]), job.train.steps, speaks=job.layout.inside(coord) == 0)
-        self.giver = transfer.Giver(args["token"], self.device, args["host"])
+        self.peers = Peers(**args["peers"], host=args["host"])
+        self.giver = transfer.Giver(self.peers, self.device)
         self.commands = Commands(channel)
         self.groups: Groups | None = None
         self.engine: Engine | None = None
@@ -101,7 +104,7 @@ class Worker:
 
     def serve(self) -> None:
         self._quiet = Phase.idle
-        self.channel.send({"type": "up"})
+        self.channel.send({"type": "up", "port": self.giver.port})
         while (message := self.commands.next()) is not None:
             kind = message["type"]
             if kind == "leave":
@@ -222,7 +225,7 @@ class Worker:
             return
         with contextlib.suppress(ValueError):
             self._settle(step)
-            self._offer(generation, step, connect_store(*_address(message["store"])))
+            self.giver.offer(generation, step, self.state)
 
     def _on_part(self, message: dict[str, Any]) -> None:
         """While it waits. (In a step the thread that hears has ended its waits for others.)"""
@@ -253,15 +256,14 @@ class Worker:
         """The groups and the engine of the replica, which last until something breaks in it."""
         self._leave_world()
         layout, coord = self.job.layout, self.job.layout.coord(self.rank)
-        met = connect_store(*_address(store))
-        self._choose_rail("world", f"w{world}/rails{coord.replica}", met, layout.inside(coord), layout.replica_size)
-        self.groups = Groups.form(
-            met, world, layout, coord, self.device, bool(self.family.experts),
-            self.job.collectives,
-        )  # fmt: skip
+        with contextlib.closing(MeetingStore(store, (f"replica {coord.replica}", world))) as meeting:
+            self._choose_rail("world", meeting, "rails", layout.inside(coord), layout.replica_size)
+            self.groups = Groups.form(
+                meeting, world, layout, coord, self.device, bool(self.family.experts), self.job.collectives
+            )
         self._make_engine()
 
-    def _choose_rail(self, groups: str, scope: str, store: Any, me: int, size: int) -> None:
+    def _choose_rail(self, groups: str, store: Any, scope: str, me: int, size: int) -> None:
         """Agree with those who will be in the groups on a network that all of them have, the preferred first."""
         if len(self.args["rails"]) > 1:
             interface = rails.choose(self.args["rails"], dist.PrefixStore(scope, store), me, size)
@@ -287,21 +289,21 @@ class Worker:
         door = self.commands.door = Door()
         if self.commands.parting >= generation:
             raise StepFailed("the generation was over before it was entered")
-        store, began = connect_store(*_address(form["store"])), time.perf_counter()
+        began = time.perf_counter()
         if source and source.kind == "live":
-            address = store.get(f"g{generation}/state/{source.number}").decode()
             self._wait_for_snapshot()
-            transfer.take(address, self.args["token"], generation, step, self.state, self.device, self._move)
+            transfer.take(self.peers, _address(source.address), generation, step, self.state, self.device, self._move)
         else:
             self._restore(saved, place, source, step)
         if form["gives"]:
-            self._offer(generation, step, store)
+            self.giver.offer(generation, step, self.state)
         self.member.restored(step)
         restored = time.perf_counter()
-        if len(replicas) > 1:
-            scope = f"g{generation}/rails{layout.inside(coord)}"
-            self._choose_rail("cross", scope, store, replicas.index(coord.replica), len(replicas))
-        cross = form_cross(store, generation, layout, coord, self.device, self.job.collectives, replicas)
+        with contextlib.closing(MeetingStore(form["store"], ("gang", generation))) as meeting:
+            if len(replicas) > 1:
+                scope = f"rails{layout.inside(coord)}"
+                self._choose_rail("cross", meeting, scope, replicas.index(coord.replica), len(replicas))
+            cross = form_cross(meeting, generation, layout, coord, self.device, self.job.collectives, replicas)
         door.formed()
         self.engine.rejoin(cross)
         if form["joins"] and cross:
@@ -379,8 +381,7 @@ class Worker:
         self._wait_for_snapshot()
         if source.kind == "memory":
             self._drop_saver()
-            token = self.args["keeper"]["token"]
-            slot, made = fetch(_address(source.address), token, source.number, (step, source.made))
+            slot, made = fetch(self.peers, _address(source.address), source.number, (step, source.made))
             layout = Layout(**made)
             resume_from_memory(layout, layout.coord(source.number), self.state, self.device, slot)
         elif source.kind == "durable":
@@ -404,10 +405,6 @@ class Worker:
                 self._make_engine()
         self.state.ledger = self.args["ledger"] or GENESIS
         torch.manual_seed(self.job.seed)
-
-    def _offer(self, generation: int, step: int, store: Any) -> None:
-        self.giver.offer(generation, step, self.state)
-        store.set(f"g{generation}/state/{self.member.worker}", self.giver.address)
 
     def _peers(self, replicas: list[int]) -> int:
         """Ranks of this node that work on the same micro-batches, itself included."""

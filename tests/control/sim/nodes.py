@@ -201,7 +201,7 @@ class Node:
 
     def serve(self, agent, name):
         if self.alive and agent is self.agent:
-            agent.service_said(self.world.now, name, {"type": name, "host": self.name, "port": 1, "address": name})
+            agent.service_said(self.world.now, name, {"type": name, "port": 1, "address": name})
             self.act()
 
     def kill_service(self, name):
@@ -356,7 +356,7 @@ class Proc:
             self.moves += 1
             if not self.world.ledger.slots[self.rank].owner:
                 self.world.ledger.owns(self.rank, self.number, self.world.now)
-            self.say({"type": "up"})
+            self.say({"type": "up", "port": 1})
 
     def say(self, body):
         if body and self.alive and not self.stuck:

@@ -1,0 +1,42 @@
+"""A rank of `wire.py`: it joins the world that the real controller builds, and there forms one group after the other,
+over the rendezvous of its node and over TCPStore in turns."""
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from phalanx.gate.meeting import serve as store  # noqa: F401  (with the two below: the services of a node)
+from phalanx.parallel.rendezvous import MeetingStore
+from tests.runtime.toys import data, keeper  # noqa: F401
+
+LONG = timedelta(seconds=60)
+
+
+def member(channel, args):
+    channel.send({"type": "up", "port": 1})
+    while (message := channel.recv()) is not None:
+        if message["type"] == "build":
+            channel.send({"type": "formed groups", **measure(args, message)})
+
+
+def measure(args, build):
+    rank, ranks, times = args["rank"], args["ranks"], {"ours": [], "tcp": []}
+    ours = MeetingStore(build["store"], ("replica 0", build["world"]))
+    if rank == 0:
+        tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
+        ours.set("port", str(tcp.port))
+    else:
+        tcp = dist.TCPStore("127.0.0.1", int(ours.get("port")), is_master=False, timeout=LONG)
+    for number in range(2 * args["groups"] + 2):
+        kind = ("ours", "tcp", "tcp", "ours")[number % 4]
+        tcp.add(f"ready {number}", 1)
+        while tcp.add(f"ready {number}", 0) < ranks:  # all begin together
+            time.sleep(0.0005)
+        began = time.perf_counter()
+        group = dist.ProcessGroupGloo(dist.PrefixStore(f"{number}", ours if kind == "ours" else tcp), rank, ranks, LONG)
+        took = time.perf_counter() - began
+        if number > 1:  # the first two are slow
+            times[kind].append(took)
+        del group
+    return times

@@ -1,0 +1,165 @@
+"""The rendezvous of one node, in a process of its own: the node's hub, behind a Unix socket without a name in the file
+system. The kernel says which user is at the other end, and others are turned away. What ranks of other nodes set comes
+through the node's agent, over its control link: nothing listens on the network.
+
+A connection is for one scope, which it names first; then it sets, asks, and waits for one answer at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+from functools import partial
+from typing import Any
+
+from phalanx.core.errors import WireError
+from phalanx.gate.hub import Hub, Item
+from phalanx.gate.loop import READ, WRITE, Loop
+
+MESSAGE_BYTES = 4 << 20
+_LENGTH = struct.Struct(">I")
+
+
+class Meeting:
+    """`relay(item)`: to the next hub; None: there is none. To its clients: {"value"}, {"result"} or {"error"}."""
+
+    def __init__(self, loop: Loop, relay: Any = None):
+        self._loop, self.hub = loop, Hub(self._answer, relay)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0phalanx-meeting-{secrets.token_hex(16)}")
+        self._listener.listen(1024)
+        self._listener.setblocking(False)
+        self.address = self._listener.getsockname()[1:].decode()
+        loop.watch(self._listener, READ, self._accept)
+
+    def _accept(self, mask: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock, _ = self._listener.accept()
+                uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+                if uid != os.getuid():
+                    sock.close()
+                    continue
+                sock.setblocking(False)
+                client = _Client(sock)
+                self._loop.watch(sock, READ, partial(self._hear, client))
+
+    def _hear(self, client: _Client, mask: int) -> None:
+        try:
+            self._flush(client)
+            for message in client.pull():
+                self._obey(client, message)
+        except (OSError, WireError, ValueError, KeyError, TypeError, IndexError):
+            self._end(client)
+
+    def _obey(self, client: _Client, message: dict[str, Any]) -> None:
+        if client.scope is None:
+            what, number = message["scope"]
+            client.scope = (str(what), int(number))
+            return
+        op, scope = message["op"], client.scope
+        if op == "set":
+            self.hub.take(client, ["set", *scope, message["key"], message["value"]])
+        elif op == "get":
+            self.hub.take(client, ["want", *scope, message["key"]])
+        else:
+            self.hub.take(client, ["call", 0, *scope, op, message["args"]])
+
+    def _answer(self, client: _Client, item: Item) -> None:
+        kind = item[0]
+        if kind == "have":
+            client.push({"value": item[4]})
+        elif kind == "result" and item[2] is not None:
+            client.push({"result": item[2]})
+        else:
+            what = "a later meeting has begun" if kind == "over" else "the controller was lost"
+            client.push({"error": f"{what}: connection closed"})
+        with contextlib.suppress(OSError):
+            self._flush(client)
+
+    def _flush(self, client: _Client) -> None:
+        if client.sock.fileno() >= 0:
+            client.flush()
+            mask = READ | (WRITE if client.out else 0)
+            self._loop.watch(client.sock, mask, partial(self._hear, client))
+
+    def _end(self, client: _Client) -> None:
+        if client.sock.fileno() >= 0:
+            self.hub.lose(client)
+            self._loop.watch(client.sock, 0)
+            client.sock.close()
+
+
+class _Client:
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        self.scope: tuple[str, int] | None = None
+        self.out, self._in = bytearray(), bytearray()
+
+    def push(self, message: dict[str, Any]) -> None:
+        self.out += framed(message)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.out:
+                del self.out[: self.sock.send(self.out)]
+
+    def pull(self) -> list[dict[str, Any]]:
+        try:
+            data = self.sock.recv(1 << 18)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionError("it is gone")
+        self._in += data
+        found = []
+        while len(self._in) >= _LENGTH.size:
+            size = _LENGTH.unpack_from(self._in)[0]
+            if size > MESSAGE_BYTES:
+                raise WireError(f"a message of {size} bytes")
+            if len(self._in) < _LENGTH.size + size:
+                break
+            found.append(json.loads(self._in[_LENGTH.size : _LENGTH.size + size]))
+            del self._in[: _LENGTH.size + size]
+        return found
+
+
+def framed(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def serve(channel: Any, args: dict[str, Any]) -> None:
+    """Until the channel ends. `alone`: no other node takes part, and nobody relays."""
+    loop, items = Loop(), list[Item]()
+
+    def send() -> None:
+        channel.send({"type": "relay", "items": items.copy()})
+        items.clear()
+
+    def relay(item: Item) -> None:
+        if not items:
+            loop.after(0.0, send)  # with all that comes in this round
+        items.append(item)
+
+    meeting = Meeting(loop, None if args.get("alone") else relay)
+    channel.send({"type": "store", "address": meeting.address})
+    over = False
+
+    def obey(mask: int) -> None:
+        nonlocal over
+        with contextlib.suppress(TimeoutError):
+            while (order := channel.recv(0)) is not None:
+                if order["type"] == "resync":
+                    meeting.hub.resync()
+                for item in order.get("items", ()):
+                    meeting.hub.hear(item)
+            over = True
+
+    loop.watch(channel, READ, obey)
+    while not over:
+        loop.turn()

@@ -1,0 +1,124 @@
+"""A listening socket, and those who have come in and proven nothing yet. There are never many of them: when the porch
+is full, others wait with the kernel, and who has stood there for a moment without a proof makes way. So a crowd costs
+no more than a few descriptors, and does not keep a member of the run out."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from phalanx.gate.loop import READ, Loop
+from phalanx.gate.tls import Certificate, Tls, client_context, is_loopback
+
+HANDSHAKE_S = 5.0
+MAX_STRANGERS = 64  # at a time
+MOMENT_S = 0.25  # enough for a handshake; who takes longer makes way when there are too many
+DEAD_S = 15  # a connection on which the other host answers nothing
+
+
+class Porch:
+    """`greet(channel)` returns the stranger behind a new connection, `refuse(stranger, reason)` ends it. `encrypt`:
+    None: what does not come over loopback. The certificate is made here if none is given."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        host: str,
+        port: int,
+        greet: Callable[[Any], Any],
+        refuse: Callable[[Any, str], object],
+        encrypt: bool | None = None,
+        certificate: Certificate | None = None,
+        handshake_s: float = HANDSHAKE_S,
+    ):
+        self.strangers: dict[Any, float] = {}  # when they came, the oldest first
+        self._loop, self._greet, self._refuse, self._handshake_s = loop, greet, refuse, handshake_s
+        self._encrypt, self._paused = encrypt, False
+        self._tls = None
+        if not is_loopback(host) if encrypt is None else encrypt:
+            certificate = certificate or Certificate.make()
+            self._tls = (certificate.context(), certificate.fingerprint)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=1024)
+        self._listener.setblocking(False)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        loop.watch(self._listener, READ, self._accept)
+
+    def leave(self, stranger: Any) -> bool:
+        """It has proven itself, or is gone. Return whether it was a stranger."""
+        was = self.strangers.pop(stranger, None) is not None
+        if was:
+            self._resume()
+        return was
+
+    def close(self) -> None:
+        self._loop.watch(self._listener, 0)
+        self._listener.close()
+
+    def _accept(self, mask: int) -> None:
+        for _ in range(MAX_STRANGERS - len(self.strangers)):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    break
+                continue  # that one is gone again
+            try:
+                tune(sock)
+                stranger = self._greet(self._channel(sock))
+            except OSError:
+                sock.close()
+                continue
+            self.strangers[stranger] = time.monotonic()
+            self._loop.after(self._handshake_s, partial(self._expire, stranger))
+        self._paused = True  # all others wait with the kernel
+        self._loop.watch(self._listener, 0)
+        self._loop.after(MOMENT_S, self._make_room)
+
+    def _channel(self, sock: socket.socket) -> Any:
+        if must_encrypt(self._encrypt, sock.getsockname()[0]):
+            if self._tls is None:
+                raise ConnectionError("it did not come over loopback, where this end listens")
+            return Tls(sock, *self._tls)
+        return sock
+
+    def _make_room(self) -> None:
+        now = time.monotonic()
+        for stranger in [stranger for stranger, since in self.strangers.items() if now >= since + MOMENT_S]:
+            self._refuse(stranger, "it has proven nothing while others waited")
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._paused and self._listener.fileno() >= 0:
+            self._paused = False
+            self._loop.watch(self._listener, READ, self._accept)
+
+    def _expire(self, stranger: Any) -> None:
+        if stranger in self.strangers:
+            self._refuse(stranger, "it has proven nothing in time")
+
+
+def must_encrypt(wanted: bool | None, server: str) -> bool:
+    """`server`: the address at which a connection was accepted, or to which it was made."""
+    return not is_loopback(server) if wanted is None else wanted
+
+
+def dialled(sock: socket.socket, encrypt: bool | None = None) -> Any:
+    """The client's end of a new connection."""
+    tune(sock)
+    return Tls(sock, client_context(), None) if must_encrypt(encrypt, sock.getpeername()[0]) else sock
+
+
+def tune(sock: socket.socket) -> None:
+    """Small messages go at once, and a host that vanished without a word is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", DEAD_S // 3), ("TCP_KEEPINTVL", DEAD_S // 3), ("TCP_KEEPCNT", 2)):
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_S * 1000)

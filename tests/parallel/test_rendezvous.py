@@ -1,0 +1,107 @@
+"""torch's groups form over the node's own rendezvous, and leave it at once when they must."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.gate.loop import Loop
+from phalanx.gate.meeting import Meeting
+from phalanx.parallel.groups import Door, break_connections
+from phalanx.parallel.rendezvous import MeetingStore
+from tests.checkpoint.faults import wait_for
+
+
+@pytest.fixture
+def address():
+    loop, over = Loop(), []
+    meeting = Meeting(loop)
+
+    def run():
+        while not over:
+            loop.turn(0.05)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield meeting.address
+    over.append(True)
+    thread.join()
+
+
+def test_it_does_what_a_store_does(address):
+    store = dist.PrefixStore("p", MeetingStore(address, ("gang", 1)))
+    other = MeetingStore(address, ("gang", 1))
+    store.set("k", b"\x00\xff")
+    assert store.get("k") == b"\x00\xff" == other.get("p/k")
+    other.wait(["p/k"])
+    assert other.get("p/k") == b"\x00\xff" and other.get("p/k") == b"\x00\xff"
+    assert store.add("n", 3) == 3 and other.add("p/n", 4) == 7 and store.get("n") == b"7"
+    assert store.check(["k", "n"]) and not store.check(["k", "m"])
+    assert store.compare_set("m", "", "x") == b"x" and store.compare_set("m", "y", "z") == b"x"
+    assert store.num_keys() == 3 and store.delete_key("m") and not store.delete_key("m")
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(dist.DistStoreError, match="timed out"):
+        store.get("never")
+    assert store.get("k") == b"\x00\xff", "the answer to the question before is not taken for this one's"
+
+
+def test_its_python_half_outlives_all_references(address):
+    """C++ holds only its own half, and would call a pure virtual function."""
+    store = dist.PrefixStore("p", MeetingStore(address, ("gang", 1)))
+    store.set("k", "v")
+    assert store.get("k") == b"v"
+
+
+def test_groups_of_two_threads_form(address):
+    """Gloo's own calls, through C++."""
+    found = {}
+
+    def form(rank):
+        store = dist.PrefixStore("x", MeetingStore(address, ("gang", 1)))
+        found[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+
+    threads = [threading.Thread(target=form, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {group.size() for group in found.values()} == {2}
+
+
+@pytest.mark.parametrize("end", ["door", "all"])
+def test_a_wait_ends_when_connections_are_broken(address, end):
+    caught, door = [], Door()
+
+    def wait():
+        try:
+            MeetingStore(address, ("gang", 1)).get("never")
+        except dist.DistError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    wait_for(lambda: (door.interrupt() if end == "door" else break_connections()) or caught)
+    thread.join()
+    assert isinstance(caught[0], dist.DistNetworkError)
+
+
+def test_a_rendezvous_that_is_gone_is_a_network_error():
+    with pytest.raises(dist.DistNetworkError, match="cannot be reached"):
+        MeetingStore("nowhere", ("gang", 1))
+
+
+def test_a_meeting_that_is_over_is_an_error_and_reads_like_a_consequence(address):
+    from phalanx.control.verdict import is_echo
+
+    old = MeetingStore(address, ("gang", 1))
+    old.set("k", "v")
+    MeetingStore(address, ("gang", 2)).set("k", "v")
+    with pytest.raises(dist.DistStoreError, match="a later meeting has begun") as caught:
+        old.get("other")
+    assert is_echo(type(caught.value).__name__, str(caught.value))
