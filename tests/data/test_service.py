@@ -1,5 +1,6 @@
 """The data service as a process of a node, with ranks that read from it."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -40,7 +41,7 @@ def run_dir(tmp_path_factory):
 class Running:
     def __init__(self, run_dir, log):
         self.client = BareClient(["phalanx.data.service"])
-        self.client.spawn(0, "phalanx.data.service:main", {"run_dir": str(run_dir)}, log)
+        self.client.spawn(0, "phalanx.data.service:main", {"data": dataclasses.asdict(RunData.read(run_dir))}, log)
         self.address = self.wait("message")["body"]["address"]
 
     def wait(self, kind):

@@ -1,4 +1,4 @@
-"""StepTable: one row per step, whatever the order in which ranks report."""
+"""StepTable: one row per step, in whatever order ranks report and however their reports were folded on the way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.steps import StepTable
+from phalanx.observe.fold import fold_of, folded
+from phalanx.observe.steps import PATIENCE
+from phalanx.observe.steps import StepTable as Folded
+
+
+class StepTable(Folded):
+    """Takes the reports one by one."""
+
+    def add(self, rank, message):
+        rows = super().add(fold_of(rank, message))
+        assert len(rows) < 2
+        return rows[0] if rows else None
 
 
 def report(step=0, time_s=1.0, loss_sums=(), tokens=0, grad_norm=0.5, lr=1e-3, generation=0):
@@ -29,7 +40,7 @@ def test_a_row_comes_when_the_last_rank_has_reported():
     assert table.add(2, report(loss_sums=[100.0, 200.0, 300.0], tokens=400, time_s=0.5)) is None
     assert table.add(1, report(time_s=1.5)) == {
         "step": 0, "loss": 1.5, "grad_norm": 0.5, "lr": 1e-3, "target_tokens": 400,
-        "time_s": 2.0, "time_min_s": 0.5, "time_median_s": 1.25, "slowest_rank": 3,
+        "time_s": 2.0, "time_min_s": 0.5, "time_median_s": pytest.approx(1.0, rel=0.005), "slowest_rank": 3,
         "tokens_per_s": 400.0, "mfu": 0.2,
         "data_wait_s": 0.25, "data_ready": 2, "data_digest": "e", "generation": 0, "record": "", "served": {"a": 8},
         "phases": {"passes": 2.0, "reduce": 1.0, "optimizer": 0.5},
@@ -48,6 +59,7 @@ def test_the_loss_does_not_depend_on_the_order(sums, rng):
 
 def test_when_ranks_are_gone_the_others_have_reported_what_counted():
     table = StepTable(world_size=3, tokens_per_step=1)
+    table.settle(0, 4, world_size=3)
     for rank in (1, 2):  # rank 0 died
         table.add(rank, report(step=4, loss_sums=[3.0], tokens=2 if rank == 2 else 0))
         table.add(rank, report(step=5))
@@ -92,3 +104,42 @@ def test_a_norm_that_differs_in_its_last_bit_is_flagged():
     for rank in range(2):
         same_nan.add(rank, report(grad_norm=math.nan))
     assert same_nan.events == [], "all ranks agree that it is not a number"
+
+
+def test_reports_that_are_late_by_a_generation_are_not_lost():
+    """They come by another way than the word that the next one has begun."""
+    table = StepTable(world_size=2, tokens_per_step=1)
+    table.settle(1, 3, world_size=2)
+    assert table.settle(2, 5, world_size=1) == [], "steps 3 and 4 counted, and nobody has reported them yet"
+    assert table.add(0, report(step=5, generation=2, loss_sums=[5.0], tokens=1)) is None, "rows come in order"
+    assert table.add(1, report(step=3, generation=1)) is None, "this one does not know the loss"
+    assert table.add(0, report(step=3, generation=1, loss_sums=[3.0], tokens=1))["loss"] == 3.0
+    rows = Folded.add(table, fold_of(0, report(step=4, generation=1, loss_sums=[4.0], tokens=1)))
+    assert [row["loss"] for row in rows] == [4.0, 5.0]
+    assert table.finish() == []
+
+
+def test_a_step_that_nobody_is_left_to_report_has_a_row_that_says_so():
+    table = StepTable(world_size=2, tokens_per_step=1)
+    table.settle(1, 0, world_size=2)
+    table.settle(2, 1, world_size=1)
+    rows = []
+    for step in range(1, PATIENCE + 3):
+        rows += Folded.add(table, fold_of(0, report(step=step, generation=2, loss_sums=[1.0], tokens=1)))
+    assert [row["step"] for row in rows] == [*range(PATIENCE + 3)]
+    assert math.isnan(rows[0]["loss"]) and rows[0]["record"] == "" and rows[1]["loss"] == 1.0
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_row_does_not_depend_on_how_reports_were_folded_on_the_way(rng):
+    said = [fold_of(r, report(time_s=1 + r / 8, loss_sums=[3.0], tokens=2 * (r % 4 == 0))) for r in range(12)]
+    at_once = Folded(12, 1, 1, 1).add(folded(said)[0])
+    rng.shuffle(said)
+    nodes = [folded(said[i : i + 3]) for i in range(0, 12, 3)]
+    racks = [folded([fold for node in nodes[i : i + 2] for fold in node]) for i in (0, 2)]
+    racks.insert(rng.randrange(3), nodes[0])  # a node said it again, by another aggregator
+    table, rows = Folded(12, 1, 1, 1), []
+    for rack in racks:
+        for each in rack:
+            rows += table.add(each)
+    assert rows == at_once

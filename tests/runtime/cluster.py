@@ -1,4 +1,5 @@
-"""A cluster of real processes on this machine: a controller that aggregates, nodes, and toy workers."""
+"""A cluster of real processes on this machine: a controller that aggregates, agents that join, and toy workers. This
+process keeps the record."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import IO
 
@@ -16,9 +18,13 @@ from phalanx.control.fold import Plan
 from phalanx.control.messages import Event
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
-from phalanx.runtime.client import NodeClient
-from phalanx.runtime.controller import ask, read_address, write_plan
+from phalanx.observe import fold
+from phalanx.runtime import inventory
+from phalanx.runtime.controller import ask, read_address, write_plan, write_spec
+from phalanx.runtime.launch import AgentProcess, Where, start_agent
+from phalanx.runtime.reports import Recorder
 from phalanx.runtime.secret import load_secret
+from phalanx.runtime.transport import Loop
 
 S = 10**9
 BEAT_S = 0.5
@@ -68,55 +74,62 @@ class Controller:
 
 
 class Cluster:
-    def __init__(self, folder: Path, layout: Layout, policy: Policy | None = None, steps: int = 10**6, **worker):
+    def __init__(
+        self, folder: Path, layout: Layout, policy: Policy | None = None, steps: int = 10**6, options=None, **worker
+    ):
+        """`options`: of what agents serve: services, entry, hang_s, halt_s, leave_s."""
         self.folder, self.control, self.log = folder, folder / "control", folder / "controller.log"
         self.secret = load_secret(folder / "secret")
         (folder / "votes").mkdir()
         self.worker = {"folder": str(folder / "votes"), "replica_size": layout.replica_size, "steps": steps, **worker}
         write_plan(self.control, Plan(layout, steps, 0, 0, policy or Policy(**QUICK)))
-        self.nodes: dict[str, NodeClient] = {}
-        self.events: dict[str, list[dict]] = {}
+        self.write_spec(**(options or {}))
+        self.nodes: dict[str, AgentProcess] = {}
+        self.lost: set[str] = set()
+        self.session = uuid.uuid4().hex
+        self.events: list[dict] = []  # what was recorded
         self.controllers: list[Controller] = []
+        self.loop = Loop()
+        self.recorder = Recorder(self.loop, self.secret, "127.0.0.1", 0, self.events.append)
         self.start_controller()
 
     def start_controller(self) -> None:
         with self.log.open("ab") as log:
-            self.controllers.append(Controller(self.control, self.secret.path, "--aggregate", log=log))
+            host, port = self.recorder.server.address
+            more = ["--aggregate", "--recorder", f"{host}:{port}"]
+            self.controllers.append(Controller(self.control, self.secret.path, *more, log=log))
         self.controller.wait_up(self.control)
 
     @property
     def controller(self) -> Controller:
         return self.controllers[-1]
 
-    def start_node(self, name: str, services: dict | None = None, entry: str = "trainee", **options) -> NodeClient:
-        self.events.setdefault(name, [])
-        node = self.nodes[name] = NodeClient([TOYS], log=self.folder / f"{name}.log")
+    def write_spec(self, services: dict | None = None, entry: str = "trainee", hang_s: float = 0, **limits) -> None:
         known = {key: {"entry": f"{TOYS}:{key}", "args": {}} for key in ("store", "data", "keeper")}
-        node.serve(
-            **{
-                "name": name,
-                "domain": f"rack of {name}",
-                "secret": str(self.secret.path),
-                "aggregators": read_address(self.control)["aggregators"],
-                "beat_s": BEAT_S,
-                "hang_s": 0,
-                "dir": str(self.folder / name),
-                "logs": str(self.folder / name / "logs"),
-                "host": "127.0.0.1",
-                "worker": {"entry": f"{TOYS}:{entry}", "args": self.worker},
-                "services": {**known, **(services or {})},
-                **options,
-            }
-        )
-        return node
+        spec = {
+            "version": inventory.version(),
+            "beat_s": BEAT_S,
+            "hang_s": hang_s,
+            "preload": [TOYS],
+            "env": {},
+            "networks": [],
+            "worker": {"entry": f"{TOYS}:{entry}", "args": self.worker},
+            "services": {**known, **(services or {})},
+            "limits": limits,
+        }
+        write_spec(self.control, spec)
+
+    def start_node(self, name: str) -> AgentProcess:
+        (self.folder / "logs").mkdir(exist_ok=True)
+        env = {"PHALANX_SESSION": f"{self.session}-{name}-"}
+        join = read_address(self.control)["aggregators"]
+        self.nodes[name] = start_agent(Where(), name, join, self.secret, self.folder, env)
+        return self.nodes[name]
 
     def pump(self) -> None:
         self.controller.read()
-        for name, node in self.nodes.items():
-            while (event := node.events(0)) is not None:
-                self.events[name].append(event)
-                if event["type"] == "node_lost":
-                    break
+        self.loop.turn(0.0)
+        self.lost |= {name for name, node in self.nodes.items() if node.process.poll() is not None}
 
     def until(self, what, timeout: float = LONG_S):
         """What `what` returns once it is true; it may look at everything that was heard."""
@@ -128,7 +141,7 @@ class Cluster:
         try:
             return wait_for(look, timeout)
         except AssertionError:
-            last = {name: events[-4:] for name, events in self.events.items()}
+            last = "\n".join(map(str, self.events[-12:]))
             raise AssertionError(f"{self.controller.lines[-8:]}\n{last}\n{self.log.read_text()[-4000:]}") from None
 
     def lines(self, kind: str) -> list[dict]:
@@ -139,8 +152,9 @@ class Cluster:
 
         def look():
             form = next((line for line in self.lines("form") if line["generation"] == generation), None)
-            done = {body["worker"] for body in self.bodies("step") if body["generation"] == generation}
-            return form if form and len(done) >= len(form["replicas"]) * self.worker["replica_size"] else None
+            told = [event["ranks"] for event in self.of("step") if event["generation"] == generation]
+            done = fold.size(fold.union([span for ranks in told for span in ranks]))
+            return form if form and done >= len(form["replicas"]) * self.worker["replica_size"] else None
 
         return self.until(look)
 
@@ -155,13 +169,17 @@ class Cluster:
 
     def steps(self, generation: int = 0) -> int:
         """The last that was committed, in a generation or in all."""
-        done = [b["step"] + 1 for b in self.bodies("step") if generation in (0, b["generation"])]
+        done = [event["step"] + 1 for event in self.of("step") if generation in (0, event["generation"])]
         return max(done, default=0)
+
+    def trained(self, generation: int = 0) -> int:
+        """The last step that a rank has voted for: also while nobody keeps the record."""
+        votes = [path.name.split("-") for path in (self.folder / "votes").glob("[0-9]*-*-*")]
+        return max((int(step) for at, step, _ in votes if generation in (0, int(at))), default=0)
 
     def of(self, kind: str, *names: str) -> list[dict]:
         """Events of some nodes, or of all."""
-        found = [event for name, events in self.events.items() if not names or name in names for event in events]
-        return [event for event in found if event["type"] == kind]
+        return [e for e in self.events if e["type"] == kind and (not names or e["node"] in names)]
 
     def bodies(self, kind: str) -> list[dict]:
         """What workers said, with their numbers."""
@@ -171,15 +189,15 @@ class Cluster:
     def facts(self) -> dict[int, dict]:
         """Of the workers that live, by rank."""
         exits = {event["worker"] for event in self.of("exit")}
-        alive = {name for name, node in self.nodes.items() if node._lost is None}
-        return {f["rank"]: f for f in self.bodies("facts") if f["worker"] not in exits and f["node"] in alive}
+        alive = {name for name in self.nodes if name not in self.lost}
+        return {f["rank"]: f for f in self.bodies("born") if f["worker"] not in exits and f["node"] in alive}
 
     def pids(self) -> dict[int, int]:
         return {rank: f["pid"] for rank, f in self.facts().items()}
 
     def worlds(self, rank: int) -> list[int]:
         """That this rank was in, one after the other."""
-        workers = {f["worker"] for f in self.bodies("facts") if f["rank"] == rank}
+        workers = {f["worker"] for f in self.bodies("born") if f["rank"] == rank}
         return [b["world"] for b in self.bodies("in_world") if b["worker"] in workers]
 
     def service_pids(self, node: str, service: str) -> list[int]:
@@ -198,6 +216,7 @@ class Cluster:
             node.close()
         for controller in self.controllers:
             controller.close()
+        self.recorder.close()
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.layout import Layout
-from phalanx.runtime.bare import BareClient
+from phalanx.runtime.client import BareClient
 from tests.runtime.cluster import LONG_S, Cluster
 
 WORKERS = "tests.runtime.workers"
@@ -47,10 +47,10 @@ class Tree:
 def cluster(tmp_path):
     made = []
 
-    def make(*nodes, layout=None, options=None, **more):
+    def make(*nodes, layout=None, **more):
         made.append(Cluster(tmp_path, layout or Layout(replica=2, ranks_per_node=1), **more))
         for name in nodes:
-            made[0].start_node(name, **(options or {}))
+            made[0].start_node(name)
         return made[0]
 
     yield make

@@ -3,6 +3,7 @@ replicas stay in their worlds, and train on."""
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,8 @@ def gang(cluster, tmp_path):
 
 def entered(c, generation):
     """The world from which each rank of the gang entered a generation, and where its state came from."""
-    ranks = {f["worker"]: f["rank"] for f in c.bodies("facts")}
-    return {ranks[b["worker"]]: b for b in c.bodies("entered") if b["generation"] == generation}
+    ranks = {f["worker"]: f["rank"] for f in c.bodies("born")}
+    return {ranks[b["worker"]]: b for b in c.bodies("enters") if b["generation"] == generation}
 
 
 def check_untouched(c, before, *ranks):
@@ -81,6 +82,7 @@ def test_survivors_keep_the_gradients_of_the_step_that_they_were_in(gang):
     c = gang("a", layout=Layout(replica=3, **ALONE), waits_forever=2)
     votes = c.folder / "votes"
     c.until(lambda: all((votes / f"sum1-1-{rank}").exists() for rank in (0, 2)))  # they wait for it
+    c.until(lambda: len(c.pids()) == 3)
     before = c.pids()
     assert c.facts()[1]["worker"] == 2
     kill(before[1])
@@ -117,13 +119,13 @@ def test_a_controller_that_dies_while_a_replica_is_built_goes_on_with_it(gang, a
         assert c.running(2)["replicas"] == [1]
         c.until(lambda: [b["world"] for b in c.bodies("builds")].count(3) == 2)
         c.controller.kill()
-        done = c.steps()
-        c.until(lambda: c.steps() > done + 5)
+        done = c.trained()
+        c.until(lambda: c.trained() > done + 5)
         if not away:
             c.start_controller()
             c.until(lambda: c.status()["step"] > done)
     if away:
-        c.until(lambda: len(c.worlds(0)) == len(c.worlds(1)) == 2)
+        wait_for(lambda: all((c.folder / "votes" / f"w3-built-{rank}").exists() for rank in (0, 1)))
         c.start_controller()
     form = c.full(2)
     assert form["generation"] == 3 and form["reason"] == "replicas [0] join" and form["step"] > done
@@ -139,7 +141,7 @@ def test_a_rank_that_dies_while_the_controller_is_away_stops_its_replica_and_nob
     before = c.pids()
     c.controller.kill()
     kill(before[2])
-    c.until(lambda: 2 not in c.pids())
+    wait_for(lambda: not os.path.exists(f"/proc/{before[2]}"))
     with nobody_builds(c):
         c.start_controller()
         assert c.running(2)["replicas"] == [0, 1]
@@ -148,14 +150,13 @@ def test_a_rank_that_dies_while_the_controller_is_away_stops_its_replica_and_nob
 
 
 def test_a_node_that_starts_anew_while_the_controller_is_away_is_noticed(gang):
-    """Nobody has seen it go, and it is there when somebody looks."""
+    """Nobody has seen it go, and it joins when there is somebody to join."""
     c = gang("a", "b")
     c.running(1)
     before, lost = c.pids(), c.facts()[1]["node"]
     c.controller.kill()
     c.nodes.pop(lost).close()
     c.start_node(lost)
-    c.until(lambda: [event["incarnation"] for event in c.of("booted", lost)] == [1, 2])
     with nobody_builds(c):
         c.start_controller()
         form = c.running(2)

@@ -77,7 +77,7 @@ class Trainee:
         facts = {
             key: self.args[key] for key in ("rank", "worker", "local_rank", "local_ranks", "node", "data", "keeper")
         }
-        self.channel.send({"type": "facts", "pid": os.getpid(), **facts})
+        self.channel.send({"type": "born", "pid": os.getpid(), **facts})
         self.channel.send({"type": "up", "port": 1})
         while True:
             try:
@@ -178,7 +178,7 @@ class Trainee:
             return
         self.channel.progress.mark(Phase.idle)
         about = {"world": world, "store": store, "source": source, "kept": kept}
-        self.channel.send({"type": "entered", "generation": generation, **about})
+        self.channel.send({"type": "enters", "generation": generation, **about})
         self.crew = [r * self.size + i for r in replicas for i in range(self.size)]
         self.agree_to_enter(generation, self.enter(generation, step, source))
 
@@ -255,7 +255,7 @@ class Trainee:
             self.depart(generation, tuple(held), kept=True, why="the lease has ended" if lapsed else "others are gone")
             return
         goes_on = m.commit(any(self.wait(point, self.crew)))  # if one rank has seen all votes, they are there
-        took = {"time_s": time.monotonic() - began}
+        took = {"time_s": time.monotonic() - began, "grad_norm": 1.0, "lr": 0.1, "whole": None}
         self.channel.send({"type": "step", "generation": generation, "step": step - 1, **took})
         if not goes_on:
             self.channel.progress.mark(Phase.idle)

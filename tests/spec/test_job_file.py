@@ -178,7 +178,7 @@ PATHS = {
     "data.source",
     "data.cache_dir",
     "run.dir",
-    "run.hosts",
+    "run.networks",
     "optimizer.offload_dir",
     "checkpoint.dir",
 }

@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from phalanx.observe.fold import members
 from tests.system.command import TINY, Command, sets
 
 REPLICAS = 4
@@ -99,9 +100,9 @@ def test_the_others_go_on_and_it_joins_again(runs, case):
     forms = [e for e in events if e["type"] == "control form" and e["generation"] > before]
     assert len(forms[0]["replicas"]) < REPLICAS and set(range(REPLICAS)) - killed <= set(forms[0]["replicas"])
     assert not any(form["branch"] for form in forms), "no step was lost"
-    entered = [e for e in events if e["type"] == "entered"]
-    assert {e["source"] for e in entered if e["rank"] not in killed} == {"kept"}
-    assert {e["source"] for e in entered if e["rank"] in killed and e["source"] != "kept"} == {"live"}
+    entered = [(e["source"], rank) for e in events if e["type"] == "entered" for rank in members(e["ranks"])]
+    assert {source for source, rank in entered if rank not in killed} == {"kept"}
+    assert {source for source, rank in entered if rank in killed and source != "kept"} == {"live"}
 
 
 def test_the_bits_are_those_of_a_run_left_alone(runs):

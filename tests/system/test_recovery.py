@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK
-from phalanx.chaos.network import why_not
+from phalanx.chaos.hosts import why_not
 from tests.system.command import PHALANX, TINY, Command, phalanx, sets, train
 
 JOB = TINY | {

@@ -1,5 +1,6 @@
 """Real workers of real nodes, led by the real gang in this process: no controller and no network in between."""
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from phalanx.control.gang import Gang
 from phalanx.control.messages import EVERYONE, Build, Failure, Form, NodeDead, Note, SetTimer, TimerFired
 from phalanx.control.policy import Policy
 from phalanx.data import source
+from phalanx.data.selection import RunData
 from phalanx.runtime.bare import BareClient
 
 S = 10**9
@@ -22,12 +24,13 @@ class Conductor:
     def __init__(self, job, folder, preload=(), entry="", die=None, **policy):
         self.job, self.folder, self.entry, self.die = job, Path(folder), entry, die or {}
         source.prepare(job, self.folder, lambda size: None)
+        data = dataclasses.asdict(RunData.read(self.folder))
         self.client = BareClient(list(preload), env={"GLOO_SOCKET_IFNAME": "lo"}, log=self.folder / "node.log")
         self.forms, self.notes, self.died, self.committed = [], [], [], []
         self.builds = []  # replica and world
         self.pids, self.done, self.timers, self.said = {}, {}, {}, {}
         for name, function in ENTRIES.items():
-            args = {"run_dir": str(self.folder), "alone": True}
+            args = {"data": data, "alone": True}
             self.client.spawn(SERVICES[name], function, args, self.folder / f"{name}.log")
         self.agents, self.homes = {}, {}
         self.until(lambda: len(self.said) == len(ENTRIES))
@@ -97,7 +100,7 @@ class Conductor:
             elif isinstance(action, machine.Spawn):
                 self.homes[action.number] = agent
                 args = {**action.args, "job": self.job.to_dict(), "host": "127.0.0.1"}
-                args["peers"] = {"key": "5e" * 32}
+                args |= {"peers": {"key": "5e" * 32}, "shared": True, "rails": []}
                 args |= {
                     "die": self.die.get(action.number),
                     "resume": None,

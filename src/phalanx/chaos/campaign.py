@@ -21,7 +21,7 @@ from typing import Any
 
 from phalanx.chaos import door
 from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK, Impossible, save
-from phalanx.chaos.network import Network, why_not
+from phalanx.chaos.hosts import Switch, why_not
 from phalanx.chaos.scene import Event, Scene
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
@@ -81,11 +81,22 @@ class Started:
     """`phalanx train`, as another process."""
 
     def __init__(
-        self, job_file: Path | None, sets: list[str], job: Job, name: str, log: Path, env: dict[str, str] | None = None
+        self,
+        job_file: Path | None,
+        sets: list[str],
+        job: Job,
+        name: str,
+        log: Path,
+        env: dict[str, str] | None = None,
+        network: Switch | None = None,
+        more: Sequence[str] = (),
     ):
         command = [sys.executable, "-P", "-m", "phalanx.cli.main", "train", *([str(job_file)] if job_file else [])]
         for text in (*sets, f"name={name}"):
             command += ["--set", text]
+        command += more
+        if network:
+            command = network.command(*command)
         root = Path(job.run.dir)
         before = set(run_folders(root, name)) if root.is_dir() else set()
         self.log = log
@@ -181,19 +192,25 @@ def run(
     say(f"the run with {count} faults")
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-chaos-")))
-        network = None
+        network, more = None, list[str]()
         if {*kinds} & {*ON_THE_NETWORK}:
-            network = Network(num_nodes(job.layout) + job.recovery.spares)
-            stack.callback(network.close)
-            network.write(private / "hosts.json")
-            sets = [*sets, f"run.hosts={private / 'hosts.json'}"]
+            names = [f"node-{i}" for i in range(num_nodes(job.layout) + job.recovery.spares)]
+            network = stack.enter_context(Switch(1, names))
+            more = ["--hosts", str(_write_hosts(network, private / "hosts")), "--listen", network.address()]
         env, log = door.environment(private / "door"), root / f"{job.name}-chaos.log"
-        broken = stack.enter_context(_running(job_file, sets, job, f"{job.name}-chaos", log, env))
+        broken = stack.enter_context(_running(job_file, sets, job, f"{job.name}-chaos", log, env, network, more))
         out.broken = broken.folder
         scene = Scene(broken.folder, private / "door", network, job.recovery.beat_s)
         _Injector(broken, scene, rng, plan, out, say, phases).go()
     out.differences = _compare(out)
     return out
+
+
+def _write_hosts(network: Switch, path: Path) -> Path:
+    """Make the hosts, and say in a file how the run starts a process on each."""
+    hosts = [network.add(name, whole=False) for name in network.names]
+    path.write_text("".join(f"{h.name} nsenter --net=/proc/{h.pid}/ns/net\n" for h in hosts))
+    return path
 
 
 class _Injector:

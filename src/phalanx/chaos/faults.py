@@ -187,9 +187,9 @@ def cut(scene: Scene, rng: Random, later: Later) -> str:
     if not scene.network:
         raise Impossible
     name = _member(scene, rng)
-    number, seconds = scene.number(name), scene.beat_s * rng.choice((0.5, 6.0))
-    scene.network.cut(number)
-    later(seconds, partial(scene.network.mend, number))
+    host, seconds = scene.network.hosts[name], scene.beat_s * rng.choice((0.5, 6.0))
+    host.cut()
+    later(seconds, host.mend)
     return f"{name}: cut off from all others for {seconds:g} s"
 
 
@@ -197,9 +197,9 @@ def link(scene: Scene, rng: Random, later: Later) -> str:
     if not scene.network:
         raise Impossible
     name = _member(scene, rng)
-    scene.network.slow(scene.number(name), LINK_MBIT)
-    later(SLOW_S, partial(scene.network.hurry, scene.number(name)))
-    return f"{name}: {LINK_MBIT} Mbit/s to it, for {SLOW_S:g} s"
+    scene.network.hosts[name].slow(LINK_MBIT)
+    later(SLOW_S, scene.network.hosts[name].hurry)
+    return f"{name}: {LINK_MBIT} Mbit/s to it and from it, for {SLOW_S:g} s"
 
 
 def memory(scene: Scene, rng: Random, later: Later) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.chaos.network import Network
+from phalanx.chaos.hosts import Switch
 
 Event = dict[str, Any]
 
@@ -18,7 +18,7 @@ class Scene:
 
     folder: Path
     door: Path = Path()  # where orders to processes are left
-    network: Network | None = None
+    network: Switch | None = None
     beat_s: float = 5.0
     workers: dict[int, Event] = field(default_factory=dict)  # by rank: pid, node, worker
     services: dict[tuple[str, str], int] = field(default_factory=dict)  # node, name -> pid
@@ -30,10 +30,6 @@ class Scene:
     rows: list[Event] = field(default_factory=list)  # of the metrics
     _at: int = 0
     _metrics_at: int = 0
-
-    @staticmethod
-    def number(node: str) -> int:
-        return int(node.rpartition("-")[2])
 
     def look(self) -> list[Event]:
         new = []

@@ -398,8 +398,20 @@ class Keeper:
             self.channel.send({"type": "checkpoints_removed", "names": removed})
 
 
+def check_shared(url: str, run: str) -> None:
+    """That this host sees the place that the run has taken, and not a folder of the same name on its own disk."""
+    if run and not lease.read(open_store(url), OWNER):
+        raise UserError(
+            "this host does not see what the run has written there: it is another disk",
+            field="checkpoint.dir",
+            value=url,
+            remedy="name a bucket, s3://..., or a folder that all hosts share",
+        )
+
+
 def main(channel: Any, args: dict[str, Any]) -> None:
     keep = (int(args["keep_last"]), int(args["keep_every"]))
+    check_shared(args["url"], str(args.get("run", "")))
     Keeper(
         channel,
         args["url"],

@@ -30,7 +30,7 @@ def chaos_run(
     """Run the job twice, once with faults, and compare weights and ledger. Exits with 1 if they differ."""
     from phalanx.chaos import campaign
     from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK
-    from phalanx.chaos.network import why_not
+    from phalanx.chaos.hosts import why_not
     from phalanx.core.errors import UserError
     from phalanx.run.planned import resolve
 

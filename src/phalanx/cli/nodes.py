@@ -1,4 +1,4 @@
-"""`phalanx nodes` and `phalanx scale`: change a run while it goes."""
+"""`phalanx agent`: be a node of a run. `phalanx nodes` and `phalanx scale`: change a run while it goes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ import typer
 
 nodes_app = typer.Typer(no_args_is_help=True, help="The nodes of a run that goes: list, drain, add.")
 Run = Annotated[Path, typer.Argument(help="The folder of the run.")]
+
+
+def agent(context: typer.Context) -> None:
+    """Join a run, and do what its controller says: --join HOST:PORT --secret FILE (all options: --help)."""
+    from phalanx.runtime.node import main
+
+    raise typer.Exit(main(context.args))
 
 
 def _ask(run: Path, message: dict[str, Any]) -> dict[str, Any]:

@@ -429,6 +429,12 @@ class Agent:
     def warn(self, sign: str, count: int) -> None:
         self._post(messages.DeviceWarning(self.name, self.incarnation, sign, count))
 
+    def link_changed(self, link: str, up: bool) -> None:
+        """A network of this node came or went: ranks that use it leave their groups."""
+        kind = messages.LinkBack if up else messages.LinkLost
+        self._post(kind(self.name, self.incarnation, link))
+        self._to(self.mates, "link", interface=link, up=up)
+
     def ended(self, now_ns: int, number: int, how: Failure) -> None:
         """A process is gone. `how`: its signal or code, its phase and step, and the end of its log."""
         self.now_ns = max(self.now_ns, now_ns)

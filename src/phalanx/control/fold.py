@@ -22,6 +22,7 @@ FROM_AGENTS = (
     messages.NodeJoined, messages.WorkersUp, messages.WorkerDied, messages.ServiceDied, messages.Built,
     messages.Parked, messages.Formed, messages.Parted, messages.Missing, messages.Standing, messages.Held,
     messages.StepsDone, messages.Written, messages.Unwritten, messages.Durable, messages.Cost, messages.DeviceWarning,
+    messages.LinkLost, messages.LinkBack,
 )  # fmt: skip
 
 

@@ -624,6 +624,12 @@ class Gang:
         self.ending.look()
         return news
 
+    def _on_link(self, event: messages.LinkLost | messages.LinkBack) -> bool:
+        """Its ranks see to it themselves: what breaks is a failure of their replicas, as any other."""
+        what = "has lost" if isinstance(event, messages.LinkLost) else "has again"
+        self.desk.say(messages.Note(5, f"node {event.node} {what} its link {event.link}"))
+        return False
+
     def _on_cost(self, event: messages.Cost) -> bool:
         if self.commits.cost(event, len(self.members.places)) and self.phase == "running":
             self.desk.say(self._interval())
@@ -655,6 +661,8 @@ HANDLERS: dict[type[Event], Callable[[Gang, Any], bool]] = {
     messages.Durable: Gang._on_durable,
     messages.Cost: Gang._on_cost,
     messages.DeviceWarning: lambda gang, event: gang.staff.warn(event),
+    messages.LinkLost: Gang._on_link,
+    messages.LinkBack: Gang._on_link,
     messages.Drain: lambda gang, event: gang.staff.drain(event),
     messages.Scale: lambda gang, event: gang.changes.scale(event),
     messages.Stop: lambda gang, event: gang.ending.stop(event),

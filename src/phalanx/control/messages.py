@@ -312,6 +312,22 @@ class DeviceWarning(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LinkLost(Event):
+    """A network of the node is gone. Its ranks leave the groups that use it, and form the next on one that is left."""
+
+    node: str
+    incarnation: int
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBack(Event):
+    node: str
+    incarnation: int
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
 class Drain(Event):
     """Use the node no more; `off`: use it again."""
 

@@ -112,7 +112,7 @@ class RunConfig:
     hang_timeout_s: float = 0.0  # 0: derived from the measured step time
     time_limit_s: float = 0.0  # after which the run saves and stops; 0: none
     share_devices: bool = False  # more ranks than devices
-    hosts: str = ""  # a file: where nodes start and listen
+    networks: list[str] = field(default_factory=list)  # that ranks use among themselves, the preferred first
 
 
 @dataclass(frozen=True, slots=True)

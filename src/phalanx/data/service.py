@@ -18,11 +18,11 @@ import socket
 import struct
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from phalanx.core import document
 from phalanx.data.loader import AT_ONCE, Loader, Located
 from phalanx.data.samples import places_of
 from phalanx.data.selection import RunData
@@ -192,4 +192,4 @@ class Service:
 
 
 def main(channel: Any, args: dict[str, Any]) -> None:
-    Service(RunData.read(Path(args["run_dir"])), channel).serve()
+    Service(document.make(RunData, args["data"]), channel).serve()

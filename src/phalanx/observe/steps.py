@@ -1,109 +1,137 @@
-"""StepTable: folds what each rank says about a step into the one row that the run record keeps.
-Memory holds the steps that some ranks have not reported yet, nothing else."""
+"""StepTable: the rows of the run record, one per committed step, from the folds of what ranks said about it
+(`observe.fold`). What is said and what the controller decides come by different ways: a report may be late by a
+generation. Memory holds the steps that some ranks have not reported yet, nothing else."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable
 from typing import Any
 
 from phalanx.core.ledger import mean_loss
+from phalanx.observe.fold import Fold, median, members, merged, size
+
+Row = dict[str, Any]
+PATIENCE = 3  # rows that are held back for an older one, which nobody may be left to report
+NOBODY: dict[str, Any] = {"loss_sums": [math.nan], "tokens": 0, "data_digest": "0"}
 
 
 class StepTable:
-    """`flops_per_token` and `peak_flops` (of all ranks together, FLOP/s) give the MFU; 0: unknown."""
+    """`flops_per_token` and `peak_flops` (of all ranks together, FLOP/s) give the MFU; 0: not known yet."""
 
     def __init__(self, world_size: int, tokens_per_step: int, flops_per_token: float = 0, peak_flops: float = 0):
         self.world_size, self.tokens_per_step = world_size, tokens_per_step
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
-        self.events: list[dict[str, Any]] = []  # what was noticed on the way; the caller takes them out
-        self._open: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}  # generation, step -> by rank
-        self._since = (0, 0)  # the generation, and the step that it goes on from
+        self.events: list[Row] = []  # what was noticed on the way; the caller takes them out
+        self._open: dict[tuple[int, int], Fold] = {}  # by generation and step
+        self._since = (0, 0)  # the generation, and the step that it continues from
+        self._next: int | None = None  # the first step without a row
+        self._owed: dict[int, Fold | None] = {}  # steps that counted, and whose loss nobody has told yet
+        self._held: list[Row] = []  # rows that come after those
 
-    def settle(self, generation: int, step: int, world_size: int) -> list[dict[str, Any]]:
-        """A new generation goes on from `step` with so many ranks: rows of steps that counted and that somebody who is
-        gone has not reported. What earlier ones said of later steps never happened."""
+    def settle(self, generation: int, step: int, world_size: int) -> list[Row]:
+        """Continue from `step` in a new generation, with so many ranks. Steps before it count, also if somebody who is
+        gone has not reported them; what earlier generations said of later steps never happened."""
         self.world_size, self._since = world_size, (generation, step)
-        counted: dict[int, dict[int, dict[str, Any]]] = {}
-        for (_, at), reports in sorted(self._open.items()):
-            if at < step:
-                counted.setdefault(at, {}).update(reports)
-        self._open = {key: reports for key, reports in self._open.items() if key[0] >= generation and key[1] >= step}
-        return [self._row(at, dict(sorted(reports.items()))) for at, reports in sorted(counted.items())]
+        out: list[Row] = []
+        for at in range(step if self._next is None else self._next, step):
+            said = [fold for key, fold in sorted(self._open.items()) if key[1] == at and key[0] < generation]
+            fold = said[0] if said else None
+            for other in said[1:]:
+                fold = merged(fold, other) if fold else other
+            if fold and fold["whole"]:
+                out += self._emit(fold)
+            else:
+                self._owed[at] = fold
+        self._open = {key: fold for key, fold in self._open.items() if key[0] >= generation and key[1] >= step}
+        self._next = step
+        return out
 
-    def complete(self) -> list[dict[str, Any]]:
+    def complete(self) -> list[Row]:
         """Rows of the new generation whose reports were there before anybody said that it had begun."""
-        return [row for key in sorted(self._open) if (row := self._close(key))]
+        return [row for key in sorted(self._open) for row in self._close(key)]
 
-    def add(self, rank: int, message: dict[str, Any]) -> dict[str, Any] | None:
-        """One rank's report of a step; the step's row when it was the last one missing."""
-        key = (int(message.get("generation", 0)), int(message["step"]))
+    def add(self, fold: Fold) -> list[Row]:
+        """Take reports of a step. Returns the rows that they complete."""
+        key = (fold["generation"], fold["step"])
+        if key[1] in self._owed and key[0] < self._since[0]:
+            known = self._owed[key[1]]
+            fold = merged(known, fold) if known else fold
+            self._owed[key[1]] = fold
+            return self._pay(key[1]) if fold["whole"] else []
         if key[0] < self._since[0] or key[1] < self._since[1]:
-            return None  # too late: it is settled
-        self._open.setdefault(key, {})[rank] = message
+            return []  # it has its row
+        known = self._open.get(key)
+        self._open[key] = merged(known, fold) if known else fold
         return self._close(key)
 
-    def _close(self, key: tuple[int, int]) -> dict[str, Any] | None:
-        if key[0] > self._since[0] or len(self._open[key]) < self.world_size:
-            return None
-        return self._row(key[1], dict(sorted(self._open.pop(key).items())))
+    def finish(self) -> list[Row]:
+        """Nothing more will come."""
+        return [row for at in sorted(self._owed) for row in self._pay(at)]
 
-    def _row(self, step: int, reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        self._compare_norms(step, reports)
-        times = {rank: r["time_s"] for rank, r in reports.items()}
-        slowest = max(times, key=times.__getitem__)
-        whole = next((r["whole"] for r in reports.values() if r["whole"]), None)
-        if whole is None:
-            whole = {"loss_sums": [math.nan], "tokens": 0, "data_digest": "0"}
-        tokens = whole["tokens"]
-        tokens_per_s = self.tokens_per_step / times[slowest] if times[slowest] > 0 else 0.0
-        any_report = next(iter(reports.values()))
+    def _close(self, key: tuple[int, int]) -> list[Row]:
+        if key[0] > self._since[0] or size(self._open[key]["ranks"]) < self.world_size:
+            return []
+        self._next = key[1] + 1
+        return self._emit(self._open.pop(key))
+
+    def _emit(self, fold: Fold) -> list[Row]:
+        """In the order of the steps, as far as those before it can be had."""
+        row = self._row(fold)
+        if not self._owed:
+            return [row]
+        self._held.append(row)
+        return self.finish() if len(self._held) > PATIENCE else []
+
+    def _pay(self, at: int) -> list[Row]:
+        fold = self._owed.pop(at)
+        row = self._row(fold) if fold else self._nobody(at)
+        first, self._held = [r for r in self._held if r["step"] < at], [r for r in self._held if r["step"] > at]
+        rows = [*first, row]
+        if not self._owed:
+            rows, self._held = rows + self._held, []
+        return rows
+
+    def _row(self, fold: Fold) -> Row:
+        self._compare_norms(fold)
+        whole = fold["whole"] or NOBODY
+        tokens, time_s = whole["tokens"], fold["time_s"]
+        tokens_per_s = self.tokens_per_step / time_s if time_s > 0 else 0.0
+        usual = max(fold["norms"], key=lambda norm: size(fold["norms"][norm]))
         return {
-            "step": step,
+            "step": fold["step"],
             "loss": mean_loss(whole["loss_sums"], tokens),
-            "grad_norm": any_report["grad_norm"],
-            "lr": any_report["lr"],
+            "grad_norm": float.fromhex(usual),
+            "lr": fold["lr"],
             "target_tokens": tokens,
-            "time_s": times[slowest],
-            "time_min_s": min(times.values()),
-            "time_median_s": statistics.median(times.values()),
-            "slowest_rank": slowest,
+            "time_s": time_s,
+            "time_min_s": fold["time_min_s"],
+            "time_median_s": min(time_s, max(fold["time_min_s"], median(fold["bins"]))),
+            "slowest_rank": fold["slowest_rank"],
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * self.flops_per_token / self.peak_flops if self.peak_flops else None,
-            "data_wait_s": max(r.get("data_wait_s", 0.0) for r in reports.values()),
-            "phases": _phases([r.get("phases", {}) for r in reports.values()]),
-            "data_ready": min(r.get("data_ready", 0) for r in reports.values()),
+            "data_wait_s": fold["data_wait_s"],
+            "phases": fold["phases"],
+            "data_ready": fold["data_ready"],
             "data_digest": whole["data_digest"],
-            "generation": any_report.get("generation", 0),
+            "generation": fold["generation"],
             "record": whole.get("record", ""),
-            "served": _merge(r.get("served", {}) for r in reports.values()),
+            "served": fold["served"],
         }
 
-    def _compare_norms(self, step: int, reports: dict[int, dict[str, Any]]) -> None:
+    def _nobody(self, at: int) -> Row:
+        """A step that counted, and that nobody who is left has reported."""
+        empty: Row = {"norms": {"nan": []}, "bins": {}, "phases": {}, "served": {}, "whole": None, "lr": 0.0}
+        times = {"time_s": 0.0, "time_min_s": 0.0, "slowest_rank": -1, "data_wait_s": 0.0, "data_ready": 0}
+        return self._row({"step": at, "generation": self._since[0], **empty, **times})
+
+    def _compare_norms(self, fold: Fold) -> None:
         """All ranks compute the same norm, to the bit. One that does not has gone its own way."""
-        by_bits: dict[str, list[int]] = {}
-        for rank, r in reports.items():
-            by_bits.setdefault(float(r["grad_norm"]).hex(), []).append(rank)
-        if len(by_bits) > 1:
-            usual = max(by_bits.values(), key=len)
-            ranks = sorted(rank for group in by_bits.values() if group is not usual for rank in group)
-            norms = {str(rank): reports[rank]["grad_norm"] for rank in (usual[0], *ranks)}
-            self.events.append({"type": "grad_norm differs", "step": step, "ranks": ranks, "grad_norms": norms})
-
-
-def _phases(ranks: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds of the step before, by phase. Ranks that are early wait in the reduction for the last one, so that one's
-    time is what the reduction takes."""
-    known = [phases for phases in ranks if phases]
-    if not known:
-        return {}
-    return {name: (min if name == "reduce" else max)(phases[name] for phases in known) for name in known[0]}
-
-
-def _merge(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for part in counts:
-        for source, count in part.items():
-            total[source] = total.get(source, 0) + count
-    return total
+        norms = fold["norms"]
+        if len(norms) > 1:
+            usual = max(norms, key=lambda norm: size(norms[norm]))
+            ranks = {rank: norm for norm in norms if norm != usual for rank in members(norms[norm])}
+            told = {
+                str(rank): float.fromhex(norm) for rank, norm in [(norms[usual][0][0], usual), *sorted(ranks.items())]
+            }
+            about = {"step": fold["step"], "ranks": sorted(ranks), "grad_norms": told}
+            self.events.append({"type": "grad_norm differs", **about})

@@ -3,16 +3,20 @@ refused by the spec (`core.compat`)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.core.image import MAX_CLASSES, SYNTHETIC_IMAGES
 from phalanx.core.job import Job
 from phalanx.core.layout import num_nodes
 from phalanx.core.memory import limit_bytes
+from phalanx.runtime.launch import Where
 from phalanx.runtime.spawner import SLOTS
 
 GIB = 2**30
+LEAST_MEMLOCK = 1 << 30
 MOST_NODES = 32  # that one host plays: each has processes of its own
 # Device nodes of drivers: where one is, the ranks may not run in host memory.
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
@@ -22,6 +26,38 @@ def refuse(job: Job) -> None:
     _classes(job)
     _ranks(job)
     _memory(job)
+
+
+def refuse_hosts(job: Job, where: Where) -> None:
+    """What several hosts cannot do."""
+    _classes(job)
+    layout, need = job.layout, num_nodes(job.layout)
+    if layout.ranks_per_node == 0:
+        remedy = "set it to the number of accelerators of a host"
+        raise UserError("how many ranks does a host have?", field="layout.ranks_per_node", value=0, remedy=remedy)
+    if where.hosts and len(where.hosts) < need:
+        raise UserError(
+            f"the layout asks for {need} hosts of {layout.ranks_per_node} ranks",
+            field="--hosts",
+            value=", ".join(where.hosts),
+            remedy="name more hosts (those beyond the layout's need are spares), or lower layout.replica",
+        )
+    if job.checkpoint.every_steps >= 0 and not job.checkpoint.dir:
+        raise UserError(
+            "every host would write its part of a checkpoint to its own disk",
+            field="checkpoint.dir",
+            value="",
+            remedy="name a bucket, s3://..., or a folder that all hosts share",
+        )
+
+
+def warnings(node: dict[str, Any]) -> Iterator[str]:
+    """What a node that has joined had better have."""
+    if node["devices"] and 0 <= node["memlock_bytes"] < LEAST_MEMLOCK:
+        yield (
+            f"node {node['node']} may lock only {node['memlock_bytes'] / 2**20:.0f} MiB of memory, and RDMA and pinned "
+            "buffers need more: raise it there, as by `ulimit -l unlimited` or LimitMEMLOCK=infinity of sshd's unit"
+        )
 
 
 def _classes(job: Job) -> None:

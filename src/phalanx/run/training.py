@@ -1,4 +1,4 @@
-"""One run on this machine, from a resolved job to its record: prepare the data, start the processes, fold their
+"""One run, from a resolved job to its record: prepare the data, start the processes, fold their
 reports. The listener only listens."""
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from phalanx.core.shape import MFU_CONVENTION, MFU_EXPERTS
 from phalanx.core.store import open_store
 from phalanx.data import source
 from phalanx.data.selection import Position, RunData
+from phalanx.observe import fold
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
-from phalanx.run.host import refuse
+from phalanx.run.follow import TOLD, tell_head, write_head
+from phalanx.run.host import refuse, refuse_hosts, warnings
 from phalanx.run.planned import Forecast
 from phalanx.run.start import AUTO, FOLDER, Start, check_fits, check_room, find_start, next_generation, take_place
 from phalanx.run.stop import Stop
 from phalanx.runtime.cluster import Begin, Cluster, Entries
+from phalanx.runtime.launch import Where
 
 WORKER = "phalanx.train.worker:main"
 KEEPER = "phalanx.checkpoint.keeper:main"
@@ -66,12 +69,21 @@ class Listener(Protocol):
 
 
 def run_job(
-    job: Job, origins: dict[str, str], listener: Listener, resume: str = "", forecast: Forecast | None = None
+    job: Job,
+    origins: dict[str, str],
+    listener: Listener,
+    resume: str = "",
+    forecast: Forecast | None = None,
+    where: Where | None = None,
 ) -> dict[str, Any]:
     """Train to the end, from the checkpoint that `resume` names; the summary that is also in the record, with the
     forecast beside what was measured. Raises UserError, RunFailed or KeyboardInterrupt, each after everything has been
     cleaned up and recorded."""
-    refuse(job)
+    where = where or Where()
+    if where.is_one_machine:
+        refuse(job)
+    else:
+        refuse_hosts(job, where)
     with Stop(job.run.time_limit_s) as stop:
         noticed: list[dict[str, Any]] = []
         start = find_start(resume, job, noticed.append)
@@ -82,7 +94,9 @@ def run_job(
             check_fits(start, job)
         check_room(start, job, resume)
         record = _create_record(job, origins)
-        run = _Run(job, record, listener, stop, start, noticed)
+        write_head(record.path)
+        listener = _Recorded(listener, record)
+        run = _Run(job, record, listener, stop, start, noticed, where)
         try:
             summary = run.go(resume)
             if forecast:
@@ -97,6 +111,19 @@ def run_job(
             run.close()
         listener.finished(summary)
     return summary
+
+
+class _Recorded:
+    """A listener whose notes are in the record, too, for those who attach later."""
+
+    def __init__(self, listener: Listener, record: RunRecord):
+        self._record, self._note = record, listener.note
+        self.starting, self.status, self.facts = listener.starting, listener.status, listener.facts
+        self.step, self.finished = listener.step, listener.finished
+
+    def note(self, text: str) -> None:
+        self._record.event({"type": TOLD, "text": text})
+        self._note(text)
 
 
 def _words(saved: Found | None) -> str:
@@ -146,8 +173,10 @@ class _Run:
         stop: Stop,
         start: Start | None = None,
         noticed: Sequence[dict[str, Any]] = (),
+        where: Where | None = None,
     ):
         self.job, self.record, self.listener, self.stop = job, record, listener, stop
+        self.where = where or Where()
         self.start, self.noticed = start, noticed
         self.attempts = 0  # to start from a checkpoint
         self.place = job.checkpoint.dir or str(record.path / FOLDER)  # of its checkpoints
@@ -158,11 +187,11 @@ class _Run:
         self.data: RunData | None = None
         self.launched = False
         self.running: set[int] = set()
-        self.facts: dict[int, dict[str, Any]] = {}
+        self.facts: fold.Fold = {}  # of all ranks that have said what they run on
         self.form: dict[str, Any] = {"generation": 0, "replicas": range(job.layout.replica)}  # of the last generation
         self.memory = ""  # why no recovery can go on from snapshots in memory
         self.incidents = 0  # generations that a failure has ended
-        self.table: StepTable | None = None
+        self.table = StepTable(job.layout.world_size, job.tokens_per_step)
         self.num_steps, self.first_loss = 0, 0.0
         self.rows: deque[dict[str, Any]] = deque(maxlen=1000)  # the latest; all of them are in the record
         self.entropy = 0.0
@@ -180,6 +209,7 @@ class _Run:
                 store = open_store(self.place)
                 self.lease = take_place(store, self.job, self.lineage, self.mark, self.listener.note)
         self.launched = True
+        tell_head(self.record.path)
         while True:
             try:
                 ended = self._launch()
@@ -224,6 +254,8 @@ class _Run:
             checkpoints=self.place,
             facts=dataclasses.asdict(facts),
             run=self.mark,
+            data=dataclasses.asdict(data),
+            where=self.where,
         )
         if self.attempts:
             cluster.folder = self.record.path / f"control-{self.attempts}"  # another beginning, another journal
@@ -232,6 +264,8 @@ class _Run:
             out = cluster.run(begin)
         finally:
             cluster.close()
+            for row in self.table.finish():
+                self._on_row(row)
         self._judge(out["ended"])
         return out
 
@@ -255,8 +289,8 @@ class _Run:
         """To the next older checkpoint: the one that was to be loaded is damaged."""
         assert self.start is not None
         self.start = self.start.next(reason, self._on_checkpoint_event)
-        self.facts.clear()
-        self.table = None
+        self.facts = {}
+        self.table = StepTable(self.job.layout.world_size, self.job.tokens_per_step)
         self.running.clear()
         if self.start is None:
             raise UserError(
@@ -326,7 +360,7 @@ class _Run:
                 "phases": _median_phases(rows),
                 "tokens_per_s": self.job.tokens_per_step / middle,
             }
-            if self.table and self.table.peak_flops:
+            if self.table.peak_flops:
                 out["mfu"] = out["tokens_per_s"] * self.table.flops_per_token / self.table.peak_flops
         return out
 
@@ -346,27 +380,35 @@ class _Run:
         if event["type"] in ("form", "started", "note", "ended", "state") and "rank" not in event:
             self._on_decision(event)
             return
+        if event["type"] == "facts":
+            self._on_facts(event)
+            return
+        if event["type"] == "step":
+            self._on_step(event)
+            return
         if event["type"] != "message":
             self.record.event(event)
             if event["type"] == "started" and event["rank"] >= 0:
                 self.running.add(event["rank"])
                 self._starting()
+            elif event["type"] == "node" and event["what"] == "joined":
+                for text in warnings(event):
+                    self.listener.note(text)
+            elif event["type"] == "listening" and not self.where.is_one_machine:
+                self._tell_where(event)
             return
         body, rank = event["body"], event["rank"]
         kind = body.get("type")
-        if kind == "facts":
-            self.facts[rank] = body
-            self._starting()
-            if len(self.facts) == self.job.layout.world_size and not self.table:
-                self._all_facts()
-        elif kind == "step" and self.table:
-            self._on_step(self.table, rank, body)
-        elif kind in ("data_quarantine", "data_substitute"):
+        if kind in ("data_quarantine", "data_substitute"):
             self.record.event(body)
             if kind == "data_quarantine":
                 self.listener.note(f"data: shard {body['shard']}, chunk {body['chunk']}: {body['reason']}; replaced")
-        elif kind in ("resumed", "entered"):
+        elif kind == "resumed":
             self.record.event({**body, "rank": rank})
+
+    def _tell_where(self, event: dict[str, Any]) -> None:
+        address, secret = f"{event['host']}:{event['port']}", self.record.path / "control" / "secret"
+        self.listener.note(f"waiting for {event['nodes']} nodes: phalanx agent --join {address} --secret {secret}")
 
     def _on_decision(self, said: dict[str, Any]) -> None:
         """Note a decision of the controller."""
@@ -381,12 +423,12 @@ class _Run:
             if self.form["generation"] > 1:
                 self.listener.note(f"going on from step {step:,} with {of}: {self.form['reason']}")
             size = replicas * self.job.layout.replica_size
-            for row in self.table.settle(self.form["generation"], step, size) if self.table else ():
+            for row in self.table.settle(self.form["generation"], step, size):
                 self._on_row(row)
             self.incidents += self.form["rung"] >= 1
             if self.form["branch"]:
                 self.num_steps -= self.form["last"] - step
-            for row in self.table.complete() if self.table else ():
+            for row in self.table.complete():
                 self._on_row(row)
 
     def _on_checkpoint_event(self, event: dict[str, Any]) -> None:
@@ -413,16 +455,16 @@ class _Run:
 
     def _starting(self) -> None:
         of = f"of {self.job.layout.world_size}"
-        self.listener.status(f"starting ranks: {len(self.running)} {of} running, {len(self.facts)} {of} ready")
+        ready = fold.size(self.facts["ranks"]) if self.facts else 0
+        self.listener.status(f"starting ranks: {len(self.running)} {of} running, {ready} {of} ready")
 
-    def _on_step(self, table: StepTable, rank: int, body: dict[str, Any]) -> None:
-        row = table.add(rank, body)
-        if row:
+    def _on_step(self, said: fold.Fold) -> None:
+        for row in self.table.add(said):
             self._on_row(row)
-        for noticed in table.events:
+        for noticed in self.table.events:
             self.record.event(noticed)
             self.listener.note(f"step {noticed['step']}: {noticed['type']} on ranks {noticed['ranks']}")
-        table.events.clear()
+        self.table.events.clear()
 
     def _on_row(self, row: dict[str, Any]) -> None:
         assert self.data
@@ -439,14 +481,22 @@ class _Run:
         self.rows.append(row)
         self.listener.step(row)
 
-    def _all_facts(self) -> None:
+    def _on_facts(self, said: fold.Fold) -> None:
+        """What ranks run on; those that take the place of others say it again."""
+        if self.facts and fold.overlap(self.facts["ranks"], said["ranks"]):
+            return
+        self.facts = fold.merged(self.facts, said) if self.facts else said
+        self._starting()
+        if fold.size(self.facts["ranks"]) == self.job.layout.world_size:
+            self._all_facts(self.facts)
+
+    def _all_facts(self, first: fold.Fold) -> None:
         """Every rank has said what it runs on: the MFU's denominator is known."""
-        first, job = self.facts[0], self.job
+        job = self.job
         counted = job.model.family in MFU
         flops = job.model.flops_per_token(job.train.seq_len) if counted else 6 * first["num_params"]
-        peak = sum(f["peak_flops"] for f in self.facts.values())
-        self.table = StepTable(job.layout.world_size, job.tokens_per_step, flops, peak)
-        self.table.settle(self.form["generation"], 0, len(self.form["replicas"]) * job.layout.replica_size)
+        peak = first["peak_flops"]
+        self.table.flops_per_token, self.table.peak_flops = flops, peak
         facts = {
             "num_params": first["num_params"],
             "device": first["device"],

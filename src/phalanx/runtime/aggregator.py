@@ -24,8 +24,9 @@ from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
 from phalanx.control.messages import EVERYONE
 from phalanx.gate.hub import Hub, Item
 from phalanx.runtime import kernel
+from phalanx.runtime.reports import Folder
 from phalanx.runtime.secret import Identity, Secret, load_secret
-from phalanx.runtime.transport import Link, Loop, Server, Session
+from phalanx.runtime.transport import Link, Loop, Server, Session, key_of
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 BEAT_S = 5.0
@@ -39,16 +40,27 @@ NAMED = 8  # nodes in a summary
 MERGED = ("Formed", "Parted")  # what all replicas say at once
 COLUMNS = ("replicas", "worlds")  # of those
 
-#: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's.
+#: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's. `said`: for the
+#: run's record. From one that would join (its incarnation is 0): which code it runs, and what it has.
 REPORTS: Schemas = {
     "beat": {"visit": int, "generation": int, "step": int, "counter": int, "step_ns": int},
     "event": {"event": dict},
+    "said": {"upto": int, "items": list},
+    "join": {"life": str, "version": str, "about": dict},
     "store": {"items": list},  # of `gate.hub`, told both ways
 }
 #: To an agent. `lease`: how long it may train after the beat that this answers.
-COMMANDS: Schemas = {"command": {"command": dict}, "lease": {"ns": int}, "store": {"items": list}}
-#: To the controller: reports are posted, summaries, pings and what groups meet by are told.
+COMMANDS: Schemas = {
+    "command": {"command": dict},
+    "lease": {"ns": int},
+    "recorded": {"upto": int},
+    "store": {"items": list},
+}
+#: To one that would join. `final`: it need not ask again.
+WELCOME: Schemas = {"serve": {"incarnation": int, "spec": dict}, "refused": {"reason": str, "final": bool}}
+#: To the controller: reports are posted; summaries, pings, joins and what groups meet by are told.
 PASSED: Schemas = {
+    "joins": {"items": list},
     "store": {"items": list},
     "reports": {"items": list},
     "ping": {"sent_ns": int},
@@ -60,11 +72,13 @@ ITEMS: Schemas = {
     "many": {"said": list, "event": dict},  # what replicas said alike; by whom: node, incarnation and number
 }
 #: From the controller: commands for many nodes; whom it expects there, name -> incarnation; a lease, counted from when
-#: the ping that it answers was sent.
+#: the ping that it answers was sent; what agents are to serve, and where the record is kept; who may join.
 ORDERS: Schemas = {
     "commands": {"items": list},
     "expect": {"nodes": dict},
     "lease": {"ns": int, "sent_ns": int},
+    "spec": {"spec": dict, "recorder": list},
+    "admitted": {"items": list},
     "store": {"items": list},
 }
 #: `nodes`: ["*"] for all that are here; `own`: what some of them are told beside the rest.
@@ -103,7 +117,9 @@ class Aggregator:
         port: int = 0,
         seed: int = 0,
         beat_s: float = BEAT_S,
+        recorder: tuple[str, int] | None = None,  # a relay before the one that the controller names
     ):
+        self._recorder = recorder
         self.liveness = Liveness(round(beat_s * 1e9))
         self.beats: dict[str, Message] = {}  # the last of each node
         self._beat_s = beat_s
@@ -113,6 +129,10 @@ class Aggregator:
         self._steps = (0, -1)  # generation, step: the last that was passed on
         self._passed: deque[tuple[int, Session, int]] = deque()  # number to the controller, agent, its number
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
+        self._spec: Message = {}  # what an agent is told to serve; its `version` is that of the code
+        self._joins: list[Message] = []
+        self._secret, self._me = secret, me
+        self.folder = Folder(loop)
         self._above: list[Item] = []  # for the hub of the controller
         self._below = Sending(loop, lambda name: self.server.sessions.get(name))
         self.hub = Hub(self._below.add, self._raise)
@@ -139,6 +159,8 @@ class Aggregator:
         self._closed = True
         self.server.close()
         self.link.close()
+        if self.folder.upstream:
+            self.folder.upstream.close()
 
     def _now_ns(self) -> int:
         """Read a clock that stood still when this process did: beats may have come meanwhile, unread."""
@@ -146,7 +168,14 @@ class Aggregator:
 
     def _reported(self, agent: Session, number: int, body: Message) -> None:
         node, incarnation = agent.peer.name, agent.peer.incarnation
-        if body["type"] == "beat":
+        if (body["type"] == "join") != (incarnation == 0):
+            raise WireError(f"{body['type']} from incarnation {incarnation}")
+        if body["type"] == "join":
+            self._join(agent, body)
+        elif body["type"] == "said":
+            upto = body["upto"]
+            self.folder.take(node, body["items"], lambda: agent.tell({"type": "recorded", "upto": upto}))
+        elif body["type"] == "beat":
             self.beats[node] = body
             self._post(self.liveness.beat(node, incarnation, body["visit"], self._now_ns()))
             left_ns = self._lease_ns - time.monotonic_ns()
@@ -158,6 +187,41 @@ class Aggregator:
         else:
             about = {"node": node, "incarnation": incarnation, "number": number, "event": body["event"]}
             self._gather({"type": "event", **about}, agent)
+
+    # -- who joins
+
+    def _join(self, agent: Session, body: Message) -> None:
+        if not self._spec:
+            return  # it asks again
+        ours, theirs = self._spec["version"], body["version"]
+        if ours != theirs:
+            reason = f"it runs phalanx {theirs}, and the controller runs {ours}: install the same code on both"
+            agent.tell({"type": "refused", "reason": reason, "final": True})
+            return
+        if not self._joins:
+            self._loop.after(BUNDLE_S, self._pass_joins)
+        self._joins.append({"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}})
+
+    def _pass_joins(self) -> None:
+        joins, self._joins = self._joins, []
+        self.link.tell({"type": "joins", "items": joins})
+
+    def _admitted(self, items: list[Message]) -> None:
+        for item in items:
+            agent = self.server.sessions.get(key_of(Identity("agent", str(item.pop("node")), 0)))
+            if agent:
+                agent.tell({**item, "spec": self._spec} if item.get("type") == "serve" else item)
+
+    def _learn(self, spec: Message, recorder: list[Any]) -> None:
+        self._spec = spec
+        if (recorder or self._recorder) and not self.folder.upstream:
+            at = [self._recorder or (str(recorder[0]), int(recorder[1]))]
+            refuse = lambda session, number, body: None  # noqa: E731  (it says nothing)
+            self.folder.upstream = Link(
+                self._loop, self._secret, self._me, at, {}, refuse, on_ack=self.folder.acked, retry_s=PING_S
+            )
+
+    # -- who is there
 
     def _found(self, controller: Session) -> None:
         """The controller may have taken all nodes here for lost."""
@@ -182,6 +246,9 @@ class Aggregator:
 
     def _ended(self, agent: Session) -> None:
         """A connection is lost. An agent that lives is back before its next beat is due."""
+        if not agent.peer.incarnation:
+            self.server.forget(key_of(agent.peer))
+            return
         self.hub.lose(agent.peer.name)
         seen = self.liveness.nodes.get(agent.peer.name)
         if seen and not self._closed:
@@ -218,10 +285,16 @@ class Aggregator:
         if body["type"] == "lease":
             self._lease_ns = max(self._lease_ns, body["sent_ns"] + body["ns"])
             return
+        if body["type"] == "spec":
+            self._learn(body["spec"], body["recorder"])
+            return
+        if body["type"] == "admitted":
+            self._admitted(body["items"])
+            return
         for item in body["items"]:
             order, sessions = check(item, _ORDER), self.server.sessions
             for node in [*sessions] if tuple(order["nodes"]) == EVERYONE else order["nodes"]:
-                if node in sessions:  # others have moved
+                if node in sessions and sessions[node].peer.incarnation:  # others have moved, or are to join
                     command = {**order["command"], **order["own"].get(node, {})}
                     sessions[node].post({"type": "command", "command": command})
 
@@ -368,13 +441,17 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where it listens")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--beat-s", type=float, default=BEAT_S, help="between two heartbeats of an agent")
+    parser.add_argument("--relay", default="", metavar="HOST:PORT", help="to which reports go, if not to the record")
     args = parser.parse_args()
     kernel.allow_files()
-    controllers = [(host, int(port)) for host, _, port in (a.rpartition(":") for a in args.controller)]
+    split = lambda text: (text.rpartition(":")[0], int(text.rpartition(":")[2]))  # noqa: E731
+    controllers, relay = [split(text) for text in args.controller], split(args.relay) if args.relay else None
     loop, me = Loop(), Identity("aggregator", args.name, time.time_ns())
     secret = load_secret(args.secret, create=False)
     seed = me.incarnation
-    served = Aggregator(loop, secret, me, controllers, args.host, args.port, seed=seed, beat_s=args.beat_s)
+    served = Aggregator(
+        loop, secret, me, controllers, args.host, args.port, seed=seed, beat_s=args.beat_s, recorder=relay
+    )
     print(json.dumps(served.server.address), flush=True)
     while True:
         loop.turn()

@@ -3,6 +3,9 @@ node's, and no cluster: for measurements that are over in minutes, and for tests
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -12,10 +15,10 @@ from phalanx.control.messages import Failure
 from phalanx.control.verdict import Evidence, remedy
 from phalanx.core.errors import RunFailed
 from phalanx.runtime import kernel
-from phalanx.runtime.client import NodeClient
-from phalanx.runtime.node import Host, main
-from phalanx.runtime.spawner import Worker
-from phalanx.runtime.wire import Message, Schemas, WireError, check
+from phalanx.runtime.client import BareClient
+from phalanx.runtime.hosting import Host
+from phalanx.runtime.spawner import READ, WRITE, Spawner, Stop, Worker
+from phalanx.runtime.wire import Conn, Message, Schemas, WireError, check
 
 GATHER_S = 0.5  # for the deaths that belong to the first one seen
 COMMANDS: Schemas = {
@@ -27,7 +30,28 @@ COMMANDS: Schemas = {
 
 
 class Bare(Host):
-    def obey(self, message: Message) -> None:
+    spawner: Spawner
+
+    def __init__(self, client: Conn, preload: list[str]):
+        super().__init__()
+        self.client = client
+        self.spawner = Spawner(self, preload)
+
+    @property
+    def backlog_bytes(self) -> int:
+        return self.client.pending_bytes
+
+    def listen(self) -> None:
+        self._register(self.client, READ | (WRITE if self.client.pending_bytes else 0), self._on_client)
+
+    def _on_client(self, mask: int) -> None:
+        self.client.flush()
+        for message in self.client.pull() if mask & READ else ():
+            self._obey(message)
+        if self.client.eof:
+            raise Stop
+
+    def _obey(self, message: Message) -> None:
         command = check(message, COMMANDS)
         kind = command.pop("type")
         if kind == "spawn":
@@ -55,25 +79,6 @@ class Bare(Host):
 
     def hung(self, event: Message) -> None:
         self.client.push(event)
-
-
-class BareClient(NodeClient):
-    module = "phalanx.runtime.bare"
-
-    def spawn(self, worker: int, entry: str, args: dict[str, Any], log: Path) -> None:
-        """Fork a process that calls the function behind "package.module:function" with (channel, args)."""
-        self.command(type="spawn", worker=worker, entry=entry, args=args, log=str(Path(log).absolute()))
-
-    def send(self, worker: int, body: Message) -> None:
-        self.command(type="send", worker=worker, body=body)
-
-    def kill(self, worker: int) -> None:
-        """SIGKILL, also for what the worker started. Its exit event follows."""
-        self.command(type="kill", worker=worker)
-
-    def watch(self, timeout_s: float) -> None:
-        """Report a hang when workers stand still for this long in a phase that should move; 0: never."""
-        self.command(type="watch", timeout_s=timeout_s)
 
 
 class Together:
@@ -115,5 +120,15 @@ class Together:
         self._failed.append(Evidence(worker, self._names.get(worker, f"process {worker}"), failure, True))
 
 
+def main(argv: list[str]) -> None:
+    client = Conn(socket.socket(fileno=int(argv[0])))
+    os.set_inheritable(client.fileno(), False)
+    reason = Bare(client, argv[1:]).run()
+    if reason:
+        print(reason, file=sys.stderr)
+        with contextlib.suppress(OSError):  # nobody may be left to be told
+            client.send({"type": "node_lost", "reason": reason}, timeout=1.0)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:], Bare)
+    main(sys.argv[1:])

@@ -1,6 +1,6 @@
-"""The client's end of a node: start it, and hear what becomes of its workers.
+"""The client's end of `runtime.bare`: start it, and hear what becomes of its workers.
 
-If this process ends, the node ends, the zygote with the node, and the workers with the zygote: nothing stays behind.
+If this process ends, that one ends, the zygote with it, and the workers with the zygote: nothing stays behind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,32 +24,19 @@ SEND_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 
 EVENTS: Schemas = {
-    "booted": {"incarnation": int},
-    "launched": {"worker": int, "rank": int},
     "started": {"worker": int, "pid": int, "service": str},
     "message": {"worker": int, "body": dict},
     "exit": {"worker": int, "code": (int, type(None)), "signal": (str, type(None)), "service": str},
     "hang": {"worker": int, "workers": list, "reason": str, "progress": dict, "final": bool},
-    "left": {"reason": str},
-    "released": {},
     "node_lost": {"reason": str},
 }
 
 
-class NodeClient:
-    """One node process. `preload`: modules that the zygote imports before it forks; `env`: added to the environment of
-    all; `log`: where the node and the zygote write, else standard error; `prefix`: the command that starts it, where it
-    is not this machine's own."""
+class BareClient:
+    """One such process. `preload`: modules that the zygote imports before it forks; `env`: added to the environment of
+    all; `log`: where it and the zygote write, else standard error."""
 
-    module = "phalanx.runtime.node"
-
-    def __init__(
-        self,
-        preload: list[str],
-        env: dict[str, str] | None = None,
-        log: Path | None = None,
-        prefix: Sequence[str] = (),
-    ):
+    def __init__(self, preload: list[str], env: dict[str, str] | None = None, log: Path | None = None):
         self.session = uuid.uuid4().hex
         self.running: dict[int, int] = {}  # worker -> pid
         self._lost: Message | None = None
@@ -60,7 +46,7 @@ class NodeClient:
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         stderr = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-P", "-m", self.module, str(theirs.fileno()), str(held), *preload],
+            [sys.executable, "-P", "-m", "phalanx.runtime.bare", str(theirs.fileno()), *preload],
             env={**os.environ, **(env or {}), "PYTHONPATH": path, "PHALANX_SESSION": self.session},
             stdin=subprocess.DEVNULL,
             stdout=stderr if stderr is not None else subprocess.DEVNULL,
@@ -74,9 +60,20 @@ class NodeClient:
             os.close(stderr)
         self._conn = Conn(ours)
 
-    def serve(self, **options: Any) -> None:
-        """Become a node of a cluster: see SERVE in `runtime.node`."""
-        self.command(type="serve", **options)
+    def spawn(self, worker: int, entry: str, args: dict[str, Any], log: Path) -> None:
+        """Fork a process that calls the function behind "package.module:function" with (channel, args)."""
+        self.command(type="spawn", worker=worker, entry=entry, args=args, log=str(Path(log).absolute()))
+
+    def send(self, worker: int, body: Message) -> None:
+        self.command(type="send", worker=worker, body=body)
+
+    def kill(self, worker: int) -> None:
+        """SIGKILL, also for what the worker started. Its exit event follows."""
+        self.command(type="kill", worker=worker)
+
+    def watch(self, timeout_s: float) -> None:
+        """Report a hang when workers stand still for this long in a phase that should move; 0: never."""
+        self.command(type="watch", timeout_s=timeout_s)
 
     def command(self, **command: Any) -> None:
         if self._lost:

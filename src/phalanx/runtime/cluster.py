@@ -1,8 +1,8 @@
-"""Start a run's processes on this machine: a controller, a node process per node and one per spare, and everything
-below them. It decides nothing about the run: it starts again what dies, as a supervisor would, tells the controller
-which nodes are proven dead, and passes on what is said.
+"""Start a run's processes: a controller, and agents that join it, on this machine or on others (`runtime.launch`). It
+decides nothing about the run: it starts again what dies, as a supervisor would, tells the controller which nodes are
+proven dead, and hears what is said for the record.
 
-If this process ends, nothing stays behind: nodes end with their client, the controller with its pipe.
+If this process ends, what it started does too: agents and controller end with their standard input.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.control.agent import SERVICES
 from phalanx.control.fold import Plan
 from phalanx.control.messages import NodeDead, Stop
 from phalanx.control.policy import Policy, S, beat_ns
@@ -27,9 +27,11 @@ from phalanx.core.job import Job
 from phalanx.core.layout import num_nodes
 from phalanx.gate.proof import KEY_BYTES
 from phalanx.gate.tls import Certificate, is_loopback
-from phalanx.runtime import controller
-from phalanx.runtime.client import NodeClient
-from phalanx.runtime.secret import READ, Identity, load_secret, write_token
+from phalanx.observe import fold
+from phalanx.runtime import controller, inventory, logs
+from phalanx.runtime.launch import HAND, AgentProcess, Where, start_agent
+from phalanx.runtime.reports import Recorder
+from phalanx.runtime.secret import READ, Identity, load_secret
 from phalanx.runtime.transport import Link, Loop
 from phalanx.runtime.wire import Message
 
@@ -44,6 +46,7 @@ SILENT_S = 10.0  # a controller that gives no sign of life for so long is ended 
 LEAVE_LIMIT_S = 60.0  # from the end of the run to the last word of all ranks
 SILENCE_BEATS = 12  # in which nodes fall silent "at once"
 LOOPBACK = "127.0.0.1"
+REFUSED = 2  # the exit code of an agent that may not join
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,8 +71,8 @@ class Begin:
     place: dict[str, str] | None = None
 
 
-def policy_of(job: Job, save: bool) -> Policy:
-    """What the job asks of its recovery."""
+def policy_of(job: Job, save: bool, nodes: int) -> Policy:
+    """What the job asks of its recovery. `nodes`: with the spares."""
     r, layout = job.recovery, job.layout
     return Policy(
         recover=r.on,
@@ -81,64 +84,58 @@ def policy_of(job: Job, save: bool) -> Policy:
         resend_ns=S,
         deaths=r.deaths_per_node,
         burst_ns=2 * S,
-        silence_ns=SILENCE_BEATS * int(beat_s(job) * S),
+        silence_ns=SILENCE_BEATS * int(beat_s(job, nodes) * S),
         save=save,
-        buddies=layout.replica == 1 and num_nodes(layout) + r.spares > 1,
+        buddies=layout.replica == 1 and nodes > 1,
         failures=round(job.checkpoint.failures * 1000),
     )
 
 
-def beat_s(job: Job) -> float:
+def beat_s(job: Job, nodes: int) -> float:
     failures = round(job.checkpoint.failures * 1000)
-    return job.recovery.beat_s or beat_ns(num_nodes(job.layout) + job.recovery.spares, failures) / S
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Where a node is."""
-
-    host: str = LOOPBACK
-    interface: str = ""  # of torch's own connections; empty: loopback
-    prefix: tuple[str, ...] = ()  # of the command that starts its agent
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.interface) if self.interface else {}
-
-
-def places_of(path: str) -> tuple[str, list[Place]]:
-    """Read where the controller and the nodes listen."""
-    if not path:
-        return LOOPBACK, [Place()]
-    try:
-        said = json.loads(Path(path).read_bytes())
-        nodes = [Place(str(n["host"]), str(n["interface"]), tuple(map(str, n["prefix"]))) for n in said["nodes"]]
-        if not nodes:
-            raise ValueError("it names no nodes")
-        return str(said["host"]), nodes
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = '{"host": "10.0.0.1", "nodes": [{"host": "10.0.0.2", "interface": "eth0", "prefix": []}, ...]}'
-        raise UserError(f"cannot be used: {error!r}", field="run.hosts", value=path, remedy=f"write {remedy}") from None
+    return job.recovery.beat_s or beat_ns(nodes, failures) / S
 
 
 def environment() -> dict[str, str]:
-    """Variables of the ranks, where the user has not said otherwise."""
-    wanted = {
-        "GLOO_SOCKET_IFNAME": "lo",  # one machine: nothing listens outside it
-        "NCCL_SOCKET_IFNAME": "lo",
+    """Variables of the ranks, where their host does not say otherwise."""
+    return {
         "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin at barriers starve the other ranks
         # A communicator that fails must not take its process down: we abort it, and the rank forms a new one.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def check_free(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        remedy = "name another port, or none; `ss -ltnp` shows who has it"
+        text = f"nothing can listen there: {error.strerror}"
+        raise UserError(text, field="--listen", value=f"{host}:{port}", remedy=remedy) from None
+
+
+def listen_at(where: Where) -> tuple[str, int]:
+    """Where the controller listens; port 0: any. On one machine loopback, else the address that other hosts reach."""
+    if where.listen:
+        host, _, port = where.listen.rpartition(":") if ":" in where.listen else (where.listen, "", "0")
+        if not port.isdigit():
+            raise UserError("expected HOST or HOST:PORT", field="--listen", value=where.listen, remedy="10.0.0.1:7700")
+        return inventory.resolve(host, "--listen"), int(port)
+    if where.is_one_machine:
+        return LOOPBACK, 0
+    if not where.hosts:
+        remedy = "name the address of this host that the others reach, as 10.0.0.1:7700"
+        raise UserError("it is not known where agents join", field="--listen", value="", remedy=remedy)
+    return inventory.address_towards(inventory.resolve(next(iter(where.hosts)), "--hosts")), 0
 
 
 class Cluster:
     """`on_event` hears {"type": "started" | "exit", "rank", "pid", ...}, {"type": "hang", "rank", "reason", ...},
-    {"type": "ready", "start_s"} once all ranks are, {"type": "message", "rank", "body"}, {"type": "node", "node",
-    "what"}, and what the controller decides. When `stop()`, the run ends; when `gently()`, its state is saved first."""
+    {"type": "ready", "start_s"} once all ranks are, {"type": "message", "rank", "body"}, what ranks say alike
+    (`observe.fold`), {"type": "node", "node", "what"}, and what the controller decides. When `stop()`, the run ends;
+    when `gently()`, its state is saved first."""
 
     def __init__(
         self,
@@ -152,20 +149,19 @@ class Cluster:
         checkpoints: str = "",
         facts: dict[str, Any] | None = None,
         run: str = "",
+        data: dict[str, Any] | None = None,
+        where: Where | None = None,
     ):
-        if not job.run.threads and job.train.reduction != "exact":  # all nodes share the cores of this machine
-            threads = max(1, len(os.sched_getaffinity(0)) // job.layout.world_size)
-            job = dataclasses.replace(job, run=dataclasses.replace(job.run, threads=threads))
         self.job, self.run_dir, self.entries, self.on_event = job, run_dir.absolute(), entries, on_event
         self.stop, self.gently = stop, gently
         self.folder = self.run_dir / "control"
         self.checkpoints, self.facts, self.mark = checkpoints, facts or {}, run or secrets.token_hex(8)
-        self.host, self.places = places_of(job.run.hosts)
+        self.data, self.where = data or {}, where or Where()
+        self.host, self.port = listen_at(self.where)
         self.loop = Loop()
-        self.nodes_up: dict[str, NodeClient] = {}
+        self.nodes_up: dict[str, AgentProcess] = {}
         self.incarnations: dict[str, int] = {}
-        self.ranks: dict[int, int] = {}  # worker -> rank
-        self.results: dict[int, Message] = {}
+        self.results: list[Message] = []  # what ranks said last, folded
         self.form: Message = {}  # of the generation that was formed last
         self.ended: Message = {}
         self.start_s = 0.0
@@ -181,10 +177,21 @@ class Cluster:
         self._deaths: dict[str, list[float]] = {}  # what died -> when, of the latest
         self._first_commit = 0  # the last generation that had one
         self._link: Link | None = None
+        self._recorder: Recorder | None = None
+        self.session = secrets.token_hex(16)  # in the environment of all processes of this machine
 
     @property
     def nodes(self) -> list[str]:
+        """That are started from here."""
+        if self.where.on == HAND:
+            return []
+        if self.where.hosts:
+            return list(self.where.hosts)
         return [f"node-{i}" for i in range(num_nodes(self.job.layout) + self.job.recovery.spares + self.added)]
+
+    @property
+    def num_nodes(self) -> int:
+        return max(len(self.nodes), num_nodes(self.job.layout) + self.job.recovery.spares)
 
     # -- from the first process to the last
 
@@ -192,11 +199,14 @@ class Cluster:
         """To the end of the run: {"ended": how, "start_s", "wall_s", "done": what each rank said last}.
         KeyboardInterrupt when `stop()`; RunFailed when the controller cannot be started."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        secret = load_secret(self.folder / "secret")
-        policy = policy_of(self.job, bool(self.entries.keeper))
+        self.secret = secret = load_secret(self.folder / "secret")
+        policy = policy_of(self.job, bool(self.entries.keeper), self.num_nodes)
         plan = Plan(self.job.layout, self.job.train.steps, begin.step, begin.generation, policy)
         controller.write_plan(self.folder, plan)
-        self.serving = self._serving(begin)
+        controller.write_spec(self.folder, self._spec(begin))
+        if self.port:
+            check_free(self._bound, self.port)
+        self._recorder = Recorder(self.loop, secret, LOOPBACK, 0, self._heard)
         self._start_controller()
         deadline = time.monotonic() + CONTROLLER_S
         while not (address := controller.read_address(self.folder))["aggregators"]:
@@ -204,7 +214,11 @@ class Cluster:
                 remedy = f"see {self.run_dir / 'logs' / 'controller.log'}"
                 raise KeyboardInterrupt if self.stop() else RunFailed("the controller did not start", remedy=remedy)
             time.sleep(0.01)
-        self.addresses = address["aggregators"]
+        port = int(address["aggregators"][0][1])
+        self.join = [(host, port) for host in self._addresses()]
+        self.on_event(
+            {"type": "listening", "host": self.join[0][0], "port": self.join[0][1], "nodes": num_nodes(self.job.layout)}
+        )
         me = Identity("user", f"launcher-{secrets.token_hex(8)}", 1)
         at = [(address["host"], address["port"])]
         self._link = Link(self.loop, secret, me, at, controller.ANSWERS, lambda *_: None)
@@ -217,18 +231,38 @@ class Cluster:
         if self.stop():
             raise KeyboardInterrupt
         deadline = time.monotonic() + (LEAVE_LIMIT_S if self.ended["ok"] else 0.0)
-        while not self._crew <= self.results.keys() and time.monotonic() < deadline:
+        while self._crew - self._done().keys() and time.monotonic() < deadline:
             self._turn()
-        done = [self.results[rank] for rank in sorted(self._crew & self.results.keys())]
+        found = self._done()
+        done = [found[rank] for rank in sorted(self._crew & found.keys())]
         wall_s = time.monotonic() - self._began
         return {"ended": self.ended, "start_s": self.start_s, "wall_s": wall_s, "done": done}
+
+    def _addresses(self) -> list[str]:
+        """By which hosts reach this one: with several networks, by each of them."""
+        more = [address for network in self.job.run.networks for address in inventory.inside(network).values()]
+        return list(dict.fromkeys([self.host, *more]))
+
+    @property
+    def _bound(self) -> str:
+        """The address that is listened at."""
+        return "0.0.0.0" if len(self._addresses()) > 1 else self.host  # noqa: S104
 
     @property
     def _crew(self) -> set[int]:
         size = self.job.layout.replica_size
         return {int(r) * size + i for r in self.form.get("replicas", ()) for i in range(size)}
 
-    def _serving(self, begin: Begin) -> dict[str, Any]:
+    def _done(self) -> dict[int, Message]:
+        """By rank: its digest, and the memory that it has used."""
+        return {
+            rank: {"digest": digest, "memory_bytes": said["memory_bytes"]}
+            for said in self.results
+            for digest, ranks in said["digests"]
+            for rank in fold.members(ranks)
+        }
+
+    def _spec(self, begin: Begin) -> dict[str, Any]:
         """What all nodes are told of the run."""
         e, c, layout, peers = self.entries, self.job.checkpoint, self.job.layout, self._peers()
         worker_args = {
@@ -242,7 +276,7 @@ class Cluster:
         }
         services: dict[str, Any] = {"store": {"entry": e.store, "args": {}}}
         if e.data:
-            services["data"] = {"entry": e.data, "args": {"run_dir": str(self.run_dir)}}
+            services["data"] = {"entry": e.data, "args": {"data": self.data}}
         if e.keeper:
             args = {
                 "url": self.checkpoints,
@@ -251,22 +285,37 @@ class Cluster:
                 "keep_every": c.keep_every,
                 "peers": peers,
                 "run": self.mark,
-                "has_buddy": policy_of(self.job, True).buddies,
+                "has_buddy": policy_of(self.job, True, self.num_nodes).buddies,
             }
             services["keeper"] = {"entry": e.keeper, "args": args}
-        return {"worker": {"entry": e.worker, "args": worker_args}, "services": services}
+        return {
+            "version": inventory.version(),
+            "beat_s": beat_s(self.job, self.num_nodes),
+            "hang_s": self.job.run.hang_timeout_s,
+            "preload": list(e.preload),
+            "env": environment(),
+            "networks": list(self.job.run.networks),
+            "worker": {"entry": e.worker, "args": worker_args},
+            "services": services,
+            "limits": {},
+        }
 
     def _peers(self) -> dict[str, str]:
         """What ranks and keepers share to hand state to each other; none of it is known outside the run."""
-        beyond = not all(is_loopback(place.host) for place in self.places)
+        beyond = not is_loopback(self.host)
         return {"key": secrets.token_hex(KEY_BYTES), "certificate": Certificate.make().pem if beyond else ""}
 
     def close(self) -> None:
         if self._link:
             self._link.close()
-        for client in self.nodes_up.values():
-            client.close()
+        for agent in self.nodes_up.values():
+            agent.let_go()
+        for agent in self.nodes_up.values():
+            self.loop.watch(agent, 0)
+            agent.close()
         self.nodes_up.clear()
+        if self._recorder:
+            self._recorder.close()
         if self._controller:
             self._controller.kill()
             self._controller.wait()
@@ -275,16 +324,15 @@ class Cluster:
             self._controller.stdin.close()
             self._controller = None
 
-    def _place(self, name: str) -> Place:
-        """Nodes beyond those that the file names are like the last of them."""
-        return self.places[min(self.nodes.index(name), len(self.places) - 1)]
-
     def _start_controller(self) -> None:
         logs = self.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "phalanx.runtime.controller", "--dir", str(self.folder)]
-        command += ["--secret", str(self.folder / "secret"), "--aggregate", "--attached", "--host", self.host]
-        command += ["--beat-s", str(beat_s(self.job))]
+        command += ["--secret", str(self.folder / "secret"), "--aggregate", "--attached", "--host", self._bound]
+        command += ["--beat-s", str(beat_s(self.job, self.num_nodes)), "--join-port", str(self.port)]
+        assert self._recorder
+        host, port = self._recorder.server.address
+        command += ["--recorder", f"{host}:{port}"]
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         with (logs / "controller.log").open("ab") as log:
             self._controller = subprocess.Popen(
@@ -302,27 +350,10 @@ class Cluster:
         self._tell_node("controller", "started", pid=self._controller.pid)
 
     def _start_node(self, name: str) -> None:
-        logs, place = self.run_dir / "logs", self._place(name)
-        client = self.nodes_up[name] = NodeClient(
-            list(self.entries.preload),
-            env=environment() | place.environment,
-            log=logs / f"{name}.log",
-            prefix=place.prefix,
-        )
-        self.loop.watch(client, READ, lambda mask: self._on_node(name))
-        client.serve(
-            name=name,
-            domain=name,
-            secret=str(write_token(self.folder / name / "token", load_secret(self.folder / "secret"), "agent", name)),
-            aggregators=self.addresses,
-            beat_s=beat_s(self.job),
-            hang_s=self.job.run.hang_timeout_s,
-            dir=str(self.folder / name),
-            logs=str(logs / name),
-            host=place.host,
-            **self.serving,
-        )
-        self._tell_node(name, "started", pid=client.process.pid)
+        agent = start_agent(self.where, name, self.join, self.secret, self.run_dir, {"PHALANX_SESSION": self.session})
+        self.nodes_up[name] = agent
+        self.loop.watch(agent, READ, lambda mask: self._lose_node(name))
+        self._tell_node(name, "started", **({"pid": agent.pid} if agent.proves else {}))
 
     # -- what is heard
 
@@ -403,10 +434,11 @@ class Cluster:
             return
         if kind == "form":
             self.form = said
+        elif kind == "joined":
+            self.incarnations[said["node"]] = said["incarnation"]
+            self._tell_node(said["node"], "joined", incarnation=said["incarnation"], **said["about"])
+            return
         elif kind == "started":
-            for name in list(self.nodes_up):  # what ranks reported before is here already
-                while name in self.nodes_up and self._take(name):
-                    pass
             if not self.start_s:
                 self.start_s = time.monotonic() - self._began
                 self._again = dict.fromkeys(self._again, 0.0)
@@ -415,47 +447,46 @@ class Cluster:
             self.ended = said
         self.on_event(said)
 
-    def _on_node(self, name: str) -> None:
-        self._take(name)
-        while name in self.nodes_up and self.nodes_up[name].unread:
-            self._take(name)
-
-    def _take(self, name: str) -> bool:
-        """One event of a node."""
-        client = self.nodes_up[name]
-        event = client.events(0)
-        if event is None:
-            return False
-        kind, worker = event["type"], event.get("worker", 0)
-        if kind == "node_lost":
-            self._lose_node(name, event["reason"])
-            return False
-        rank = self.ranks.get(worker, -1)
-        about = {"worker": worker, "node": name}
-        if kind == "booted":
-            self.incarnations[name] = event["incarnation"]
-        elif kind == "launched":
-            self.ranks[worker] = event["rank"]
-        elif kind in ("started", "exit"):
-            told: Message = {key: event[key] for key in ("pid", "code", "signal", "service") if key in event}
-            self.on_event({"type": kind, "rank": rank, **told, **about})
+    def _heard(self, item: Message) -> None:
+        """Something for the record, of a node or of ranks."""
+        kind, agent = item["type"], self.nodes_up.get(item.get("node", ""))
+        if kind == "log":
+            logs.write(self.run_dir / "logs", item["node"], item)
         elif kind == "message":
-            self._on_message(worker, rank, event["body"])
-        elif kind == "hang":
-            said = {key: event[key] for key in ("reason", "progress", "final")}
-            self.on_event({"type": "hang", "rank": rank, **said, **about})
-        return True
+            if item["service"] == "keeper":
+                self.on_event({"rank": -1, **item["body"]})
+            else:
+                rank = item["rank"] if item["worker"] >= 0 else item["worker"]
+                self.on_event({"type": "message", "rank": rank, "body": item["body"]})
+        elif kind in ("started", "exit", "hang"):
+            if agent and kind == "started" and item["worker"] >= 0:
+                agent.running[item["worker"]] = item["pid"]
+            elif agent and kind == "exit":
+                agent.running.pop(item["worker"], None)
+            self.on_event(item)
+        elif kind == "step" and item["generation"] > self._first_commit:
+            self._first_commit = item["generation"]
+            told = {"generation": item["generation"], "step": item["step"] + 1}
+            self.on_event({"type": "first commit", **told})
+            self.on_event(item)
+        elif kind == "done":
+            self.results.append(item)
+        elif kind not in ("booted", "left"):
+            self.on_event(item)
 
-    def _lose_node(self, name: str, reason: str) -> None:
+    def _lose_node(self, name: str) -> None:
         """Its process has ended. Once the last process of its tree is gone too, that is proven."""
-        client = self.nodes_up.pop(name)
-        self.loop.watch(client, 0)
-        gone = client.close()
+        agent = self.nodes_up.pop(name)
+        self.loop.watch(agent, 0)
+        reason = agent.how_it_ended()
+        gone = agent.close()
         self._tell_node(name, f"died: {reason}")
         if gone and name in self.incarnations:
             self._ask(NodeDead(name, self.incarnations[name], "its processes have ended"))
         if not self.ended:
-            self._restart(name, self.job.recovery.restart_s, f"{name} ended: {reason}")
+            if agent.process.returncode == REFUSED and not self.start_s:
+                raise RunFailed(f"node {name} {reason}", remedy=f"see {agent.log}")
+            self._restart(name, self.job.recovery.restart_s, f"{name} {reason}")
 
     def _restart(self, name: str, after_s: float, why: str) -> None:
         """Start it again after a while, which grows. A controller that does not stay up, or a node that dies before the
@@ -466,19 +497,6 @@ class Cluster:
             log = self.run_dir / "logs" / f"{name}.log"
             raise RunFailed(f"{why}, {len(deaths)} times in {SOON_S:g} s", remedy=f"see {log}")
         self._again[name] = now + min(after_s * 2 ** (len(deaths) - 1), SOON_S / MOST_DEATHS)
-
-    def _on_message(self, worker: int, rank: int, body: Message) -> None:
-        kind = body.get("type")
-        if worker == SERVICES["keeper"]:
-            self.on_event({"rank": -1, **body})
-            return
-        if kind == "step" and body["generation"] > self._first_commit:
-            self._first_commit = body["generation"]
-            told = {"generation": body["generation"], "step": body["step"] + 1}
-            self.on_event({"type": "first commit", **told})
-        elif kind == "done":
-            self.results[rank] = body
-        self.on_event({"type": "message", "rank": rank if worker >= 0 else worker, "body": body})
 
     def _tell_node(self, name: str, what: str, **more: Any) -> None:
         self.on_event({"type": "node", "node": name, "what": what, **more})

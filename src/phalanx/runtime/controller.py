@@ -4,8 +4,9 @@ were heard. It may be killed at any instruction: the next one folds the same jou
 repeats what was not answered. An entry on which the state machine raises is set aside, and the state is folded again
 without it.
 
-In its folder: `gang.json`, which the launcher writes before the first start; `journal.db`; and `controller.json`,
-where it listens. What it decides is printed as JSON, one line each, and a line every second that it is alive.
+In its folder: `gang.json` and `serve.json` (what agents that join are told), which are written before the first start;
+`journal.db`; and `controller.json`, where it listens. What it decides is printed as JSON, one line each, and a line
+every second that it is alive.
 """
 
 from __future__ import annotations
@@ -81,6 +82,11 @@ def read_plan(folder: Path) -> Plan:
         raise UserError(f"{path} cannot be read: {error.strerror}", remedy="the launcher writes it first") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}", remedy="begin in a new folder") from None
+
+
+def write_spec(folder: Path, spec: Message) -> None:
+    """What agents that join are to serve: see SPEC in `runtime.node`."""
+    _write(Path(folder) / "serve.json", spec)
 
 
 def read_address(folder: Path) -> Message:
@@ -195,8 +201,15 @@ class Controller:
         beat_s: float = BEAT_S,
         snapshot_every: int = SNAPSHOT_EVERY,
         printer: Printer | None = None,
+        join_port: int = 0,
+        recorder: tuple[str, int] | None = None,
     ):
         self.folder, self.loop, self.printer = Path(folder), Loop(), printer or Printer()
+        path = self.folder / "serve.json"
+        self._spec: Message = json.loads(path.read_bytes()) if path.exists() else {}
+        self._recorder = list(recorder or ())
+        self._given: dict[str, int] = {}  # node -> the last incarnation that it was given
+        self._joined: dict[str, tuple[str, str]] = {}  # node -> its life and address
         self.over = ""  # why it ends
         self.plan = read_plan(self.folder)
         self.journal = Journal(self.folder / "journal.db", snapshot_every)
@@ -230,7 +243,7 @@ class Controller:
         self.aggregator: Aggregator | None = None
         if aggregate:
             near = Identity("aggregator", "local", self.journal.term)
-            at = old["aggregators"][0][1] if old["aggregators"] else 0
+            at = join_port or (old["aggregators"][0][1] if old["aggregators"] else 0)
             self.aggregator = Aggregator(
                 self.loop, secret, near, [self.server.address], host, at, seed=self.journal.term, beat_s=beat_s
             )
@@ -308,6 +321,8 @@ class Controller:
         if session.peer.role == "aggregator":
             name = session.peer.name
             self._orphans.find(name)
+            if self._spec:
+                session.post({"type": "spec", "spec": self._spec, "recorder": self._recorder})
             session.post({"type": "expect", "nodes": self.state.roster.expected(name)})
             said = orders(self.gang.outstanding(), self.state.roster).get(name)
             if said:
@@ -360,6 +375,8 @@ class Controller:
             for _ in self._homes.beat(session.peer.name, session.peer.incarnation, 1, time.monotonic_ns()):
                 pass
             session.tell({"type": "lease", "ns": self.gang.policy.lease_ns, "sent_ns": body["sent_ns"]})
+        elif kind == "joins":
+            session.tell({"type": "admitted", "items": [self._admit(item) for item in body["items"]]})
         elif kind == "store":
             for item in body["items"]:
                 self.hub.take(session.peer.name, item)
@@ -370,6 +387,22 @@ class Controller:
             session.ack(number)
         else:
             self._ask(session, number, body["event"])
+
+    def _admit(self, join: Message) -> Message:
+        """Give a node that joins its incarnation: greater than all before it, whoever had its name."""
+        node, life, about, asker = str(join["node"]), str(join["life"]), join["about"], {"node": join["node"]}
+        known, before = self.gang.members.nodes.get(node), self._joined.get(node, ("", ""))
+        address = str(about.get("address"))
+        if known and not known.dead and before[0] not in ("", life) and before[1] != address:
+            reason = (
+                f"a node with the name {node} is here already, at {before[1]}: give this one another name by --name, "
+                "or wait until that one is given up"
+            )
+            return {**asker, "type": "refused", "reason": reason, "final": False}
+        number = self._given[node] = max(known.incarnation if known else 0, self._given.get(node, 0)) + 1
+        self._joined[node] = (life, address)
+        self.printer.say("joined", node=node, incarnation=number, about=about)
+        return {**asker, "type": "serve", "incarnation": number}
 
     def _ask(self, session: Session, number: int, body: Message) -> None:
         try:
@@ -580,13 +613,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where it listens")
     parser.add_argument("--port", type=int, default=0, help="0: as the last time")
     parser.add_argument("--aggregate", action="store_true", help="serve agents too, for a small cluster")
+    parser.add_argument("--join-port", type=int, default=0, help="where agents join; 0: as the last time")
+    parser.add_argument("--recorder", default="", metavar="HOST:PORT", help="where the run's record is kept")
     parser.add_argument("--beat-s", type=float, default=BEAT_S, help="between two heartbeats of an agent")
     parser.add_argument("--attached", action="store_true", help="end when standard input does")
     args = parser.parse_args(argv)
     kernel.allow_files()
+    recorder_host, _, recorder_port = args.recorder.rpartition(":")
     try:
         controller = Controller(
-            args.dir, load_secret(args.secret, create=False), args.host, args.port, args.aggregate, args.beat_s
+            args.dir,
+            load_secret(args.secret, create=False),
+            args.host,
+            args.port,
+            args.aggregate,
+            args.beat_s,
+            join_port=args.join_port,
+            recorder=(recorder_host, int(recorder_port)) if recorder_host else None,
         )
     except (JournalError, UserError, OSError) as error:
         sys.exit(f"the controller cannot start: {error}")

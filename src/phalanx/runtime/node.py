@@ -1,20 +1,23 @@
-"""The node process: one per host. It carries out what `control.agent` decides: forks services and workers, speaks with
-an aggregator, and watches for hangs. It ends with its client, the launcher, and everything below it with it.
+"""The node process, one per host, started by anything: `phalanx agent --join HOST:PORT --secret FILE`. It finds what
+the host has, joins, is told what to serve, and carries out what `control.agent` decides: forks services and workers,
+speaks with an aggregator, and watches for hangs. It ends when the run is over, when nobody is there for long, and with
+its standard input if it is told to; everything below it ends with it.
 
-One thread, one loop, nothing that blocks: a slow client holds back the workers' messages, not the node.
+One thread, one loop, nothing that blocks: a slow record holds back the workers' messages, not the node.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-import signal
+import secrets
 import socket
 import sys
+import tempfile
 import time
-import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,34 +27,41 @@ from phalanx.control import codec, messages
 from phalanx.control.agent import Agent, Service
 from phalanx.control.messages import Command, Failure
 from phalanx.control.pace import Pace
-from phalanx.core.store import sync_folder
-from phalanx.runtime import kernel
+from phalanx.core.errors import UserError
+from phalanx.observe.fold import fold_of
+from phalanx.runtime import inventory, kernel
 from phalanx.runtime.aggregator import COMMANDS
 from phalanx.runtime.health import Health
-from phalanx.runtime.secret import Identity, load_keys
-from phalanx.runtime.spawner import READ, WRITE, Spawner, Stop, Worker
-from phalanx.runtime.transport import Link, Loop, Session
-from phalanx.runtime.watch import Watch
-from phalanx.runtime.wire import Conn, Message, Schemas, WireError, check
+from phalanx.runtime.hosting import Host
+from phalanx.runtime.joining import Joiner, Refusal
+from phalanx.runtime.logs import Logs
+from phalanx.runtime.reports import Reporter
+from phalanx.runtime.secret import READ, Identity, Keys, load_keys, read_token
+from phalanx.runtime.spawner import Spawner, Stop, Worker
+from phalanx.runtime.transport import Link, Session
+from phalanx.runtime.wire import Message, Schemas, WireError, check
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-CLIENT_BACKLOG_BYTES = 16 << 20  # unread by the client: workers are not read either, and wait in send
+STDIN = "-"
+GIVE_UP_S = 600.0  # without a controller
+LAST_WORDS_S = 10.0  # for the record, after the run
+RAILS_S = 0.25  # between two looks at the interfaces
+FULL_BYTES = 1 << 20  # said and not recorded: logs can wait
 
-#: The client's first command. `dir`: for this node's own small files. `worker` and each of `services`: {"entry",
-#: "args"}; both are also told the `host` to listen at. `hang_s`: 0 derives the limit from the steps.
-SERVE: Schemas = {
-    "serve": {
-        "name": str,
-        "domain": str,
-        "secret": str,
-        "aggregators": list,
+#: What the controller tells a node that joins. `worker` and each of `services`: {"entry", "args"}; they are also told
+#: the `host` to listen at. `hang_s`: 0 derives the limit from the steps. `env`: variables of the ranks, where the host
+#: does not say otherwise. `networks`: that ranks use among themselves. `limits`: halt_s and leave_s, if others than the
+#: usual ones are wanted.
+SPEC: Schemas = {
+    "spec": {
+        "version": str,
         "beat_s": (int, float),
         "hang_s": (int, float),
-        "dir": str,
-        "logs": str,
-        "host": str,
+        "preload": list,
+        "env": dict,
+        "networks": list,
         "worker": dict,
         "services": dict,
+        "limits": dict,
     }
 }
 #: The first words of services.
@@ -86,126 +96,102 @@ NAMES = {number: name for name, number in machine.SERVICES.items()}
 EXPIRED_NS = 1  # a lease that has ended
 
 
-class Host(ABC):
-    """A process with a client, a zygote and workers. What the client's messages and the workers' mean is for others to
-    say: `obey`, `started`, `heard`, `ended` and `hung`."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a node was started."""
 
-    def __init__(self, client: Conn, lifeline: int, preload: list[str]):
-        self.client, self.loop, self.watch = client, Loop(), Watch()
-        self._masks: dict[Any, int] = {}
-        self._signals, self._wakeup = socket.socketpair()
-        for end in (self._signals, self._wakeup):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup.fileno())
-        for number in (*ENDING, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)  # what matters is the number in the socket
-        self.spawner = Spawner(self, lifeline, preload)
-
-    def run(self) -> str:
-        """Serve until something ends the node; returns what it was."""
-        try:
-            while True:
-                self._listen()
-                tick_s = self.watch.tick_s()
-                self.loop.turn() if tick_s is None else self.loop.turn(tick_s)
-                if self.client.pending_bytes > CLIENT_BACKLOG_BYTES:
-                    self.watch.forgive()  # workers may stand still because their messages are not taken
-                for event in self.watch.look(self.spawner.workers.values()):
-                    self.hung(event)
-        except Stop as e:
-            return str(e)
-        except Exception:
-            return f"the node process failed:\n{traceback.format_exc()}"
-        finally:
-            kernel.end_all_children(timeout=5.0)
-
-    # -- who speaks
-
-    def _listen(self) -> None:
-        self._register(self._signals, READ, self._on_signal)
-        self._register(self.client, READ | (WRITE if self.client.pending_bytes else 0), self._on_client)
-        self.spawner.listen(self._register, may_read=self.client.pending_bytes <= CLIENT_BACKLOG_BYTES)
-
-    def _register(self, source: Any, mask: int, callback: Callable[[int], None]) -> None:
-        if self._masks.get(source, 0) != mask:
-            self.loop.watch(source, mask, callback)
-            self._masks[source] = mask
-            if not mask:
-                del self._masks[source]
-
-    def _on_signal(self, mask: int) -> None:
-        for number in self._signals.recv(4096):
-            if number in ENDING:
-                raise Stop(f"the node process was ended by {kernel.signal_name(number)}")
-        self.spawner.reap()
-
-    def _on_client(self, mask: int) -> None:
-        self.client.flush()
-        for message in self.client.pull() if mask & READ else ():
-            self.obey(message)
-        if self.client.eof:
-            raise Stop
-
-    @abstractmethod
-    def obey(self, message: Message) -> None: ...
-
-    @abstractmethod
-    def started(self, w: Worker) -> None: ...
-
-    @abstractmethod
-    def heard(self, w: Worker, body: Message) -> None: ...
-
-    @abstractmethod
-    def ended(self, w: Worker, code: int, error: str) -> None: ...
-
-    @abstractmethod
-    def hung(self, event: Message) -> None: ...
+    join: list[tuple[str, int]]
+    secret: Keys
+    name: str
+    folder: Path  # for its own files; logs of its processes are there, too, unless `logs` says otherwise
+    logs: Path | None = None  # in the run's record, if that is on this host
+    attached: bool = False  # it ends when standard input does
+    shared: bool = False  # the job's other nodes are on this machine too: ranks divide its cores and devices
+    give_up_s: float = GIVE_UP_S
 
 
 class Node(Host):
-    def __init__(self, client: Conn, lifeline: int, preload: list[str]):
+    def __init__(self, options: Options):
+        super().__init__()
+        self.options, self.name, self.life = options, options.name, secrets.token_hex(8)
+        self.address = inventory.address_towards(options.join[0][0])
+        self.about = inventory.about(self.address)
         self.agent: Agent | None = None
         self.link: Link | None = None
         self.health: Health | None = None
+        self.ranks: dict[int, int] = {}  # worker -> rank
+        self.rails: dict[str, bool] = {}  # interface -> whether it is up; of several
+        self.reporter = Reporter(self.loop, self.life, self._tell_record, self._check_done)
+        self.logs = options.logs or options.folder / "logs"
+        self.shipped = None if options.logs else Logs(self.logs)
+        self._granted = 0  # the incarnation that it may have next
+        self._leaving = self._joining = False
         self._sent_ns = 0  # when the last beat was
-        super().__init__(client, lifeline, preload)
+        self._heard_at = time.monotonic()  # the last time that there was a connection
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._join()
 
-    def obey(self, message: Message) -> None:
-        command = check(message, SERVE)
-        del command["type"]
-        self._serve(**command)
+    def listen(self) -> None:
+        if self.options.attached:
+            self._register(0, READ, self._on_input)
 
-    def _serve(
-        self,
-        name: str,
-        domain: str,
-        secret: str,
-        aggregators: list[Any],
-        beat_s: float,
-        hang_s: float,
-        dir: str,
-        logs: str,
-        host: str,
-        worker: dict[str, Any],
-        services: dict[str, Any],
-        **limits: float,
-    ) -> None:
-        """`limits`: halt_s and leave_s, if others than the usual ones are wanted."""
+    def _on_input(self, mask: int) -> None:
+        if not os.read(0, 4096):
+            raise Stop
+
+    @property
+    def backlog_bytes(self) -> int:
+        return self.reporter.size_bytes
+
+    # -- joining
+
+    def _join(self) -> None:
+        self._joining = True
+        about = {"life": self.life, "version": inventory.version(), "about": self.about}
+        o = self.options
+        Joiner(self.loop, o.secret, self.name, o.join, about, self._served, o.give_up_s)
+
+    def _served(self, incarnation: int, spec: Message) -> None:
+        self._granted, self._joining = incarnation, False
         if self.agent:
-            raise WireError("serve came twice")
+            self._boot()
+        else:
+            self._serve(check({"type": "spec", **spec}, SPEC))
+
+    def _serve(self, spec: Message) -> None:
+        services = spec["services"]
         if "store" not in services or not services.keys() <= machine.SERVICES.keys():
-            raise WireError(f"serve.services = {sorted(services)}: expected store, and perhaps data and keeper")
-        self.beat_s, self.secret = float(beat_s), load_keys(Path(secret))
-        self.aggregators = [(str(host), int(port)) for host, port in aggregators]
-        self.folder, self.logs = Path(dir), Path(logs)
-        entries = {"": worker, **services}
-        self.entries = {key: (str(e["entry"]), {**e["args"], "host": host}) for key, e in entries.items()}
-        for folder in (self.folder, self.logs):
-            folder.mkdir(parents=True, exist_ok=True)
-        times: dict[str, Any] = {f"{key.removesuffix('_s')}_ns": int(value * 1e9) for key, value in limits.items()}
-        pace = Pace(fixed_ns=int(hang_s * 1e9))
-        self.agent = Agent(name, domain, {key: Service() for key in services}, pace, host, **times)
+            raise WireError(f"spec.services = {sorted(services)}: expected store, and perhaps data and keeper")
+        self.beat_s = float(spec["beat_s"])
+        try:
+            rails = inventory.rails(spec["networks"], self.address)
+        except UserError as error:
+            raise Refusal(str(error)) from None
+        self.rails = {rail["interface"]: True for rail in rails if len(rails) > 1}
+        more = {"host": self.address, "shared": self.options.shared, "rails": rails}
+        entries = {"": spec["worker"], **services}
+        self.entries = {key: (str(e["entry"]), {**e["args"], **more}) for key, e in entries.items()}
+        wanted = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), rails[0]["interface"])
+        for name, value in (spec["env"] | wanted).items():
+            os.environ.setdefault(name, value)
+        self.spawner = Spawner(self, [str(name) for name in spec["preload"]])
+        times: dict[str, Any] = {f"{key.removesuffix('_s')}_ns": int(v * 1e9) for key, v in spec["limits"].items()}
+        pace, domain = Pace(fixed_ns=int(spec["hang_s"] * 1e9)), self.about["domain"] or self.name
+        known = {key: Service() for key in services}
+        self.agent = Agent(self.name, domain, known, pace, self.address, **times)
         self.agent.begin(time.monotonic_ns())
+        self._act()
+        if self.rails:
+            self._look_at_rails()
+
+    def _look_at_rails(self) -> None:
+        assert self.agent
+        self.loop.after(RAILS_S, self._look_at_rails)
+        for interface, was_up in self.rails.items():
+            up = inventory.is_up(interface)
+            if up != was_up:
+                self.rails[interface] = up
+                self.agent.link_changed(interface, up)
         self._act()
 
     # -- what the agent asks for
@@ -227,6 +213,7 @@ class Node(Host):
             self.agent.reset()
 
     def _spawn(self, action: machine.Spawn) -> None:
+        assert self.spawner
         entry, args = self.entries[action.name]
         args = {**args, **action.args}
         for name in ("data", "keeper"):  # what all ranks are told of a service, and what it said itself
@@ -236,6 +223,7 @@ class Node(Host):
         self.spawner.spawn(action.number, entry, args, str(log))
 
     def _send(self, action: machine.Send) -> None:
+        assert self.spawner
         body = action.body
         if body["type"] == "allow":  # by what the kernel says of a connection
             w = self.spawner.workers.get(body["worker"])
@@ -243,6 +231,7 @@ class Node(Host):
         self.spawner.send(action.number, body)
 
     def _end(self, action: machine.End) -> None:
+        assert self.spawner
         self.spawner.kill(action.number)
 
     def _alarm(self, action: machine.Alarm) -> None:
@@ -262,13 +251,36 @@ class Node(Host):
         self._act()
 
     def _tell(self, action: machine.Tell) -> None:
-        self.client.push(action.body)
+        body = action.body
+        if body["type"] == "launched":
+            self.ranks[body["worker"]] = body["rank"]
+            return
+        self._say({**body})
+        if body["type"] == "left":
+            self._leaving = True
+            for item in self.shipped.rest() if self.shipped else ():
+                self._say(item)
+            self.loop.after(LAST_WORDS_S, self._leave)
+
+    def _leave(self) -> None:
+        raise Stop
+
+    def _check_done(self) -> None:
+        if self._leaving:
+            raise Stop
+
+    def _say(self, item: Message) -> None:
+        """For the run's record."""
+        self.reporter.say({**item, "node": self.name})
+
+    def _tell_record(self, body: Message) -> bool:
+        return self.link is not None and self.link.tell(body)
 
     def _watch(self, action: machine.Watch) -> None:
         self.watch.set(action.limit_ns / 1e9)
 
     def _count(self, action: machine.Count) -> None:
-        assert self.agent
+        assert self.agent and self.spawner
         counters = {n: w.progress.read().counter for n, w in self.spawner.workers.items() if n >= 0}
         self.agent.counted(time.monotonic_ns(), counters)
 
@@ -278,16 +290,23 @@ class Node(Host):
 
     def _reboot(self, action: machine.Reboot) -> None:
         """Nothing that was said to an earlier incarnation counts."""
-        assert self.agent
         if self.link:
             self.link.close()
-        incarnation = next_incarnation(self.folder)
+            self.link = None
+        if self._granted:
+            self._boot()
+        elif not self._joining:
+            self._join()
+
+    def _boot(self) -> None:
+        assert self.agent
+        incarnation, self._granted = self._granted, 0
         self.agent.booted(time.monotonic_ns(), incarnation)
         self.link = Link(
             self.loop,
-            self.secret,
+            self.options.secret,
             Identity("agent", self.agent.name, incarnation),
-            self.aggregators,
+            self.options.join,
             COMMANDS,
             self._commanded,
             on_open=self._opened,
@@ -297,12 +316,15 @@ class Node(Host):
             retry_s=self.beat_s,  # an aggregator that is back must hear of this node before it takes it for dead
         )
         self.loop.after(self.beat_s, partial(self._beat, incarnation))
+        self._act()
 
     # -- the link
 
     def _opened(self, session: Session) -> None:
         assert self.agent
         self._tell_beat()  # before anything else: it says where this node can be reached
+        self.reporter.opened()
+        assert self.spawner
         self.spawner.send(machine.SERVICES["store"], {"type": "resync"})
         self.agent.connected(time.monotonic_ns())
         self._act()
@@ -313,18 +335,30 @@ class Node(Host):
 
     def _beat(self, incarnation: int) -> None:
         assert self.agent
-        if incarnation != self.agent.incarnation:
+        if incarnation != self.agent.incarnation or self.link is None:
             return
         self.loop.after(self.beat_s, partial(self._beat, incarnation))
         self._tell_beat()
+        self._check_alone()
+        if self.shipped and self.reporter.size_bytes < FULL_BYTES:
+            for item in self.shipped.look():
+                self._say(item)
         if self.health is None:
             self.health = Health()
         for sign, count in self.health.look():
             self.agent.warn(sign, count)
         self._act()
 
+    def _check_alone(self) -> None:
+        assert self.link
+        now = time.monotonic()
+        if self.link.session:
+            self._heard_at = now
+        elif now - self._heard_at > self.options.give_up_s:
+            raise Refusal(f"no controller was heard of for {self.options.give_up_s:g} s: {self.link.trouble}")
+
     def _tell_beat(self) -> None:
-        assert self.link and self.agent
+        assert self.link and self.agent and self.spawner
         readings = [w.progress.read() for n, w in self.spawner.workers.items() if n >= 0]
         self._sent_ns = time.monotonic_ns()
         said = self.agent.beat(self._sent_ns)
@@ -334,7 +368,11 @@ class Node(Host):
 
     def _commanded(self, session: Session, number: int, body: Message) -> None:
         assert self.agent
+        if body["type"] == "recorded":
+            self.reporter.recorded(body["upto"])
+            return
         if body["type"] == "store":
+            assert self.spawner
             self.spawner.send(machine.SERVICES["store"], body)
             return
         if body["type"] == "lease":
@@ -360,6 +398,7 @@ class Node(Host):
 
     def _set_lease(self, until_ns: int) -> None:
         """Workers look at it before they vote: they obey it even if this process hangs."""
+        assert self.spawner
         for w in self.spawner.workers.values():
             w.progress.lease(until_ns)
 
@@ -368,8 +407,10 @@ class Node(Host):
     def started(self, w: Worker) -> None:
         if self.agent and w.number >= 0:
             w.progress.lease(self.agent.alarms.get("lease", 0))
-        about = {"service": NAMES.get(w.number, "")}
-        self.client.push({"type": "started", "worker": w.number, "pid": w.pid, **about})
+        self._say({"type": "started", **self._who(w.number), "pid": w.pid})
+
+    def _who(self, number: int) -> Message:
+        return {"rank": self.ranks.get(number, -1), "worker": number, "service": NAMES.get(number, "")}
 
     def heard(self, w: Worker, body: Message) -> None:
         assert self.agent
@@ -380,6 +421,8 @@ class Node(Host):
             if self.link:
                 self.link.tell({"type": "store", "items": body["items"]}, must=True)
             return
+        elif service and kind == "error" and body.get("kind") == UserError.__name__ and not self.agent.incarnation:
+            raise Refusal(f"this node may not join: {body.get('text')}")
         elif service and kind == "error":
             self.agent.service_raised(service, str(body.get("kind")), str(body.get("text")))
         elif service == "keeper" and kind in KEPT:
@@ -390,7 +433,11 @@ class Node(Host):
             self.agent.worker_said(now_ns, w.number, check(body, REPORTS) if kind in REPORTS else body)
         for_agent = kind == service or kind in KEPT if service else kind in machine.REPORTS
         if not for_agent:
-            self.client.push({"type": "message", "worker": w.number, "body": body})
+            fold = fold_of(self.ranks[w.number], body) if w.number in self.ranks else None
+            if fold:
+                self.reporter.say(fold)
+            else:
+                self._say({"type": "message", **self._who(w.number), "body": body})
         self._act()
 
     def ended(self, w: Worker, code: int, error: str) -> None:
@@ -398,7 +445,7 @@ class Node(Host):
         reading = w.progress.read()
         name = kernel.signal_name(-code) if code < 0 else ""
         about = {"signal": name or None, "code": code if code >= 0 else None}
-        self.client.push({"type": "exit", "worker": w.number, **about, "service": NAMES.get(w.number, "")})
+        self._say({"type": "exit", **self._who(w.number), **about})
         failure = Failure(
             text=error, signal=name, code=max(0, code), phase=reading.phase.name, step=reading.step, tail=w.tail()
         )
@@ -407,7 +454,8 @@ class Node(Host):
 
     def hung(self, event: Message) -> None:
         assert self.agent
-        self.client.push(event)
+        said = {key: event[key] for key in ("reason", "progress", "final")}
+        self._say({"type": "hang", **self._who(event["worker"]), **said})
         if event["final"]:
             self.agent.hung(time.monotonic_ns(), event["workers"], event["reason"])
             self._act()
@@ -427,34 +475,37 @@ DO: dict[type[Any], Callable[[Node, Any], None]] = {
 }
 
 
-def next_incarnation(folder: Path) -> int:
-    """Greater than all before it, also after a crash at any point."""
-    path = folder / "incarnation"
-    try:
-        last = int(path.read_text())
-    except FileNotFoundError:
-        last = 0
-    near = path.with_name(".incarnation.next")
-    with near.open("w") as file:
-        file.write(str(last + 1))
-        file.flush()
-        os.fsync(file.fileno())
-    near.replace(path)
-    sync_folder(folder)
-    return last + 1
-
-
-def main(argv: list[str], kind: type[Host] = Node) -> None:
-    client_fd, lifeline = int(argv[0]), int(argv[1])
-    for fd in (client_fd, lifeline):
-        os.set_inheritable(fd, False)
-    client = Conn(socket.socket(fileno=client_fd))
-    reason = kind(client, lifeline, argv[2:]).run()
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 when the run is over or its starter gone, 2 when it may not join."""
+    parser = argparse.ArgumentParser(prog="phalanx agent", description="Join a run, and do what its controller says.")
+    parser.add_argument("--join", required=True, metavar="HOST:PORT[,...]", help="where the controller takes agents in")
+    parser.add_argument(
+        "--secret", required=True, metavar="FILE", help="the run's secret, or this node's token; -: on standard input"
+    )
+    parser.add_argument("--name", default="", help="of this node, in the run (default: the host's name)")
+    parser.add_argument("--dir", type=Path, help="for its files and logs (default: a temporary folder)")
+    parser.add_argument("--logs", type=Path, help="write logs there: the run's record is on this host")
+    parser.add_argument("--attached", action="store_true", help="end when standard input does")
+    parser.add_argument("--shared", action="store_true", help="the job's other nodes are on this machine too")
+    parser.add_argument(
+        "--give-up-s", type=float, default=GIVE_UP_S, help="without a controller (default: %(default)g)"
+    )
+    args = parser.parse_args(argv)
+    with contextlib.ExitStack() as stack:
+        try:
+            secret = read_token(0) if args.secret == STDIN else load_keys(Path(args.secret))
+            join = [inventory.parse_address(each, "--join") for each in args.join.split(",")]
+            folder = args.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-")))
+            name = args.name or socket.gethostname()
+            node = Node(Options(join, secret, name, folder, args.logs, args.attached, args.shared, args.give_up_s))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        reason = node.run()
     if reason:
         print(reason, file=sys.stderr)
-        with contextlib.suppress(OSError):  # nobody may be left to be told
-            client.send({"type": "node_lost", "reason": reason}, timeout=1.0)
+    return 2 if isinstance(node.stopped, Refusal) else 1 if reason else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -73,9 +73,8 @@ class Worker:
 
 
 class Spawner:
-    def __init__(self, owner: Owner, lifeline: int, preload: list[str]):
-        """`lifeline`: a descriptor that all processes inherit; `preload`: modules that the zygote imports."""
-        kernel.adopt_orphans()
+    def __init__(self, owner: Owner, preload: list[str]):
+        """`preload`: modules that the zygote imports. What is inheritable here, all processes inherit."""
         self.owner = owner
         self.workers: dict[int, Worker] = {}
         self.board_fd = os.memfd_create("phalanx-board")
@@ -84,8 +83,7 @@ class Spawner:
         self._requests: deque[tuple[Worker, socket.socket]] = deque()  # to be forked; their end of the channel
         self._zygote, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._zygote.setblocking(False)
-        for fd in (theirs.fileno(), lifeline):
-            os.set_inheritable(fd, True)
+        os.set_inheritable(theirs.fileno(), True)
         args = [sys.executable, "-P", "-m", "phalanx.runtime.zygote", str(theirs.fileno()), str(os.getpid()), *preload]
         self.zygote_pid = os.posix_spawn(sys.executable, args, os.environ)
         self._zygote_status: int | None = None

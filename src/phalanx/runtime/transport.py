@@ -96,10 +96,12 @@ class Session:
         self.pump()
         return number
 
-    def tell(self, body: Message, must: bool = False) -> None:
-        """`must`: it is lost only with the connection."""
-        if self.conn and (must or self.conn.pending_bytes < WINDOW_BYTES):
-            self.conn.push({"type": "tell", "body": body})
+    def tell(self, body: Message, must: bool = False) -> bool:
+        """Whether there is a connection that takes it. `must`: it is lost only with the connection."""
+        if self.conn is None or (not must and self.conn.pending_bytes >= WINDOW_BYTES):
+            return False
+        self.conn.push({"type": "tell", "body": body})
+        return True
 
     def ack(self, seq: int) -> None:
         """It and all before it need not be sent again."""
@@ -134,6 +136,11 @@ class Session:
         elif seq > self.received:
             raise WireError(f"message {seq} came after {self.received}")
         return None
+
+
+def key_of(peer: Identity) -> str:
+    """By what a server knows a session. A peer that is to be given its incarnation stands beside that of its name."""
+    return peer.name if peer.incarnation else f"{peer.name} joins"
 
 
 Handler = Callable[[Session, int, Message], object]
@@ -211,7 +218,7 @@ class Server:
     def _admit(self, conn: Secure) -> Session:
         """The session that a proven connection belongs to."""
         assert conn.peer
-        session = self.sessions.get(conn.peer.name)
+        session = self.sessions.get(key_of(conn.peer))
         if session and session.conn is conn:
             return session
         if self._roles and conn.peer.role not in self._roles:  # it may have the name of somebody else
@@ -222,8 +229,8 @@ class Server:
         if session and session.conn:
             self._drop(session.conn)
         if session is None or conn.peer.incarnation > session.peer.incarnation:
-            forget = partial(self.forget, conn.peer.name)
-            session = self.sessions[conn.peer.name] = Session(conn.peer, on_overflow=forget)
+            forget = partial(self.forget, key_of(conn.peer))
+            session = self.sessions[key_of(conn.peer)] = Session(conn.peer, on_overflow=forget)
         session.peer = conn.peer
         session.attach(conn)
         self._on_open(session)
@@ -236,7 +243,7 @@ class Server:
         if reason:
             self.refused, self.trouble = self.refused + 1, reason
         conn.close()
-        session = self.sessions.get(conn.peer.name) if conn.peer else None
+        session = self.sessions.get(key_of(conn.peer)) if conn.peer else None
         if session and session.conn is conn:
             session.conn = None
             self._on_close(session)
@@ -282,9 +289,8 @@ class Link:
         """Its number."""
         return self.session.post(body) if self.session else self.outbox.post(body)
 
-    def tell(self, body: Message, must: bool = False) -> None:
-        if self.session:
-            self.session.tell(body, must)
+    def tell(self, body: Message, must: bool = False) -> bool:
+        return self.session is not None and self.session.tell(body, must)
 
     def flush(self, timeout_s: float) -> None:
         """Turn the loop until all that was posted is acknowledged. TimeoutError."""

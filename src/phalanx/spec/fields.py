@@ -4,6 +4,7 @@ dataclasses' own, so that a job made in code and a job read from a file start fr
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,6 +49,15 @@ def _preset(name: str | None) -> str | None:
     if name is not None and name not in PRESETS:
         raise _refuse("there is no such preset", f"{did_you_mean(name, PRESETS)}The presets are {', '.join(PRESETS)}")
     return name
+
+
+def _check_networks(networks: list[str]) -> list[str]:
+    for network in networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise _refuse(f"{network!r} is no network: {error}", 'write it as "10.1.0.0/16"') from None
+    return networks
 
 
 def _absolute(path: str, info: ValidationInfo) -> str:
@@ -395,10 +405,10 @@ class RunSection(Section):
     share_devices: bool = option(
         RUN.share_devices, "Whether ranks may share an accelerator where there are more of them: slow, over Gloo."
     )
-    hosts: Annotated[str, AfterValidator(os.path.expanduser)] = option(
-        RUN.hosts,
-        "A file that says at which addresses nodes listen, and how their processes start (see docs/recovery.md); "
-        "without one, all is on loopback.",
+    networks: Annotated[list[str], AfterValidator(_check_networks)] = option(
+        RUN.networks,
+        'Networks that ranks use among themselves, as ["10.1.0.0/16"], the preferred first: when a host loses one, the '
+        "next that all have is used. Without any, ranks use the interface that reaches the controller.",
     )
 
 

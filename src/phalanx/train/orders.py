@@ -23,6 +23,7 @@ class Commands:
     def __init__(self, channel: Any):
         self.world = self.generation = -1  # those that the worker is in, or is entering
         self.door: Door | None = None  # to the other replicas
+        self.interfaces: dict[str, str] = {}  # in use: by the replica's groups ("world"), and by those across ("cross")
         self.halted = self.left = -1  # worlds
         self.parting = self.pausing = -1  # generations
         self.interval = (0, 0, 0)  # version, steps between durable checkpoints, and between snapshots in memory
@@ -65,6 +66,19 @@ class Commands:
         if door and self.parting >= self.generation:
             door.interrupt()
 
+    def _lose_link(self, interface: str) -> None:
+        """Leave the groups that use it: nobody says goodbye on a cable that is gone."""
+        at = (self.world, self.generation)
+
+        def insist() -> None:
+            for _ in range(20):
+                if (self.world, self.generation) != at or interface not in self.interfaces.values():
+                    return
+                break_connections()
+                time.sleep(0.25)
+
+        threading.Thread(target=insist, daemon=True).start()
+
     def _insist(self, world: int) -> None:
         """A group may be connecting just when connections are broken, and wait on one that came later."""
         for _ in range(20):
@@ -79,6 +93,9 @@ class Commands:
                 kind = message.get("type")
                 if kind == "pause":
                     self.pausing = max(self.pausing, int(message["generation"]))
+                elif kind == "link":
+                    if not message["up"] and message["interface"] in self.interfaces.values():
+                        self._lose_link(message["interface"])
                 elif kind == "interval":
                     self.interval = (int(message["version"]), int(message["steps"]), int(message["memory_steps"]))
                 else:

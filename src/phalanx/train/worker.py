@@ -37,6 +37,7 @@ from phalanx.data.feed import Feed
 from phalanx.gate.peers import Peers
 from phalanx.model.family import check_family, load_family
 from phalanx.observe.progress import Phase, Reading
+from phalanx.parallel import rails
 from phalanx.parallel.device import Device, Moment, avoid_broken_amx
 from phalanx.parallel.groups import Door, Groups, form_cross
 from phalanx.parallel.reduce import StepFailed
@@ -69,9 +70,12 @@ class Worker:
         self._quiet = Phase.starting
         self.local_ranks = int(args["local_ranks"])
         self.facts = document.make(Facts, args["facts"])
-        torch.set_num_threads(num_threads(job, self.local_ranks))
+        seat, ranks = int(args["local_rank"]), self.local_ranks
+        if args["shared"]:  # all ranks of the job are on this machine, whichever nodes it plays
+            seat, ranks = self.rank, job.layout.world_size
+        torch.set_num_threads(num_threads(job, ranks))
         torch.manual_seed(job.seed)
-        self.device = Device.pick(job.run.device, self.rank, job.layout.world_size, job.run.share_devices)
+        self.device = Device.pick(job.run.device, seat, ranks, job.run.share_devices)
         self.family = load_family(job.model.family)
         check_family(self.family, job.model)
         coord = job.layout.coord(self.rank)
@@ -253,10 +257,17 @@ class Worker:
         self._leave_world()
         layout, coord = self.job.layout, self.job.layout.coord(self.rank)
         with contextlib.closing(MeetingStore(store, (f"replica {coord.replica}", world))) as meeting:
+            self._choose_rail("world", meeting, "rails", layout.inside(coord), layout.replica_size)
             self.groups = Groups.form(
                 meeting, world, layout, coord, self.device, bool(self.family.experts), self.job.collectives
             )
         self._make_engine()
+
+    def _choose_rail(self, groups: str, store: Any, scope: str, me: int, size: int) -> None:
+        """Agree with those who will be in the groups on a network that all of them have, the preferred first."""
+        if len(self.args["rails"]) > 1:
+            interface = rails.choose(self.args["rails"], dist.PrefixStore(scope, store), me, size)
+            self.commands.interfaces[groups] = interface
 
     def _make_engine(self) -> None:
         assert self.groups
@@ -289,6 +300,9 @@ class Worker:
         self.member.restored(step)
         restored = time.perf_counter()
         with contextlib.closing(MeetingStore(form["store"], ("gang", generation))) as meeting:
+            if len(replicas) > 1:
+                scope = f"rails{layout.inside(coord)}"
+                self._choose_rail("cross", meeting, scope, replicas.index(coord.replica), len(replicas))
             cross = form_cross(meeting, generation, layout, coord, self.device, self.job.collectives, replicas)
         door.formed()
         self.engine.rejoin(cross)

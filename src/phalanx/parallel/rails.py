@@ -1,0 +1,29 @@
+"""Several networks between hosts (rails): which one the next groups use. Peers must take the same, so they say which of
+theirs are up, in the store where they meet, and all take the first that nobody lacks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+NET = Path("/sys/class/net")
+
+
+def is_up(interface: str) -> bool:
+    try:
+        return (NET / interface / "carrier").read_text().strip() == "1"
+    except OSError:  # it is switched off, or gone
+        return False
+
+
+def choose(rails: list[dict[str, str]], store: Any, me: int, size: int) -> str:
+    """The interface of the groups that are formed next. (NCCL reads it once in the life of a process: its ranks stay on
+    the first.) RuntimeError: there is no network that all have."""
+    store.set(str(me), "".join("1" if is_up(rail["interface"]) else "0" for rail in rails))
+    said = [store.get(str(rank)).decode() for rank in range(size)]
+    for at, rail in enumerate(rails):
+        if all(up[at] == "1" for up in said):
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rail["interface"]
+            return rail["interface"]
+    raise RuntimeError(f"no network of run.networks is up on all hosts of a group; by rank: {said}")

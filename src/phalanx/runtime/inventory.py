@@ -1,0 +1,153 @@
+"""What a node finds out about itself before it joins: which address reaches the controller, what it has, which code it
+runs. Nothing here asks anybody."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import ipaddress
+import os
+import platform
+import resource
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import UserError
+from phalanx.core.memory import limit_bytes
+
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+NET = Path("/sys/class/net")
+NUMA = Path("/sys/devices/system/node")
+
+
+def version() -> str:
+    """The release and a hash of the code: nodes that differ in either do not train together."""
+    folder = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    release = sys.modules["phalanx"].__version__  # importing it here would import its users, in the eyes of the linter
+    return f"{release}+{digest.hexdigest()[:12]}"
+
+
+def parse_address(text: str, field: str) -> tuple[str, int]:
+    """HOST:PORT, with the host's name resolved."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError("expected HOST:PORT", field=field, value=text, remedy="the controller prints its address")
+    return resolve(host, field), int(port)
+
+
+def resolve(host: str, field: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host.strip("[]"), None, socket.AF_INET)[0][4][0])
+    except OSError as error:
+        remedy = "name it by its address, or add it to DNS or /etc/hosts of this host"
+        raise UserError(
+            f"this name has no address here: {error.strerror}", field=field, value=host, remedy=remedy
+        ) from None
+
+
+def address_towards(host: str) -> str:
+    """The address of the interface from which this host reaches another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((host, 9))  # nothing is sent
+        except OSError as error:
+            remedy = "is the interface up, and is there a route? `ip route get` says which one is taken"
+            raise UserError(f"{host} cannot be reached from here: {error.strerror}", remedy=remedy) from None
+        return str(sock.getsockname()[0])
+
+
+def interfaces() -> dict[str, str]:
+    """By name: the IPv4 address of each interface that has one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                packed = fcntl.ioctl(sock, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(packed[20:24])
+    return found
+
+
+def is_up(interface: str) -> bool:
+    """Whether there is a carrier. (Loopback has none, and is up.)"""
+    with contextlib.suppress(OSError):  # down
+        return (NET / interface / "carrier").read_text().strip() == "1"
+    return False
+
+
+def interface_of(address: str) -> str:
+    if ipaddress.ip_address(address).is_loopback:
+        return "lo"
+    return next((name for name, has in interfaces().items() if has == address), "")
+
+
+def inside(network: str) -> dict[str, str]:
+    """The interfaces of this host that are in a network."""
+    known = ipaddress.ip_network(network)
+    return {name: address for name, address in interfaces().items() if ipaddress.ip_address(address) in known}
+
+
+def rails(networks: list[str], address: str) -> list[dict[str, str]]:
+    """Where ranks may speak with each other, the preferred first: this host's interface in each of the networks;
+    without any, the one that reaches the controller."""
+    if not networks:
+        return [{"interface": interface_of(address), "address": address}]
+    out = []
+    for network in networks:
+        found = inside(network)
+        if not found:
+            have = ", ".join(f"{name} {has}" for name, has in interfaces().items())
+            raise UserError(
+                f"no interface of this host is in it; it has {have}",
+                field="run.networks",
+                value=network,
+                remedy="correct run.networks, or give this host an address there",
+            )
+        interface = next(iter(found))
+        out.append({"interface": interface, "address": found[interface]})
+    return out
+
+
+def about(address: str) -> dict[str, Any]:
+    """What the controller is told, and the run's record keeps."""
+    devices, domain = _devices()
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {
+        "address": address,
+        "interfaces": interfaces(),
+        "devices": devices,
+        "domain": domain,  # of NVLink; empty: the host is one by itself
+        "topology": os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": limit_bytes(),
+        "numa_nodes": len(list(NUMA.glob("node[0-9]*"))) or 1,
+        "memlock_bytes": -1 if soft == resource.RLIM_INFINITY else soft,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "pid": os.getpid(),
+    }
+
+
+def _devices() -> tuple[list[str], str]:
+    """The names of the accelerators, and the NVLink domain that they are in."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        names = [nvml.nvmlDeviceGetName(handle) for handle in handles]
+    except Exception:  # no package, no driver, no device
+        return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*")), ""
+    domain = ""
+    with contextlib.suppress(Exception):  # older drivers, and hosts outside of any
+        info = nvml.c_nvmlGpuFabricInfoV_t()
+        nvml.nvmlDeviceGetGpuFabricInfoV(handles[0], info)
+        cluster = bytes(info.clusterUuid)
+        domain = f"{cluster.hex()}/{info.cliqueId}" if any(cluster) else ""
+    return [name if isinstance(name, str) else name.decode() for name in names], domain

@@ -1,0 +1,45 @@
+"""The logs of a node's processes, on their way to the run's record on another host: what was added to each file since
+the last look, as items for the record. A process that writes without end is cut short, and the record says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from phalanx.runtime.wire import Message
+
+PIECE_BYTES = 64 << 10  # of a file, in one look
+MOST_BYTES = 16 << 20  # of a file, in all
+
+
+class Logs:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._at: dict[str, int] = {}
+
+    def look(self) -> Iterator[Message]:
+        for path in sorted(self.folder.glob("*.log")):
+            at = self._at.get(path.name, 0)
+            if at >= MOST_BYTES or path.stat().st_size <= at:
+                continue
+            with path.open("rb") as file:
+                file.seek(at)
+                data = file.read(PIECE_BYTES)
+            self._at[path.name] = at + len(data)
+            text = data.decode(errors="replace")
+            if at + len(data) >= MOST_BYTES:
+                text += f"\n[the rest is on the node, in {path}]\n"
+            yield {"type": "log", "file": path.name, "text": text}
+
+    def rest(self) -> Iterator[Message]:
+        """Everything that was not told yet."""
+        while items := list(self.look()):
+            yield from items
+
+
+def write(folder: Path, node: str, item: Message) -> None:
+    """Add a piece to the record's copy."""
+    place = folder / Path(node).name
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / Path(str(item["file"])).name).open("a") as file:
+        file.write(str(item["text"]))

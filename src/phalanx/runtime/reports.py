@@ -1,0 +1,174 @@
+"""The way of what is said for the run's record: from the agents, by the aggregators, to the process that keeps it.
+
+An agent numbers what it says and keeps it until it is told that it is recorded; over a new connection it says the rest
+again. On the way what ranks say alike is folded (`observe.fold`), so that the record's keeper hears a few messages for
+a step, however many ranks there are. What comes twice is recorded once: events by their numbers, folds by their ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.observe.fold import folded
+from phalanx.runtime.secret import Identity, Secret
+from phalanx.runtime.transport import Link, Loop, Server, Session
+from phalanx.runtime.wire import Message, Schemas, WireError
+
+GATHER_S = 0.005  # in which an agent gathers
+FOLD_S = 0.01  # and an aggregator, events
+STEPS_S = 0.1  # and steps, which nobody waits for: enough for all nodes to have said theirs
+RETRY_S = 0.25
+
+#: To a keeper of records, or to another aggregator before it.
+SAID: Schemas = {"said": {"items": list}}
+
+
+class Reporter:
+    """An agent's end. `tell`: whether there was a connection that took it. `life`: of this process, as no other has."""
+
+    def __init__(self, loop: Loop, life: str, tell: Callable[[Message], bool], on_empty: Callable[[], object]):
+        self.size_bytes = 0
+        self._loop, self._life, self._tell, self._on_empty = loop, life, tell, on_empty
+        self._kept: deque[tuple[int, Message, int]] = deque()  # number, item, bytes
+        self._last = self._sent = 0
+        self._due = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._kept
+
+    def say(self, item: Message) -> None:
+        self._last += 1
+        if "ranks" not in item:
+            item = {**item, "n": self._last, "life": self._life}
+        size = len(json.dumps(item)) if len(item) < 12 else 1024  # folds are of about this size
+        self._kept.append((self._last, item, size))
+        self.size_bytes += size
+        self._later(GATHER_S)
+
+    def opened(self) -> None:
+        """Over a new connection everything is said again that may not have been recorded."""
+        self._sent = self._kept[0][0] - 1 if self._kept else self._last
+        self._later(0.0)
+
+    def recorded(self, upto: int) -> None:
+        while self._kept and self._kept[0][0] <= upto:
+            self.size_bytes -= self._kept.popleft()[2]
+        if not self._kept:
+            self._on_empty()
+
+    def _later(self, seconds: float) -> None:
+        if not self._due:
+            self._due = True
+            self._loop.after(seconds, self._flush)
+
+    def _flush(self) -> None:
+        self._due = False
+        items = [item for number, item, _ in self._kept if number > self._sent]
+        if items:
+            if self._tell({"type": "said", "upto": self._last, "items": folded(items)}):
+                self._sent = self._last
+            else:
+                self._later(RETRY_S)
+
+
+class Folder:
+    """An aggregator's part. `upstream` is None until it is known."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.upstream: Link | None = None
+        self._loop = loop
+        self._items: list[Message] = []
+        self._owed: dict[str, Callable[[], object]] = {}  # who is to be told that it is recorded
+        self._passed: deque[tuple[int, dict[str, Callable[[], object]]]] = deque()
+        self._due_at = math.inf
+
+    def take(self, name: str, items: list[Message], recorded: Callable[[], object]) -> None:
+        """`recorded`: called when the items are, and those that `name` said before."""
+        self._items += items
+        self._owed[name] = recorded
+        self._later(STEPS_S if all(item["type"] == "step" for item in items) else FOLD_S)
+
+    def acked(self, number: int) -> None:
+        """Of the upstream link."""
+        while self._passed and self._passed[0][0] <= number:
+            for recorded in self._passed.popleft()[1].values():
+                recorded()
+
+    def _later(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        if at < self._due_at:
+            self._due_at = at
+            self._loop.after(seconds, self._send)
+
+    def _send(self) -> None:
+        if time.monotonic() < self._due_at:
+            return None  # it was done earlier
+        self._due_at = math.inf
+        if self._items and self.upstream:
+            try:
+                number = self._post(folded(self._items))
+            except OverflowError:  # the record's keeper is away for long
+                return self._later(RETRY_S)
+            self._passed.append((number, self._owed))
+            self._items, self._owed = [], {}
+        elif self._items:
+            self._later(RETRY_S)
+        return None
+
+    def _post(self, items: list[Message]) -> int:
+        assert self.upstream
+        try:
+            return self.upstream.post({"type": "said", "items": items})
+        except WireError:
+            if len(items) == 1:
+                return self.upstream.outbox.last  # nobody could ever take it
+        half = len(items) // 2
+        self._post(items[:half])
+        return self._post(items[half:])
+
+
+class Relay:
+    """Between many aggregators and the keeper of the record: folds what they say once more, so that however large the
+    fleet is, a few ends speak to the top."""
+
+    def __init__(self, loop: Loop, secret: Secret, me: Identity, upstream: tuple[str, int], host: str, port: int = 0):
+        self.folder = Folder(loop)
+        self.server = Server(loop, secret, me, SAID, self._heard, host=host, port=port)
+        says_nothing = lambda session, number, body: None  # noqa: E731
+        self.folder.upstream = Link(loop, secret, me, [upstream], {}, says_nothing, on_ack=self.folder.acked)
+
+    def _heard(self, session: Session, number: int, body: Message) -> None:
+        self.folder.take(session.peer.name, body["items"], lambda: session.ack(number))
+
+
+class Recorder:
+    """The end of the way: each item goes to `on_item` once, and is acknowledged when that returns."""
+
+    def __init__(self, loop: Loop, secret: Secret, host: str, port: int, on_item: Callable[[Message], Any]):
+        self.messages = 0
+        self._on_item = on_item
+        self._numbers: dict[str, int] = {}  # by life: the last that was recorded
+        me = Identity("recorder", "recorder", 1)
+        self.server = Server(loop, secret, me, SAID, self._heard, host=host, port=port)
+
+    def _heard(self, session: Session, number: int, body: Message) -> None:
+        if session.peer.role != "aggregator":
+            raise WireError(f"a report from a peer with the role {session.peer.role!r}")
+        self.messages += 1
+        for item in body["items"]:
+            if "life" in item:
+                life, n = str(item.pop("life")), int(item.pop("n"))
+                if n <= self._numbers.get(life, 0):
+                    continue
+                self._numbers[life] = n
+            self._on_item(item)
+        session.ack(number)
+
+    def close(self) -> None:
+        self.server.close()
