@@ -33,6 +33,7 @@ class Scenario:
     step_s: float  # at full strength
     about: str = ""
     model: str = ""
+    params: float = 1e12
     days: float = 54.0
     policy: str = "contained"
     quality: str | float = "llama3"
