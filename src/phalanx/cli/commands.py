@@ -16,6 +16,7 @@ from phalanx.cli.data import data_app
 from phalanx.cli.hardware import hardware_app
 from phalanx.cli.nodes import nodes_app, scale
 from phalanx.cli.plan import plan_app
+from phalanx.cli.simulate import simulate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -34,6 +35,7 @@ app.add_typer(hardware_app, name="hardware")
 app.add_typer(plan_app, name="plan")
 app.command("scale")(scale)
 app.command("calibrate")(calibrate)
+app.command("simulate")(simulate)
 
 
 @app.callback(invoke_without_command=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from phalanx.twin.agenda import Agenda, S
@@ -65,7 +66,7 @@ class Fleet:
         for component in assume.components():
             own = {"gpu": self.scenario.gpus, "job": 1.0} if component.effect == "job" else units
             rate = component.per_s * own[component.per] * quality
-            found.append((rate, lambda c=component: self._fail(c)))  # type: ignore[misc]
+            found.append((rate, partial(self._fail, component)))
         found.append((assume.planned_per_gpu_s() * self.scenario.gpus, self._plan))
         racks, halls = nodes / assume("correlated.rack_nodes"), nodes * self.per_node / assume("correlated.hall_gpus")
         found += [
@@ -74,7 +75,7 @@ class Fleet:
             (assume("correlated.storage_per_day") / DAY_S, self._storage),
             (assume("correlated.rollout_per_day") / DAY_S, self._rollout),
             *(
-                (assume(f"slow.{kind}_per_1000_node_days") / 1000 / DAY_S * nodes, lambda k=kind: self._slow(k))  # type: ignore[misc]
+                (assume(f"slow.{kind}_per_1000_node_days") / 1000 / DAY_S * nodes, partial(self._slow, kind))
                 for kind in ("link", "chip")
             ),
         ]
@@ -105,41 +106,37 @@ class Fleet:
         if component.effect == "job":
             self._strike(Fault(component.name, "worker"))
             return
-        node = self._victim()
+        node, swap = self._victim(), self.draw.chance(component.swap)
+        again, after_s = self.draw.chance(self.assume("spread.again_share")), HOUR_S * self.draw.uniform()
+        kind = "repair.reboot_s" if component.effect in ("node", "switch") else "repair.reset_s"
+        long = "repair.switch_h" if component.effect == "switch" else "repair.swap_h"
+        repair_s = self._hours(long) if swap else self._seconds(kind)
+        slow = self._factor()
         if not self.up[node]:
             return
-        swap = self.draw.chance(component.swap)
         if component.effect == "switch":
-            self._cut(component, node, swap)
+            self._cut(component.name, node, repair_s)
             return
-        repair_s = (
-            self._hours("repair.swap_h")
-            if swap
-            else self._seconds("repair.reboot_s" if component.effect == "node" else "repair.reset_s")
-        )
-        slow = self._factor() if component.effect == "slow" else 1.0
         self._strike(Fault(component.name, component.effect, (node,), swap, int(repair_s * S), slow))
-        if component.effect in ("worker", "hang") and not swap and self.draw.chance(self.assume("spread.again_share")):
-            after_s = self.assume("spread.again_hours") * HOUR_S * self.draw.uniform()
-            self.agenda.after(int(after_s * S), self._again, component, node)
+        if component.effect in ("worker", "hang") and not swap and again:
+            self.agenda.after(int(self.assume("spread.again_hours") * after_s * S), self._again, component, node)
 
     def _again(self, component: Component, node: int) -> None:
         if self.up[node]:
-            repair_ns = int(self._seconds("repair.reset_s") * S)
+            repair_ns = int(self.assume("repair.reset_s") * S)
             self._strike(Fault(f"{component.name}, again", component.effect, (node,), False, repair_ns))
 
-    def _cut(self, component: Component, node: int, swap: bool) -> None:
-        repair_s = self._hours("repair.switch_h") if swap else self._seconds("repair.reboot_s")
+    def _cut(self, name: str, node: int, repair_s: float) -> None:
         size = self.scenario.switch_nodes
         if size:
-            self._silence(component.name, self._block(node, size), repair_s)
+            self._silence(name, self._block(node, size), repair_s)
         else:
-            self._strike(Fault(component.name, "limp", (node,), False, int(repair_s * S), self.scenario.switch_slow))
+            self._strike(Fault(name, "limp", (node,), False, int(repair_s * S), self.scenario.switch_slow))
 
     def _plan(self) -> None:
-        node = self.draw.below(self.nodes)
+        node, repair_s = self.draw.below(self.nodes), self._hours("planned.hours")
         if self.up[node]:
-            self._strike(Fault("maintenance", "planned", (node,), repair_ns=int(self._hours("planned.hours") * S)))
+            self._strike(Fault("maintenance", "planned", (node,), repair_ns=int(repair_s * S)))
 
     def _rack(self) -> None:
         size = int(self.assume("correlated.rack_nodes"))
@@ -156,15 +153,15 @@ class Fleet:
     def _rollout(self) -> None:
         """Nodes all over the fleet, within an hour."""
         self._rollouts += 1
+        repair_s = self._hours("repair.rollout_h")
         for _ in range(int(self.assume("correlated.rollout_share") * self.nodes)):
             after_ns, node = int(HOUR_S * self.draw.uniform() * S), self.draw.below(self.nodes)
-            self.agenda.after(after_ns, self._silence, "rollout", (node,), self._hours("repair.rollout_h"), self._rollouts)
+            self.agenda.after(after_ns, self._silence, "rollout", (node,), repair_s, self._rollouts)
 
     def _slow(self, kind: str) -> None:
-        node = self._victim()
+        node, for_s, factor = self._victim(), self._hours(f"slow.{kind}_minutes") / 60, self._factor()
         if self.up[node]:
-            for_s = self._hours(f"slow.{kind}_minutes") / 60
-            self._strike(Fault(f"slow {kind}", "limp", (node,), False, int(for_s * S), self._factor()))
+            self._strike(Fault(f"slow {kind}", "limp", (node,), False, int(for_s * S), factor))
 
     def _factor(self) -> float:
         return self.draw.between(self.assume("slow.factor_low"), self.assume("slow.factor_high"))

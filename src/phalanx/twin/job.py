@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from hashlib import blake2b
+from typing import Any
 
 from phalanx.control import invariants
 from phalanx.control import messages as say
@@ -46,13 +47,14 @@ class Job:
 
     def __init__(self, scenario: Scenario, seed: int = 0, check: bool = False):
         self.scenario, self.check = scenario, check
-        self.agenda, self.draw = Agenda(), Draw(seed)
+        self.agenda, self.draw = Agenda(), Draw(2 * seed + 1)
         self.times, self.assume = times_of(scenario), scenario.assumed
         self.digest = blake2b(digest_size=8)
         self.interruptions = self.failures = self.planned = self.last_cause = 0
         self.incidents: list[tuple[float, str, str]] = []  # seconds, what failed, what was decided
-        self.fleet = Fleet(scenario, self.agenda, self.draw, self.strike)
+        self.fleet = Fleet(scenario, self.agenda, Draw(2 * seed), self.strike)
         nodes = self.fleet.job_nodes
+        self.fewest_spares = self.fleet.nodes - nodes
         self.contained = scenario.policy in ("contained", "shrink")
         self.block = -(-nodes // MOST_BLOCKS) if scenario.policy == "restart" else 1
         if self.contained:
@@ -305,14 +307,16 @@ class Job:
 
     def _formed(self, form: say.Form) -> None:
         gang, progress = self.gang, self.progress
-        if gang.form is not form or gang.phase != "forming" or any(self.broken.get(r) for r in form.replicas):
-            return  # somebody is gone, which will be heard
-        progress.advance(self.agenda.now)
-        self.hear(say.Formed(form.replicas, form.worlds, form.generation))
-        if gang.phase != "running":
+        if gang.form is not form or gang.phase != "forming":
             return
-        self._slow_down()
+        progress.advance(self.agenda.now)
+        if any(self.broken.get(r) for r in form.replicas):
+            progress.stop("detect")  # somebody is gone, which will be heard
+            return
         progress.train(len(form.replicas), self.redo_ns if form.kept else 0)
+        self.hear(say.Formed(form.replicas, form.worlds, form.generation))
+        assert gang.phase == "running", gang.phase
+        self._slow_down()
         self.redo_ns = 0
         self.reborn.clear()
         at_ns = progress.boundary_ns(self.agenda.now)
@@ -455,12 +459,13 @@ class Job:
         self.failures += 1
         if hit:
             self._count(fault)
+            spares = len(self.free) if self.block_wise else len(self.gang.members.spares)
+            self.fewest_spares = min(self.fewest_spares, spares)
             if len(self.incidents) < KEPT_INCIDENTS:
                 self.incidents.append((self.agenda.now / S, fault.name, ""))
-            if not self.contained or len(hit) > 1:
-                self._save()
+            self._save()
             self._stop_pass(hit)
-        for node in nodes:
+        for node in sorted(nodes, key=lambda node: node in hit):  # no spare is taken that has failed as well
             self._hit(node, fault, node in hit)
 
     def _count(self, fault: Fault) -> None:
@@ -637,7 +642,7 @@ def _number(name: str) -> int:
     return int(name[1:])
 
 
-HANDLERS = {
+HANDLERS: dict[type[Command], Any] = {
     say.SetTimer: Job._set_timer,
     say.Launch: Job._launch,
     say.Kill: Job._kill,
