@@ -84,16 +84,16 @@ class Assumptions:
         ]
 
     def _independent(self) -> float:
-        """Share of the counts that comes as events of their own: the others follow from those, or hit many at once."""
-        base, rows = self._table["calibration"], self._table["component"]
+        """Share of the counts that comes as events of their own: the others follow from those, or hit many at once.
+        That is part of the calibration, whatever a scenario changes."""
+        known = Assumptions()
+        base, rows = known._table["calibration"], known._table["component"]
         nodes, years = base["gpus"] / base["gpus_per_node"], base["days"] / 365
-        again = self("spread.again_share") * sum(
-            c["count"] * (1 - c["swap"]) for c in rows if c["effect"] in ("worker", "hang")
-        )
-        many = nodes / self("correlated.rack_nodes") * years * self("correlated.rack_per_rack_year")
-        many += base["gpus"] / self("correlated.hall_gpus") * years * self("correlated.hall_per_hall_year")
-        many += base["days"] * self("correlated.rollout_per_day")
-        return (base["unexpected"] - many) / (base["unexpected"] + again)
+        stays = sum(c["count"] * (1 - c["swap"]) for c in rows if c["effect"] in ("worker", "hang"))
+        many = nodes / known("correlated.rack_nodes") * years * known("correlated.rack_per_rack_year")
+        many += base["gpus"] / known("correlated.hall_gpus") * years * known("correlated.hall_per_hall_year")
+        many += base["days"] * known("correlated.rollout_per_day")
+        return (base["unexpected"] - many) / (base["unexpected"] + known("spread.again_share") * stays)
 
     def planned_per_gpu_s(self) -> float:
         base = self._table["calibration"]

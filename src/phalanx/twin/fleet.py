@@ -65,7 +65,8 @@ class Fleet:
         found: list[tuple[float, Callable[[], None]]] = []
         for component in assume.components():
             own = {"gpu": self.scenario.gpus, "job": 1.0} if component.effect == "job" else units
-            rate = component.per_s * own[component.per] * quality
+            # A worse fleet has worse hardware; what a job of any size breaks by itself stays.
+            rate = component.per_s * own[component.per] * (1.0 if component.per == "job" else quality)
             found.append((rate, partial(self._fail, component)))
         found.append((assume.planned_per_gpu_s() * self.scenario.gpus, self._plan))
         racks, halls = nodes / assume("correlated.rack_nodes"), nodes * self.per_node / assume("correlated.hall_gpus")

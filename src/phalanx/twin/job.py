@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
@@ -79,6 +80,7 @@ class Job:
         self.maintained: dict[int, int] = {}  # node that is drained -> for how long
         self.incarnation: defaultdict[str, int] = defaultdict(lambda: 1)
         self.buddies: dict[str, str] = {}
+        self.down: set[str] = set()  # nodes that are not there
         self.reborn: set[str] = set()  # nodes that came back since the last generation, and hold nothing
         self.timers: dict[str, int] = {}
         self.members = {node: node // self.block for node in range(nodes)} if self.block_wise else {}
@@ -92,12 +94,11 @@ class Job:
 
     def run(self, until_ns: int | None = None) -> None:
         until_ns = int(self.scenario.days * DAY_NS) if until_ns is None else until_ns
-        gc.collect()
-        gc.freeze()  # as the controller does: the state is large, and lives as long as the run
+        gc.disable()  # the state is large, lives as long as the run, and is nothing to look through
         try:
             self.agenda.run(until_ns)
         finally:
-            gc.unfreeze()
+            gc.enable()
         self.progress.advance(until_ns)
 
     # -- the beginning, which takes no time
@@ -133,6 +134,18 @@ class Job:
                     self._set_timer(command)
         elif commands:
             self._obey(commands)
+        self._mark()
+
+    def _hear_all(self, events: Iterable[Event]) -> None:
+        """Tell the gang what many nodes say at once."""
+        if self.check:
+            for event in events:
+                self.hear(event)
+            return
+        apply, now = self.gang.apply, self.agenda.now
+        for event in events:
+            if commands := apply(now, event):
+                self._obey(commands)
         self._mark()
 
     def _mark(self) -> None:
@@ -172,9 +185,7 @@ class Job:
 
     def _alive(self, name: str, incarnation: int) -> bool:
         """Whether it is there, and not a later life of it."""
-        if self.incarnation[name] != incarnation:
-            return False
-        return self.block_wise or bool(self.fleet.up[_number(name)])
+        return self.incarnation[name] == incarnation and name not in self.down
 
     # -- workers
 
@@ -219,17 +230,16 @@ class Job:
         self._note(f"parked {orders[0].world} {len(orders)}")
         number = next((r for r, world in self.gang.gen.worlds.items() if world == orders[0].world), -1)
         held = self._state() if number >= 0 else (-1, -1, 0)
-        for order in orders:
-            incarnation = self.incarnation[order.node]
-            if self._alive(order.node, incarnation):
-                self.hear(say.Parked(order.node, incarnation, order.world, order.workers, *held))
+        lives = self.incarnation
+        there = [o for o in orders if o.node not in self.down] if self.down else orders
+        self._hear_all(say.Parked(o.node, lives[o.node], o.world, o.workers, *held) for o in there)
 
     def _built(self, orders: list[say.Build]) -> None:
         self._note(f"built {orders[0].world} {len(orders)}")
-        for order in orders:
-            incarnation = self.incarnation[order.node]
-            if self._alive(order.node, incarnation) and _number(order.node) not in self.sick:
-                self.hear(say.Built(order.node, incarnation, order.world, tuple(order.crew.values())))
+        lives = self.incarnation
+        bad = self.down | {_name(node) for node in self.sick}
+        there = [o for o in orders if o.node not in bad] if bad else orders
+        self._hear_all(say.Built(o.node, lives[o.node], o.world, tuple(o.crew.values())) for o in there)
 
     def _probe(self, command: say.Probe) -> None:
         for name in command.nodes:
@@ -454,7 +464,7 @@ class Job:
             self._strike_hardware(fault)
 
     def _strike_hardware(self, fault: Fault) -> None:
-        nodes = fault.nodes or (self._any_node(),)
+        nodes = fault.nodes or self._any_node()
         hit = [node for node in nodes if self._seated(node)]
         self.failures += 1
         if hit:
@@ -502,7 +512,7 @@ class Job:
         replica = self._replica(node) if seated else -1
         agent = self._agent(node) if seated else name
         if fault.effect == "node" or (fault.swap and not (self.contained and seated)):
-            self.fleet.take_out(node, fault.repair_ns, self._back)
+            self._take_out(node, fault.repair_ns)
             if not self.block_wise:
                 self.agenda.after(after_ns, self._silent, name, self.incarnation[name], replica)
             elif seated:
@@ -568,11 +578,17 @@ class Job:
             self.agenda.after(SICK_NS, self._repair, node)
             return
         self.limping.pop(node, None)
-        self.fleet.take_out(node, for_ns, self._back)
+        self._take_out(node, for_ns)
         self.hear(say.NodeDead(name, self.incarnation[name], "taken out"))
+
+    def _take_out(self, node: int, for_ns: int) -> None:
+        self.fleet.take_out(node, for_ns, self._back)
+        if not self.block_wise:
+            self.down.add(_name(node))
 
     def _back(self, node: int) -> None:
         """It is repaired."""
+        self.down.discard(_name(node))
         self.sick.pop(node, None)
         if self.block_wise:
             self._fill(node)
@@ -612,11 +628,13 @@ class Job:
 
     # -- who is where
 
-    def _any_node(self) -> int:
-        while True:
+    def _any_node(self) -> tuple[int, ...]:
+        """Choose a node of the job; none: it has none that is up."""
+        for _ in range(100):
             node = self.draw.below(self.fleet.nodes)
             if self.fleet.up[node] and self._seated(node):
-                return node
+                return (node,)
+        return ()
 
     def _seated(self, node: int) -> bool:
         if self.block_wise:
