@@ -203,7 +203,7 @@ class Node(Host):
         for folder in (self.folder, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         times: dict[str, Any] = {f"{key.removesuffix('_s')}_ns": int(value * 1e9) for key, value in limits.items()}
-        pace = Pace(fixed_ns=int(hang_s * 1e9))
+        pace = Pace(int(hang_s * 1e9), int(self.beat_s * 1e9))
         self.agent = Agent(name, domain, {key: Service() for key in services}, pace, host, **times)
         self.agent.begin(time.monotonic_ns())
         self._act()

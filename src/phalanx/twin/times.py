@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.control.pace import LEAST_NS, STEPS_TO_HANG
+from phalanx.control.pace import hang_limit_ns
 from phalanx.control.policy import MISSED_BEATS, beat_ns
 from phalanx.plan.cost.evaluate import setup_s
 from phalanx.twin.agenda import S
@@ -46,7 +46,7 @@ def times_of(scenario: Scenario) -> Times:
     storage_s = state_bytes / (assume("checkpoint.storage_gb_per_s") * 1e9)
     exit_s = assume("contained.exit_s") if contained else assume(f"{policy}.detect_s")
     silent_s = MISSED_BEATS * beat_ns(nodes) / S if contained else exit_s
-    hang_s = max(LEAST_NS, STEPS_TO_HANG * int(scenario.step_s * S)) / S if contained else exit_s
+    hang_s = hang_limit_ns(int(scenario.step_s * S), beat_ns(nodes)) / S if contained else exit_s
     detect = {"worker": exit_s, "hang": hang_s, "node": silent_s, "link": exit_s, "slow": exit_s, "corrupt": exit_s}
     detect["corrupt"] += assume("contained.corrupt_detect_s") if contained else 0.0
     if scenario.detect_s >= 0:
