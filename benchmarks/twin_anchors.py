@@ -45,7 +45,7 @@ def million() -> list[tuple[str, float, float]]:
     for name in ("1m-gpus", "1m-sync"):
         # Events that hit many nodes at once come once in months, and are not in the closed form.
         quiet = ",".join(f"correlated.{k}=0" for k in ("rack_per_rack_year", "hall_per_hall_year", "rollout_per_day"))
-        case = load(name).changed(f"days={0.05 if SMOKE else MILLION_DAYS},{quiet}")
+        case = load(name).changed(f"days={0.05 if SMOKE else MILLION_DAYS},ranks_per_node=1,{quiet}")
         if SMOKE:
             case = case.changed("gpus=16384")
         job = Job(case, 0)

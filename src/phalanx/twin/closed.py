@@ -56,7 +56,10 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
     pass_s = scenario.pass_s or scenario.step_s / scenario.micro_batches
     step, decide, form, live = scenario.step_s, times.decide / S, times.form / S, times.live / S
     join = decide + form + live
-    heal = times.launch / S + times.build / S + decide + step / 2  # it joins at the end of a step
+    # It joins at the end of a step, which takes longer without it. Devices are reset, or tried twice and replaced.
+    heal = times.launch / S + times.build / S + decide + step / progress.speed / 2
+    reset, swapped = _repairs(scenario)
+    heal += reset * assume("repair.reset_s") + swapped * 3 * times.launch / S
     lost = 0.0
     for effect, per_s in rate.items():
         if effect in ("planned", "limp"):
@@ -67,10 +70,19 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
         detect = times.detect[effect] / S
         waits = _beyond(detect + decide, step)
         stop = max(waits + decide + form, times.stop / S - step / 2)
-        reset = assume("repair.reset_s") * (effect in ("worker", "hang"))
-        lost += per_s * (stop + pass_s + join + missing * max(0.0, heal + reset - pass_s))
+        lost += per_s * (stop + pass_s + join + missing * max(0.0, heal - pass_s))
     overhead = times.memory_share + stall / (stall + (every or step))
     return (1 - overhead) / (1 + lost)
+
+
+def _repairs(scenario: Scenario) -> tuple[float, float]:
+    """Shares of the failures that end with a reset of a device, and with another node for a device that is bad."""
+    rows = [c for c in scenario.assumed.components() if c.per != "job"]
+    units = {"gpu": scenario.gpus, "node": scenario.gpus / scenario.gpus_per_node}
+    total = sum(c.per_s * units[c.per] for c in rows)
+    reset = sum(c.per_s * units[c.per] * (1 - c.swap) for c in rows if c.effect in ("worker", "hang"))
+    swapped = sum(c.per_s * units[c.per] * c.swap for c in rows if c.effect in ("worker", "link", "corrupt"))
+    return reset / total, swapped / total
 
 
 def _beyond(time_s: float, step_s: float) -> float:

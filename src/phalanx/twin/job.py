@@ -1,9 +1,9 @@
 """A job in the fleet: the real `Gang` of the control plane hears of failures and decides; here its commands take their
 time and are answered. Agents answer in ideal bundles: all nodes of a replica at once, nothing lost and nothing late.
 
-In a gang with replicas every rank is there, as in production. A job that stops as a whole has one replica: with warm
-nodes (hot) a rank stands for a node; in one that starts again (restart) for a block of nodes, since it is the
-scheduler that hands out nodes there.
+In a gang with replicas every rank is there, as in production, unless the scenario says less. A job that stops as a
+whole has one replica: with warm nodes (hot) a rank stands for a node; in one that starts again (restart) for a block of
+nodes, since it is the scheduler that hands out nodes there.
 """
 
 from __future__ import annotations
@@ -60,9 +60,12 @@ class Job:
         self.block = -(-nodes // MOST_BLOCKS) if scenario.policy == "restart" else 1
         if self.contained:
             replicas = scenario.gpus // scenario.replica_gpus
-            layout = Layout(replica=replicas, shard=scenario.replica_gpus, ranks_per_node=self.fleet.per_node)
+            ranks = scenario.ranks_per_node or self.fleet.per_node
+            size = scenario.replica_gpus // self.fleet.per_node * ranks
+            layout = Layout(replica=replicas, shard=size, ranks_per_node=ranks)
         else:
             replicas, layout = 1, Layout(shard=-(-nodes // self.block), ranks_per_node=1)
+        self._places = scenario.replica_gpus // self.fleet.per_node  # of a replica
         self.gang = Gang.of(layout, 10**12, policy_of(scenario))
         step_ns = int(scenario.step_s * S)
         pass_ns = int(scenario.pass_s * S) or step_ns // scenario.micro_batches
@@ -646,7 +649,7 @@ class Job:
         if not self.contained:
             return 0
         found = self.gang.members.nodes[_name(node)]
-        return found.place * self.fleet.per_node // self.scenario.replica_gpus if found.place >= 0 else -1
+        return found.place // self._places if found.place >= 0 else -1
 
     def _note(self, text: str) -> None:
         self.digest.update(f"{self.agenda.now} {text}\n".encode())

@@ -44,6 +44,7 @@ class Scenario:
     stop_s: float = 0.0  # of the gang, per failure; 0: as assumed
     detect_s: float = -1.0  # of a failure; -1: as assumed, or by the control plane
     replica_gpus: int = 2048
+    ranks_per_node: int = 0  # of the simulated gang; 0: one for each GPU. 1: a rank stands for a node, and costs less
     micro_batches: int = 1  # of a rank, per step
     pass_s: float = 0.0  # one micro-batch through a replica; 0: a step over its micro-batches
     switch_nodes: int = 2  # that a switch cuts off
@@ -92,6 +93,8 @@ class Scenario:
             _expect(0 < getattr(self, name) < 1e6, name, getattr(self, name), "write a number > 0")
         _expect(0 <= self.spares <= 1, "spares", self.spares, "write a share of the nodes, such as 2%")
         _expect(self.micro_batches >= 1, "micro_batches", self.micro_batches, "write at least 1")
+        ranks = self.ranks_per_node
+        _expect(0 <= ranks <= per_node, "ranks_per_node", ranks, f"write 1 to {per_node}, or 0 for one each GPU")
         _expect(self.sites >= 1, "sites", self.sites, "write at least 1")
         self.assumed.quality(self.quality)
         return self
