@@ -44,13 +44,14 @@ test-s3: setup
 	PHALANX_TEST_S3=radosgw $(BIN)/python -m pytest tests/data/test_s3.py
 
 # Two hundred faults to the real processes of one run, some while it starts, restores and saves for the last time; then
-# the control plane in a hundred thousand simulated worlds.
+# the control plane in a hundred thousand simulated worlds, and in ten thousand small fleets of the twin.
 soak: setup
 	$(BIN)/phalanx chaos run --seed 1 --faults 200 --phases start,restore,save --set train.steps=3000 --set model.dim=16 --set model.num_layers=1 \
 		--set model.num_heads=2 --set model.num_kv_heads=2 --set model.ffn_dim=32 --set train.seq_len=32 --set train.global_batch=4 \
 		--set train.micro_batch=2 --set data.max_mb=0.1 --set run.hang_timeout_s=2 --set recovery.restart_s=1 \
 		--set checkpoint.memory_every_steps=20 --set recovery.beat_s=1 --set recovery.wait_s=60
 	$(BIN)/python -m tests.control.sim --seeds 0:100000 --jobs 2
+	$(BIN)/python -m tests.twin.soak --seeds 0:10000
 
 lint: setup
 	$(BIN)/ruff check .

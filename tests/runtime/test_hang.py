@@ -87,6 +87,8 @@ def test_the_limit_follows_from_the_slowest_ranks():
     for step in range(3, 60):
         pace.step(step, S // 5)
     assert pace.limit_ns == 10 * S
+    large = Pace(beat_ns=S // 2)
+    assert large.step(1, 31 * S) and large.limit_ns == 61 * S, "a large fleet cannot wait for 20 long steps"
     fixed = Pace(fixed_ns=4 * S)
     assert not fixed.step(1, 100 * S) and fixed.limit_ns == 4 * S
 

@@ -18,6 +18,7 @@ from phalanx.cli.firewall import firewall
 from phalanx.cli.hardware import hardware_app
 from phalanx.cli.nodes import agent, nodes_app, scale
 from phalanx.cli.plan import plan_app
+from phalanx.cli.simulate import simulate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,6 +43,7 @@ app.command(
 )(agent)
 app.command("calibrate")(calibrate)
 app.command("firewall")(firewall)
+app.command("simulate")(simulate)
 
 
 @app.callback(invoke_without_command=True)

@@ -254,8 +254,13 @@ def lineage_of(name: str) -> str:
 def buddies(domains: list[str]) -> list[int | None]:
     """For each node the one that keeps a copy of its snapshots: the next in another failure domain (`domains` names
     each node's), so that every node keeps as many as it gives while the domains are alike. None: there is no other."""
+    if len({*domains}) < 2:
+        return [None] * len(domains)
     out: list[int | None] = []
+    other = 0
     for node, domain in enumerate(domains):
-        others = [(node + i) % len(domains) for i in range(1, len(domains))]
-        out.append(next((other for other in others if domains[other] != domain), None))
+        other = max(other, node + 1)
+        while domains[other % len(domains)] == domain:
+            other += 1
+        out.append(other % len(domains))
     return out

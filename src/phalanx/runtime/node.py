@@ -176,7 +176,8 @@ class Node(Host):
             os.environ.setdefault(name, value)
         self.spawner = Spawner(self, [str(name) for name in spec["preload"]])
         times: dict[str, Any] = {f"{key.removesuffix('_s')}_ns": int(v * 1e9) for key, v in spec["limits"].items()}
-        pace, domain = Pace(fixed_ns=int(spec["hang_s"] * 1e9)), self.about["domain"] or self.name
+        pace = Pace(int(spec["hang_s"] * 1e9), int(self.beat_s * 1e9))
+        domain = self.about["domain"] or self.name
         known = {key: Service() for key in services}
         self.agent = Agent(self.name, domain, known, pace, self.address, **times)
         self.agent.begin(time.monotonic_ns())

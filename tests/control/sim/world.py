@@ -4,11 +4,9 @@ aggregators, `Agent` on the nodes, `Member` in the workers. Everything random co
 
 from __future__ import annotations
 
-import heapq
 import json
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import count
 from random import Random
 
 from phalanx.control import invariants
@@ -17,6 +15,7 @@ from phalanx.control.liveness import DEAD, GONE, Edge, Liveness, Orphans
 from phalanx.control.messages import EVERYONE, Build, Ended, Form, Halt, Note, Part, Pause, Report, SetTimer, Started
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
+from phalanx.twin.agenda import Agenda
 from tests.control.sim.ledger import Ledger, must
 from tests.control.sim.nodes import Meeting, Node
 
@@ -50,10 +49,10 @@ class Setting:
     point_chance: float = 0.05
 
 
-class World:
+class World(Agenda):
     def __init__(self, setting, seed=0):
+        super().__init__()
         self.set, self.rng = setting, Random(seed)
-        self.now, self.queue, self.order = 0, [], count()
         self.digest = blake2b(digest_size=8)
         self.size = setting.layout.replica_size
         self.ledger = Ledger(self.size, max(setting.layout.replica, setting.policy.max_replicas) * self.size)
@@ -79,19 +78,12 @@ class World:
 
     # -- time
 
-    def after(self, delay, call, *args):
-        heapq.heappush(self.queue, (self.now + delay, next(self.order), call, args))
-
     def ms(self, low, high):
         return self.rng.randrange(low * MS, high * MS + 1)
 
     def run(self, until=10**15, stop=None):
         """Until the run has ended, or `stop()`."""
-        while self.queue and self.queue[0][0] <= until:
-            if self.over or (stop and stop()):
-                return
-            self.now, _, call, args = heapq.heappop(self.queue)
-            call(*args)
+        super().run(until, lambda: self.over or (stop and stop()))
 
     @property
     def over(self):

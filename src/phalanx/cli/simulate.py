@@ -1,0 +1,163 @@
+"""`phalanx simulate`: a fleet of up to a million GPUs with failures, driven by the control plane that trains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from phalanx.twin.runs import Result
+    from phalanx.twin.scenario import Scenario
+
+
+def simulate(
+    scenario: Annotated[
+        str, typer.Argument(metavar="SCENARIO|FILE.toml|JOB.toml", help="Left out: list those that are shipped.")
+    ] = "",
+    seeds: Annotated[int, typer.Option(min=1, max=100_000, help="How many fleets, each with its own failures.")] = 3,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", metavar="spares=2%,detect=5s", help="Beside it, on the same seeds; repeatable."),
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="For a job file: how many chips.", show_default=False)] = 0,
+    hardware: Annotated[str, typer.Option(metavar="NAME", help="For a job file: a chip or node.")] = "",
+    days: Annotated[float | None, typer.Option(help="Of simulated time; the scenario's own if left out.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Pictures, as one page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: shares, seconds, dollars.")] = False,
+) -> None:
+    """Simulate a job and its failures. For example: phalanx simulate llama3-16k --what-if interval=60min"""
+    from phalanx.twin.runs import many
+    from phalanx.twin.scenario import shipped
+
+    if not scenario:
+        for name, about in shipped().items():
+            print(f"{name:22} {about}")
+        return
+    base, steps = _find(scenario, gpus, hardware)
+    if days is not None:
+        base = base.changed(f"days={days}")
+    cases = [base, *(base.changed(text) for text in what_if or [])]
+    results = [many(case, seeds, _tell) for case in cases]
+    if html:
+        _write(html, results)
+    if as_json:
+        import json
+
+        first = results[0].to_json()
+        if steps:
+            first["days_to_end"] = results[0].days_for(steps)
+        print(json.dumps({**first, "what_if": [r.to_json() for r in results[1:]]}, indent=2))
+        return
+    print("\n".join(_text(results, steps)))
+    if html:
+        print(f"\npictures: {html}")
+
+
+def _find(name: str, gpus: int, hardware: str) -> tuple[Scenario, int]:
+    """The scenario, and the steps that a job file asks for; 0: it is none."""
+    from phalanx.core.errors import UserError
+    from phalanx.twin.scenario import load
+
+    is_job = name.endswith(".toml") and Path(name).is_file() and not _is_scenario(Path(name))
+    if is_job and not (gpus and hardware):
+        remedy = "say where it is to run, such as --gpus 1024 --hardware h100"
+        raise UserError("a job file has no fleet", field="scenario", value=name, remedy=remedy)
+    if not is_job and (gpus or hardware):
+        remedy = "leave them out, or write --what-if gpus=..."
+        raise UserError("--gpus and --hardware are for job files", field="scenario", value=name, remedy=remedy)
+    return _of_job(name, gpus, hardware) if is_job else (load(name), 0)
+
+
+def _is_scenario(path: Path) -> bool:
+    import tomllib
+
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return True  # its own error says what is wrong
+    return bool({"step_s", "base", "gpus"} & table.keys())
+
+
+def _of_job(name: str, gpus: int, hardware: str) -> tuple[Scenario, int]:
+    from phalanx.cli.plan_ask import Options, ask
+    from phalanx.twin.scenario import Scenario
+
+    plan = ask(Options(name, gpus, hardware)).plan
+    layout = plan.layout
+    inside = plan.used // layout["replica"]
+    steps = max(1, round(plan.bill.tokens / (plan.global_batch * plan.seq)))
+    days = steps * plan.step_s / 86_400
+    one_pass = plan.step_s * layout["pp"] / (plan.micro_batches + layout["pp"] - 1)
+    return Scenario(
+        name=Path(name).stem,
+        about=f"{plan.model} on {plan.used:,} {plan.hardware}, as planned: {plan.step_s:.3g} s a step",
+        gpus=plan.used,
+        hardware=plan.hardware,
+        step_s=plan.step_s,
+        model=plan.model,
+        params=plan.params,
+        days=max(days, 1.0),
+        policy="contained" if layout["replica"] > 1 and inside % 8 == 0 else "hot",
+        replica_gpus=inside,
+        micro_batches=plan.micro_batches,
+        pass_s=one_pass,
+        spares=0.02,
+    ).checked(), steps
+
+
+def _tell(name: str, done: int, seeds: int) -> None:
+    if sys.stderr.isatty():
+        filled = 30 * done // seeds
+        end = "\n" if done == seeds else ""
+        print(f"\r{name[:30]:30} [{'#' * filled}{'.' * (30 - filled)}] {done}/{seeds} ", end=end, file=sys.stderr)
+
+
+def _text(results: list[Result], steps: int) -> list[str]:
+    from phalanx.twin.progress import PARTS
+
+    first = results[0]
+    s = first.scenario
+    lines = [s.about, f"{s.gpus:,} GPUs, {s.days:g} days, {len(first.outcomes)} seeds", ""]
+    names = ["", *(["as it is", *(r.scenario.name.removeprefix(s.name).strip() for r in results[1:])])]
+    rows: list[list[str]] = [names]
+    rows.append(["effective training time", *(f"{r.effective:.2%}" for r in results)])
+    rows.append(["  5 % to 95 % of seeds", *(f"{r.quantile(0.05):.1%} to {r.quantile(0.95):.1%}" for r in results)])
+    rows.append(["interruptions", *(f"{r.interruptions:,.1f}" for r in results)])
+    rows.append(["fewest spares left", *(str(min(o.fewest_spares for o in r.outcomes)) for r in results)])
+    rows += [[f"  {part}", *(f"{r.waterfall[part]:.2%}" for r in results)] for part in PARTS]
+    for key, title in (
+        ("gpu_hours", "GPU-hours lost"),
+        ("dollars", "dollars lost"),
+        ("kwh", "kWh lost"),
+        ("kg_co2", "kg CO2 lost"),
+    ):
+        rows.append([title, *(_lost(r.costs(), key) for r in results)])
+    if steps:
+        ends = [r.days_for(steps) for r in results]
+        rows.append(["days to the end", *(f"{d['mean']:.2f} ({d['p5']:.2f} to {d['p95']:.2f})" for d in ends)])
+    width = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    for row in rows:
+        lines.append(
+            row[0].ljust(width[0]) + "".join("  " + cell.rjust(w) for cell, w in zip(row[1:], width[1:], strict=True))
+        )
+    lines += ["", f"digest {first.outcomes[0].digest} (seed 0)"]
+    return lines
+
+
+def _lost(costs: dict[str, dict[str, float | None]], key: str) -> str:
+    values = [c[key] for part, c in costs.items() if part != "productive"]
+    return "-" if None in values else f"{sum(v for v in values if v is not None):,.0f}"
+
+
+def _write(path: Path, results: list[Any]) -> None:
+    from phalanx.core.errors import UserError
+    from phalanx.twin.report import page
+
+    try:
+        path.write_text(page(results), encoding="utf-8")
+    except OSError as error:
+        remedy = "name a file in a folder that is there and that you may write to"
+        raise UserError(f"cannot be written: {error.strerror}", field="html", value=str(path), remedy=remedy) from None

@@ -1,0 +1,140 @@
+"""A scenario over many seeds: where the time, the money and the energy went, and how much that varies."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.hardware.catalogue import load
+from phalanx.plan.cost.money import watts
+from phalanx.twin.agenda import S
+from phalanx.twin.assumed import DAY_S
+from phalanx.twin.job import Job
+from phalanx.twin.progress import PARTS
+from phalanx.twin.scenario import Scenario
+
+Tell = Callable[[str, int, int], None]  # the scenario, seeds that are done, seeds
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one seed."""
+
+    seed: int
+    waterfall: dict[str, float]  # shares of the time of the gang; they sum to 1
+    interruptions: int  # that nobody had planned
+    planned: int
+    generations: int
+    steps: int
+    digest: str
+    incidents: list[tuple[float, str, str]]  # when, in seconds; what failed; what was decided
+    fewest_spares: int  # that were left at any failure
+
+    @property
+    def effective(self) -> float:
+        return self.waterfall["productive"]
+
+
+@dataclass(frozen=True)
+class Result:
+    scenario: Scenario
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def effective(self) -> float:
+        return statistics.fmean(o.effective for o in self.outcomes)
+
+    @property
+    def interruptions(self) -> float:
+        return statistics.fmean(o.interruptions for o in self.outcomes)
+
+    @property
+    def waterfall(self) -> dict[str, float]:
+        return {part: statistics.fmean(o.waterfall[part] for o in self.outcomes) for part in PARTS}
+
+    def quantile(self, share: float) -> float:
+        """Effective training time of the seed below which so many others are."""
+        ordered = sorted(o.effective for o in self.outcomes)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    def days_for(self, steps: int) -> dict[str, float]:
+        """How long so many steps take: on average, and with the luckier and the unluckier seeds."""
+        days = steps * self.scenario.step_s / DAY_S
+        return {"mean": days / self.effective, "p5": days / self.quantile(0.95), "p95": days / self.quantile(0.05)}
+
+    def costs(self) -> dict[str, dict[str, float | None]]:
+        """What each part of the waterfall cost: of the job's GPUs, spares apart."""
+        scenario = self.scenario
+        cluster = load().cluster(scenario.hardware, scenario.gpus, site=scenario.site)
+        price, power, site = cluster.node.dollars_per_chip_hour, watts(cluster), cluster.site
+        hours = scenario.days * 24
+        out: dict[str, dict[str, float | None]] = {}
+        for part, share in self.waterfall.items():
+            kwh = None if power is None else power / 1000 * site.pue * hours * share
+            out[part] = {
+                "seconds": share * hours * 3600,
+                "gpu_hours": share * hours * scenario.gpus,
+                "dollars": None if price is None else share * hours * scenario.gpus * price.median,
+                "kwh": kwh,
+                "kg_co2": None if kwh is None else kwh * site.grams_co2_per_kwh / 1000,
+            }
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        s = self.scenario
+        return {
+            "scenario": s.name, "about": s.about, "gpus": s.gpus, "days": s.days, "policy": s.policy,
+            "seeds": len(self.outcomes), "effective_training_time": self.effective,
+            "effective_low": self.quantile(0.05), "effective_high": self.quantile(0.95),
+            "interruptions": self.interruptions, "waterfall": self.waterfall, "costs": self.costs(),
+            "per_seed": [
+                {"seed": o.seed, "effective_training_time": o.effective, "interruptions": o.interruptions,
+                 "planned": o.planned, "generations": o.generations, "steps": o.steps, "digest": o.digest,
+                 "fewest_spares": o.fewest_spares, "waterfall": o.waterfall}
+                for o in self.outcomes
+            ],
+        }  # fmt: skip
+
+
+def one(scenario: Scenario, seed: int, check: bool = False) -> Outcome:
+    job = Job(scenario, seed, check)
+    job.run()
+    spent, total_ns = job.progress.spent, job.progress.now_ns
+    assert sum(spent.values()) == total_ns, "the waterfall does not add up"
+    job.digest.update(repr(sorted(spent.items())).encode())
+    return Outcome(
+        seed, {part: ns / total_ns for part, ns in spent.items()}, job.interruptions, job.planned,
+        job.gang.generation, job.progress.step, job.digest.hexdigest(), job.incidents, job.fewest_spares,
+    )  # fmt: skip
+
+
+def many(scenario: Scenario, seeds: int, tell: Tell | None = None) -> Result:
+    """The same seeds give the same failures to every scenario with the same fleet."""
+    outcomes = []
+    for seed in range(seeds):
+        outcomes.append(one(scenario, seed))
+        if tell:
+            tell(scenario.name, seed + 1, seeds)
+    return Result(scenario, outcomes)
+
+
+def mttf_hours(scenario: Scenario, events: int = 20_000) -> float:
+    """Mean time between the unexpected failures that hit the job, of the fleet alone."""
+    from phalanx.twin.agenda import Agenda
+    from phalanx.twin.draw import Draw
+    from phalanx.twin.fleet import Fault, Fleet
+
+    agenda, seen, causes = Agenda(), [0], set[int]()
+
+    def count(fault: Fault) -> None:
+        hit = not fault.nodes or any(node < fleet.job_nodes for node in fault.nodes)
+        unexpected = fault.effect not in ("planned", "limp", "storage")
+        if hit and unexpected and fault.cause not in causes:
+            seen[0] += 1
+            causes.update({fault.cause} - {0})
+
+    fleet = Fleet(scenario, agenda, Draw(0), count)
+    agenda.run(until=10**30, stop=lambda: seen[0] >= events)
+    return agenda.now / S / 3600 / seen[0]

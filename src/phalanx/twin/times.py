@@ -1,0 +1,73 @@
+"""How long things take in a scenario, as the assumptions and the planner's cost model say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.control.pace import hang_limit_ns
+from phalanx.control.policy import MISSED_BEATS, beat_ns
+from phalanx.plan.cost.evaluate import setup_s
+from phalanx.twin.agenda import S
+from phalanx.twin.scenario import Scenario
+
+LIGHT_KM_PER_S = 200_000.0  # in glass
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """All in ns. Those of `stop` are means of what is drawn."""
+
+    detect: dict[str, int]  # by effect
+    decide: int  # a message to all and back
+    launch: int
+    build: int  # the world of a replica, and its engine
+    form: int  # the groups between replicas
+    live: int  # state of a rank from a peer
+    memory: int  # from the memory of a node
+    durable: int  # all of it from storage
+    drain: int  # all of it to storage
+    stop: int  # all of a recovery that stops all; 0: it follows from the others
+    stall: int  # of a checkpoint
+    memory_share: float  # of the training, for snapshots in memory
+
+
+def times_of(scenario: Scenario) -> Times:
+    from phalanx.hardware.catalogue import load
+
+    assume, policy = scenario.assumed, scenario.policy
+    contained = policy in ("contained", "shrink")
+    node = load().node(scenario.hardware)
+    nodes, replicas = scenario.gpus // node.chips, scenario.gpus // scenario.replica_gpus
+    state_bytes = scenario.params * assume("checkpoint.bytes_per_param")
+    # A stop of all for one way between sites, in every message to all.
+    far_s = (scenario.sites > 1) * scenario.distance_km / LIGHT_KM_PER_S
+    rank_bytes = state_bytes / (scenario.replica_gpus if contained else scenario.gpus)
+    live_s = rank_bytes / (node.nic_bytes_per_s * assume("contained.restore_share"))
+    storage_s = state_bytes / (assume("checkpoint.storage_gb_per_s") * 1e9)
+    exit_s = assume("contained.exit_s") if contained else assume(f"{policy}.detect_s")
+    silent_s = MISSED_BEATS * beat_ns(nodes) / S if contained else exit_s
+    hang_s = hang_limit_ns(int(scenario.step_s * S), beat_ns(nodes)) / S if contained else exit_s
+    detect = {"worker": exit_s, "hang": hang_s, "node": silent_s, "link": exit_s, "slow": exit_s, "corrupt": exit_s}
+    detect["corrupt"] += assume("contained.corrupt_detect_s") if contained else 0.0
+    if scenario.detect_s >= 0:
+        detect = dict.fromkeys(detect, scenario.detect_s)
+    stop_s = scenario.stop_s
+    if not stop_s and policy == "restart":
+        stop_s = assume("restart.stop_s") + float(setup_s(scenario.gpus))
+    elif not stop_s and policy == "hot":
+        stop_s = assume("hot.stop_s")
+    stall_s = assume("checkpoint.own_stall_s" if contained else "checkpoint.stall_s")
+    return Times(
+        detect={effect: int(s * S) for effect, s in detect.items()},
+        decide=int((assume("contained.decide_s") + 2 * far_s) * S),
+        launch=int(assume("contained.launch_s") * S),
+        build=int((assume("contained.engine_s") + float(setup_s(scenario.replica_gpus))) * S),
+        form=int((float(setup_s(replicas)) + 2 * far_s) * S),
+        live=int(live_s * S),
+        memory=int(2 * live_s * S),
+        durable=int(storage_s * S),
+        drain=int(storage_s * S),
+        stop=int(stop_s * S),
+        stall=int((scenario.stall_s if scenario.stall_s >= 0 else stall_s) * S),
+        memory_share=0.0 if policy == "restart" else assume("checkpoint.memory_share"),
+    )
