@@ -16,6 +16,7 @@ import torch.distributed as dist
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Layout
+from phalanx.core.shape import ModelConfig
 from phalanx.hardware import load
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import TIMEOUT, connect_store
@@ -31,7 +32,10 @@ from phalanx.plan.cost.sizes import ModelShape
 from phalanx.train.calibrate import COLLECTIVES, SAMPLES, Grid, describe, measure
 
 PHALANX = Path(sys.executable).with_name("phalanx")
-TINY = Grid((8, 24), (16,), (8,), 2, (4096,), (64, 4096))
+SMALL = ModelConfig(dim=32, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=64)
+EXPERTS = dataclasses.replace(SMALL, family="moe", num_experts=4)
+TRAINED = ((SMALL, 16, 2, False), (EXPERTS, 16, 2, False))
+TINY = Grid((8, 24), (16,), (8,), 2, (4096,), (64, 4096), experts=((2, 16, 8, 8),), trained=TRAINED)
 HOST = Device(torch.device("cpu"), "gloo")
 
 
@@ -61,7 +65,8 @@ def test_ranks_time_everything_together(pool, tmp_path):
     told, _ = first.pop("told"), second.pop("told")
     assert first == second, "the slowest rank's times, so the same on all"
     sizes = {section: len(rows) for section, rows in first.items()}
-    assert sizes == {"matmul": 2 * 2**3, "attention": 2, "memory": 1, "collectives": len(COLLECTIVES) * 2}
+    assert sizes == {"matmul": 2 * 2**3, "attention": 2, "memory": 1, "grouped": 1, "collectives": len(COLLECTIVES) * 2,
+                     "steps": 0}  # fmt: skip
     assert [done for _, done, _ in told] == list(range(sum(sizes.values())))
     for row in (row for rows in first.values() for row in rows):
         assert 0 < row["low_s"] <= row["median_s"] <= row["high_s"] and SAMPLES[0] <= row["samples"] <= SAMPLES[1]
@@ -73,6 +78,7 @@ def test_ranks_time_everything_together(pool, tmp_path):
 def test_one_rank_has_no_collectives(tmp_path):
     found = measure(HOST, 1, TINY, 0.01, lambda *_: None)
     assert found["collectives"] == [] and found["matmul"] and not dist.is_initialized()
+    assert [row["experts"] for row in found["steps"]] == [0, 4] and all(row["median_s"] > 0 for row in found["steps"])
     assert profile_from(file_of(tmp_path, **found, machine=describe(HOST, 1))).call_s == TRUTH.call_s
 
 

@@ -136,7 +136,7 @@ def gate_backward_rounded(
     da, db = (torch.empty(rows, columns, dtype=low, device=a.device) for _ in range(2))
     da_turned, db_turned = (torch.empty(columns, rows, dtype=low, device=a.device) for _ in range(2))
     h_turned = torch.empty(columns, rows, dtype=high, device=a.device)
-    r, c = 128, 64
+    r, c = 64, 64
     wrap_triton(_gate_backward_rounded)[(triton.cdiv(columns, c), triton.cdiv(rows, r))](
         a,
         b,
@@ -155,6 +155,5 @@ def gate_backward_rounded(
         TOP=torch.finfo(low).max,
         R=r,
         C=c,
-        num_warps=8,
     )
     return da, da_turned, db, db_turned, h_turned
