@@ -168,7 +168,7 @@ def _predicted(job: Job, cluster: Cluster, profile: Profile) -> Forecast:
     given = Candidates.of(
         tp=layout.tp, pp=layout.pp, vpp=layout.num_chunks, cp=layout.cp, ep=layout.ep, replica=layout.replica,
         shard=layout.shard, zero=layout.zero, micro_batch=train.micro_batch, recompute=train.recompute,
-        schedule=layout.schedule, precision="bf16" if train.precision == "bf16" else "fp32",
+        schedule=layout.schedule, precision=train.precision if train.precision in ("bf16", "fp8") else "fp32",
         bucket_bytes=1e6 * train.bucket_mb,
     )  # fmt: skip
     plan = plan_of(request, costed(ask, given))

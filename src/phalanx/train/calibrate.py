@@ -26,6 +26,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.job import Job, OptimizerConfig, TrainConfig
 from phalanx.core.layout import Coord
 from phalanx.core.shape import ModelConfig
+from phalanx.kernels import fp8
 from phalanx.model.family import Batch, load_family
 from phalanx.model.grouped import grouped_linear
 from phalanx.parallel.device import Device
@@ -53,7 +54,7 @@ class Grid:
     heads: int
     stream_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
-    wide: tuple[str, ...] = ("bf16", "fp32")  # precisions of products
+    precisions: tuple[str, ...] = ("bf16", "fp32")  # of products
     experts: tuple[tuple[int, int, int, int], ...] = ()  # their number, rows in all, columns, inner width
     trained: tuple[tuple[ModelConfig, int, int, bool], ...] = ()  # tokens of a sample, samples, compiled or not
 
@@ -65,13 +66,15 @@ def _model(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, **more: A
 
 CPU = Grid((128, 512, 1536), (256, 1024), (64, 128), 4, (1 << 20, 1 << 25), tuple(1 << e for e in (12, 15, 18, 21, 24)))
 ACCELERATOR = Grid(
-    (2048, 4096, 12288), (2048, 8192, 32768), (64, 128), 16, (1 << 12, 1 << 26, 1 << 30),
-    tuple(1 << e for e in (12, 16, 20, 24, 28)), ("bf16",),
+    (2048, 4096, 12288), (2048, 8192, 32768), (64, 128), 16, (1 << 26, 1 << 30),
+    tuple(1 << e for e in (12, 16, 20, 24, 28)), ("bf16", "fp8"),
     ((16, 32768, 1408, 1024), (64, 98304, 1408, 2048), (8, 32768, 14336, 4096)),
     (
         (_model(2048, 4, 32, 8, 8192), 4096, 4, True), (_model(4096, 2, 32, 8, 14336), 8192, 2, True),
         (_model(1024, 6, 16, 16, 2816), 2048, 8, True), (_model(2048, 4, 32, 8, 8192), 4096, 4, False),
         (_model(1024, 4, 16, 16, 2816, family="moe", num_experts=16, top_k=2, expert_dim=1408), 4096, 4, True),
+        (_model(256, 8, 4, 4, 704), 512, 1, True), (_model(256, 8, 4, 4, 704), 512, 1, False),
+        (_model(256, 8, 4, 4, 704, family="moe", num_experts=8, top_k=2, expert_dim=256), 512, 1, True),
     ),
 )  # fmt: skip
 
@@ -85,11 +88,13 @@ class Case:
 
 def cases(grid: Grid, device: Device, ranks: int) -> Iterator[Case]:
     where = device.torch
-    for dtype, (m, n, k) in itertools.product(grid.wide, itertools.product(grid.sides, repeat=3)):
+    dtypes = [dtype for dtype in grid.precisions if dtype != "fp8" or device.has_fp8]
+    for dtype, (m, n, k) in itertools.product(dtypes, itertools.product(grid.sides, repeat=3)):
         yield Case("matmul", {"dtype": dtype, "m": m, "n": n, "k": k}, partial(_product, dtype, (m, n, k), where))
     for length, width, backward in itertools.product(grid.sequences, grid.head_dims, (False, True)):
-        what = {"batch": 1, "heads": grid.heads, "seq": length, "head_dim": width, "backward": backward}
-        yield Case("attention", what, partial(_attention, (1, grid.heads, length, width), backward, where))
+        batch = max(grid.sequences) // 2 // length or 1
+        what = {"batch": batch, "heads": grid.heads, "seq": length, "head_dim": width, "backward": backward}
+        yield Case("attention", what, partial(_attention, (batch, grid.heads, length, width), backward, where))
     for number, rows, n, k in grid.experts:
         what = {"experts": number, "rows": rows, "n": n, "k": k}
         yield Case("grouped", what, partial(_grouped, number, rows, n, k, where))
@@ -104,6 +109,10 @@ def cases(grid: Grid, device: Device, ranks: int) -> Iterator[Case]:
 
 def _product(dtype: str, shape: tuple[int, int, int], where: torch.device) -> Callable[[], object]:
     m, n, k = shape
+    if dtype == "fp8":
+        one = torch.ones((), device=where)
+        a, b = (torch.randn(*size, device=where).to(fp8.FORWARD) for size in ((m, k), (n, k)))
+        return lambda: fp8.product(a, b, one, one)
     a, b = (torch.randn(*size, device=where).to(DTYPES[dtype]) for size in ((m, k), (n, k)))
     return lambda: F.linear(a, b)
 

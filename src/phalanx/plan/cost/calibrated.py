@@ -14,17 +14,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.cost.candidates import PRECISIONS
+from phalanx.plan.cost.candidates import PRECISIONS, Candidates
 from phalanx.plan.cost.chip import BACKWARD, Chip
+from phalanx.plan.cost.evaluate import step_seconds
 from phalanx.plan.cost.links import Group
 from phalanx.plan.cost.machine import TIERS, Machine
-from phalanx.plan.cost.measurements import Attention, Calibration, Call, Product, Stream, read
+from phalanx.plan.cost.measurements import Attention, Calibration, Call, Grouped, Product, Step, Stream, read
 from phalanx.plan.cost.numbers import values
 from phalanx.plan.cost.profiles import Kind, Profile, profile_of
-from phalanx.plan.cost.software import OWN, software
+from phalanx.plan.cost.sizes import ModelShape
+from phalanx.plan.cost.software import OWN, costs, software
 
 SEARCH = (1e-4, 1e4)  # of a fitted share
 K_HALVES = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+HALVES = tuple((length, width) for length in (0.0, 128.0, 256.0, 512.0) for width in (0.0, 16.0, 32.0, 48.0, 64.0))
+FEW_TOKENS = 2048  # of a step that waits for the host
 LEAST_ERROR = 0.1  # ln: a step is more than the calls that were timed
 
 
@@ -56,14 +60,62 @@ def machine_from(calibration: Calibration) -> Machine:
 def profile_from(path: str | Path, machine: Machine | None = None, **facts: Any) -> Profile:
     """For plans on `machine`, which the calibrated node is a part of; None: on that node alone. Each share is the one
     with which half of the calls take longer than predicted, and half less; calls that mostly wait for launches and hops
-    tell nothing of it. The inner width at which products reach half of their speed is fitted too: on a CPU it is not
-    what it is on tiles of an accelerator. `facts` of the software are those of the job."""
+    tell nothing of it. The inner width at which products reach half of their speed is fitted too (on a CPU it is not
+    what it is on tiles of an accelerator), and so are length and head of attention. `facts` of the software are those
+    of the job."""
     c = read(path)
     machine = machine or machine_from(c)
-    start = profile_of(Kind("other", 1.0, 1.0), software(OWN, **facts), values())
-    found = [_fitted(c, machine, replace(start, k_half=width)) for width in K_HALVES]
+    soft = software(OWN, **facts)
+    start = profile_of(Kind("other", 1.0, 1.0), replace(soft, fused=True), values())
+    if not c.machine.device.startswith("cpu"):
+        start = replace(start, **costs(OWN, fused=True))
+    length, width = min(HALVES, key=lambda halves: _scatter(c, machine, start, *halves))
+    start = replace(start, length_half=length, width_half=width)
+    found = [_fitted(c, machine, replace(start, k_half=inner)) for inner in K_HALVES]
     took = np.array([x.median_s for x in c.matmul])
-    return min(found, key=lambda p: float(np.median(np.abs(np.log(took / _products(c.matmul, machine, p))))))
+    best = min(found, key=lambda p: float(np.median(np.abs(np.log(took / _products(c.matmul, machine, p))))))
+    return _trained(c, machine, best, bool(soft.fused), replace(best, software=soft))
+
+
+def _scatter(c: Calibration, machine: Machine, profile: Profile, length: float, width: float) -> float:
+    """How far attention lies from the best share, with these lengths and widths at half of the speed."""
+    profile, off = replace(profile, length_half=length, width_half=width), 0.0
+    for backward in (False, True):
+        rows = [x for x in c.attention if x.backward == backward]
+        logs = np.log([x.median_s for x in rows] / _attentions(rows, machine, profile))
+        off += float(np.mean(np.abs(logs - np.median(logs))))
+    return off
+
+
+def _trained(c: Calibration, machine: Machine, profile: Profile, fused: bool, asked: Profile) -> Profile:
+    """What steps of small models show beside the calls that they are made of, for compiled code: how fast products and
+    attention are among other work, the passes of experts, and the host's time. Then, if it is `asked`, eager code."""
+    few = [x for x in c.steps if x.seq * x.batch <= FEW_TOKENS]
+    many = [x for x in c.steps if x not in few]
+    speed, passes = lambda p, share: _faster(p, share), lambda p, share: replace(p, passes=1 / share)
+    layer = lambda p, share: replace(p, layer_s=1e-3 / share)  # noqa: E731
+    compiled: list[tuple[Change, list[Step]]] = [
+        (layer, [x for x in few if x.compiled and not x.experts]),
+        (lambda p, share: replace(p, experts_s=1e-3 / share), [x for x in few if x.compiled and x.experts]),
+        (speed, [x for x in many if x.compiled and not x.experts]),
+        (lambda p, share: replace(p, permute_passes=1 / share, expert_passes=1 / share),
+         [x for x in many if x.compiled and x.experts]),
+    ]  # fmt: skip
+    for change, rows in compiled:
+        profile = _changed(profile, change, _steps, rows, machine) if rows else profile
+    if fused:
+        return replace(profile, software=asked.software)
+    eager = {} if c.machine.device.startswith("cpu") else costs(OWN, fused=False)
+    profile = replace(profile, **eager, software=asked.software)
+    for change, rows in ((layer, few), (passes, many)):
+        rows = [x for x in rows if not x.compiled]
+        profile = _changed(profile, change, _steps, rows, machine) if rows else profile
+    return profile
+
+
+def _faster(profile: Profile, share: float) -> Profile:
+    parts = {name: share * getattr(profile, name) for name in ("gemm", "attention_fwd", "attention_bwd")}
+    return replace(profile, **parts)
 
 
 def _fitted(c: Calibration, machine: Machine, profile: Profile) -> Profile:
@@ -113,9 +165,11 @@ def _parts(c: Calibration) -> list[tuple[Change, Predict, list[Any]]]:
     return [
         (lambda p, share: replace(p, memory=share), _streams, c.memory),
         (_with_gemm(("bf16", "fp8", "mxfp8", "nvfp4")), _products, [x for x in c.matmul if x.dtype == "bf16"]),
+        (_with_gemm(("fp8", "mxfp8", "nvfp4")), _products, [x for x in c.matmul if x.dtype == "fp8"]),
         (_with_gemm(("fp32",)), _products, [x for x in c.matmul if x.dtype == "fp32"]),
         (lambda p, share: replace(p, attention_fwd=share), _attentions, forward),
         (lambda p, share: replace(p, attention_bwd=share), _attentions, [x for x in c.attention if x.backward]),
+        (lambda p, share: replace(p, grouped=share), _groups, c.grouped),
         (_with_links, _calls, c.collectives),
     ]
 
@@ -158,8 +212,28 @@ def _attentions(rows: list[Attention], machine: Machine, profile: Profile) -> ND
     chip = Chip(machine, profile, np.zeros(len(rows), dtype=int))
     rate = np.where([x.backward for x in rows], chip.attention_b / BACKWARD, chip.attention_f)
     length = np.array([x.seq for x in rows], float)
-    speed = length / (length + profile.length_half)
+    width = np.array([x.head_dim for x in rows], float)
+    speed = length / (length + profile.length_half) * width / (width + profile.width_half)
     return np.array([x.forward_flops for x in rows]) / (rate * speed)
+
+
+def _groups(rows: list[Grouped], machine: Machine, profile: Profile) -> NDArray:
+    chip = Chip(machine, profile, np.zeros(len(rows), dtype=int))
+    number, every, n, inner = (np.array([getattr(x, s) for x in rows], float) for s in ("experts", "rows", "n", "k"))
+    return chip.gemm_s(every / number, n, inner, number) / profile.grouped
+
+
+def _steps(rows: list[Step], machine: Machine, profile: Profile) -> NDArray:
+    """But for what is done once a step by a worker, which was not there."""
+    out = []
+    for x in rows:
+        shape = ModelShape.of(
+            x.layers, x.dim, x.heads, x.ffn, x.vocab, x.seq, kv_heads=x.kv_heads, experts=x.experts, top_k=x.top_k,
+            expert_ffn=x.expert_ffn,
+        )  # fmt: skip
+        seconds = step_seconds(shape, machine, Candidates.of(micro_batch=x.batch), x.batch, profile)
+        out.append(sum(float(np.ravel(s)[0]) for name, s in seconds.items() if name not in ("fixed", "straggler")))
+    return np.array(out)
 
 
 def _streams(rows: list[Stream], machine: Machine, profile: Profile) -> NDArray:

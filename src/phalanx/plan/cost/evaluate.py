@@ -125,10 +125,12 @@ def _seconds(
     local = np.where(c.zero >= 1, mem.sharded(c, *params), sum(params))
     memory_rate = machine.memory_bytes_per_s * profile.memory
     part = m * part
+    # Added up apart: the first micro-batch is copied (2 B read, 4 written), others are added (2 and 4 read, 4 written).
+    added = np.where(np.asarray(soft.adds_apart, bool) & (m > 1), (10 * m - 4) * sum(params) / memory_rate, 0.0)
     seconds = {
         "matmul": part * layers.matmul,
         "attention": part * layers.attention,
-        "elementwise": part * layers.elementwise,
+        "elementwise": part * layers.elementwise + added,
         "head": m * has_head * head,
         "recompute": part * layers.recompute,
         "launch": part * layers.launch,
