@@ -56,8 +56,11 @@ class Contender:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root, env=env
         )
-        self.built_s, self.closed = self._answer()["built_s"], False
         self.losses: list[float] = []
+
+    def build(self) -> None:
+        """Begin to use the device. Until then it imports what it needs, beside the others."""
+        self.built_s = self._ask(do="build")["built_s"]
 
     def steps(self, number: int, documents: int = 0) -> list[float]:
         said = self._ask(do="steps", steps=number, documents=documents)
@@ -71,7 +74,6 @@ class Contender:
         return self._ask(do="profile", documents=documents)["profile"]
 
     def close(self) -> None:
-        self.closed = True
         self.process.stdin.close()
         self.process.wait(60)
 
@@ -105,9 +107,12 @@ def measure(shape: str, args: argparse.Namespace) -> Iterator[dict]:
     for name, (options, *_) in BARS[shape].items():
         variants.setdefault(json.dumps(options), []).append(name)
     peer = Contender(shape, titan=args.titan)
+    contenders = {key: Contender(shape, **{"precision": "bf16", **json.loads(key)}) for key in variants}
+    peer.build()
     peer.steps(WARM_UP)
     for key, names in variants.items():
-        ours = Contender(shape, **{"precision": "bf16", **json.loads(key)})
+        ours = contenders[key]
+        ours.build()
         for name in names:
             documents, times, peers = BARS[shape][name][1], [], []
             steps = (FIRST - WARM_UP) // args.rounds if args.long and name == "bf16" else args.steps
@@ -128,13 +133,18 @@ def measure_apart(shape: str, args: argparse.Namespace) -> Iterator[dict]:
     """The same where only one fits on the card: each starts anew in each round."""
     times: dict[str, list] = {name: [] for name in BARS[shape]}
     peers, ended = [], {}
-    for _ in range(args.rounds):
-        peer = Contender(shape, titan=args.titan)
+    for number in range(args.rounds):
+        drawn = {"drawn": number == args.rounds - 1}  # losses are compared in the last
+        peer = Contender(shape, titan=args.titan, **drawn)
+        all_ours = {name: Contender(shape, **{"precision": "bf16", **bar[0]}, **drawn)
+                    for name, bar in BARS[shape].items()}  # fmt: skip
+        peer.build()
         peer.steps(WARM_UP)
         peers.append(peer.steps(args.steps))
         peer.close()
-        for name, (options, documents, *_) in BARS[shape].items():
-            ours = ended[name] = Contender(shape, **{"precision": "bf16", **options})
+        for name, (_, documents, *_) in BARS[shape].items():
+            ours = ended[name] = all_ours[name]
+            ours.build()
             ours.steps(WARM_UP, documents)
             times[name].append(ours.steps(args.steps, documents))
             ours.close()

@@ -21,12 +21,12 @@ from phalanx.hardware import load
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import TIMEOUT, connect_store
 from phalanx.plan.cost import calibrated
-from phalanx.plan.cost.calibrated import machine_from, profile_from
+from phalanx.plan.cost.calibrated import known_profile, machine_from, profile_from
 from phalanx.plan.cost.candidates import Candidates
 from phalanx.plan.cost.chip import work
 from phalanx.plan.cost.evaluate import evaluate
 from phalanx.plan.cost.machine import Machine
-from phalanx.plan.cost.measurements import FORMAT, KINDS, Attention, read
+from phalanx.plan.cost.measurements import FORMAT, KINDS, Attention, Step, read
 from phalanx.plan.cost.profiles import default_profile
 from phalanx.plan.cost.sizes import ModelShape
 from phalanx.train.calibrate import COLLECTIVES, SAMPLES, Grid, describe, measure
@@ -34,7 +34,7 @@ from phalanx.train.calibrate import COLLECTIVES, SAMPLES, Grid, describe, measur
 PHALANX = Path(sys.executable).with_name("phalanx")
 SMALL = ModelConfig(dim=32, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=64)
 EXPERTS = dataclasses.replace(SMALL, family="moe", num_experts=4)
-TRAINED = ((SMALL, 16, 2, False), (EXPERTS, 16, 2, False))
+TRAINED = ((SMALL, 16, 2, 1, False), (EXPERTS, 16, 2, 2, False))
 TINY = Grid((8, 24), (16,), (8,), 2, (4096,), (64, 4096), experts=((2, 16, 8, 8),), trained=TRAINED)
 HOST = Device(torch.device("cpu"), "gloo")
 
@@ -138,6 +138,40 @@ def test_a_calibration_narrows_the_interval(tmp_path):
     assert profile.error == (-calibrated.LEAST_ERROR, calibrated.LEAST_ERROR)
     before, after = DEFAULT.interval(False, "bf16"), profile.interval(False, "bf16")
     assert before[0] < after[0] < 0 < after[1] < before[1]
+
+
+def test_steps_tell_the_hosts_time_and_the_speed_among_other_work(tmp_path):
+    """Where a few tokens leave the device idle the host's time shows, and a step that takes longer than its calls was
+    slower in them."""
+    path = synthetic(tmp_path, h100())
+    slow = dataclasses.replace(profile_from(path, h100()), layer_s=7e-3, experts_s=2e-3)
+    slow = dataclasses.replace(slow, gemm=0.9 * slow.gemm, permute_passes=3.0, expert_passes=3.0)
+    sizes = {"layers": 8, "kv_heads": 8, "ffn": 8192, "vocab": 32768, "micro_batches": 2, "compiled": True}
+    sizes |= {"median_s": 1.0, "low_s": 1.0, "high_s": 1.0}
+    rows = [
+        {**sizes, "dim": dim, "heads": dim // 64, "seq": seq, "batch": batch, "experts": n, "top_k": n // 4,
+         "expert_ffn": 8 * n}
+        for dim, seq, batch in ((2048, 4096, 16), (256, 512, 1)) for n in (0, 8)
+    ]  # fmt: skip
+    for row in rows:
+        row["median_s"] = float(calibrated._steps([Step(**row)], h100(), slow)[0])
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"steps": rows}))
+    found = profile_from(path, h100())
+    for name in ("layer_s", "experts_s", "expert_passes"):
+        assert getattr(found, name) == pytest.approx(getattr(slow, name), rel=0.02), name
+    assert found.gemm[0] == pytest.approx(slow.gemm[0], rel=0.02)
+
+
+def test_a_chip_of_the_catalogue_may_bring_its_calibration(tmp_path, monkeypatch):
+    path = synthetic(tmp_path, h100(1))
+    monkeypatch.setattr(calibrated, "_stored", lambda chip: path if chip == "h100" else tmp_path / "none")
+    catalogue = load()
+    one, many = (known_profile(catalogue.cluster("h100", n)) for n in (8, 1024))
+    assert one.memory == pytest.approx(0.8, rel=1e-2) and one.error and "calibrated" in one.name
+    assert many.error is None and many.gemm[0] == pytest.approx(one.gemm[0]) and many.up == DEFAULT.up
+    assert known_profile(catalogue.cluster("h100", 8), "torchtitan").name == "torchtitan on h100"
+    assert known_profile(catalogue.cluster("a100-80", 8)).error is None
 
 
 def test_a_calibrated_machine_can_be_planned_for(tmp_path):

@@ -155,5 +155,6 @@ def gate_backward_rounded(
         TOP=torch.finfo(low).max,
         R=r,
         C=c,
+        num_warps=8,
     )
     return da, da_turned, db, db_turned, h_turned

@@ -194,7 +194,7 @@ def feedback() -> Path:
 
 def _machine(ranks: int, gpus: list[str], compiled: bool) -> tuple[Cluster, Profile]:
     from phalanx.hardware import load as load_catalogue
-    from phalanx.plan.cost.calibrated import profile_from
+    from phalanx.plan.cost.calibrated import known_profile, profile_from
     from phalanx.plan.cost.feedback import learned
     from phalanx.plan.cost.machine import Machine
     from phalanx.plan.cost.profiles import default_profile
@@ -206,7 +206,7 @@ def _machine(ranks: int, gpus: list[str], compiled: bool) -> tuple[Cluster, Prof
             cluster = cluster_of(measured, ranks)
         profile = profile_from(calibration(), Machine.of(cluster), **facts)
     elif gpus:
-        profile = default_profile(cluster.node.chip, **facts)
+        profile = known_profile(cluster, **facts)
         if not gpus[0]:
             profile = replace(profile, name=f"an unknown accelerator, taken for an H100: {UNSURE}")
     else:

@@ -39,6 +39,7 @@ SAMPLE_S = 2e-3  # a sample repeats a short call until it lasts as long: clocks 
 SAMPLES = (3, 40)  # at least, at most
 SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.05, "grouped": 0.05, "collectives": 0.35}  # of the time
 WARM_UP_S = 2.0  # of products on an accelerator: its clocks and its temperature are then those of training
+GROUP = 4  # query heads of a key/value head
 STEPS = (3, 4)  # samples of a model, steps in each
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -56,11 +57,18 @@ class Grid:
     message_bytes: tuple[int, ...]
     precisions: tuple[str, ...] = ("bf16", "fp32")  # of products
     experts: tuple[tuple[int, int, int, int], ...] = ()  # their number, rows in all, columns, inner width
-    trained: tuple[tuple[ModelConfig, int, int, bool], ...] = ()  # tokens of a sample, samples, compiled or not
+    # Tokens of a sample, samples of a micro-batch, micro-batches, compiled or not.
+    trained: tuple[tuple[ModelConfig, int, int, int, bool], ...] = ()
 
 
 def _model(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> ModelConfig:
-    sizes = {"dim": dim, "num_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": ffn}
+    sizes: dict[str, Any] = {
+        "dim": dim,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "ffn_dim": ffn,
+    }
     return ModelConfig(vocab_size=32_768, **sizes, **more)
 
 
@@ -70,11 +78,11 @@ ACCELERATOR = Grid(
     tuple(1 << e for e in (12, 16, 20, 24, 28)), ("bf16", "fp8"),
     ((16, 32768, 1408, 1024), (64, 98304, 1408, 2048), (8, 32768, 14336, 4096)),
     (
-        (_model(2048, 4, 32, 8, 8192), 4096, 4, True), (_model(4096, 2, 32, 8, 14336), 8192, 2, True),
-        (_model(1024, 6, 16, 16, 2816), 2048, 8, True), (_model(2048, 4, 32, 8, 8192), 4096, 4, False),
-        (_model(1024, 4, 16, 16, 2816, family="moe", num_experts=16, top_k=2, expert_dim=1408), 4096, 4, True),
-        (_model(256, 8, 4, 4, 704), 512, 1, True), (_model(256, 8, 4, 4, 704), 512, 1, False),
-        (_model(256, 8, 4, 4, 704, family="moe", num_experts=8, top_k=2, expert_dim=256), 512, 1, True),
+        (_model(2048, 4, 32, 8, 8192), 4096, 4, 1, True), (_model(4096, 2, 32, 8, 14336), 8192, 2, 1, True),
+        (_model(1024, 6, 16, 16, 2816), 2048, 16, 1, True), (_model(2048, 4, 32, 8, 8192), 4096, 4, 1, False),
+        (_model(1024, 4, 16, 16, 2816, family="moe", num_experts=16, top_k=2, expert_dim=1408), 4096, 8, 1, True),
+        (_model(256, 8, 4, 4, 704), 512, 1, 2, True), (_model(256, 8, 4, 4, 704), 512, 1, 2, False),
+        (_model(256, 8, 4, 4, 704, family="moe", num_experts=8, top_k=2, expert_dim=256), 512, 1, 2, True),
     ),
 )  # fmt: skip
 
@@ -124,11 +132,14 @@ def _grouped(number: int, rows: int, n: int, k: int, where: torch.device) -> Cal
 
 
 def _attention(shape: tuple[int, ...], backward: bool, where: torch.device) -> Callable[[], object]:
-    """Causal, in bf16."""
-    q, k, v = (torch.randn(shape, device=where, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3))
+    """Causal, in bf16, a head of keys and values for several of queries."""
+    batch, heads, length, width = shape
+    few = (batch, max(1, heads // GROUP), length, width)
+    sizes = (shape, few, few)
+    q, k, v = (torch.randn(s, device=where, dtype=torch.bfloat16, requires_grad=backward) for s in sizes)
     if not backward:
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     grad = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
@@ -210,19 +221,21 @@ def _warm_up(device: Device, side: int) -> None:
         device.synchronize()
 
 
-def _train(model: ModelConfig, seq: int, batch: int, compiled: bool, device: Device) -> dict[str, Any]:
-    """Seconds of a step of this engine, in bf16: one micro-batch, nothing recomputed, nobody looks at the loss."""
+def _train(model: ModelConfig, seq: int, batch: int, micro: int, compiled: bool, device: Device) -> dict[str, Any]:
+    """Seconds of a step of this engine, in bf16: nothing recomputed, nobody looks at the loss."""
     family, coord = load_family(model.family), Coord(0, 0, 0)
     compiler = "inductor" if compiled else "none"
     train = TrainConfig(
-        seq_len=seq, global_batch=batch, micro_batch=batch, precision="bf16", compile=compiler
+        seq_len=seq, global_batch=batch * micro, micro_batch=batch, precision="bf16", compile=compiler
     )  # fmt: skip
     job = Job(name="calibrate", model=model, train=train, optimizer=OptimizerConfig(lr=1e-4))
     state = State.create(job, family, coord, device)
     groups = Groups.form(dist.HashStore(), 0, job.layout, coord, device, bool(family.experts))
     engine = Engine(job, family, coord, groups, state, device)
     tokens = torch.randint(0, model.vocab_size, (batch, seq + 1))
-    batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones_like(tokens[:, 1:]), None)]
+    batches = [
+        Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones_like(tokens[:, 1:]), None)
+    ] * micro
 
     def sample(steps: int) -> float:
         device.synchronize()
@@ -242,8 +255,8 @@ def _train(model: ModelConfig, seq: int, batch: int, compiled: bool, device: Dev
         "layers": model.num_layers, "dim": model.dim, "heads": model.num_heads, "kv_heads": model.num_kv_heads,
         "ffn": model.ffn_dim, "vocab": model.vocab_size, "experts": model.num_experts if experts else 0,
         "top_k": model.top_k if experts else 0, "expert_ffn": model.expert_width if experts else 0,
-        "seq": seq, "batch": batch, "compiled": compiled, "median_s": median, "low_s": low, "high_s": high,
-        "samples": number,
+        "seq": seq, "batch": batch, "micro_batches": micro, "compiled": compiled,
+        "median_s": median, "low_s": low, "high_s": high, "samples": number,
     }  # fmt: skip
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +22,38 @@ from phalanx.plan.cost.links import Group
 from phalanx.plan.cost.machine import TIERS, Machine
 from phalanx.plan.cost.measurements import Attention, Calibration, Call, Grouped, Product, Step, Stream, read
 from phalanx.plan.cost.numbers import values
-from phalanx.plan.cost.profiles import Kind, Profile, profile_of
+from phalanx.plan.cost.profiles import Kind, Profile, default_profile, profile_of
 from phalanx.plan.cost.sizes import ModelShape
 from phalanx.plan.cost.software import OWN, costs, software
+
+if TYPE_CHECKING:
+    from phalanx.hardware import Cluster
 
 SEARCH = (1e-4, 1e4)  # of a fitted share
 K_HALVES = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 HALVES = tuple((length, width) for length in (0.0, 128.0, 256.0, 512.0) for width in (0.0, 16.0, 32.0, 48.0, 64.0))
+LINKS = ("up", "nic", "exchange", "call_s", "up_hop_s", "out_hop_s")
 FEW_TOKENS = 2048  # of a step that waits for the host
 LEAST_ERROR = 0.1  # ln: a step is more than the calls that were timed
+
+
+def known_profile(cluster: Cluster, engine: str = OWN, **facts: Any) -> Profile:
+    """For a cluster that was not measured here: this engine as a calibration of such a chip in the catalogue has it,
+    else as published runs lead to expect. Links, and how wrong a plan for several chips is, stay as published."""
+    default, file = default_profile(cluster.node.chip, engine, **facts), _stored(cluster.node.chip.name)
+    if engine != OWN or not file.is_file():
+        return default
+    with resources.as_file(file) as path:
+        profile, ranks = profile_from(path, Machine.of(cluster), **facts), read(path).machine.ranks
+    links = {name: getattr(default, name) for name in LINKS}
+    profile = replace(profile, **links, name=f"{default.name}, {profile.name}")
+    if cluster.num_chips > ranks:
+        profile = replace(profile, error=None, generation=default.generation, evidence=default.evidence)
+    return profile
+
+
+def _stored(chip: str) -> Any:
+    return resources.files("phalanx.hardware").joinpath("calibrations", f"{chip}.json")
 
 
 def machine_from(calibration: Calibration) -> Machine:
@@ -88,12 +112,20 @@ def _scatter(c: Calibration, machine: Machine, profile: Profile, length: float, 
 
 
 def _trained(c: Calibration, machine: Machine, profile: Profile, fused: bool, asked: Profile) -> Profile:
-    """What steps of small models show beside the calls that they are made of, for compiled code: how fast products and
-    attention are among other work, the passes of experts, and the host's time. Then, if it is `asked`, eager code."""
+    """What steps of small models show beside the calls that they are made of, for compiled code: how fast products are
+    among other work, the passes of experts, and the host's time. Then, if it is `asked`, eager code."""
     few = [x for x in c.steps if x.seq * x.batch <= FEW_TOKENS]
     many = [x for x in c.steps if x not in few]
-    speed, passes = lambda p, share: _faster(p, share), lambda p, share: replace(p, passes=1 / share)
-    layer = lambda p, share: replace(p, layer_s=1e-3 / share)  # noqa: E731
+
+    def speed(p: Profile, share: float) -> Profile:
+        return replace(p, gemm=share * np.asarray(profile.gemm))
+
+    def passes(p: Profile, share: float) -> Profile:
+        return replace(p, passes=1 / share)
+
+    def layer(p: Profile, share: float) -> Profile:
+        return replace(p, layer_s=1e-3 / share)
+
     compiled: list[tuple[Change, list[Step]]] = [
         (layer, [x for x in few if x.compiled and not x.experts]),
         (lambda p, share: replace(p, experts_s=1e-3 / share), [x for x in few if x.compiled and x.experts]),
@@ -103,6 +135,8 @@ def _trained(c: Calibration, machine: Machine, profile: Profile, fused: bool, as
     ]  # fmt: skip
     for change, rows in compiled:
         profile = _changed(profile, change, _steps, rows, machine) if rows else profile
+    if off := [math.log(x.median_s / float(_steps([x], machine, profile)[0])) for x in many if x.compiled]:
+        profile = replace(profile, error=(min(*off, -LEAST_ERROR), max(*off, LEAST_ERROR)))
     if fused:
         return replace(profile, software=asked.software)
     eager = {} if c.machine.device.startswith("cpu") else costs(OWN, fused=False)
@@ -111,11 +145,6 @@ def _trained(c: Calibration, machine: Machine, profile: Profile, fused: bool, as
         rows = [x for x in rows if not x.compiled]
         profile = _changed(profile, change, _steps, rows, machine) if rows else profile
     return profile
-
-
-def _faster(profile: Profile, share: float) -> Profile:
-    parts = {name: share * getattr(profile, name) for name in ("gemm", "attention_fwd", "attention_bwd")}
-    return replace(profile, **parts)
 
 
 def _fitted(c: Calibration, machine: Machine, profile: Profile) -> Profile:
@@ -224,15 +253,17 @@ def _groups(rows: list[Grouped], machine: Machine, profile: Profile) -> NDArray:
 
 
 def _steps(rows: list[Step], machine: Machine, profile: Profile) -> NDArray:
-    """But for what is done once a step by a worker, which was not there."""
+    """Few tokens: with what the host does once a step. Otherwise the device hides that, since nobody waited for it."""
     out = []
     for x in rows:
         shape = ModelShape.of(
             x.layers, x.dim, x.heads, x.ffn, x.vocab, x.seq, kv_heads=x.kv_heads, experts=x.experts, top_k=x.top_k,
             expert_ffn=x.expert_ffn,
         )  # fmt: skip
-        seconds = step_seconds(shape, machine, Candidates.of(micro_batch=x.batch), x.batch, profile)
-        out.append(sum(float(np.ravel(s)[0]) for name, s in seconds.items() if name not in ("fixed", "straggler")))
+        whole = x.batch * x.micro_batches
+        seconds = step_seconds(shape, machine, Candidates.of(micro_batch=x.batch), whole, profile)
+        hidden = ("fixed",) if x.seq * x.batch > FEW_TOKENS else ()
+        out.append(sum(float(np.ravel(s)[0]) for name, s in seconds.items() if name not in hidden))
     return np.array(out)
 
 

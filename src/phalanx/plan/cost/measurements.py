@@ -75,7 +75,7 @@ class Grouped(Timed):
 
 @dataclass(frozen=True, slots=True)
 class Step(Timed):
-    """A step of this engine on one rank: one micro-batch in bf16, nothing recomputed."""
+    """A step of this engine on one rank, in bf16, nothing recomputed."""
 
     layers: int
     dim: int
@@ -87,7 +87,8 @@ class Step(Timed):
     top_k: int
     expert_ffn: int
     seq: int
-    batch: int
+    batch: int  # samples of a micro-batch
+    micro_batches: int
     compiled: bool
 
 

@@ -51,6 +51,7 @@ class Software:
     keeps_both: Num = False  # quantised: attention's output in 16 bits too, beside the next product's input
     kept_sums: Num = 0.5  # share of residuals and norms that selective recomputation keeps
     router_copy: Num = False  # an fp32 copy of what experts are chosen by stays too
+    runs_ahead: Num = False  # the host waits for the device once a step, so what a layer is late the head may hide
     fused_loss: Num = False  # logits are made in chunks (core.shape.loss_rows), and the head's gradients in the forward
     logit_bytes: Num = 14.0  # per logit: bf16 and fp32 copies, softmax, gradients; a fused loss needs fewer
     kept_products: Num = 1.0  # share of the products' results that selective recomputation keeps
@@ -82,7 +83,7 @@ def facts(name: str) -> dict[str, Any]:
     return {key: value for key, value in _table()[name].items() if key in known}
 
 
-def costs(name: str, fused: bool) -> dict[str, float]:
+def costs(name: str, fused: bool) -> dict[str, Any]:
     """Fields of a Profile that were measured on this software itself, in place of what others' runs lead to expect."""
     measured = _table()[name].get("costs", {})
     return {**measured.get("compiled", {}), **({} if fused else measured.get("eager", {}))}
