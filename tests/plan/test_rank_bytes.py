@@ -95,6 +95,16 @@ def test_peaks_of_this_engine(shape, micro, number, mode, precision, peak_gb):
     assert held == pytest.approx(peak_gb * 1e9, rel=0.03)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_rank_alone_pays_nothing_for_zero(zero):
+    """It gathers and scatters nothing: the engine runs without FSDP2 there."""
+    found = [
+        evaluate(LLAMA_1B, load().cluster("h200", 1), Candidates.of(zero=stage, micro_batch=2), 4, H100)
+        for stage in (1, zero)
+    ]
+    assert found[0].step_s == found[1].step_s and found[0].memory_bytes == found[1].memory_bytes
+
+
 def test_runs_that_do_not_fit_are_refused():
     """arXiv:2205.05198, figure 1: without recomputation or sequence parallelism 530B and 1T do not fit 80 GB."""
     cluster = load().cluster("a100-80", 280)

@@ -83,6 +83,7 @@ ACCELERATOR = Grid(
         (_model(1024, 4, 16, 16, 2816, family="moe", num_experts=16, top_k=2, expert_dim=1408), 4096, 8, 1, True),
         (_model(256, 8, 4, 4, 704), 512, 1, 2, True), (_model(256, 8, 4, 4, 704), 512, 1, 2, False),
         (_model(256, 8, 4, 4, 704, family="moe", num_experts=8, top_k=2, expert_dim=256), 512, 1, 2, True),
+        (_model(256, 8, 4, 4, 704, family="moe", num_experts=8, top_k=2, expert_dim=256), 512, 1, 2, False),
     ),
 )  # fmt: skip
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 SEARCH = (1e-4, 1e4)  # of a fitted share
 K_HALVES = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0)
-HALVES = tuple((length, width) for length in (0.0, 128.0, 256.0, 512.0) for width in (0.0, 16.0, 32.0, 48.0, 64.0))
+HALVES = tuple((length, width) for length in (0.0, 128.0, 256.0, 512.0, 768.0, 1024.0)
+               for width in (0.0, 16.0, 32.0, 48.0, 64.0, 80.0, 96.0))  # fmt: skip
 LINKS = ("up", "nic", "exchange", "call_s", "up_hop_s", "out_hop_s")
 FEW_TOKENS = 2048  # of a step that waits for the host
 LEAST_ERROR = 0.1  # ln: a step is more than the calls that were timed
@@ -126,9 +127,12 @@ def _trained(c: Calibration, machine: Machine, profile: Profile, fused: bool, as
     def layer(p: Profile, share: float) -> Profile:
         return replace(p, layer_s=1e-3 / share)
 
+    def experts(p: Profile, share: float) -> Profile:
+        return replace(p, experts_s=1e-3 / share)
+
     compiled: list[tuple[Change, list[Step]]] = [
         (layer, [x for x in few if x.compiled and not x.experts]),
-        (lambda p, share: replace(p, experts_s=1e-3 / share), [x for x in few if x.compiled and x.experts]),
+        (experts, [x for x in few if x.compiled and x.experts]),
         (speed, [x for x in many if x.compiled and not x.experts]),
         (lambda p, share: replace(p, permute_passes=1 / share, expert_passes=1 / share),
          [x for x in many if x.compiled and x.experts]),
@@ -141,7 +145,8 @@ def _trained(c: Calibration, machine: Machine, profile: Profile, fused: bool, as
         return replace(profile, software=asked.software)
     eager = {} if c.machine.device.startswith("cpu") else costs(OWN, fused=False)
     profile = replace(profile, **eager, software=asked.software)
-    for change, rows in ((layer, few), (passes, many)):
+    plain, sparse = ([x for x in few if bool(x.experts) == wanted] for wanted in (False, True))
+    for change, rows in ((layer, plain), (experts, sparse), (passes, many)):
         rows = [x for x in rows if not x.compiled]
         profile = _changed(profile, change, _steps, rows, machine) if rows else profile
     return profile

@@ -127,13 +127,15 @@ def _seconds(
     part = m * part
     # Added up apart: the first micro-batch is copied (2 B read, 4 written), others are added (2 and 4 read, 4 written).
     added = np.where(np.asarray(soft.adds_apart, bool) & (m > 1), (10 * m - 4) * sum(params) / memory_rate, 0.0)
+    # Where the host never waits inside a step, it is late only by what the whole step does not hide.
+    late = np.maximum(0.0, part * layers.host + profile.host_s - part * whole - m * has_head * head)
     seconds = {
         "matmul": part * layers.matmul,
         "attention": part * layers.attention,
         "elementwise": part * layers.elementwise + added,
         "head": m * has_head * head,
         "recompute": part * layers.recompute,
-        "launch": part * layers.launch,
+        "launch": np.where(np.asarray(soft.runs_ahead, bool), late, part * layers.launch),
         "tp": part * layers.tp,
         "cp": part * layers.cp,
         "ep": part * layers.ep,

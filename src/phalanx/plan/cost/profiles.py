@@ -88,6 +88,7 @@ class Profile:
     interference: Num
     fsdp_interference: Num
     straggle: Num
+    host_s: Num = 0.0  # once a step, beside the layers' own; seen only where the device waits for the host
     width_half: Num = 0.0  # of a head, at which attention reaches half of its speed: the exponentials cost as much
     pace: float = 1.0  # of the whole step, as runs on such chips here showed
     software: Software = field(default_factory=Software)

@@ -12,6 +12,7 @@ from phalanx.plan.cost.sizes import ModelShape, Num
 from phalanx.plan.cost.software import Software
 
 CONTEXT_BYTES = 0.75e9  # CUDA context and libraries
+RECOMPUTED = 1.96  # of a layer's activations, while its backward runs (one H200)
 NCCL_BYTES, NCCL_BYTES_PER_PEER = 0.5e9, 0.15e6  # about 10 GB in groups of 65,536 ranks (arXiv:2510.20171)
 
 TERMS = {
@@ -70,8 +71,9 @@ def activation_bytes(shape: ModelShape, tp: Num, recompute: Num, soft: Software,
 
 def zero_stage(c: Candidates, soft: Software) -> Num:
     """What is really sharded: where a pipeline keeps weights and gradients whole between micro-batches, zero 2 and 3
-    shard the optimizer alone."""
-    return np.where((c.pp > 1) & (c.zero > 1) & np.asarray(soft.pipeline_keeps, bool), 1, c.zero)
+    shard the optimizer alone; over one rank it is all the same."""
+    keeps = (c.pp > 1) & np.asarray(soft.pipeline_keeps, bool)
+    return np.where(keeps | (c.shard * c.cp == 1), np.minimum(c.zero, 1), c.zero)
 
 
 def rank_params(shape: ModelShape, c: Candidates) -> tuple[Num, Num]:
@@ -116,8 +118,9 @@ def memory_bytes(
     last = np.where((p > 1) & (c.schedule == F1B), once * (held - 1), 0.0)  # 1f1b: the last stage holds one
     wide = c.precision == 4  # fp32: the weights are the masters
     logits = np.maximum(0.0, logits - last)
-    # A layer is recomputed when the logits are gone, if the loss has made its gradients.
-    again = np.where(np.asarray(soft.fused_loss, bool) & (p == 1), np.maximum(0.0, one_layer - logits), one_layer)
+    # A layer is recomputed when the logits are gone, if the loss has made its gradients; its gradients come beside it.
+    both = np.maximum(0.0, RECOMPUTED * one_layer - logits)
+    again = np.where(np.asarray(soft.fused_loss, bool) & (p == 1), both, one_layer)
     activations = (once * held + np.where(c.recompute == 2, again, 0.0)) * on_device
     gradients = soft.grad_bytes * copies * np.where(stage >= 2, spread, whole) * soft.trained
     alone = (np.asarray(soft.one_pass_bytes) > 0) & (micro_batches == 1) & (c.shard * c.cp * c.replica * p == 1)
