@@ -29,7 +29,7 @@ from phalanx.plan.cost.software import OWN, costs, software
 if TYPE_CHECKING:
     from phalanx.hardware import Cluster
 
-SEARCH = (1e-4, 1e4)  # of a fitted share
+SEARCH, HALVINGS = (1e-4, 1e4), 18  # of a fitted share, and of its logarithm's range
 K_HALVES = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 HALVES = tuple((length, width) for length in (0.0, 128.0, 256.0, 512.0, 768.0, 1024.0)
                for width in (0.0, 16.0, 32.0, 48.0, 64.0, 80.0, 96.0))  # fmt: skip
@@ -96,9 +96,11 @@ def profile_from(path: str | Path, machine: Machine | None = None, **facts: Any)
         start = replace(start, **costs(OWN, fused=True))
     length, width = min(HALVES, key=lambda halves: _scatter(c, machine, start, *halves))
     start = replace(start, length_half=length, width_half=width)
-    found = [_fitted(c, machine, replace(start, k_half=inner)) for inner in K_HALVES]
+    products = replace(c, attention=[], grouped=[], collectives=[])
+    found = [_fitted(products, machine, replace(start, k_half=inner)) for inner in K_HALVES]
     took = np.array([x.median_s for x in c.matmul])
-    best = min(found, key=lambda p: float(np.median(np.abs(np.log(took / _products(c.matmul, machine, p))))))
+    near = min(found, key=lambda p: float(np.median(np.abs(np.log(took / _products(c.matmul, machine, p))))))
+    best = _fitted(c, machine, replace(start, k_half=near.k_half))
     return _trained(c, machine, best, bool(soft.fused), replace(best, software=soft))
 
 
@@ -228,7 +230,7 @@ def _changed(profile: Profile, change: Change, predict: Predict, rows: list[Any]
     prediction, so halving finds it."""
     took = np.array([x.median_s for x in rows])
     low, high = (math.log(bound) for bound in SEARCH)
-    for _ in range(60):
+    for _ in range(HALVINGS):
         middle = (low + high) / 2
         slow = np.median(predict(rows, machine, change(profile, math.exp(middle))) / took) > 1
         low, high = (middle, high) if slow else (low, middle)
