@@ -23,7 +23,9 @@ from phalanx.plan.cost.volumes import state_gathers, state_scatters
 if TYPE_CHECKING:
     from phalanx.hardware import Cluster
 
-OPTIMIZER_BYTES = 30  # a local parameter: gradient, moments and master read, moments, master and bf16 copy written
+OPTIMIZER_BYTES = (
+    14  # a local parameter: gradient and master read, master and bf16 copy written; moments besides, twice
+)
 GATHER_BYTES = 2  # of a gathered weight
 
 TERMS = {  # seconds of a step, on the rank that takes longest
@@ -40,7 +42,7 @@ TERMS = {  # seconds of a step, on the rank that takes longest
     "pp": "activations to the next stage, what is not hidden",
     "bubble": "the pipeline filling and draining, by schedule",
     "dp": "gradients reduced, weights gathered (zero 1, 2), what the last backward and first forward do not hide",
-    "optimizer": "30 B x parameters of the rank / HBM",
+    "optimizer": "30 B (22 with moments in bf16) x parameters of the rank / HBM",
     "straggler": "the slowest of N nodes: straggle x ln N / ln 16 of the above",
     "fixed": "host work per step",
 }
@@ -143,7 +145,7 @@ def _seconds(
         "pp": _pipe(shape, machine, c, profile, m),
         "bubble": bubble_s(c.schedule, c.pp, c.vpp, m, f, d, w),
         "dp": _data(c, machine, profile, params, groups, f, d + w, m) * soft.trained,
-        "optimizer": OPTIMIZER_BYTES * local * soft.trained / memory_rate + 1e-3,
+        "optimizer": (OPTIMIZER_BYTES + 2 * soft.moment_bytes) * local * soft.trained / memory_rate + 1e-3,
     }
     nodes = np.maximum(machine.chips / machine.node, 1.0)
     seconds["straggler"] = profile.straggle * np.log(nodes) / np.log(16) * sum(seconds.values())

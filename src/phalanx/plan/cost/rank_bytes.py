@@ -20,8 +20,8 @@ TERMS = {
     "gradients": "grad_bytes x parameters of the rank; over shard x cp from zero 2 on; of one micro-batch on a rank "
     "alone one_pass_bytes, less the activations and logits whose room they take",
     "kept": "own gradients beside their sum over replicas, until the commit: grad_bytes x parameters; over shard x cp",
-    "optimizer": "12 B (fp32 master and two moments; 10 with remainders, 8 in fp32) x parameters of the rank; over "
-    "shard x cp from zero 1 on",
+    "optimizer": "12 B (fp32 master and two moments; 10 with remainders, 8 in fp32; 4 less with moments in bf16) x "
+    "parameters of the rank; over shard x cp from zero 1 on",
     "activations": "bytes per token and layer by recompute mode x tokens x layers of the rank x batches in flight",
     "logits": "logit_bytes x tokens (fused_loss: of a chunk) x vocabulary / tp on the last stage, with a fused loss "
     "the gradients of head (several chunks: in fp32) and input besides, less the activations it holds fewer of",
@@ -125,7 +125,7 @@ def memory_bytes(
     gradients = soft.grad_bytes * copies * np.where(stage >= 2, spread, whole) * soft.trained
     alone = (np.asarray(soft.one_pass_bytes) > 0) & (micro_batches == 1) & (c.shard * c.cp * c.replica * p == 1)
     once_only = np.maximum(0.0, np.where(wide, 4.0, soft.one_pass_bytes) * whole * soft.trained - activations - logits)
-    master = np.where(wide, 8.0, np.where(np.asarray(soft.remainders, bool), 10.0, 12.0))
+    master = soft.moment_bytes + np.where(wide, 0.0, np.where(np.asarray(soft.remainders, bool), 2.0, 4.0))
     out = {
         "weights": np.where(wide, 4.0, np.where(low, soft.eight_bytes, 2.0))
         * copies

@@ -44,6 +44,7 @@ class Software:
     keeps_own: Num = False  # a replica keeps its own gradients beside the sum over all replicas until the commit
     grad_bytes: Num = 4.0  # of a gradient in memory
     eight_bytes: Num = 2.0  # of a weight whose products are quantised
+    moment_bytes: Num = 8.0  # of AdamW's two moments on the device
     remainders: Num = False  # weights in 16 bits with a 16-bit remainder, in the place of an fp32 master
     one_pass_bytes: Num = 0.0  # of a gradient when a rank alone has one micro-batch; it takes the room of activations
     adds_apart: Num = False  # micro-batches' gradients are added up in fp32 by passes over memory
