@@ -25,6 +25,7 @@ SLOW = {
     "data_scale",
     "durability",
     "exact",
+    "gpu_exact",
     "gpu_fp8",
     "parity",
     "plan_truth",

@@ -54,7 +54,7 @@ def test_a_plan_for_programs_and_as_a_page(phalanx, tmp_path):
     done = phalanx(*SMALL, "--global-batch", "512", "--json", "--html", "plan.html")
     made = json.loads(done.stdout)
     plan = made["plan"]
-    assert plan["global_batch"] == 512 and plan["used"] == 64 and plan["margin"] > 0.05
+    assert plan["global_batch"] == 512 and plan["used"] == 64 and plan["margin"] > 0
     assert sum(plan["seconds"].values()) == pytest.approx(plan["step_s"])
     assert {"plan", "runner_up", "pareto", "binds", "changes", "considered", "costed", "assumed"} <= set(made)
     assert all(change["gain"] > 0 for change in made["changes"])

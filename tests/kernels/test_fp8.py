@@ -45,6 +45,23 @@ def test_a_feed_forward_is_within_the_error_of_the_format(device):
     assert 0.01 < max(errors) < 0.15, errors
 
 
+def test_gradients_inside_a_feed_forward_lie_within_their_bounds(device):
+    """A gradient above its bound would be cut off; one far below would lose its digits. Rows and weights of one sign
+    are the case in which the bound is nearly reached."""
+    x, w1, w2, w3, grad = operands(torch.bfloat16, device, (64, 32), (48, 32), (32, 48), (48, 32), (64, 32))
+    for turn in (torch.Tensor.clone, torch.abs):
+        gs, s2 = fp8.scale_of(turn(grad), fp8.GRADIENT), fp8.scale_of(turn(w2), fp8.FORWARD)
+        a, b = x @ w1.T, x @ w3.T
+        rounded = [fp8.round_both(turn(t), s, dtype, True, False)[0] for t, s, dtype in
+                   ((grad, gs, fp8.GRADIENT), (w2.T, s2, fp8.FORWARD))]  # fmt: skip
+        dh = fp8.product(*rounded, gs, s2)
+        _, largest = fp8.gate_largest(a, b)
+        scales = fp8.gate_gradient_scales(turn(grad), s2, largest)
+        for made, scale in zip(swiglu.gate_backward(a, b, dh), scales, strict=False):
+            reached = float(made.abs().amax() / scale) / torch.finfo(fp8.GRADIENT).max
+            assert 2**-14 < reached <= 1, reached
+
+
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_the_largest_element_just_fits_and_zeros_have_a_scale(dtype):
     x = torch.tensor([[3.0, -7.0], [0.5, 0.0]])
@@ -80,11 +97,11 @@ def test_the_gates_kernels_compute_the_formulas(accelerator, device):
     from phalanx.kernels import triton_fp8
 
     a, b, grad = operands(torch.bfloat16, device, (144, 80), (144, 80), (144, 80))
-    scale = torch.tensor(0.02, device=device)
-    here = [t.cpu() for t in (a, b, grad, scale)]
+    scales = [torch.tensor(value, device=device) for value in (0.02, 1e-3, 2e-3)]
+    here = [t.cpu() for t in (a, b, grad, *scales)]
     for got, want in (
         (triton_fp8.gate_largest(a, b), fp8.gate_largest(*here[:2])),
-        (triton_fp8.gate_backward_rounded(a, b, grad, scale), fp8.gate_backward_rounded(*here)),
+        (triton_fp8.gate_backward_rounded(a, b, grad, *scales), fp8.gate_backward_rounded(*here)),
     ):
         # The formula rounds twice on its way to bf16, which moves some ties of fp8.
         assert all(error(x.cpu().float(), y.float()) < 0.03 for x, y in zip(got, want, strict=True))

@@ -81,6 +81,16 @@ def test_in_the_end_both_figures_are_told(tmp_path):
     assert forecast.compared({"steps": 0}) == ""
 
 
+def test_moments_that_are_small_or_elsewhere_take_less(tmp_path):
+    """4 bytes of a parameter each, less what the allocator adds."""
+    h200(tmp_path)
+    held = []
+    for more in ("optimizer.state=full", "optimizer.state=bf16", "optimizer.offload=cpu"):
+        _, forecast = planned.resolve({"train": {"precision": "bf16"}}, ["layout.shard=1", more])
+        held.append(forecast.plan.memory["optimizer"] / forecast.plan.params)
+    assert held == pytest.approx([10.0, 6.0, 2.0], rel=1e-2)
+
+
 def measured(forecast, times, **phases):
     return {"steps": 50, "median_step_s": times * forecast.plan.step_s, "tokens_per_s": 1.0, "phases": phases}
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from phalanx.core.errors import UserError
 from phalanx.core.shape import ModelConfig
 from phalanx.hardware import Cluster, load
-from phalanx.plan.cost.calibrated import profile_from
+from phalanx.plan.cost.calibrated import known_profile, profile_from
 from phalanx.plan.cost.candidates import PRECISIONS, SCHEDULES
 from phalanx.plan.cost.feedback import learned
 from phalanx.plan.cost.machine import PEAKS, Machine
-from phalanx.plan.cost.profiles import Profile, default_profile
+from phalanx.plan.cost.profiles import Profile
 from phalanx.plan.cost.sizes import ModelShape
 from phalanx.plan.cost.software import OWN
 from phalanx.plan.cost.software import names as engines
@@ -122,7 +122,7 @@ def _profile(options: Options, cluster: Cluster) -> Profile:
     if options.calibration:
         profile = profile_from(options.calibration, Machine.of(cluster))
     else:
-        profile = default_profile(cluster.node.chip, options.software)
+        profile = known_profile(cluster, options.software)
     return learned(profile, cluster.node.name, feedback()) if options.software == OWN else profile
 
 

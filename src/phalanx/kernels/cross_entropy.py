@@ -84,6 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dw_VD = _add_product(dw_VD, grad_TV, x_TD[chunk], alone=rows >= x_TD.shape[0])
             if db_V is not None:
                 db_V += grad_TV.sum(0)
+            del grad_TV  # before the next ones are made
         assert dw_VD is not None
         ctx.save_for_backward(dx_TD, dw_VD.to(w_VD.dtype), None if db_V is None else db_V.to(w_VD.dtype))
         return _end(ctx, torch.cat(losses), weights_T, scale)

@@ -19,6 +19,7 @@ from phalanx.kernels.swiglu import gate, gate_backward
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 TINY = 1e-12  # the least maximum: a tensor of zeros has a scale too
+ROUNDED_UP = 1.25  # at most, by e5m2 (1/8), e4m3 (1/16) and bf16
 ALIGN = 16  # of every side of a product
 
 
@@ -54,11 +55,11 @@ def _round_both(x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, trans
 
 
 def gate_largest(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """silu(a) * b, and its largest absolute value."""
+    """silu(a) * b, and the largest absolute values of it, of a and of b."""
     if a.device.type != "cpu":
         return _gate_largest(a, b)
     h = gate(a, b)
-    return h, h.abs().amax().float()
+    return h, torch.stack([t.abs().amax().float() for t in (h, a, b)])
 
 
 @operator
@@ -69,23 +70,33 @@ def _gate_largest(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gate_backward_rounded(
-    a_TF: Tensor, b_TF: Tensor, grad_TF: Tensor, hs: Tensor
+    a_TF: Tensor, b_TF: Tensor, grad_TF: Tensor, hs: Tensor, das: Tensor, dbs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of a and b; silu(a) * b again, in fp8 and transposed; the largest values of the two gradients."""
+    """In fp8: the gradients of a and of b, each as it is and transposed; silu(a) * b again, transposed."""
     if a_TF.device.type != "cpu":
-        return _gate_backward_rounded(a_TF, b_TF, grad_TF, hs)
+        return _gate_backward_rounded(a_TF, b_TF, grad_TF, hs, das, dbs)
     da_TF, db_TF, h_TF = gate_backward(a_TF, b_TF, grad_TF)
     _, h8_FT = round_both(h_TF, hs, FORWARD, False, True)
-    return da_TF, db_TF, h8_FT, da_TF.abs().amax().float(), db_TF.abs().amax().float()
+    return *round_both(da_TF, das, GRADIENT, True, True), *round_both(db_TF, dbs, GRADIENT, True, True), h8_FT
 
 
 @operator
 def _gate_backward_rounded(
-    a: Tensor, b: Tensor, grad: Tensor, hs: Tensor
+    a: Tensor, b: Tensor, grad: Tensor, hs: Tensor, das: Tensor, dbs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from phalanx.kernels import triton_fp8
 
-    return triton_fp8.gate_backward_rounded(a, b, grad, hs)
+    return triton_fp8.gate_backward_rounded(a, b, grad, hs, das, dbs)
+
+
+def gate_gradient_scales(grad_TD: Tensor, s2: Tensor, largest_3: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales for the gradients of a and b that are known before these are made, so that no pass looks for their largest
+    values: from |grad w2| <= sum |grad| * max |w2|, |silu'| < 1.1 and |silu(a)| <= |a|. Such a bound may be a thousand
+    times too large. e5m2 has as many digits at any size, and reaches 2^30 down from its largest number."""
+    row = grad_TD.detach().abs().sum(-1, dtype=torch.float32).amax()
+    largest = ROUNDED_UP * row * (s2 * torch.finfo(FORWARD).max)
+    _, largest_a, largest_b = largest_3.unbind()
+    return _scale(1.1 * largest * largest_b, GRADIENT), _scale(largest * largest_a, GRADIENT)
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
@@ -133,24 +144,22 @@ class _FeedForward(torch.autograd.Function):
         x8_TD, x8_DT = round_both(x_TD, xs, FORWARD, True, True)
         a_TF = product(x8_TD, round_both(w1_FD, s1, FORWARD, True, False)[0], xs, s1)
         b_TF = product(x8_TD, round_both(w3_FD, s3, FORWARD, True, False)[0], xs, s3)
-        h_TF, largest = gate_largest(a_TF, b_TF)
-        hs = _scale(largest, FORWARD)
+        h_TF, largest_3 = gate_largest(a_TF, b_TF)
+        hs = _scale(largest_3[0], FORWARD)
         h8_TF, _ = round_both(h_TF, hs, FORWARD, True, False)
         w8_DF, _ = round_both(w2_DF, s2, FORWARD, True, False)
-        ctx.save_for_backward(x8_DT, xs, a_TF, b_TF, hs, w1_FD, s1, w2_DF, s2, w3_FD, s3)
+        ctx.save_for_backward(x8_DT, xs, a_TF, b_TF, hs, largest_3, w1_FD, s1, w2_DF, s2, w3_FD, s3)
         return product(h8_TF, w8_DF, hs, s2)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x8_DT, xs, a_TF, b_TF, hs, w1_FD, s1, w2_DF, s2, w3_FD, s3 = ctx.saved_tensors
+        x8_DT, xs, a_TF, b_TF, hs, largest_3, w1_FD, s1, w2_DF, s2, w3_FD, s3 = ctx.saved_tensors
         gs = scale_of(grad_TD, GRADIENT)
         g8_TD, g8_DT = round_both(grad_TD, gs, GRADIENT, True, True)
         dh_TF = product(g8_TD, round_both(w2_DF, s2, FORWARD, False, True)[1], gs, s2)
-        da_TF, db_TF, h8_FT, largest_da, largest_db = gate_backward_rounded(a_TF, b_TF, dh_TF, hs)
+        das, dbs = gate_gradient_scales(grad_TD, s2, largest_3)
+        da8_TF, da8_FT, db8_TF, db8_FT, h8_FT = gate_backward_rounded(a_TF, b_TF, dh_TF, hs, das, dbs)
         dw2_DF = product(g8_DT, h8_FT, gs, hs)
-        das, dbs = _scale(largest_da, GRADIENT), _scale(largest_db, GRADIENT)
-        da8_TF, da8_FT = round_both(da_TF, das, GRADIENT, True, True)
-        db8_TF, db8_FT = round_both(db_TF, dbs, GRADIENT, True, True)
         dx_TD = product(da8_TF, round_both(w1_FD, s1, FORWARD, False, True)[1], das, s1)
         dx_TD = dx_TD + product(db8_TF, round_both(w3_FD, s3, FORWARD, False, True)[1], dbs, s3)
         return dx_TD, product(da8_FT, x8_DT, das, xs), dw2_DF, product(db8_FT, x8_DT, dbs, xs)

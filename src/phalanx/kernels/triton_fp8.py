@@ -69,13 +69,21 @@ def _gate_largest(a, b, out, largest, numel, BLOCK: tl.constexpr):
     h = (x * tl.sigmoid(x) * y).to(out.dtype.element_ty)
     tl.store(out + i, h, inside)
     tl.atomic_max(largest, tl.max(tl.abs(h.to(tl.float32)), 0))
+    tl.atomic_max(largest + 1, tl.max(tl.abs(x), 0))
+    tl.atomic_max(largest + 2, tl.max(tl.abs(y), 0))
 
 
 def gate_largest(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     a, b = a.contiguous(), b.contiguous()
-    out, largest = torch.empty_like(a), torch.zeros((), dtype=torch.float32, device=a.device)
+    out, largest = torch.empty_like(a), torch.zeros(3, dtype=torch.float32, device=a.device)
     wrap_triton(_gate_largest)[(triton.cdiv(a.numel(), 4096),)](a, b, out, largest, a.numel(), BLOCK=4096)
     return out, largest
+
+
+@triton.jit
+def _rounded(value, scale, like, TOP: tl.constexpr):
+    value = value * (1.0 / tl.load(scale))
+    return tl.minimum(tl.maximum(value, -TOP), TOP).to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -83,14 +91,17 @@ def _gate_backward_rounded(
     a,
     b,
     grad,
-    scale,
+    h_scale,
+    da_scale,
+    db_scale,
     da,
+    da_turned,
     db,
-    turned,
-    largest_da,
-    largest_db,
+    db_turned,
+    h_turned,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    H_TOP: tl.constexpr,
     TOP: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
@@ -99,33 +110,51 @@ def _gate_backward_rounded(
     c = tl.program_id(0) * C + tl.arange(0, C)
     inside = (r < ROWS)[:, None] & (c < COLUMNS)[None, :]
     at = r[:, None].to(tl.int64) * COLUMNS + c[None, :]
+    turned = c[:, None].to(tl.int64) * ROWS + r[None, :]
+    inside_turned = (c < COLUMNS)[:, None] & (r < ROWS)[None, :]
     x = tl.load(a + at, inside, 0).to(tl.float32)
     y = tl.load(b + at, inside, 0).to(tl.float32)
     g = tl.load(grad + at, inside, 0).to(tl.float32)
     s = tl.sigmoid(x)
     silu = x * s
-    dx = (g * y * (s + silu * (1 - s))).to(da.dtype.element_ty)
-    dy = (g * silu).to(db.dtype.element_ty)
+    dx = _rounded((g * y * (s + silu * (1 - s))).to(grad.dtype.element_ty).to(tl.float32), da_scale, da, TOP)
     tl.store(da + at, dx, inside)
+    tl.store(da_turned + turned, tl.trans(dx), inside_turned)
+    dy = _rounded((g * silu).to(grad.dtype.element_ty).to(tl.float32), db_scale, db, TOP)
     tl.store(db + at, dy, inside)
-    tl.atomic_max(largest_da, tl.max(tl.max(tl.abs(dx.to(tl.float32)), 1), 0))
-    tl.atomic_max(largest_db, tl.max(tl.max(tl.abs(dy.to(tl.float32)), 1), 0))
-    h = (silu * y).to(da.dtype.element_ty).to(tl.float32) * (1.0 / tl.load(scale))
-    h = tl.minimum(tl.maximum(h, -TOP), TOP).to(turned.dtype.element_ty)
-    out = turned + c[:, None].to(tl.int64) * ROWS + r[None, :]
-    tl.store(out, tl.trans(h), (c < COLUMNS)[:, None] & (r < ROWS)[None, :])
+    tl.store(db_turned + turned, tl.trans(dy), inside_turned)
+    h = _rounded((silu * y).to(grad.dtype.element_ty).to(tl.float32), h_scale, h_turned, H_TOP)
+    tl.store(h_turned + turned, tl.trans(h), inside_turned)
 
 
 def gate_backward_rounded(
-    a: Tensor, b: Tensor, grad: Tensor, scale: Tensor
+    a: Tensor, b: Tensor, grad: Tensor, hs: Tensor, das: Tensor, dbs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     a, b, grad = a.contiguous(), b.contiguous(), grad.contiguous()
     rows, columns = a.shape
-    da, db = torch.empty_like(a), torch.empty_like(a)
-    turned = torch.empty(columns, rows, dtype=torch.float8_e4m3fn, device=a.device)
-    largest_da, largest_db = (torch.zeros((), dtype=torch.float32, device=a.device) for _ in range(2))
-    top, r, c = torch.finfo(turned.dtype).max, 64, 64
+    low, high = torch.float8_e5m2, torch.float8_e4m3fn
+    da, db = (torch.empty(rows, columns, dtype=low, device=a.device) for _ in range(2))
+    da_turned, db_turned = (torch.empty(columns, rows, dtype=low, device=a.device) for _ in range(2))
+    h_turned = torch.empty(columns, rows, dtype=high, device=a.device)
+    r, c = 64, 64
     wrap_triton(_gate_backward_rounded)[(triton.cdiv(columns, c), triton.cdiv(rows, r))](
-        a, b, grad, scale, da, db, turned, largest_da, largest_db, ROWS=rows, COLUMNS=columns, TOP=top, R=r, C=c
+        a,
+        b,
+        grad,
+        hs,
+        das,
+        dbs,
+        da,
+        da_turned,
+        db,
+        db_turned,
+        h_turned,
+        ROWS=rows,
+        COLUMNS=columns,
+        H_TOP=torch.finfo(high).max,
+        TOP=torch.finfo(low).max,
+        R=r,
+        C=c,
+        num_warps=8,
     )
-    return da, db, turned, largest_da, largest_db
+    return da, da_turned, db, db_turned, h_turned

@@ -96,11 +96,11 @@ def resolve(path: Path | Mapping[str, Any] | None, sets: Sequence[str] = ()) -> 
         if ranks == 1 and not known:
             return resolved, None  # nothing to choose
         compiled = job.train.compile != "none" or resolved.origins["train.compile"] == "default"
-        return _planned(path, sets, resolved, *_machine(ranks, gpus, compiled))
+        return _planned(path, sets, resolved, *_machine(ranks, gpus, compiled, job))
     shared = bool(gpus) and job.run.share_devices and job.layout.world_size > len(gpus)
     if not known or shared:
         return resolved, None
-    return resolved, _predicted(job, *_machine(job.layout.world_size, gpus, job.train.compile != "none"))
+    return resolved, _predicted(job, *_machine(job.layout.world_size, gpus, job.train.compile != "none", job))
 
 
 def _read(path: Path | Mapping[str, Any] | None, sets: Sequence[str]) -> Resolved:
@@ -168,7 +168,7 @@ def _predicted(job: Job, cluster: Cluster, profile: Profile) -> Forecast:
     given = Candidates.of(
         tp=layout.tp, pp=layout.pp, vpp=layout.num_chunks, cp=layout.cp, ep=layout.ep, replica=layout.replica,
         shard=layout.shard, zero=layout.zero, micro_batch=train.micro_batch, recompute=train.recompute,
-        schedule=layout.schedule, precision="bf16" if train.precision == "bf16" else "fp32",
+        schedule=layout.schedule, precision=train.precision if train.precision in ("bf16", "fp8") else "fp32",
         bucket_bytes=1e6 * train.bucket_mb,
     )  # fmt: skip
     plan = plan_of(request, costed(ask, given))
@@ -192,27 +192,34 @@ def feedback() -> Path:
     return calibration().with_name("feedback.jsonl")
 
 
-def _machine(ranks: int, gpus: list[str], compiled: bool) -> tuple[Cluster, Profile]:
+def _machine(ranks: int, gpus: list[str], compiled: bool, job: Job) -> tuple[Cluster, Profile]:
     from phalanx.hardware import load as load_catalogue
-    from phalanx.plan.cost.calibrated import profile_from
+    from phalanx.plan.cost.calibrated import known_profile, profile_from
     from phalanx.plan.cost.feedback import learned
     from phalanx.plan.cost.machine import Machine
     from phalanx.plan.cost.profiles import default_profile
 
     cluster = load_catalogue().cluster(gpus[0] or "h100", ranks) if gpus else _cores(ranks)
-    facts: dict[str, Any] = {"fused": compiled} if gpus else {}
+    facts: dict[str, Any] = {"fused": compiled, "moment_bytes": _moment_bytes(job)} if gpus else {}
     if measured := _measured(gpus):
         if not gpus or ranks <= measured.machine.ranks:  # else it is one node of several
             cluster = cluster_of(measured, ranks)
         profile = profile_from(calibration(), Machine.of(cluster), **facts)
     elif gpus:
-        profile = default_profile(cluster.node.chip, **facts)
+        profile = known_profile(cluster, **facts)
         if not gpus[0]:
             profile = replace(profile, name=f"an unknown accelerator, taken for an H100: {UNSURE}")
     else:
         profile = default_profile(cluster.node.chip)
         profile = replace(profile, error=GUESS, name=f"this machine's speed is {UNSURE}")
     return cluster, learned(profile, cluster.node.name, feedback())
+
+
+def _moment_bytes(job: Job) -> float:
+    """Of a parameter's two moments on the device."""
+    if job.optimizer.offload != "none":
+        return 0.0
+    return 4.0 if job.optimizer.state == "bf16" else 8.0
 
 
 def _measured(gpus: list[str]) -> Calibration | None:

@@ -1,6 +1,8 @@
 """Calibration: what the ranks of this machine really reach, in a few minutes. Matrix products by shape and precision,
 attention, memory and collectives are timed on all ranks at once, as in training, each as often as the time allows; the
-slowest rank's times are kept. `plan.cost.calibrated` makes a machine and a profile of them."""
+slowest rank's times are kept. A single accelerator trains a few small models besides: where power is the limit, a
+product among other work is faster than one after the other. `plan.cost.calibrated` makes a machine and a profile of
+them."""
 
 from __future__ import annotations
 
@@ -21,13 +23,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from phalanx.core.errors import UserError
+from phalanx.core.job import Job, OptimizerConfig, TrainConfig
+from phalanx.core.layout import Coord
+from phalanx.core.shape import ModelConfig
+from phalanx.kernels import fp8
+from phalanx.model.family import Batch, load_family
+from phalanx.model.grouped import grouped_linear
 from phalanx.parallel.device import Device
+from phalanx.parallel.groups import Groups
 from phalanx.parallel.rendezvous import TIMEOUT, MeetingStore
 from phalanx.plan.cost.measurements import FORMAT
+from phalanx.train.engine import Engine
+from phalanx.train.state import State
 
 SAMPLE_S = 2e-3  # a sample repeats a short call until it lasts as long: clocks and launches have a price
 SAMPLES = (3, 40)  # at least, at most
-SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.1, "collectives": 0.35}  # of the time
+SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.05, "grouped": 0.05, "collectives": 0.35}  # of the time
+WARM_UP_S = 2.0  # of products on an accelerator: its clocks and its temperature are then those of training
+GROUP = 4  # query heads of a key/value head
+STEPS = (3, 4)  # samples of a model, steps in each
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -42,12 +56,37 @@ class Grid:
     heads: int
     stream_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
+    precisions: tuple[str, ...] = ("bf16", "fp32")  # of products
+    experts: tuple[tuple[int, int, int, int], ...] = ()  # their number, rows in all, columns, inner width
+    # Tokens of a sample, samples of a micro-batch, micro-batches, compiled or not.
+    trained: tuple[tuple[ModelConfig, int, int, int, bool], ...] = ()
+
+
+def _model(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {
+        "dim": dim,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "ffn_dim": ffn,
+    }
+    return ModelConfig(vocab_size=32_768, **sizes, **more)
 
 
 CPU = Grid((128, 512, 1536), (256, 1024), (64, 128), 4, (1 << 20, 1 << 25), tuple(1 << e for e in (12, 15, 18, 21, 24)))
 ACCELERATOR = Grid(
-    (1024, 4096, 12288), (2048, 8192), (64, 128), 16, (1 << 26, 1 << 30), tuple(1 << e for e in (12, 16, 20, 24, 28))
-)
+    (2048, 4096, 12288), (2048, 8192, 32768), (64, 128), 16, (1 << 26, 1 << 30),
+    tuple(1 << e for e in (12, 16, 20, 24, 28)), ("bf16", "fp8"),
+    ((16, 32768, 1408, 1024), (64, 98304, 1408, 2048), (8, 32768, 14336, 4096)),
+    (
+        (_model(2048, 4, 32, 8, 8192), 4096, 4, 1, True), (_model(4096, 2, 32, 8, 14336), 8192, 2, 1, True),
+        (_model(1024, 6, 16, 16, 2816), 2048, 16, 1, True), (_model(2048, 4, 32, 8, 8192), 4096, 4, 1, False),
+        (_model(1024, 4, 16, 16, 2816, family="moe", num_experts=16, top_k=2, expert_dim=1408), 4096, 8, 1, True),
+        (_model(256, 8, 4, 4, 704), 512, 1, 2, True), (_model(256, 8, 4, 4, 704), 512, 1, 2, False),
+        (_model(256, 8, 4, 4, 704, family="moe", num_experts=8, top_k=2, expert_dim=256), 512, 1, 2, True),
+        (_model(256, 8, 4, 4, 704, family="moe", num_experts=8, top_k=2, expert_dim=256), 512, 1, 2, False),
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +98,16 @@ class Case:
 
 def cases(grid: Grid, device: Device, ranks: int) -> Iterator[Case]:
     where = device.torch
-    for dtype, (m, n, k) in itertools.product(DTYPES, itertools.product(grid.sides, repeat=3)):
+    dtypes = [dtype for dtype in grid.precisions if dtype != "fp8" or device.has_fp8]
+    for dtype, (m, n, k) in itertools.product(dtypes, itertools.product(grid.sides, repeat=3)):
         yield Case("matmul", {"dtype": dtype, "m": m, "n": n, "k": k}, partial(_product, dtype, (m, n, k), where))
     for length, width, backward in itertools.product(grid.sequences, grid.head_dims, (False, True)):
-        what = {"batch": 1, "heads": grid.heads, "seq": length, "head_dim": width, "backward": backward}
-        yield Case("attention", what, partial(_attention, (1, grid.heads, length, width), backward, where))
+        batch = max(grid.sequences) // 2 // length or 1
+        what = {"batch": batch, "heads": grid.heads, "seq": length, "head_dim": width, "backward": backward}
+        yield Case("attention", what, partial(_attention, (batch, grid.heads, length, width), backward, where))
+    for number, rows, n, k in grid.experts:
+        what = {"experts": number, "rows": rows, "n": n, "k": k}
+        yield Case("grouped", what, partial(_grouped, number, rows, n, k, where))
     for size in grid.stream_bytes:
         yield Case("memory", {"size_bytes": 3 * size}, partial(_stream, size, where))
     for kind, size in itertools.product(COLLECTIVES, grid.message_bytes):
@@ -75,16 +119,29 @@ def cases(grid: Grid, device: Device, ranks: int) -> Iterator[Case]:
 
 def _product(dtype: str, shape: tuple[int, int, int], where: torch.device) -> Callable[[], object]:
     m, n, k = shape
+    if dtype == "fp8":
+        one = torch.ones((), device=where)
+        a, b = (torch.randn(*size, device=where).to(fp8.FORWARD) for size in ((m, k), (n, k)))
+        return lambda: fp8.product(a, b, one, one)
     a, b = (torch.randn(*size, device=where).to(DTYPES[dtype]) for size in ((m, k), (n, k)))
     return lambda: F.linear(a, b)
 
 
+def _grouped(number: int, rows: int, n: int, k: int, where: torch.device) -> Callable[[], object]:
+    x, w = (torch.randn(*size, device=where).to(torch.bfloat16) for size in ((rows, k), (number * n, k)))
+    counts = torch.full((number,), rows // number, device=where)
+    return lambda: grouped_linear(x, w, counts)
+
+
 def _attention(shape: tuple[int, ...], backward: bool, where: torch.device) -> Callable[[], object]:
-    """Causal, in bf16."""
-    q, k, v = (torch.randn(shape, device=where, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3))
+    """Causal, in bf16, a head of keys and values for several of queries."""
+    batch, heads, length, width = shape
+    few = (batch, max(1, heads // GROUP), length, width)
+    sizes = (shape, few, few)
+    q, k, v = (torch.randn(s, device=where, dtype=torch.bfloat16, requires_grad=backward) for s in sizes)
     if not backward:
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     grad = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
@@ -143,13 +200,66 @@ def measure(
 ) -> dict[str, list[dict[str, Any]]]:
     """Every case, by section: what it was and how long it took."""
     watch, listed = Stopwatch(device, ranks), list(cases(grid, device, ranks))
+    if not device.is_cpu:
+        device.choose_kernels(False)  # those of a training that is not exact
+        _warm_up(device, max(grid.sides))
     found: dict[str, list[dict[str, Any]]] = {section: [] for section in SHARES}
     number = {section: sum(case.section == section for case in listed) for section in SHARES}
     for done, case in enumerate(listed):
         tell(case.section, done, len(listed))
         budget_s = seconds * SHARES[case.section] / number[case.section]
         found[case.section].append(case.what | watch.time(case.prepare(), budget_s))
+    found["steps"] = []
+    for done, model in enumerate(grid.trained if ranks == 1 else ()):
+        tell("steps", done, len(grid.trained))
+        found["steps"].append(_train(*model, device))
     return found
+
+
+def _warm_up(device: Device, side: int) -> None:
+    run, began = _product("bf16", (side, side, side), device.torch), time.perf_counter()
+    while time.perf_counter() - began < WARM_UP_S:
+        run()
+        device.synchronize()
+
+
+def _train(model: ModelConfig, seq: int, batch: int, micro: int, compiled: bool, device: Device) -> dict[str, Any]:
+    """Seconds of a step of this engine, in bf16: nothing recomputed, nobody looks at the loss."""
+    family, coord = load_family(model.family), Coord(0, 0, 0)
+    compiler = "inductor" if compiled else "none"
+    train = TrainConfig(
+        seq_len=seq, global_batch=batch * micro, micro_batch=batch, precision="bf16", compile=compiler
+    )  # fmt: skip
+    job = Job(name="calibrate", model=model, train=train, optimizer=OptimizerConfig(lr=1e-4))
+    state = State.create(job, family, coord, device)
+    groups = Groups.form(dist.HashStore(), 0, job.layout, coord, device, bool(family.experts))
+    engine = Engine(job, family, coord, groups, state, device)
+    tokens = torch.randint(0, model.vocab_size, (batch, seq + 1))
+    batches = [
+        Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones_like(tokens[:, 1:]), None)
+    ] * micro
+
+    def sample(steps: int) -> float:
+        device.synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            engine.step(batches)
+        device.synchronize()
+        return (time.perf_counter() - began) / steps
+
+    number, steps = STEPS
+    sample(steps)  # compiles, and warms up
+    low, median, high = sorted(sample(steps) for _ in range(number))
+    engine.close()
+    groups.close()
+    experts = model.family == "moe"
+    return {
+        "layers": model.num_layers, "dim": model.dim, "heads": model.num_heads, "kv_heads": model.num_kv_heads,
+        "ffn": model.ffn_dim, "vocab": model.vocab_size, "experts": model.num_experts if experts else 0,
+        "top_k": model.top_k if experts else 0, "expert_ffn": model.expert_width if experts else 0,
+        "seq": seq, "batch": batch, "micro_batches": micro, "compiled": compiled,
+        "median_s": median, "low_s": low, "high_s": high, "samples": number,
+    }  # fmt: skip
 
 
 def describe(device: Device, ranks: int) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Job:
         for worker, found in self.gang.members.workers.items():
             crews.setdefault(found.node, []).append(worker)
         for name, workers in crews.items():
-            self.hear(say.WorkersUp(name, 1, tuple(workers)), quiet=True)
+            self.hear(say.WorkersUp(name, 1, tuple(workers), tuple(workers)), quiet=True)
         for number, replica in self.gang.worlds.replicas.items():
             for name, crew in self.gang.worlds.crews(number, replica.waiting).items():
                 self.hear(say.Built(name, 1, replica.world, tuple(crew.values())), quiet=True)
@@ -215,7 +215,7 @@ class Job:
             self.hear(say.WorkerDied(name, incarnation, workers[0], DIED))
             workers = workers[1:]
         if workers:
-            self.hear(say.WorkersUp(name, incarnation, workers))
+            self.hear(say.WorkersUp(name, incarnation, workers, workers))
 
     def _kill(self, command: say.Kill) -> None:
         incarnation = self.incarnation[command.node]
@@ -627,7 +627,7 @@ class Job:
             self.progress.advance(self.agenda.now)
             self.progress.stop("restart")
             if workers:
-                self.hear(say.WorkersUp(_name(block), 1, workers))
+                self.hear(say.WorkersUp(_name(block), 1, workers, workers))
 
     # -- who is where
 

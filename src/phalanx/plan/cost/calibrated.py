@@ -8,24 +8,53 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.cost.candidates import PRECISIONS
+from phalanx.plan.cost.candidates import PRECISIONS, Candidates
 from phalanx.plan.cost.chip import BACKWARD, Chip
+from phalanx.plan.cost.evaluate import step_seconds
 from phalanx.plan.cost.links import Group
 from phalanx.plan.cost.machine import TIERS, Machine
-from phalanx.plan.cost.measurements import Attention, Calibration, Call, Product, Stream, read
+from phalanx.plan.cost.measurements import Attention, Calibration, Call, Grouped, Product, Step, Stream, read
 from phalanx.plan.cost.numbers import values
-from phalanx.plan.cost.profiles import Kind, Profile, profile_of
-from phalanx.plan.cost.software import OWN, software
+from phalanx.plan.cost.profiles import Kind, Profile, default_profile, profile_of
+from phalanx.plan.cost.sizes import ModelShape
+from phalanx.plan.cost.software import OWN, costs, software
 
-SEARCH = (1e-4, 1e4)  # of a fitted share
+if TYPE_CHECKING:
+    from phalanx.hardware import Cluster
+
+SEARCH, HALVINGS = (1e-4, 1e4), 18  # of a fitted share, and of its logarithm's range
 K_HALVES = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+HALVES = tuple((length, width) for length in (0.0, 128.0, 256.0, 512.0, 768.0, 1024.0)
+               for width in (0.0, 16.0, 32.0, 48.0, 64.0, 80.0, 96.0))  # fmt: skip
+LINKS = ("up", "nic", "exchange", "call_s", "up_hop_s", "out_hop_s")
+FEW_TOKENS = 2048  # of a step that waits for the host
 LEAST_ERROR = 0.1  # ln: a step is more than the calls that were timed
+
+
+def known_profile(cluster: Cluster, engine: str = OWN, **facts: Any) -> Profile:
+    """For a cluster that was not measured here: this engine as a calibration of such a chip in the catalogue has it,
+    else as published runs lead to expect. Links, and how wrong a plan for several chips is, stay as published."""
+    default, file = default_profile(cluster.node.chip, engine, **facts), _stored(cluster.node.chip.name)
+    if engine != OWN or not file.is_file():
+        return default
+    with resources.as_file(file) as path:
+        profile, ranks = profile_from(path, Machine.of(cluster), **facts), read(path).machine.ranks
+    links = {name: getattr(default, name) for name in LINKS}
+    profile = replace(profile, **links, name=f"{default.name}, {profile.name}")
+    if cluster.num_chips > ranks:
+        profile = replace(profile, error=None, generation=default.generation, evidence=default.evidence)
+    return profile
+
+
+def _stored(chip: str) -> Any:
+    return resources.files("phalanx.hardware").joinpath("calibrations", f"{chip}.json")
 
 
 def machine_from(calibration: Calibration) -> Machine:
@@ -56,14 +85,73 @@ def machine_from(calibration: Calibration) -> Machine:
 def profile_from(path: str | Path, machine: Machine | None = None, **facts: Any) -> Profile:
     """For plans on `machine`, which the calibrated node is a part of; None: on that node alone. Each share is the one
     with which half of the calls take longer than predicted, and half less; calls that mostly wait for launches and hops
-    tell nothing of it. The inner width at which products reach half of their speed is fitted too: on a CPU it is not
-    what it is on tiles of an accelerator. `facts` of the software are those of the job."""
+    tell nothing of it. The inner width at which products reach half of their speed is fitted too (on a CPU it is not
+    what it is on tiles of an accelerator), and so are length and head of attention. `facts` of the software are those
+    of the job."""
     c = read(path)
     machine = machine or machine_from(c)
-    start = profile_of(Kind("other", 1.0, 1.0), software(OWN, **facts), values())
-    found = [_fitted(c, machine, replace(start, k_half=width)) for width in K_HALVES]
+    soft = software(OWN, **facts)
+    start = profile_of(Kind("other", 1.0, 1.0), replace(soft, fused=True), values())
+    if not c.machine.device.startswith("cpu"):
+        start = replace(start, **costs(OWN, fused=True))
+    length, width = min(HALVES, key=lambda halves: _scatter(c, machine, start, *halves))
+    start = replace(start, length_half=length, width_half=width)
+    products = replace(c, attention=[], grouped=[], collectives=[])
+    found = [_fitted(products, machine, replace(start, k_half=inner)) for inner in K_HALVES]
     took = np.array([x.median_s for x in c.matmul])
-    return min(found, key=lambda p: float(np.median(np.abs(np.log(took / _products(c.matmul, machine, p))))))
+    near = min(found, key=lambda p: float(np.median(np.abs(np.log(took / _products(c.matmul, machine, p))))))
+    best = _fitted(c, machine, replace(start, k_half=near.k_half))
+    return _trained(c, machine, best, bool(soft.fused), replace(best, software=soft))
+
+
+def _scatter(c: Calibration, machine: Machine, profile: Profile, length: float, width: float) -> float:
+    """How far attention lies from the best share, with these lengths and widths at half of the speed."""
+    profile, off = replace(profile, length_half=length, width_half=width), 0.0
+    for backward in (False, True):
+        rows = [x for x in c.attention if x.backward == backward]
+        logs = np.log([x.median_s for x in rows] / _attentions(rows, machine, profile))
+        off += float(np.mean(np.abs(logs - np.median(logs))))
+    return off
+
+
+def _trained(c: Calibration, machine: Machine, profile: Profile, fused: bool, asked: Profile) -> Profile:
+    """What steps of small models show beside the calls that they are made of, for compiled code: how fast products are
+    among other work, the passes of experts, and the host's time. Then, if it is `asked`, eager code."""
+    few = [x for x in c.steps if x.seq * x.batch <= FEW_TOKENS]
+    many = [x for x in c.steps if x not in few]
+
+    def speed(p: Profile, share: float) -> Profile:
+        return replace(p, gemm=share * np.asarray(profile.gemm))
+
+    def passes(p: Profile, share: float) -> Profile:
+        return replace(p, passes=1 / share)
+
+    def layer(p: Profile, share: float) -> Profile:
+        return replace(p, layer_s=1e-3 / share)
+
+    def experts(p: Profile, share: float) -> Profile:
+        return replace(p, experts_s=1e-3 / share)
+
+    compiled: list[tuple[Change, list[Step]]] = [
+        (layer, [x for x in few if x.compiled and not x.experts]),
+        (experts, [x for x in few if x.compiled and x.experts]),
+        (speed, [x for x in many if x.compiled and not x.experts]),
+        (lambda p, share: replace(p, permute_passes=1 / share, expert_passes=1 / share),
+         [x for x in many if x.compiled and x.experts]),
+    ]  # fmt: skip
+    for change, rows in compiled:
+        profile = _changed(profile, change, _steps, rows, machine) if rows else profile
+    if off := [math.log(x.median_s / float(_steps([x], machine, profile)[0])) for x in many if x.compiled]:
+        profile = replace(profile, error=(min(*off, -LEAST_ERROR), max(*off, LEAST_ERROR)))
+    if fused:
+        return replace(profile, software=asked.software)
+    eager = {} if c.machine.device.startswith("cpu") else costs(OWN, fused=False)
+    profile = replace(profile, **eager, software=asked.software)
+    plain, sparse = ([x for x in few if bool(x.experts) == wanted] for wanted in (False, True))
+    for change, rows in ((layer, plain), (experts, sparse), (passes, many)):
+        rows = [x for x in rows if not x.compiled]
+        profile = _changed(profile, change, _steps, rows, machine) if rows else profile
+    return profile
 
 
 def _fitted(c: Calibration, machine: Machine, profile: Profile) -> Profile:
@@ -113,9 +201,11 @@ def _parts(c: Calibration) -> list[tuple[Change, Predict, list[Any]]]:
     return [
         (lambda p, share: replace(p, memory=share), _streams, c.memory),
         (_with_gemm(("bf16", "fp8", "mxfp8", "nvfp4")), _products, [x for x in c.matmul if x.dtype == "bf16"]),
+        (_with_gemm(("fp8", "mxfp8", "nvfp4")), _products, [x for x in c.matmul if x.dtype == "fp8"]),
         (_with_gemm(("fp32",)), _products, [x for x in c.matmul if x.dtype == "fp32"]),
         (lambda p, share: replace(p, attention_fwd=share), _attentions, forward),
         (lambda p, share: replace(p, attention_bwd=share), _attentions, [x for x in c.attention if x.backward]),
+        (lambda p, share: replace(p, grouped=share), _groups, c.grouped),
         (_with_links, _calls, c.collectives),
     ]
 
@@ -140,7 +230,7 @@ def _changed(profile: Profile, change: Change, predict: Predict, rows: list[Any]
     prediction, so halving finds it."""
     took = np.array([x.median_s for x in rows])
     low, high = (math.log(bound) for bound in SEARCH)
-    for _ in range(60):
+    for _ in range(HALVINGS):
         middle = (low + high) / 2
         slow = np.median(predict(rows, machine, change(profile, math.exp(middle))) / took) > 1
         low, high = (middle, high) if slow else (low, middle)
@@ -158,8 +248,30 @@ def _attentions(rows: list[Attention], machine: Machine, profile: Profile) -> ND
     chip = Chip(machine, profile, np.zeros(len(rows), dtype=int))
     rate = np.where([x.backward for x in rows], chip.attention_b / BACKWARD, chip.attention_f)
     length = np.array([x.seq for x in rows], float)
-    speed = length / (length + profile.length_half)
+    width = np.array([x.head_dim for x in rows], float)
+    speed = length / (length + profile.length_half) * width / (width + profile.width_half)
     return np.array([x.forward_flops for x in rows]) / (rate * speed)
+
+
+def _groups(rows: list[Grouped], machine: Machine, profile: Profile) -> NDArray:
+    chip = Chip(machine, profile, np.zeros(len(rows), dtype=int))
+    number, every, n, inner = (np.array([getattr(x, s) for x in rows], float) for s in ("experts", "rows", "n", "k"))
+    return chip.gemm_s(every / number, n, inner, number) / profile.grouped
+
+
+def _steps(rows: list[Step], machine: Machine, profile: Profile) -> NDArray:
+    """Few tokens: with what the host does once a step. Otherwise the device hides that, since nobody waited for it."""
+    out = []
+    for x in rows:
+        shape = ModelShape.of(
+            x.layers, x.dim, x.heads, x.ffn, x.vocab, x.seq, kv_heads=x.kv_heads, experts=x.experts, top_k=x.top_k,
+            expert_ffn=x.expert_ffn,
+        )  # fmt: skip
+        whole = x.batch * x.micro_batches
+        seconds = step_seconds(shape, machine, Candidates.of(micro_batch=x.batch), whole, profile)
+        hidden = ("fixed",) if x.seq * x.batch > FEW_TOKENS else ()
+        out.append(sum(float(np.ravel(s)[0]) for name, s in seconds.items() if name not in hidden))
+    return np.array(out)
 
 
 def _streams(rows: list[Stream], machine: Machine, profile: Profile) -> NDArray:

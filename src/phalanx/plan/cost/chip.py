@@ -137,7 +137,7 @@ def _attention(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, t
     seen = shape.context * np.where(shape.causal, 0.5, 1.0)
     scores = 2 * tokens * seen * (shape.q_width + shape.v_width) / c.tp * shape.attention_layers
     piece = shape.context / np.where(c.cp > 1, 2 * c.cp, 1)
-    speed = piece / (piece + profile.length_half)
+    speed = piece / (piece + profile.length_half) * shape.head_dim / (shape.head_dim + profile.width_half)
     merged = (
         np.where(c.cp > 1, c.cp, 0)
         * tokens

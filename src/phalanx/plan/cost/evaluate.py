@@ -23,7 +23,9 @@ from phalanx.plan.cost.volumes import state_gathers, state_scatters
 if TYPE_CHECKING:
     from phalanx.hardware import Cluster
 
-OPTIMIZER_BYTES = 30  # a local parameter: gradient, moments and master read, moments, master and bf16 copy written
+OPTIMIZER_BYTES = (
+    14  # a local parameter: gradient and master read, master and bf16 copy written; moments besides, twice
+)
 GATHER_BYTES = 2  # of a gathered weight
 
 TERMS = {  # seconds of a step, on the rank that takes longest
@@ -40,7 +42,7 @@ TERMS = {  # seconds of a step, on the rank that takes longest
     "pp": "activations to the next stage, what is not hidden",
     "bubble": "the pipeline filling and draining, by schedule",
     "dp": "gradients reduced, weights gathered (zero 1, 2), what the last backward and first forward do not hide",
-    "optimizer": "30 B x parameters of the rank / HBM",
+    "optimizer": "30 B (22 with moments in bf16) x parameters of the rank / HBM",
     "straggler": "the slowest of N nodes: straggle x ln N / ln 16 of the above",
     "fixed": "host work per step",
 }
@@ -125,13 +127,17 @@ def _seconds(
     local = np.where(c.zero >= 1, mem.sharded(c, *params), sum(params))
     memory_rate = machine.memory_bytes_per_s * profile.memory
     part = m * part
+    # Added up apart: the first micro-batch is copied (2 B read, 4 written), others are added (2 and 4 read, 4 written).
+    added = np.where(np.asarray(soft.adds_apart, bool) & (m > 1), (10 * m - 4) * sum(params) / memory_rate, 0.0)
+    # Where the host never waits inside a step, it is late only by what the whole step does not hide.
+    late = np.maximum(0.0, part * layers.host + profile.host_s - part * whole - m * has_head * head)
     seconds = {
         "matmul": part * layers.matmul,
         "attention": part * layers.attention,
-        "elementwise": part * layers.elementwise,
+        "elementwise": part * layers.elementwise + added,
         "head": m * has_head * head,
         "recompute": part * layers.recompute,
-        "launch": part * layers.launch,
+        "launch": np.where(np.asarray(soft.runs_ahead, bool), late, part * layers.launch),
         "tp": part * layers.tp,
         "cp": part * layers.cp,
         "ep": part * layers.ep,
@@ -139,7 +145,7 @@ def _seconds(
         "pp": _pipe(shape, machine, c, profile, m),
         "bubble": bubble_s(c.schedule, c.pp, c.vpp, m, f, d, w),
         "dp": _data(c, machine, profile, params, groups, f, d + w, m) * soft.trained,
-        "optimizer": OPTIMIZER_BYTES * local * soft.trained / memory_rate + 1e-3,
+        "optimizer": (OPTIMIZER_BYTES + 2 * soft.moment_bytes) * local * soft.trained / memory_rate + 1e-3,
     }
     nodes = np.maximum(machine.chips / machine.node, 1.0)
     seconds["straggler"] = profile.straggle * np.log(nodes) / np.log(16) * sum(seconds.values())

@@ -18,6 +18,8 @@ from phalanx.plan.cost.rank_bytes import activation_bytes
 from phalanx.plan.cost.sizes import ModelShape, Num
 from phalanx.plan.cost.volumes import expert_exchanges, forward_runs, ring_messages, tensor_pairs
 
+AGAIN, AGAIN_IN_PYTHON = 4 / 3, 1.6  # of a layer's host time when its forward runs twice
+
 
 @dataclass(frozen=True, slots=True)
 class Layers:
@@ -36,6 +38,7 @@ class Layers:
     cp: Num
     ep: Num
     launch: Num  # host time that nothing above hides
+    host: Num  # all of it
     saved_bytes: Num  # for the backward pass, all layers
     layer_bytes: Num  # of one layer, when nothing is recomputed
 
@@ -77,15 +80,17 @@ def _layers(shape: ModelShape, machine: Machine, profile: Profile, c: Candidates
     weights = done.matmul_w * soft.trained
     backward = done.matmul_d + done.attention_b + done.elementwise_b + recompute
     around = _inside(shape, machine, c, profile, done, forward + backward + weights)
+    again = np.where(np.asarray(soft.runs_ahead, bool), AGAIN_IN_PYTHON, AGAIN)
     # A layer takes no less than the host needs to launch it; one of experts waits for its token counts besides.
-    host = (shape.layers * profile.layer_s + shape.moe_layers * profile.experts_s) * np.where(full, 4 / 3, 1.0)
-    launch = np.maximum(host - (forward + backward + weights + sum(around)), 0.0) + profile.stall_s * shape.moe_layers
+    host = (shape.layers * profile.layer_s + shape.moe_layers * profile.experts_s) * np.where(full, again, 1.0)
+    busy = forward + backward + weights + sum(around)
+    launch = np.maximum(host - busy, 0.0) + profile.stall_s * shape.moe_layers
     low = (c.precision >= 1) & (c.precision <= 3)
     tokens = c.micro_batch * shape.seq / c.cp
     out = (
         done.matmul_f + done.matmul_d + weights, done.attention_f + done.attention_b,
         done.elementwise_f + done.elementwise_b, recompute, forward, backward, weights, done.head_f, done.head_b,
-        *around, launch,
+        *around, launch, host,
         tokens * activation_bytes(shape, c.tp, c.recompute, soft, low),
         tokens * activation_bytes(shape, c.tp, np.zeros_like(c.recompute), soft, low) / shape.layers,
     )  # fmt: skip

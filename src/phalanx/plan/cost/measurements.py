@@ -64,6 +64,35 @@ class Stream(Timed):
 
 
 @dataclass(frozen=True, slots=True)
+class Grouped(Timed):
+    """(rows x k) by (k x n), with a matrix for each of the experts, which have equally many rows."""
+
+    experts: int
+    rows: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Timed):
+    """A step of this engine on one rank, in bf16, nothing recomputed."""
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    experts: int
+    top_k: int
+    expert_ffn: int
+    seq: int
+    batch: int  # samples of a micro-batch
+    micro_batches: int
+    compiled: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Call(Timed):
     kind: str
     ranks: int
@@ -97,10 +126,15 @@ class Calibration:
     attention: list[Attention]
     memory: list[Stream]
     collectives: list[Call]  # none: there is one rank
+    grouped: list[Grouped]  # these and steps: on accelerators
+    steps: list[Step]
 
 
 NAMES = {"dtype": PRECISIONS, "kind": ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")}
 KINDS: dict[str, Any] = {"matmul": Product, "attention": Attention, "memory": Stream, "collectives": Call}
+KINDS |= {"grouped": Grouped, "steps": Step}
+OPTIONAL = ("grouped", "steps")
+ZERO = ("peak_flops", "experts", "top_k", "expert_ffn")  # fields that may be 0: there is none
 
 
 def read(path: str | Path) -> Calibration:
@@ -113,7 +147,8 @@ def read(path: str | Path) -> Calibration:
         raise _refusal(path, "it is not JSON") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise _refusal(path, f"its format is not {FORMAT!r}")
-    sections = {name: _rows(path, name, kind, data.get(name)) for name, kind in KINDS.items()}
+    sections = {name: _rows(path, name, kind, data.get(name, [] if name in OPTIONAL else None))
+                for name, kind in KINDS.items()}  # fmt: skip
     node = _row(path, "machine", Node, data.get("machine"))
     calibration = Calibration(str(path), str(data.get("date", "")), node, **sections)
     if not any(p.dtype == "bf16" for p in calibration.matmul) or not calibration.attention or not calibration.memory:
@@ -142,7 +177,7 @@ def _row(path: str | Path, where: str, kind: Any, row: Any) -> Any:
             "str": isinstance(value, str) and value in NAMES.get(field.name, (value,)),
             "bool": isinstance(value, bool),
         }[wanted]
-        if not fits or (number and value == 0 and field.name != "peak_flops"):
+        if not fits or (number and value == 0 and field.name not in ZERO):
             raise _refusal(path, f"{where}.{field.name} is {value!r}")
         values[field.name] = value
     return kind(**values)

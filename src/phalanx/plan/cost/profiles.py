@@ -13,7 +13,7 @@ from phalanx.hardware import Chip
 from phalanx.plan.cost.errors import evidence, interval, kind_of, memory_interval, seen
 from phalanx.plan.cost.numbers import RATE, values
 from phalanx.plan.cost.sizes import Num
-from phalanx.plan.cost.software import OWN, Software, software
+from phalanx.plan.cost.software import OWN, Software, costs, software
 
 GENERATIONS = {
     "ampere": ("a100-40", "a100-80", "a800"),
@@ -88,6 +88,8 @@ class Profile:
     interference: Num
     fsdp_interference: Num
     straggle: Num
+    host_s: Num = 0.0  # once a step, beside the layers' own; seen only where the device waits for the host
+    width_half: Num = 0.0  # of a head, at which attention reaches half of its speed: the exponentials cost as much
     pace: float = 1.0  # of the whole step, as runs on such chips here showed
     software: Software = field(default_factory=Software)
     engine: str = OWN
@@ -191,7 +193,8 @@ def default_profile(chip: Chip, engine: str = OWN, **facts: Any) -> Profile:
     """For a cluster that nobody measured: what published runs of such software on such chips lead to expect. `facts`
     are those of the job."""
     kind = Kind.of(chip)
-    profile = profile_of(kind, software(engine, **facts), values())
+    soft = software(engine, **facts)
+    profile = replace(profile_of(kind, soft, values()), **costs(engine, bool(soft.fused)))
     return replace(
         profile, engine=engine, generation=str(kind.generation), name=f"{engine} on {chip.name}",
         evidence=evidence(engine, str(kind.generation), chip.name),

@@ -44,6 +44,16 @@ class Software:
     keeps_own: Num = False  # a replica keeps its own gradients beside the sum over all replicas until the commit
     grad_bytes: Num = 4.0  # of a gradient in memory
     eight_bytes: Num = 2.0  # of a weight whose products are quantised
+    moment_bytes: Num = 8.0  # of AdamW's two moments on the device
+    remainders: Num = False  # weights in 16 bits with a 16-bit remainder, in the place of an fp32 master
+    one_pass_bytes: Num = 0.0  # of a gradient when a rank alone has one micro-batch; it takes the room of activations
+    adds_apart: Num = False  # micro-batches' gradients are added up in fp32 by passes over memory
+    keeps_gated: Num = True  # the result of an FFN's activation function stays in memory for the backward
+    keeps_both: Num = False  # quantised: attention's output in 16 bits too, beside the next product's input
+    kept_sums: Num = 0.5  # share of residuals and norms that selective recomputation keeps
+    router_copy: Num = False  # an fp32 copy of what experts are chosen by stays too
+    runs_ahead: Num = False  # the host waits for the device once a step, so what a layer is late the head may hide
+    fused_loss: Num = False  # logits are made in chunks (core.shape.loss_rows), and the head's gradients in the forward
     logit_bytes: Num = 14.0  # per logit: bf16 and fp32 copies, softmax, gradients; a fused loss needs fewer
     kept_products: Num = 1.0  # share of the products' results that selective recomputation keeps
     reserve: Num = 1.05  # bytes reserved over bytes allocated
@@ -72,6 +82,12 @@ def facts(name: str) -> dict[str, Any]:
     """What is known of a software, beside the defaults of `Software`."""
     known = {f.name for f in fields(Software)}
     return {key: value for key, value in _table()[name].items() if key in known}
+
+
+def costs(name: str, fused: bool) -> dict[str, Any]:
+    """Fields of a Profile that were measured on this software itself, in place of what others' runs lead to expect."""
+    measured = _table()[name].get("costs", {})
+    return {**measured.get("compiled", {}), **({} if fused else measured.get("eager", {}))}
 
 
 def software(name: str = OWN, **more: Any) -> Software:
