@@ -3,11 +3,13 @@ a disk; a copy on another node is the same bit for bit, or it is refused."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -375,6 +377,25 @@ def test_a_stranger_is_sent_away_and_the_keeper_goes_on(keeper):
         assert sock.recv(1000) == b""
         sock.close()
     assert len(faults.lines_to(keeper, ENTRIES)) == 2
+
+
+def test_a_rank_that_dies_before_it_is_welcome_does_no_harm(keeper, monkeypatch):
+    gone, slots = threading.Event(), keeper._slots
+
+    def late(*args):
+        gone.wait(20)
+        return slots(*args)
+
+    monkeypatch.setattr(keeper, "_slots", late)
+    plan = PLANS[0]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank, tempfile.TemporaryFile() as base:
+        rank.connect("\0" + keeper.address)
+        base.write(faults.manifest_of(ENTRIES, 0).to_json())
+        base.seek(0)
+        hello = {"rank": 0, "image_bytes": plan.image_bytes, "own_bytes": plan.own_bytes}
+        socket.send_fds(rank, [json.dumps(hello).encode()], [base.fileno()])
+    gone.set()
+    assert faults.lines_to(keeper, ENTRIES)[0].slots, "the next one is welcome"
 
 
 def test_a_host_holds_all_slots_or_one_or_refuses():

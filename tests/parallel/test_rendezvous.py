@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from phalanx.gate.loop import Loop
-from phalanx.gate.meeting import Meeting
+from phalanx.gate.meeting import Meeting, serve
 from phalanx.parallel.groups import Door, break_connections
 from phalanx.parallel.rendezvous import MeetingStore
+from phalanx.runtime.wire import Conn
 from tests.checkpoint.faults import wait_for
 
 
@@ -91,6 +96,21 @@ def test_a_wait_ends_when_connections_are_broken(address, end):
     assert isinstance(caught[0], dist.DistNetworkError)
 
 
+AS_NOBODY = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as sock:
+    sock.connect("\\0" + sys.argv[1])
+    sock.settimeout(10)
+    print(sock.recv(1))
+"""
+
+
+@pytest.mark.skipif(bool(os.geteuid()), reason="needs root, to become another user")
+def test_another_user_of_the_machine_is_turned_away(address):
+    done = subprocess.run(["/usr/bin/python3", "-c", AS_NOBODY, address], user=65534, capture_output=True, text=True)
+    assert done.stdout.strip() == "b''" or "Reset" in done.stderr or "ConnectionResetError" in done.stderr, done
+
+
 def test_a_rendezvous_that_is_gone_is_a_network_error():
     with pytest.raises(dist.DistNetworkError, match="cannot be reached"):
         MeetingStore("nowhere", ("gang", 1))
@@ -105,3 +125,33 @@ def test_a_meeting_that_is_over_is_an_error_and_reads_like_a_consequence(address
     with pytest.raises(dist.DistStoreError, match="a later meeting has begun") as caught:
         old.get("other")
     assert is_echo(type(caught.value).__name__, str(caught.value))
+
+
+class Line:
+    """A node's channel to its rendezvous."""
+
+    def __init__(self):
+        self.ours, theirs = socket.socketpair()
+        conn = Conn(theirs)
+        self.channel = SimpleNamespace(send=conn.send, recv=conn.recv, fileno=conn.fileno)
+        self.node = Conn(self.ours)
+
+
+def test_a_process_enters_the_meeting_alone_that_its_agent_has_sent_it_to():
+    """A rank that is late, or wrong, can write no other generation's keys."""
+    line = Line()
+    thread = threading.Thread(target=serve, args=(line.channel, {}), daemon=True)
+    thread.start()
+    address = line.node.recv(30)["address"]
+    line.node.send({"type": "allow", "pid": os.getpid(), "worker": 1, "scope": ["gang", 2]})
+    MeetingStore(address, ("gang", 2)).set("k", "v")
+    assert MeetingStore(address, ("gang", 2)).get("k") == b"v"
+    for other in (("gang", 1), ("gang", 3), ("replica 0", 2)):
+        with pytest.raises(dist.DistNetworkError):
+            MeetingStore(address, other).get("k")
+    line.node.send({"type": "allow", "pid": os.getpid(), "worker": 1, "scope": ["gang", 3]})
+    with pytest.raises(dist.DistNetworkError):
+        MeetingStore(address, ("gang", 2)).get("k")
+    line.ours.close()
+    thread.join(30)
+    assert not thread.is_alive()

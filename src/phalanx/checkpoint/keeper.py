@@ -126,17 +126,22 @@ class Keeper:
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             conn.close()
             return False
+        slots: list[Slot] = []
         try:
             slots = self._slots(rank, image, own)
             self._try_folder()
+            reply = {"type": "welcome", "newest": self._newest(rank)}
         except (UserError, OSError) as error:
-            conn.send(json.dumps({"type": "refused", "text": str(error)}).encode())
+            slots, reply = [], {"type": "refused", "text": str(error)}
+        try:
+            socket.send_fds(conn, [json.dumps(reply).encode()], [slot.fd for slot in slots])
+        except OSError:  # it has died meanwhile
+            slots = []
+        if not slots:
             conn.close()
             return False
         self.base = base
         self.ranks[rank].conn, self.ranks[rank].layout = conn, base["layout"]
-        reply = {"type": "welcome", "newest": self._newest(rank)}
-        socket.send_fds(conn, [json.dumps(reply).encode()], [slot.fd for slot in slots])
         return True
 
     def _slots(self, rank: int, image: int, own: int) -> list[Slot]:

@@ -14,6 +14,7 @@ from phalanx.cli.calibrate import calibrate
 from phalanx.cli.chaos import chaos_app
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.data import data_app
+from phalanx.cli.firewall import firewall
 from phalanx.cli.hardware import hardware_app
 from phalanx.cli.nodes import agent, nodes_app, scale
 from phalanx.cli.plan import plan_app
@@ -40,6 +41,7 @@ app.command(
     "agent", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
 )(agent)
 app.command("calibrate")(calibrate)
+app.command("firewall")(firewall)
 
 
 @app.callback(invoke_without_command=True)

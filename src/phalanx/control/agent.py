@@ -585,7 +585,12 @@ class Agent:
                 self._report(number, mate)
             elif mate.world < command.world:
                 mate.world, mate.replica, mate.said = command.world, command.replica, None
+                self._allow(number, f"replica {command.replica}", command.world)
                 self._to([number], "build", rank=rank, **about)
+
+    def _allow(self, number: int, what: str, meeting: int) -> None:
+        """Let a worker into a meeting, and out of the one before: what it sets can reach no other."""
+        self._do(Send(SERVICES["store"], {"type": "allow", "worker": number, "scope": [what, meeting]}))
 
     @property
     def _store(self) -> str:
@@ -641,6 +646,7 @@ class Agent:
                 self._report(number, mate)
             elif mate.formed < form.generation:
                 mate.formed, mate.said = form.generation, None
+                self._allow(number, "gang", form.generation)
                 source = codec.encode(form.every or form.sources.get(mate.rank))
                 more = {"replicas": list(form.replicas), "world": mate.world, "rank": mate.rank, "source": source}
                 more |= {"gives": gives, "joins": bool(form.sources), "branch": form.branch, "kept": form.kept}

@@ -1,34 +1,51 @@
 """Where the groups of a run find each other: keys and values, without a port of their own. There is a hub on each node,
-in each aggregator and in the controller. A hub tells the next one up what was set below it, answers what it knows, and
-asks the next one up for the rest, each key once, however many below it wait. Nothing here does I/O.
+in each aggregator and in the controller. Nothing here does I/O.
 
 A scope is what meets, a replica or the gang, and the number of that meeting, which only grows: a later one ends all
-before it. A key is set once in its scope; counters live in the topmost hub alone.
+before it. Inside a scope each group has a room, the part of its keys before the last slash. A hub whose node has
+anybody in a room joins it at the next hub up, and from then on is told all that is set there: when a rank asks for a
+key of another node it is there already, mostly, and what a group says goes to the nodes of that group alone.
+
+A key is set once in its scope. Counters are the topmost hub's, and are read by adding 0.
 
 After a connection to the next hub was lost, `resync` says everything again. So a hub may die and come back empty at any
-time, and those who wait at others go on waiting for the key, not for the hub.
+time, and those who wait at others wait for the key, not for the hub.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.errors import WireError
 
 Item = list[Any]
-#: From below and from above: the fields after the kind, and their types. A value is base64; of a call, JSON.
-ITEMS: dict[str, tuple[type | tuple[type, ...], ...]] = {
-    "set": (str, int, str, str),  # what meets, its number, key, value
-    "want": (str, int, str),
-    "call": (int, str, int, str, list),  # a number of the caller, what meets, its number, operation, arguments
+Kinds = dict[str, tuple[type | tuple[type, ...], ...]]
+#: From below: the fields after the kind, and their types. First what meets, and its number. A value is base64.
+ITEMS: Kinds = {
+    "join": (str, int, str),  # a room
+    "set": (str, int, str, str),  # key, value
+    "want": (str, int, str),  # key
+    "call": (str, int, int, str, list),  # a number of the caller, operation, arguments
 }
-ANSWERS: dict[str, tuple[type | tuple[type, ...], ...]] = {
-    "have": (str, int, str, str),
-    "over": (str, int, str),  # the key that was wanted: a later meeting has begun
-    "result": (int, (int, str, bool, type(None))),  # None: it cannot be had
+#: From above.
+ANSWERS: Kinds = {
+    "have": (str, int, str, str),  # key, value
+    "over": (str, int),  # a later meeting has begun
+    "result": (str, int, int, (int, str, bool, type(None))),  # the caller's number; None: it cannot be had
 }
+
+
+@dataclass(slots=True)
+class Gathering:
+    number: int
+    rooms: dict[str, dict[str, str]] = field(default_factory=dict)  # of those that were joined: keys and values
+    members: dict[str, set[Hashable]] = field(default_factory=dict)  # of a room: hubs below
+    waiting: dict[str, set[Hashable]] = field(default_factory=dict)  # for a key: ranks
+    people: set[Hashable] = field(default_factory=set)  # all of them, to be told of its end
+    is_over: bool = False
 
 
 class Hub:
@@ -36,127 +53,149 @@ class Hub:
 
     def __init__(self, send: Callable[[Any, Item], object], up: Callable[[Item], object] | None = None):
         self._send, self._up = send, up
-        self._numbers: dict[str, int] = {}  # the last meeting of each
-        self._values: dict[str, dict[str, str]] = {}  # of that
-        self._waiting: dict[str, dict[str, set[Hashable]]] = {}  # of that, by key
+        self._scopes: dict[str, Gathering] = {}  # the last of each
         self._calls: dict[int, tuple[Any, int]] = {}  # on their way up: whose, and its number
         self._count = 0
+
+    def room(self, what: str, key: str) -> dict[str, str]:
+        """All that is known of a key's room."""
+        return self._scopes[what].rooms.get(room_of(key), {})
 
     # -- from below
 
     def take(self, who: Hashable, item: Any) -> None:
         """WireError."""
-        kind, *fields = check(item, ITEMS)
-        if kind == "call":
-            self._call(who, *fields)
-        elif not self._enter(fields[0], fields[1]):
-            if kind == "want":
-                self._send(who, ["over", *fields])
-        elif kind == "set":
-            self._set(*fields)
+        kind, what, number, *fields = check(item, ITEMS)
+        scope = self._enter(what, number)
+        if scope is None:
+            self._send(who, ["result", what, number, fields[0], None] if kind == "call" else ["over", what, number])
+        elif kind == "call":
+            self._call(who, scope, what, *fields)
         else:
-            self._want(who, *fields)
+            scope.people.add(who)
+            TAKE[kind](self, who, scope, what, *fields)
 
     def lose(self, who: Hashable) -> None:
-        """It waits for nothing any more."""
-        for waiting in self._waiting.values():
-            for key in [key for key, waiters in waiting.items() if who in waiters]:
-                waiting[key].discard(who)
-                if not waiting[key]:
-                    del waiting[key]
+        """It is gone."""
+        for scope in self._scopes.values():
+            scope.people.discard(who)
+            for table in (scope.members, scope.waiting):
+                for key in [key for key, found in table.items() if who in found]:
+                    table[key].discard(who)
+                    if not table[key]:
+                        del table[key]
         self._calls = {number: call for number, call in self._calls.items() if call[0] != who}
 
-    def _enter(self, what: str, number: int) -> bool:
-        """Whether that meeting is the last one known; if it is a new one, the one before is over."""
-        last = self._numbers.get(what, -1)
-        if number > last:
-            for key, waiters in self._waiting.pop(what, {}).items():
-                for who in waiters:
-                    self._send(who, ["over", what, last, key])
-            self._numbers[what], self._values[what], self._waiting[what] = number, {}, {}
-        return number >= last
+    def _enter(self, what: str, number: int) -> Gathering | None:
+        """None: that meeting is over. If it is a new one, the one before is."""
+        last = self._scopes.get(what)
+        if last is None or number > last.number:
+            if last:
+                self._end(what, last)
+            self._scopes[what] = last = Gathering(number)
+        return last if last.number == number and not last.is_over else None
 
-    def _set(self, what: str, number: int, key: str, value: str) -> None:
-        self._keep(what, number, key, value)
+    def _end(self, what: str, scope: Gathering) -> None:
+        for who in scope.people:
+            self._send(who, ["over", what, scope.number])
+        scope.people, scope.waiting, scope.is_over = set(), {}, True
+
+    def _open(self, scope: Gathering, what: str, room: str) -> dict[str, str]:
+        if room not in scope.rooms:
+            scope.rooms[room] = {}
+            if self._up:
+                self._up(["join", what, scope.number, room])
+        return scope.rooms[room]
+
+    def _join(self, who: Hashable, scope: Gathering, what: str, room: str) -> None:
+        for key, value in self._open(scope, what, room).items():
+            self._send(who, ["have", what, scope.number, key, value])
+        scope.members.setdefault(room, set()).add(who)
+
+    def _set(self, who: Hashable, scope: Gathering, what: str, key: str, value: str) -> None:
+        self._keep(scope, what, key, value, who)
         if self._up:
-            self._up(["set", what, number, key, value])
+            self._up(["set", what, scope.number, key, value])
 
-    def _keep(self, what: str, number: int, key: str, value: str) -> None:
-        self._values[what][key] = value
-        for who in self._waiting[what].pop(key, ()):
-            self._send(who, ["have", what, number, key, value])
+    def _keep(self, scope: Gathering, what: str, key: str, value: str, who: Hashable = None) -> None:
+        """`who` has said it, and is not told."""
+        room = room_of(key)
+        self._open(scope, what, room)[key] = value
+        for one in (scope.members.get(room, set()) - {who}) | scope.waiting.pop(key, set()):
+            self._send(one, ["have", what, scope.number, key, value])
 
-    def _want(self, who: Hashable, what: str, number: int, key: str) -> None:
-        value = self._values[what].get(key)
-        if value is not None:
-            self._send(who, ["have", what, number, key, value])
-            return
-        waiters = self._waiting[what].setdefault(key, set())
-        if not waiters and self._up:
-            self._up(["want", what, number, key])
-        waiters.add(who)
+    def _want(self, who: Hashable, scope: Gathering, what: str, key: str) -> None:
+        value = self._open(scope, what, room_of(key)).get(key)
+        if value is None:
+            scope.waiting.setdefault(key, set()).add(who)
+        else:
+            self._send(who, ["have", what, scope.number, key, value])
 
-    def _call(self, who: Hashable, theirs: int, what: str, number: int, op: str, args: list[Any]) -> None:
+    def _call(self, who: Hashable, scope: Gathering, what: str, theirs: int, op: str, args: list[Any]) -> None:
         if self._up:
             self._count += 1
             self._calls[self._count] = (who, theirs)
-            self._up(["call", self._count, what, number, op, args])
+            self._up(["call", what, scope.number, self._count, op, args])
         else:
-            done = self._do(what, number, op, args) if self._enter(what, number) else None
-            self._send(who, ["result", theirs, done])
+            self._send(who, ["result", what, scope.number, theirs, self._do(scope, what, op, args)])
 
-    def _do(self, what: str, number: int, op: str, args: list[Any]) -> int | str | bool:
+    def _do(self, scope: Gathering, what: str, op: str, args: list[Any]) -> int | str | bool:
         """In the topmost hub."""
-        values = self._values[what]
-        if op == "check":
-            return all(key in values for key in args)
         if op == "count":
-            return len(values)
+            return sum(map(len, scope.rooms.values()))
+        if op == "check":
+            return all(key in scope.rooms.get(room_of(key), {}) for key in args)
+        values = self._open(scope, what, room_of(args[0]))
+        there = values.get(args[0])
         if op == "delete":
             return values.pop(args[0], None) is not None
         if op == "add":
-            total = int(base64.b64decode(values.get(args[0], ""))) if args[0] in values else 0
-            total += int(args[1])
-            self._keep(what, number, args[0], base64.b64encode(str(total).encode()).decode())
+            total = int(args[1]) + (int(base64.b64decode(there)) if there else 0)
+            self._keep(scope, what, args[0], base64.b64encode(str(total).encode()).decode())
             return total
         if op == "compare_set":
-            key, expected, wanted = args
-            there = values.get(key)
+            _, expected, wanted = args
             if there == expected or (there is None and not expected):
-                self._keep(what, number, key, wanted)
-            return values.get(key, expected)
+                self._keep(scope, what, args[0], wanted)
+            return str(values.get(args[0], expected))
         raise WireError(f"there is no operation {op!r}")
 
     # -- from above
 
     def hear(self, item: Any) -> None:
         """WireError."""
-        kind, *fields = check(item, ANSWERS)
+        kind, what, number, *fields = check(item, ANSWERS)
+        scope = self._scopes.get(what)
         if kind == "result":
-            number, value = fields
-            if call := self._calls.pop(number, None):
-                self._send(call[0], ["result", call[1], value])
-        elif self._numbers.get(fields[0]) == fields[1]:
+            if call := self._calls.pop(fields[0], None):
+                self._send(call[0], ["result", what, number, call[1], fields[1]])
+        elif scope and scope.number == number and not scope.is_over:
             if kind == "have":
-                self._keep(*fields)
+                self._keep(scope, what, *fields)
             else:
-                for who in self._waiting[fields[0]].pop(fields[2], ()):
-                    self._send(who, item)
+                self._end(what, scope)
 
     def resync(self) -> None:
         """There is a next hub again, and it may know nothing."""
         assert self._up
         calls, self._calls = self._calls, {}
         for who, number in calls.values():
-            self._send(who, ["result", number, None])
-        for what, number in self._numbers.items():
-            for key, value in self._values[what].items():
-                self._up(["set", what, number, key, value])
-            for key in self._waiting[what]:
-                self._up(["want", what, number, key])
+            self._send(who, ["result", "", 0, number, None])
+        for what, scope in [(what, scope) for what, scope in self._scopes.items() if not scope.is_over]:
+            for room, values in scope.rooms.items():
+                self._up(["join", what, scope.number, room])
+                for key, value in values.items():
+                    self._up(["set", what, scope.number, key, value])
 
 
-def check(item: Any, kinds: dict[str, tuple[type | tuple[type, ...], ...]]) -> Item:
+TAKE: dict[str, Callable[..., None]] = {"join": Hub._join, "set": Hub._set, "want": Hub._want}
+
+
+def room_of(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
+def check(item: Any, kinds: Kinds) -> Item:
     fields = kinds.get(item[0]) if isinstance(item, list) and item and isinstance(item[0], str) else None
     if fields is None or len(item) != len(fields) + 1 or not all(map(isinstance, item[1:], fields)):
         raise WireError(f"store item {str(item)[:200]!r}: expected one of {', '.join(kinds)}")

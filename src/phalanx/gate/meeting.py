@@ -1,6 +1,7 @@
 """The rendezvous of one node, in a process of its own: the node's hub, behind a Unix socket without a name in the file
-system. The kernel says which user is at the other end, and others are turned away. What ranks of other nodes set comes
-through the node's agent, over its control link: nothing listens on the network.
+system. The kernel says which process of which user is at the other end: other users are turned away, and a process is
+let into the meetings alone that the agent has sent its worker to. What ranks of other nodes set comes through the
+agent, over its control link: nothing listens on the network.
 
 A connection is for one scope, which it names first; then it sets, asks, and waits for one answer at a time.
 """
@@ -13,6 +14,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,14 +23,22 @@ from phalanx.gate.hub import Hub, Item
 from phalanx.gate.loop import READ, WRITE, Loop
 
 MESSAGE_BYTES = 4 << 20
+Scope = tuple[str, int]  # what meets, and the number of that meeting
 _LENGTH = struct.Struct(">I")
 
 
 class Meeting:
-    """`relay(item)`: to the next hub; None: there is none. To its clients: {"value"}, {"result"} or {"error"}."""
+    """`relay(item)`: to the next hub; None: there is none. `may(pid, scope)`: whether a process may enter. Its clients
+    are answered {"values"}, the one that they asked for and all others of its room that they were not told yet;
+    {"result"}; or {"error"}."""
 
-    def __init__(self, loop: Loop, relay: Any = None):
-        self._loop, self.hub = loop, Hub(self._answer, relay)
+    def __init__(
+        self,
+        loop: Loop,
+        relay: Callable[[Item], object] | None = None,
+        may: Callable[[int, Scope], bool] = lambda pid, scope: True,
+    ):
+        self._loop, self._may, self.hub = loop, may, Hub(self._answer, relay)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"\0phalanx-meeting-{secrets.token_hex(16)}")
         self._listener.listen(1024)
@@ -40,12 +50,12 @@ class Meeting:
         with contextlib.suppress(BlockingIOError):
             while True:
                 sock, _ = self._listener.accept()
-                uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+                pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
                 if uid != os.getuid():
                     sock.close()
                     continue
                 sock.setblocking(False)
-                client = _Client(sock)
+                client = _Client(sock, pid)
                 self._loop.watch(sock, READ, partial(self._hear, client))
 
     def _hear(self, client: _Client, mask: int) -> None:
@@ -60,6 +70,8 @@ class Meeting:
         if client.scope is None:
             what, number = message["scope"]
             client.scope = (str(what), int(number))
+            if not self._may(client.pid, client.scope):
+                raise WireError(f"process {client.pid} was not sent to {client.scope}")
             return
         op, scope = message["op"], client.scope
         if op == "set":
@@ -67,14 +79,17 @@ class Meeting:
         elif op == "get":
             self.hub.take(client, ["want", *scope, message["key"]])
         else:
-            self.hub.take(client, ["call", 0, *scope, op, message["args"]])
+            self.hub.take(client, ["call", *scope, 0, op, message["args"]])
 
     def _answer(self, client: _Client, item: Item) -> None:
         kind = item[0]
         if kind == "have":
-            client.push({"value": item[4]})
-        elif kind == "result" and item[2] is not None:
-            client.push({"result": item[2]})
+            room = self.hub.room(item[1], item[3])
+            news = {key: value for key, value in room.items() if key not in client.told or key == item[3]}
+            client.told |= news.keys()
+            client.push({"values": news})
+        elif kind == "result" and item[4] is not None:
+            client.push({"result": item[4]})
         else:
             what = "a later meeting has begun" if kind == "over" else "the controller was lost"
             client.push({"error": f"{what}: connection closed"})
@@ -95,9 +110,10 @@ class Meeting:
 
 
 class _Client:
-    def __init__(self, sock: socket.socket):
-        self.sock = sock
-        self.scope: tuple[str, int] | None = None
+    def __init__(self, sock: socket.socket, pid: int):
+        self.sock, self.pid = sock, pid
+        self.scope: Scope | None = None
+        self.told: set[str] = set()  # keys
         self.out, self._in = bytearray(), bytearray()
 
     def push(self, message: dict[str, Any]) -> None:
@@ -134,8 +150,9 @@ def framed(message: dict[str, Any]) -> bytes:
 
 
 def serve(channel: Any, args: dict[str, Any]) -> None:
-    """Until the channel ends. `alone`: no other node takes part, and nobody relays."""
-    loop, items = Loop(), list[Item]()
+    """Until the channel ends. `alone`: no other node takes part, nobody relays, and all may enter."""
+    loop, items, over = Loop(), list[Item](), False
+    allowed: dict[tuple[int, str], int] = {}  # process, what it is in -> the number of that meeting
 
     def send() -> None:
         channel.send({"type": "relay", "items": items.copy()})
@@ -146,9 +163,12 @@ def serve(channel: Any, args: dict[str, Any]) -> None:
             loop.after(0.0, send)  # with all that comes in this round
         items.append(item)
 
-    meeting = Meeting(loop, None if args.get("alone") else relay)
+    def may(pid: int, scope: Scope) -> bool:
+        obey(READ)  # the agent says so before it tells the worker
+        return allowed.get((pid, scope[0])) == scope[1]
+
+    meeting = Meeting(loop) if args.get("alone") else Meeting(loop, relay, may)
     channel.send({"type": "store", "address": meeting.address})
-    over = False
 
     def obey(mask: int) -> None:
         nonlocal over
@@ -156,6 +176,9 @@ def serve(channel: Any, args: dict[str, Any]) -> None:
             while (order := channel.recv(0)) is not None:
                 if order["type"] == "resync":
                     meeting.hub.resync()
+                elif order["type"] == "allow":
+                    what, number = order["scope"]
+                    allowed[order.get("pid", 0), what] = number
                 for item in order.get("items", ()):
                     meeting.hub.hear(item)
             over = True

@@ -37,7 +37,7 @@ class MeetingStore(dist.Store):
         super().__init__()
         self._address, self._scope = address, scope
         self._local = threading.local()
-        self._brought: dict[str, bytes] = {}  # by `wait`, for the `get` that follows
+        self._brought: dict[str, bytes] = {}  # values that came with others, or with a `wait`
         self.set_timeout(TIMEOUT)
         _stores.append(self)
         self._connection()  # if there is nobody, it is known now
@@ -57,12 +57,15 @@ class MeetingStore(dist.Store):
         self._say({"op": "set", "key": key, "value": base64.b64encode(data).decode()})
 
     def get(self, key: str) -> bytes:
-        found = self._brought.pop(key, None)
-        return self._ask(key, self.timeout) if found is None else found
+        self.wait([key])
+        return self._brought.pop(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
-            self._brought[key] = self._ask(key, self.timeout if timeout is None else timeout)
+            if key not in self._brought:
+                asked = {"op": "get", "key": key}
+                answer = self._answer(asked, self.timeout if timeout is None else timeout, key)
+                self._brought |= {name: base64.b64decode(value) for name, value in answer["values"].items()}
 
     def add(self, key: str, amount: int) -> int:
         return int(self._call("add", key, amount))
@@ -106,9 +109,6 @@ class MeetingStore(dist.Store):
         except OSError as error:
             self.close()
             raise dist.DistNetworkError(f"the rendezvous store was lost: {error}") from None
-
-    def _ask(self, key: str, timeout: timedelta) -> bytes:
-        return base64.b64decode(self._answer({"op": "get", "key": key}, timeout, key)["value"])
 
     def _call(self, op: str, *args: Any) -> Any:
         return self._answer({"op": op, "args": args}, self.timeout, op)["result"]

@@ -618,6 +618,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--beat-s", type=float, default=BEAT_S, help="between two heartbeats of an agent")
     parser.add_argument("--attached", action="store_true", help="end when standard input does")
     args = parser.parse_args(argv)
+    kernel.allow_files()
     recorder_host, _, recorder_port = args.recorder.rpartition(":")
     try:
         controller = Controller(

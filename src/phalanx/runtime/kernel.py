@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
 
+MOST_FILES = 1 << 20
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,6 +45,14 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
+
+
+def allow_files() -> None:
+    """Let this process, and what it starts, open as many files as it may: Gloo aborts when it cannot accept a
+    connection, and strangers can bring that about."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = MOST_FILES if most == resource.RLIM_INFINITY else min(most, MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (enough, most))
 
 
 def adopt_orphans() -> None:

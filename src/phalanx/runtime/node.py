@@ -224,7 +224,11 @@ class Node(Host):
 
     def _send(self, action: machine.Send) -> None:
         assert self.spawner
-        self.spawner.send(action.number, action.body)
+        body = action.body
+        if body["type"] == "allow":  # by what the kernel says of a connection
+            w = self.spawner.workers.get(body["worker"])
+            body = {**body, "pid": w.pid if w else 0}
+        self.spawner.send(action.number, body)
 
     def _end(self, action: machine.End) -> None:
         assert self.spawner

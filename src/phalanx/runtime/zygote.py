@@ -26,6 +26,7 @@ PACKET_BYTES = 64 << 10
 def main(argv: list[str]) -> None:
     control = socket.socket(fileno=int(argv[0]))
     kernel.die_with_parent(int(argv[1]))
+    kernel.allow_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a worker that is asked for its stack too early must not die of it
     try:

@@ -1,0 +1,142 @@
+"""What a stranger on the same network does, as a process of its own: `python -m tests.hosts.intruder WHAT HOST ARGS`.
+It prints what it found, as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import socket
+import ssl
+import struct
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from phalanx.gate.loop import Loop
+from phalanx.gate.peers import MEMBER
+from phalanx.gate.proof import Identity, Proof, Secret, Token
+from phalanx.gate.tls import client_context
+from phalanx.runtime.transport import Link
+
+BATCH = 2000
+PATIENCE_S = 1.0
+SAID = {
+    "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "noise": bytes(range(256)) * 8,
+    "4 GiB": b"\xff\xff\xff\xff",
+    "a hello without a proof": struct.pack(">I", 83)
+    + b'{"type":"hello","nonce":"00","role":"agent","name":"node-0","incarnation":9,"proof":""}'[:83],
+}
+
+
+def scan(host, first="1", last="65535"):
+    """The ports that take a connection."""
+    ports, found = list(range(int(first), int(last) + 1)), []
+    for at in range(0, len(ports), BATCH):
+        waiting, poll = {}, select.poll()
+        for port in ports[at : at + BATCH]:
+            sock = socket.socket()
+            sock.setblocking(False)
+            code = sock.connect_ex((host, port))
+            if code == 0:
+                found.append(port)
+            if code == errno.EINPROGRESS:
+                waiting[sock.fileno()] = (sock, port)
+                poll.register(sock, select.POLLOUT)
+            else:
+                sock.close()
+        deadline = time.monotonic() + PATIENCE_S
+        while waiting and time.monotonic() < deadline:
+            for fd, _ in poll.poll(50):
+                sock, port = waiting.pop(fd)
+                if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    found.append(port)
+                poll.unregister(fd)
+                sock.close()
+        for sock, _ in waiting.values():
+            sock.close()
+    return sorted(found)
+
+
+def knock(host, *ports):
+    """By port: what is heard to each thing said, in clear and under TLS."""
+    secret = Secret(Path(), os.urandom(32))
+    people = (Identity("agent", "node-0", 9), Identity("user", "user-1", 1), MEMBER)
+    hellos = {f"a {who.role} with another secret": Proof(secret, who, False).begin() for who in people}
+    todo = [(port, f"{name}, in clear", data, False) for port in ports for name, data in SAID.items()]
+    todo += [(port, f"{name}, under TLS", data, True) for port in ports for name, data in (SAID | hellos).items()]
+    found = {port: {} for port in ports}
+    with ThreadPoolExecutor(64) as pool:
+        heard = pool.map(lambda one: said(host, int(one[0]), *one[2:]), todo)
+        for (port, name, *_), answer in zip(todo, heard, strict=True):
+            found[port][name] = answer
+    return found
+
+
+def speaks_tls(host, *ports):
+    with ThreadPoolExecutor(64) as pool:
+        heard = pool.map(lambda port: said(host, int(port), b"", tls=True), ports)
+        return [int(port) for port, answer in zip(ports, heard, strict=True) if answer != "no TLS"]
+
+
+def said(host, port, data, tls):
+    """What comes back, without the alerts of TLS; "no TLS": it does not speak it."""
+    with socket.create_connection((host, port), 5) as sock:
+        sock.settimeout(PATIENCE_S)
+        if tls:
+            try:
+                sock = client_context().wrap_socket(sock)
+            except (ssl.SSLError, OSError):
+                return "no TLS"
+        got = b""
+        with contextlib.suppress(OSError):
+            sock.sendall(data)
+            while piece := sock.recv(1000):
+                got += piece
+        with contextlib.suppress(OSError):
+            sock.close()
+        return "" if not tls and got[:1] == b"\x15" else got.hex()
+
+
+def crowd(host, count, seconds, *ports):
+    """So many half-open connections to each, opened again when they are ended."""
+    socks, opened, over = {}, 0, time.monotonic() + float(seconds)
+    poll = select.poll()
+    while time.monotonic() < over:
+        for port in map(int, ports):
+            here = sum(1 for _, p in socks.values() if p == port)
+            for _ in range(min(200, int(count) - here)):
+                sock = socket.socket()
+                sock.setblocking(False)
+                sock.connect_ex((host, port))
+                socks[sock.fileno()] = (sock, port)
+                poll.register(sock, select.POLLHUP | select.POLLIN)
+                opened += 1
+        for fd, _ in poll.poll(20):
+            poll.unregister(fd)
+            socks.pop(fd)[0].close()
+    return opened
+
+
+def claim(host, port, key, kind, *names):
+    """By name: whether an agent of that name is let in with a key, which is a `token` or the `secret`."""
+    found = {}
+    for name in names:
+        loop, me, known = Loop(), Identity("agent", name, 1 << 40), bytes.fromhex(key)
+        keys = Secret(Path(), known) if kind == "secret" else Token("agent", name, known)
+        link = Link(loop, keys, me, [(host, int(port))], {}, lambda *_: None)
+        over = time.monotonic() + 2
+        while time.monotonic() < over and not link.session:
+            loop.turn(0.1)
+        found[name] = bool(link.session)
+        link.close()
+    return found
+
+
+if __name__ == "__main__":
+    what = {"scan": scan, "speaks_tls": speaks_tls, "knock": knock, "crowd": crowd, "claim": claim}
+    print(json.dumps(what[sys.argv[1]](*sys.argv[2:])))
