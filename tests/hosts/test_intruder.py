@@ -95,12 +95,9 @@ class Job:
     """The run, and what it says. It may open few files until it raises the limit itself."""
 
     def __init__(self, town, folder):
-        hosts = folder / "hosts.json"
-        node = {"host": HOME, "interface": "eth0", "prefix": []}
-        hosts.write_text(json.dumps({"host": HOME, "nodes": [node, node]}))
-        sets = [f"--set={key}={value}" for key, value in {**TINY, "run.hosts": hosts}.items()]
+        sets = [f"--set={key}={value}" for key, value in TINY.items()]
         few = ["prlimit", "--nofile=256:20000"]
-        command = [*few, sys.executable, "-m", "phalanx.cli.main", "train", *sets]
+        command = [*few, sys.executable, "-m", "phalanx.cli.main", "train", "--listen", HOME, *sets]
         self.log = (folder / "log").open("wb")
         self.process = subprocess.Popen(
             town.command(0, *command), cwd=folder, stdout=self.log, stderr=subprocess.STDOUT,

@@ -4,17 +4,9 @@ theirs are up, in the store where they meet, and all take the first that nobody 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
-NET = Path("/sys/class/net")
-
-
-def is_up(interface: str) -> bool:
-    try:
-        return (NET / interface / "carrier").read_text().strip() == "1"
-    except OSError:  # it is switched off, or gone
-        return False
+from phalanx.core.carrier import is_up
 
 
 def choose(rails: list[dict[str, str]], store: Any, me: int, size: int) -> str:

@@ -21,7 +21,6 @@ from phalanx.core.errors import UserError
 from phalanx.core.memory import limit_bytes
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
-NET = Path("/sys/class/net")
 NUMA = Path("/sys/devices/system/node")
 
 
@@ -73,13 +72,6 @@ def interfaces() -> dict[str, str]:
                 packed = fcntl.ioctl(sock, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
                 found[name] = socket.inet_ntoa(packed[20:24])
     return found
-
-
-def is_up(interface: str) -> bool:
-    """Whether there is a carrier. (Loopback has none, and is up.)"""
-    with contextlib.suppress(OSError):  # down
-        return (NET / interface / "carrier").read_text().strip() == "1"
-    return False
 
 
 def interface_of(address: str) -> str:

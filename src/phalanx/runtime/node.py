@@ -27,6 +27,7 @@ from phalanx.control import codec, messages
 from phalanx.control.agent import Agent, Service
 from phalanx.control.messages import Command, Failure
 from phalanx.control.pace import Pace
+from phalanx.core.carrier import is_up
 from phalanx.core.errors import UserError
 from phalanx.observe.fold import fold_of
 from phalanx.runtime import inventory, kernel
@@ -189,7 +190,7 @@ class Node(Host):
         assert self.agent
         self.loop.after(RAILS_S, self._look_at_rails)
         for interface, was_up in self.rails.items():
-            up = inventory.is_up(interface)
+            up = is_up(interface)
             if up != was_up:
                 self.rails[interface] = up
                 self.agent.link_changed(interface, up)

@@ -1,0 +1,102 @@
+"""What is said for the record comes there once, whatever happens on the way, and in few messages."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from phalanx.observe.fold import fold_of
+from phalanx.runtime.reports import Folder, Recorder, Relay, Reporter
+from phalanx.runtime.secret import Identity, load_secret
+from phalanx.runtime.transport import Link, Loop
+
+STEP = {"type": "step", "generation": 1, "lr": 0.1, "time_s": 1.0, "grad_norm": 1.0, "whole": None}
+
+
+class Way:
+    """From agents by one aggregator (or `relays` before it) to the record, over real connections."""
+
+    def __init__(self, folder, relayed=False):
+        self.loop, self.items, self.secret = Loop(), [], load_secret(folder / "secret")
+        self.recorder = Recorder(self.loop, self.secret, "127.0.0.1", 0, self.items.append)
+        self.at = self.recorder.server.address
+        if relayed:
+            me = Identity("aggregator", "relay", 1)
+            self.relay = Relay(self.loop, self.secret, me, self.at, "127.0.0.1")
+            self.at = self.relay.server.address
+        self.lives = 0
+        self.folder = self.aggregate()
+
+    def aggregate(self) -> Folder:
+        self.lives += 1
+        made, me = Folder(self.loop), Identity("aggregator", "g", self.lives)
+        made.upstream = Link(self.loop, self.secret, me, [self.at], {}, lambda *_: None, on_ack=made.acked)
+        return made
+
+    def agent(self, name: str) -> Reporter:
+        def tell(body):
+            if self.folder is None:
+                return False
+            self.folder.take(name, body["items"], lambda: said.recorded(body["upto"]))
+            return True
+
+        said = Reporter(self.loop, f"life of {name}", tell, lambda: None)
+        return said
+
+    def until(self, what):
+        deadline = time.monotonic() + 20
+        while not what():
+            assert time.monotonic() < deadline, self.items
+            self.loop.turn(0.01)
+
+
+@pytest.mark.parametrize("relayed", [False, True], ids=["straight", "by a relay"])
+def test_steps_of_many_ranks_come_as_one_message_and_events_each(tmp_path, relayed):
+    way = Way(tmp_path, relayed)
+    agents = [way.agent(f"n{i}") for i in range(20)]
+    for step in range(3):
+        before = way.recorder.messages
+        for i, each in enumerate(agents):
+            for rank in (2 * i, 2 * i + 1):
+                each.say(fold_of(rank, {**STEP, "step": step}))
+        way.until(lambda step=step: any(i["step"] == step and i["ranks"] == [[0, 40]] for i in way.items))
+        assert way.recorder.messages - before == 1
+    agents[0].say({"type": "exit", "worker": 7})
+    agents[1].say({"type": "exit", "worker": 8})
+    way.until(lambda: len(way.items) == 5)
+    assert way.items[3:] == [{"type": "exit", "worker": 7}, {"type": "exit", "worker": 8}]
+    way.until(lambda: all(each.is_empty for each in agents))
+
+
+def test_what_an_aggregator_took_with_it_is_said_again_and_recorded_once(tmp_path):
+    way = Way(tmp_path)
+    agent = way.agent("a")
+    agent.say({"type": "exit", "worker": 1})
+    way.until(lambda: agent.is_empty)
+    agent.say({"type": "exit", "worker": 2})
+    agent._flush()
+    way.folder._send = lambda: None  # it has heard it, and dies
+    agent.say({"type": "exit", "worker": 3})
+    way.folder = way.aggregate()
+    agent.opened()
+    way.until(lambda: agent.is_empty)
+    # Of one that was recorded the word that it was may be lost: it comes again, and is not taken twice.
+    agent._kept.append((2, {"type": "exit", "worker": 2, "n": 2, "life": "life of a"}, 1))
+    agent.opened()
+    way.until(lambda: agent.is_empty)
+    assert [item["worker"] for item in way.items] == [1, 2, 3]
+
+
+def test_what_is_said_while_nobody_listens_waits(tmp_path):
+    way = Way(tmp_path)
+    way.folder, kept = None, way.folder
+    agent = way.agent("a")
+    for number in range(5):
+        agent.say({"type": "exit", "worker": number})
+    for _ in range(20):
+        way.loop.turn(0.01)
+    assert way.items == [] and not agent.is_empty and agent.size_bytes > 0
+    way.folder = kept
+    way.until(lambda: agent.is_empty)
+    assert [item["worker"] for item in way.items] == [0, 1, 2, 3, 4] and agent.size_bytes == 0
