@@ -30,13 +30,18 @@ def measure(args, build):
         tcp = dist.TCPStore("127.0.0.1", int(ours.get("port")), is_master=False, timeout=LONG)
     for number in range(2 * args["groups"] + 2):
         kind = ("ours", "tcp", "tcp", "ours")[number % 4]
-        tcp.add(f"ready {number}", 1)
-        while tcp.add(f"ready {number}", 0) < ranks:  # all begin together
-            time.sleep(0.0005)
+        together(tcp, f"begin {number}", ranks)
         began = time.perf_counter()
         group = dist.ProcessGroupGloo(dist.PrefixStore(f"{number}", ours if kind == "ours" else tcp), rank, ranks, LONG)
         took = time.perf_counter() - began
         if number > 1:  # the first two are slow
             times[kind].append(took)
+        together(tcp, f"end {number}", ranks)  # or a slow rank would see its connections end
         del group
     return times
+
+
+def together(tcp, name, ranks):
+    tcp.add(name, 1)
+    while tcp.add(name, 0) < ranks:
+        time.sleep(0.0005)

@@ -31,6 +31,7 @@ SLOW = {
     "plan_truth",
     "recovery",
     "recovery_nodes",
+    "wire",
 }
 FORKED = multiprocessing.get_context("forkserver")  # from a process that has imported torch, which takes seconds
 FORKED.set_forkserver_preload(["tests.parity", "torch.distributed.checkpoint"])
