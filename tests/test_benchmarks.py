@@ -30,6 +30,7 @@ SLOW = {
     "plan_truth",
     "recovery",
     "recovery_nodes",
+    "twin_anchors",
 }
 FORKED = multiprocessing.get_context("forkserver")  # from a process that has imported torch, which takes seconds
 FORKED.set_forkserver_preload(["tests.parity", "torch.distributed.checkpoint"])
