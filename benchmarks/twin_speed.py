@@ -31,7 +31,7 @@ def main() -> None:
     cases = {
         "16,384, all stop": load("llama3-16k"),
         "16,384, contained": load("llama3-16k-contained"),
-        "98,304, contained": load("100k-h100-1t"),
+        "98,304, contained": load("100k-h100-1t").changed("days=5"),
     }
     if SMOKE:
         cases = {"16,384, all stop": load("llama3-16k").changed("days=1")}

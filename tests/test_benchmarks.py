@@ -32,6 +32,7 @@ SLOW = {
     "recovery",
     "recovery_nodes",
     "wire",
+    "twin_anchors",
 }
 FORKED = multiprocessing.get_context("forkserver")  # from a process that has imported torch, which takes seconds
 FORKED.set_forkserver_preload(["tests.parity", "torch.distributed.checkpoint"])

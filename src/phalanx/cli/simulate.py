@@ -83,29 +83,10 @@ def _is_scenario(path: Path) -> bool:
 
 def _of_job(name: str, gpus: int, hardware: str) -> tuple[Scenario, int]:
     from phalanx.cli.plan_ask import Options, ask
-    from phalanx.twin.scenario import Scenario
+    from phalanx.twin.planned import of_plan, steps_of
 
     plan = ask(Options(name, gpus, hardware)).plan
-    layout = plan.layout
-    inside = plan.used // layout["replica"]
-    steps = max(1, round(plan.bill.tokens / (plan.global_batch * plan.seq)))
-    days = steps * plan.step_s / 86_400
-    one_pass = plan.step_s * layout["pp"] / (plan.micro_batches + layout["pp"] - 1)
-    return Scenario(
-        name=Path(name).stem,
-        about=f"{plan.model} on {plan.used:,} {plan.hardware}, as planned: {plan.step_s:.3g} s a step",
-        gpus=plan.used,
-        hardware=plan.hardware,
-        step_s=plan.step_s,
-        model=plan.model,
-        params=plan.params,
-        days=max(days, 1.0),
-        policy="contained" if layout["replica"] > 1 and inside % 8 == 0 else "hot",
-        replica_gpus=inside,
-        micro_batches=plan.micro_batches,
-        pass_s=one_pass,
-        spares=0.02,
-    ).checked(), steps
+    return of_plan(plan, Path(name).stem), steps_of(plan)
 
 
 def _tell(name: str, done: int, seeds: int) -> None:
