@@ -13,19 +13,24 @@ import pytest
 from phalanx.observe.record import RunRecord
 
 
+def without_time(row):
+    assert row.pop("time") > 1e9
+    return row
+
+
 def test_a_record_is_read_back(tmp_path):
     record = RunRecord.create(tmp_path / "runs", "my job/7", {"torch": "2.13"}, job={"job": {"seed": 1}, "origins": {}})
     assert re.fullmatch(r"my-job-7-\d{8}T\d{6}Z-[0-9a-f]{4}", record.path.name)
     record.metric({"step": 0, "loss": 1.25})
     record.event({"type": "ready"})
     while_running = RunRecord.open(record.path)
-    assert list(while_running.metrics()) == [{"step": 0, "loss": 1.25}]
+    assert [without_time(row) for row in while_running.metrics()] == [{"step": 0, "loss": 1.25}]
     assert while_running.summary is None
     record.metric({"step": 1, "loss": math.nan, "norms": [math.inf, 1.0]})
     record.finish({"ok": True})
     after = RunRecord.open(record.path)
-    assert after.job == {"job": {"seed": 1}, "origins": {}} and after.meta == {"torch": "2.13"}
-    assert list(after.metrics())[1] == {"step": 1, "loss": None, "norms": [None, 1.0]}
+    assert after.job == {"job": {"seed": 1}, "origins": {}} and after.meta["torch"] == "2.13"
+    assert without_time(list(after.metrics())[1]) == {"step": 1, "loss": None, "norms": [None, 1.0]}
     assert [e["type"] for e in after.events()] == ["ready"] and next(after.events())["time"] > 1e9
     assert after.summary == {"ok": True}
     assert {p.name for p in record.path.iterdir()} == {
@@ -43,7 +48,7 @@ def test_a_torn_last_line_is_passed_over_and_a_damaged_one_is_not(tmp_path):
     record.metric({"step": 0})
     with open(record.path / "metrics.jsonl", "a") as f:
         f.write('{"step": 1, "lo')
-    assert list(record.metrics()) == [{"step": 0}]
+    assert [row["step"] for row in record.metrics()] == [0]
     with open(record.path / "metrics.jsonl", "a") as f:
         f.write("\n")
     with pytest.raises(ValueError, match="line 2"):

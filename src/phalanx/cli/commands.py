@@ -16,6 +16,7 @@ from phalanx.cli.data import data_app
 from phalanx.cli.hardware import hardware_app
 from phalanx.cli.nodes import nodes_app, scale
 from phalanx.cli.plan import plan_app
+from phalanx.cli.runs import runs_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +33,7 @@ app.add_typer(chaos_app, name="chaos")
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(hardware_app, name="hardware")
 app.add_typer(plan_app, name="plan")
+app.add_typer(runs_app, name="runs")
 app.command("scale")(scale)
 app.command("calibrate")(calibrate)
 

@@ -33,7 +33,7 @@ class RunRecord:
         path.mkdir(parents=True)
         (path / "logs").mkdir()
         _write(path / "job.json", job or {})
-        _write(path / "meta.json", meta)
+        _write(path / "meta.json", {"started": time.time(), **meta})
         return RunRecord(path, writable=True)
 
     @staticmethod
@@ -47,7 +47,7 @@ class RunRecord:
         return self.path / "logs"
 
     def metric(self, row: Row) -> None:
-        self._append("metrics", row)
+        self._append("metrics", {"time": time.time(), **row})
 
     def event(self, event: Row) -> None:
         self._append("events", {"time": time.time(), **event})

@@ -29,10 +29,11 @@ from phalanx.core.shape import MFU_CONVENTION, MFU_EXPERTS
 from phalanx.core.store import open_store
 from phalanx.data import source
 from phalanx.data.selection import Position, RunData
+from phalanx.observe.provenance import provenance
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
 from phalanx.run.host import refuse
-from phalanx.run.planned import Forecast
+from phalanx.run.planned import Forecast, rates
 from phalanx.run.start import AUTO, FOLDER, Start, check_fits, check_room, find_start, next_generation, take_place
 from phalanx.run.stop import Stop
 from phalanx.runtime.cluster import Begin, Cluster, Entries
@@ -81,7 +82,7 @@ def run_job(
         if start:
             check_fits(start, job)
         check_room(start, job, resume)
-        record = _create_record(job, origins)
+        record = _create_record(job, origins, forecast)
         run = _Run(job, record, listener, stop, start, noticed)
         try:
             summary = run.go(resume)
@@ -110,10 +111,12 @@ def _position(start: Start | None) -> Position | None:
     return Position(m.step, m.cursor, m.order, m.data_version, m.seq_len)
 
 
-def _create_record(job: Job, origins: dict[str, str]) -> RunRecord:
+def _create_record(job: Job, origins: dict[str, str], forecast: Forecast | None) -> RunRecord:
     meta = {
         "phalanx": __version__,
-        "python": platform.python_version(),
+        **provenance(),
+        "rates": rates(job),
+        "forecast": forecast.expected() if forecast else None,
         "host": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0))},
         "job_digest": job.digest(),
         "promise": job.promise,
