@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -85,3 +86,43 @@ def test_the_summary_is_whole_or_absent(tmp_path, monkeypatch):
     monkeypatch.undo()
     record.finish({"ok": True})
     assert json.loads((record.path / "summary.json").read_text()) == {"ok": True}
+
+
+def test_a_full_disk_loses_no_line_while_there_is_room_for_them_in_memory(tmp_path, monkeypatch):
+    record = RunRecord.create(tmp_path, "a", {})
+    whole, full = os.write, [True]
+
+    def write(fd, data):
+        if full[0]:
+            if len(data) > 10:
+                return whole(fd, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(fd, data)
+
+    monkeypatch.setattr("os.write", write)
+    monkeypatch.setattr("phalanx.observe.record.MOST_WAITING", 5)
+    for step in range(4):
+        record.metric({"step": step})
+    full[0] = False
+    record.metric({"step": 4})
+    assert [row["step"] for row in record.metrics()] == [0, 1, 2, 3, 4] and record.dropped == 0
+    full[0] = True
+    for step in range(5, 20):
+        record.metric({"step": step})
+    full[0] = False
+    record.finish({"status": "done"})
+    assert record.summary["dropped"] == 10
+    again = [row["step"] for row in RunRecord.open(record.path).metrics()]
+    assert again == sorted(set(again))  # whole lines, in order
+
+
+def test_rank_times_are_kept_beside_the_rows(tmp_path):
+    from phalanx.observe.tiles import TileReader
+
+    record = RunRecord.create(tmp_path, "a", {})
+    for step in range(3, 8):
+        record.rank_times(step, {0: 0.1, 2: 0.2}, 3)
+    record.close()
+    reader = TileReader(record.path / "ranks")
+    assert (reader.first, reader.steps, reader.ranks) == (3, 5, 3)
+    assert reader.picture((0, 3), (0, 9), 9, 9)["codes"][1].tolist() == [0] * 5

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli import dash
 from phalanx.cli.calibrate import calibrate
 from phalanx.cli.chaos import chaos_app
 from phalanx.cli.checkpoint import checkpoint_app
@@ -36,6 +37,7 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(runs_app, name="runs")
 app.command("scale")(scale)
 app.command("calibrate")(calibrate)
+app.command("dash")(dash.dash)
 
 
 @app.callback(invoke_without_command=True)
@@ -65,6 +67,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Run one rank's program for a step on tensors without values, and stop.")
     ] = False,
+    dash: Annotated[bool, typer.Option("--dash", help="Show the run on a page while it trains.")] = False,
 ) -> None:
     """Train. With no arguments: a small model on the Python library's own sources, on this machine."""
     from phalanx.run.planned import resolve
@@ -86,7 +89,11 @@ def train(
     from phalanx.run.training import run_job
 
     try:
-        with Console(resolved.job, forecast) as console:
+        with contextlib.ExitStack() as stack, Console(resolved.job, forecast) as console:
+            if dash:
+                from phalanx.web.serve import beside
+
+                console.note(f"dashboard: {stack.enter_context(beside(Path(resolved.job.run.dir)))}")
             run_job(resolved.job, resolved.origins, console, resume, forecast)
     except KeyboardInterrupt as stopped:
         with contextlib.suppress(OSError):  # the terminal may be gone

@@ -47,13 +47,14 @@ class Incident:
     lost_steps: int = 0
     generation: int = 0  # that it led to
     ended_run: bool = False
+    to_the_end: bool = False  # the run ended before it was healed
     evidence: list[Event] = field(default_factory=list)
     lost_gpu_s: float = 0.0  # set by the account of the run
     dollars: float | None = None
 
     @property
     def open(self) -> bool:
-        return not self.healed and not self.ended_run
+        return not self.healed and not self.ended_run and not self.to_the_end
 
     def phases(self) -> dict[str, float]:
         """Seconds by phase, of those that are known."""
@@ -91,7 +92,7 @@ class Incident:
             if self.healed > self.committed:
                 text += f", at full strength after {seconds(self.healed - self.at)}"
             elif not self.healed:
-                text += ", with fewer replicas so far"
+                text += f", with fewer replicas {'to the end of the run' if self.to_the_end else 'so far'}"
             said.append(f"{text}.")
         elif not self.ended_run:
             said.append("Training has not gone on yet.")
@@ -110,7 +111,7 @@ class Incident:
         names = (
             "number", "kind", "at", "since", "subject", "what", "step", "rung", "stops", "decided", "started",
             "committed", "healed", "restore_s", "lost_steps", "generation", "ended_run", "evidence", "lost_gpu_s",
-            "dollars", "open",
+            "dollars", "open", "to_the_end",
         )  # fmt: skip
         out = {name: getattr(self, name) for name in names}
         return {**out, "sources": sorted(self.sources), "phases": self.phases(), "verdict": self.verdict()}
@@ -157,10 +158,10 @@ class Incidents:
             self._committed(at, event)
         elif kind == "ended":
             self.ended = event
-            if not event.get("ok"):
-                for each in self._waiting():
-                    each.ended_run = True
-                    each.evidence.append(event)
+            for each in self._waiting():
+                each.to_the_end = bool(each.committed)
+                each.ended_run = not each.committed and not event.get("ok")
+                each.evidence.append(event)
 
     # -- failures
 
@@ -239,12 +240,15 @@ class Incidents:
                 self.changes.append(event)
             return
         for one in self._waiting():
+            if one.committed:  # it only waits for its replicas, which come back with this generation, or do not
+                continue
             one.decided = one.decided or at
             one.rung = max(one.rung, _int(event.get("rung")))
             one.generation = _int(event.get("generation"))
             one.step = _int(event.get("step"))
             one.lost_steps = max(one.lost_steps, lost)
-            one.evidence.append(event)
+            if event not in one.evidence:
+                one.evidence.append(event)
 
     def _began(self, at: float, event: Event) -> None:
         if not self.ready:
@@ -264,6 +268,8 @@ class Incidents:
             one.committed = one.committed or at
             if whole:
                 one.healed = at
+                if self._form not in one.evidence and self._form:
+                    one.evidence.append(self._form)
 
 
 def _number(value: object) -> float:

@@ -77,6 +77,7 @@ class StepTable:
             "data_digest": whole["data_digest"],
             "generation": any_report.get("generation", 0),
             "record": whole.get("record", ""),
+            "rank_times": times,
             "served": _merge(r.get("served", {}) for r in reports.values()),
         }
 

@@ -430,13 +430,14 @@ class _Run:
     def _on_row(self, row: dict[str, Any]) -> None:
         assert self.data
         row["cursor"] = self.data.cursor(row["step"] + 1)
-        line = row.pop("record")
+        line, times = row.pop("record"), row.pop("rank_times")
         if line:
             self.record.ledger(line)
         else:  # that no step is missing is checked elsewhere; here it must not end the run
             self.record.event({"type": "ledger gap", "step": row["step"]})
             self.listener.note(f"step {row['step']}: no rank that knows its loss has reported it; the ledger has a gap")
         self.record.metric(row)
+        self.record.rank_times(row["step"], times, self.job.layout.world_size)
         self.first_loss = self.first_loss if self.num_steps else row["loss"]
         self.num_steps += 1
         self.rows.append(row)
