@@ -9,8 +9,6 @@ import re
 
 import numpy as np
 import pytest
-
-pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 
 from phalanx.observe.story import Story

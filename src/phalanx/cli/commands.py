@@ -18,6 +18,7 @@ from phalanx.cli.hardware import hardware_app
 from phalanx.cli.nodes import nodes_app, scale
 from phalanx.cli.plan import plan_app
 from phalanx.cli.runs import runs_app
+from phalanx.cli.watch import logs, top
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,6 +39,8 @@ app.add_typer(runs_app, name="runs")
 app.command("scale")(scale)
 app.command("calibrate")(calibrate)
 app.command("dash")(dash.dash)
+app.command("top")(top)
+app.command("logs")(logs)
 
 
 @app.callback(invoke_without_command=True)

@@ -19,9 +19,19 @@ def dash(
     price: Annotated[
         float | None, typer.Option(min=0.0, help="Dollars per GPU-hour, in place of the records'.")
     ] = None,
+    grafana: Annotated[
+        bool, typer.Option("--grafana", help="Print a Grafana dashboard over /metrics, and stop.")
+    ] = False,
     until_closed: Annotated[bool, typer.Option("--until-closed", hidden=True)] = False,
 ) -> None:
     """Show the runs on a page: progress, goodput, incidents, ranks. It only reads."""
+    if grafana:
+        import json
+
+        from phalanx.observe.prometheus import grafana as dashboard
+
+        print(json.dumps(dashboard(), indent=2))
+        return
     from phalanx.core.errors import UserError
     from phalanx.web.serve import serve
 
