@@ -14,6 +14,7 @@ from phalanx.cli.calibrate import calibrate
 from phalanx.cli.chaos import chaos_app
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.data import data_app
+from phalanx.cli.demo import demo
 from phalanx.cli.hardware import hardware_app
 from phalanx.cli.nodes import nodes_app, scale
 from phalanx.cli.plan import plan_app
@@ -40,6 +41,7 @@ app.command("scale")(scale)
 app.command("calibrate")(calibrate)
 app.command("dash")(dash.dash)
 app.command("top")(top)
+app.command("demo")(demo)
 app.command("logs")(logs)
 
 

@@ -3,7 +3,7 @@ import { h, clock } from "./dom.js";
 import { runsPage, runPage, incidentPage, comparePage } from "./pages.js";
 
 const main = document.getElementById("main"), link = document.getElementById("link"), help = document.getElementById("help");
-const state = { page: null, source: null, timer: null, busy: false, turn: 0, heard: 0 };
+const state = { page: null, source: null, timer: null, busy: false, latest: null, turn: 0, heard: 0 };
 
 async function route(quietly = false) {
   const turn = ++state.turn, path = location.pathname, query = new URLSearchParams(location.search);
@@ -44,10 +44,16 @@ function connect() {
   state.source = source;
   source.onmessage = async (event) => {
     say("live", "live"); state.heard = Date.now();
+    state.latest = event.data;
     if (state.busy) return;
-    state.busy = true;
-    try { await page.heard(JSON.parse(event.data)); } catch { /* the next one comes */ }
-    setTimeout(() => { state.busy = false; }, 900);
+    state.busy = true;  // at most one drawing a second, and the latest news is always drawn
+    while (state.latest && state.source === source) {
+      const latest = state.latest;
+      state.latest = null;
+      try { await page.heard(JSON.parse(latest)); } catch { /* the next one comes */ }
+      await new Promise((done) => setTimeout(done, 900));
+    }
+    state.busy = false;
   };
   source.addEventListener("over", () => { source.close(); say(""); route(true); });
   source.addEventListener("gone", () => { source.close(); say("the record is gone", "lost"); });
