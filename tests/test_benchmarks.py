@@ -26,6 +26,7 @@ SLOW = {
     "durability",
     "exact",
     "gpu_fp8",
+    "observe_overhead",
     "parity",
     "plan_truth",
     "recovery",

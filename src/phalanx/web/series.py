@@ -111,6 +111,11 @@ def _number(value: object) -> float:
 
 
 def _plain(values: np.ndarray, many: np.ndarray) -> list[float | None]:
-    return [
-        float(f"{v:.8g}") if n and np.isfinite(v) else None for v, n in zip(values.tolist(), many.tolist(), strict=True)
-    ]
+    """Eight significant figures, and None where there is nothing."""
+    known = np.isfinite(values) & (many > 0)
+    held = np.where(known, values, 0.0)
+    with np.errstate(divide="ignore"):
+        digits = 7 - np.floor(np.log10(np.abs(held)))
+    factor = 10.0 ** np.clip(np.nan_to_num(digits, posinf=0.0), -300, 300)
+    rounded = (np.round(held * factor) / factor).tolist()
+    return [v if k else None for v, k in zip(rounded, known.tolist(), strict=True)]
