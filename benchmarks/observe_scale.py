@@ -9,7 +9,7 @@ that runs use, the server behind `phalanx dash`, and Chromium.
     history    a chart of 1,000 points from a million steps
 
 Bars: >= 1,000,000 values/s; every picture < 100 ms; the slow rank in all of them; first paint < 1 s; server < 1 GB;
-history < 100 ms. The full size writes 13 GB, which are removed."""
+history < 100 ms. The full size writes 18 GB, which are removed."""
 
 from common import SMOKE, finish, machine, options  # isort: skip
 

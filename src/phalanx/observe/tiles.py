@@ -1,15 +1,17 @@
 """Tiles: how slow each rank was at each step, kept so that any part of it can be drawn at any zoom in bounded time.
 
 A value is one byte: a rank's step time over the median of that step, on a scale of 1.4 %, rounded up; 0: the
-rank did not report. Beside the full table there is a table for every combination of rank blocks and step blocks of 8,
-64, 512 ..., which holds the largest value of each block. So one slow rank in a million shows at every zoom, and a
-picture of any part reads at most 64 values for a pixel. The tables are files to which a step appends one row; an
-aggregator keeps those of its ranks, and only pictures travel."""
+rank did not report. Beside the full table there is a table for every combination of rank blocks and step blocks of 4,
+16, 64 ..., which holds the largest value of each block. So one slow rank in a million shows at every zoom, and a
+picture of any part reads at most 16 values for a pixel. In a file 64 ranks x 64 steps lie together in one page of
+memory, so that one rank over all steps is as near as all ranks at one step. An aggregator keeps the tables of its
+ranks; only pictures travel."""
 
 from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +20,11 @@ from typing import Any
 import numpy as np
 
 FOLDER = "ranks"
-FACTOR = 8
+FACTOR = 4
+SIDE = 64  # ranks and steps of a page
 LEAST, MOST = 0.5, 16.0  # of the median; what is beyond is shown as the end of the scale
 MOST_SAMPLED = 1 << 16  # ranks that the median is taken from; of more, evenly spread ones
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _SCALE = 254 / np.log2(MOST / LEAST)
 Codes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -56,6 +60,43 @@ def levels(count: int) -> int:
     return number
 
 
+class _Table:
+    """A file of rows, of which SIDE steps are mapped for writing: (block of ranks, step, rank)."""
+
+    def __init__(self, path: Path, width: int):
+        self.width, self.blocks = width, -(-width // SIDE)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._chunk, self._map = -1, np.zeros((0, 0, 0), np.uint8)
+        self._whole = width // SIDE * SIDE
+
+    def write(self, row: int, values: Codes) -> None:
+        """OSError: there is no room, which is known before anything is touched."""
+        pages = self._at(row // SIDE)[:, row % SIDE, :]
+        pages[: self._whole // SIDE] = values[: self._whole].reshape(-1, SIDE)
+        if self._whole < self.width:
+            pages[-1, : self.width - self._whole] = values[self._whole :]
+
+    def largest(self, first: int, last: int) -> Codes:
+        """The largest value of each column in these rows."""
+        out = np.zeros(self.width, np.uint8)
+        for row in range(first, last):
+            np.maximum(out, self._at(row // SIDE)[:, row % SIDE, :].reshape(-1)[: self.width], out=out)
+        return out
+
+    def close(self) -> None:
+        self._map = np.zeros((0, 0, 0), np.uint8)
+        os.close(self._fd)
+
+    def _at(self, chunk: int) -> Codes:
+        if chunk != self._chunk:
+            size = self.blocks * SIDE * SIDE
+            os.posix_fallocate(self._fd, chunk * size, size)  # writing to a map on a full disk would end the process
+            view = mmap.mmap(self._fd, size, offset=chunk * size)
+            self._map = np.frombuffer(view, np.uint8).reshape(self.blocks, SIDE, SIDE)
+            self._chunk = chunk
+        return self._map
+
+
 class TileWriter:
     """Takes one row for each step, in order; a step that is done again replaces the one that was abandoned. A disk that
     is full costs rows, never a step: they are counted."""
@@ -67,87 +108,82 @@ class TileWriter:
         (folder / "tiles.json").write_text(json.dumps(about))
         self.widths = [-(-ranks // FACTOR**i) for i in range(levels(ranks))]
         self._folder = folder
-        self._fds: dict[tuple[int, int], int] = {}
-        self._medians = self._open("medians.f32")
-        self._last = first_step - 1
-        # Of each size of step blocks but the first: the largest values of the block that is being filled.
-        self._blocks: list[list[Codes]] = []
+        self._tables: dict[tuple[int, int], _Table] = {}
+        self._medians = os.open(folder / "medians.f32", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._count = 0  # rows that are there
+        self._blocks: list[
+            list[Codes]
+        ] = []  # by size of step blocks from FACTOR on: the largest so far of the open one
 
     def add(self, step: int, times_s: Sequence[float] | np.ndarray) -> None:
         """`times_s`: of every rank, NaN where it is not known."""
         times = np.asarray(times_s, dtype=np.float32)
         some = times[:: -(-len(times) // MOST_SAMPLED)] if len(times) > MOST_SAMPLED else times
         known = some[np.isfinite(some)]
-        if times.shape != (self.ranks,) or step < self.first or not len(known):
+        at = step - self.first
+        if times.shape != (self.ranks,) or at < 0 or not len(known):
             self.dropped += 1
             return
         median = float(np.median(known)) or 1e-9
-        rows = self._by_ranks(encode(times, median))
-        at = step - self.first
         try:
-            if step <= self._last:
+            if at < self._count:
                 self._rewind(at)
-            while len(self._blocks) < levels(at + 1) - 1:
-                self._blocks.append(self._before(len(self._blocks) + 1, at))
-            os.pwrite(self._medians, np.float32(median).tobytes(), 4 * at)
-            self._write(0, at, rows)
-            for number, block in enumerate(self._blocks):
-                if at % FACTOR ** (number + 1) == 0:
-                    for values in block:
-                        values.fill(0)
-                for values, row in zip(block, rows, strict=True):
-                    np.maximum(values, row, out=values)
-                self._write(number + 1, at // FACTOR ** (number + 1), block)
-            self._last = step
+            while self._count < at:  # rows that were dropped
+                self._append(np.zeros(self.ranks, np.uint8), 0.0)
+            self._append(encode(times, median), median)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
+            if error.errno not in FULL:
                 raise
             self.dropped += 1
 
     def close(self) -> None:
-        for fd in (self._medians, *self._fds.values()):
-            os.close(fd)
-        self._fds.clear()
+        os.close(self._medians)
+        for table in self._tables.values():
+            table.close()
+        self._tables.clear()
 
-    def _by_ranks(self, codes: Codes) -> list[Codes]:
-        rows = [codes]
+    def _append(self, codes: Codes, median: float) -> None:
+        at, rows = self._count, [codes]
         for width in self.widths[1:]:
             rows.append(_blocked(rows[-1], width))
-        return rows
-
-    def _before(self, number: int, at: int) -> list[Codes]:
-        """The largest values so far of a block, from the table with the next smaller blocks."""
-        size = FACTOR**number
-        first, last = at // size * FACTOR, -(-(at % size) // FACTOR ** (number - 1)) + at // size * FACTOR
-        out = []
-        for level, width in enumerate(self.widths):
-            data = os.pread(self._fd(level, number - 1), (last - first) * width, first * width) if last > first else b""
-            table = np.frombuffer(data[: len(data) // width * width], np.uint8).reshape(-1, width)
-            out.append(table.max(axis=0) if len(table) else np.zeros(width, np.uint8))
-        return out
+        self._write(0, at, rows)
+        number, size = 1, 1  # a block of steps takes the blocks of the next smaller size as they are completed
+        while (at + 1) % size == 0:
+            if len(self._blocks) < number:
+                self._blocks.append([np.zeros(width, np.uint8) for width in self.widths])
+            block = self._blocks[number - 1]
+            fresh = (at + 1 - size) % (size * FACTOR) == 0
+            for held, row in zip(block, rows, strict=True):
+                if fresh:
+                    held[:] = row
+                else:
+                    np.maximum(held, row, out=held)
+            size *= FACTOR
+            self._write(number, at // size, block)
+            rows, number = block, number + 1
+        os.pwrite(self._medians, np.float32(median).tobytes(), 4 * at)  # last: a reader counts these
+        self._count = at + 1
 
     def _rewind(self, at: int) -> None:
         """Forget rows from `at` on: they were abandoned."""
-        for number in range(len(self._blocks) + 1):
-            row = at // FACTOR**number
-            for level, width in enumerate(self.widths):
-                os.ftruncate(self._fd(level, number), row * width)
         os.ftruncate(self._medians, 4 * at)
-        self._blocks = []
-        for number in range(1, levels(at + 1)):
-            self._blocks.append(self._before(number, at))
+        self._count = at
+        for number, block in enumerate(self._blocks, 1):
+            size = FACTOR**number
+            first, last = at // size * FACTOR, at // (size // FACTOR)
+            for level in range(len(self.widths)):
+                block[level][:] = self._table(level, number - 1).largest(first, last)
+            if last > first:
+                self._write(number, at // size, block)
 
     def _write(self, number: int, row: int, rows: list[Codes]) -> None:
         for level, values in enumerate(rows):
-            os.pwrite(self._fd(level, number), values.data, row * len(values))
+            self._table(level, number).write(row, values)
 
-    def _fd(self, level: int, number: int) -> int:
-        if (level, number) not in self._fds:
-            self._fds[level, number] = self._open(f"r{level}s{number}.u8")
-        return self._fds[level, number]
-
-    def _open(self, name: str) -> int:
-        return os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    def _table(self, level: int, number: int) -> _Table:
+        if (level, number) not in self._tables:
+            self._tables[level, number] = _Table(self._folder / f"r{level}s{number}.u8", self.widths[level])
+        return self._tables[level, number]
 
 
 class TileReader:
@@ -163,7 +199,7 @@ class TileReader:
     def steps(self) -> int:
         """How many steps there are."""
         try:
-            return (self.folder / "r0s0.u8").stat().st_size // self.ranks
+            return (self.folder / "medians.f32").stat().st_size // 4
         except OSError:
             return 0
 
@@ -180,8 +216,7 @@ class TileReader:
         rows, columns = FACTOR**level, FACTOR**number  # of a block
         r0, r1 = low[0] // rows, -(-high[0] // rows)
         s0, s1 = low[1] // columns, -(-high[1] // columns)
-        table = self._table(level, number, s0, s1)[:, r0:r1]
-        s1 = s0 + len(table)
+        table = self._rows(level, number, s0, s1, r0, r1, count)
         codes = _pooled(_pooled(table, min(width, len(table))).T, min(height, r1 - r0))
         return {
             "ranks": [r0 * rows, min(self.ranks, r1 * rows)],
@@ -189,20 +224,35 @@ class TileReader:
             "codes": codes,
         }
 
-    def medians(self, steps: tuple[int, int]) -> np.ndarray:
-        """Seconds of the median rank at each of these steps."""
-        first, last = max(0, steps[0] - self.first), max(0, steps[1] - self.first)
-        with open(self.folder / "medians.f32", "rb") as f:
-            f.seek(4 * first)
-            return np.frombuffer(f.read(4 * (last - first)), np.float32)
+    def _rows(self, level: int, number: int, s0: int, s1: int, r0: int, r1: int, count: int) -> Codes:
+        """Rows s0 to s1 of a table. The newest steps are not in it before a part of their block is complete: they are
+        taken from the tables with smaller blocks."""
+        part = max(1, FACTOR ** (number - 1))  # steps by which a row grows
+        written = -(-(count // part * part) // FACTOR**number)
+        table = self._read(level, number, s0, min(s1, written), r0, r1)
+        newest = count // part * part  # the first step that is not in the table
+        if number and newest < min(count, s1 * FACTOR**number):
+            row = newest // FACTOR**number
+            tail = self._rows(level, number - 1, newest // part, -(-count // part), r0, r1, count).max(axis=0)
+            if row < s0 + len(table):
+                table = np.array(table)  # it may be the file's own memory
+                table[row - s0] = np.maximum(table[row - s0], tail)
+            else:
+                table = np.concatenate([table, tail[None]])
+        return table
 
-    def _table(self, level: int, number: int, first: int, last: int) -> Codes:
+    def _read(self, level: int, number: int, s0: int, s1: int, r0: int, r1: int) -> Codes:
+        """A rectangle of a table."""
+        if s1 <= s0:
+            return np.zeros((0, r1 - r0), np.uint8)
         width = -(-self.ranks // FACTOR**level)
+        blocks = -(-width // SIDE)
         path = self.folder / f"r{level}s{number}.u8"
-        size = path.stat().st_size // width * width
-        if size <= first * width:
-            return np.zeros((0, width), np.uint8)
-        return np.memmap(path, np.uint8, "r", shape=(size // width, width))[first:last]
+        chunks = path.stat().st_size // (blocks * SIDE * SIDE)
+        pages = np.memmap(path, np.uint8, "r", shape=(chunks, blocks, SIDE, SIDE))
+        c0, c1, b0, b1 = s0 // SIDE, -(-s1 // SIDE), r0 // SIDE, -(-r1 // SIDE)
+        some = pages[c0:c1, b0:b1].transpose(0, 2, 1, 3).reshape((c1 - c0) * SIDE, (b1 - b0) * SIDE)
+        return some[s0 - c0 * SIDE : s1 - c0 * SIDE, r0 - b0 * SIDE : r1 - b0 * SIDE]
 
 
 def _level(span: int, pixels: int, count: int) -> int:
@@ -214,7 +264,7 @@ def _level(span: int, pixels: int, count: int) -> int:
 
 
 def _blocked(row: Codes, width: int) -> Codes:
-    """The largest of each eight."""
+    """The largest of each four."""
     if len(row) % FACTOR:
         row = np.concatenate([row, np.zeros(-len(row) % FACTOR, np.uint8)])
     return row.reshape(width, FACTOR).max(axis=1)
