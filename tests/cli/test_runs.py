@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import struct
 
 import pytest
 from typer.testing import CliRunner
 
 from phalanx.cli.commands import app
 from phalanx.core.errors import UserError
+from phalanx.observe.tensorboard import _masked
 from tests.observe.records import Written
 from tests.observe.test_story import broken
 
@@ -63,6 +65,27 @@ def test_export_writes_one_row_for_each_step(root, tmp_path, suffix):
         parquet = pytest.importorskip("pyarrow.parquet")
         rows = parquet.read_table(out).to_pylist()
     assert [int(row["step"]) for row in rows] == list(range(40)) and float(rows[3]["loss"]) == pytest.approx(1.97)
+
+
+def test_tensorboard_reads_what_is_exported(root, tmp_path):
+    out = tmp_path / "run.tfevents"
+    ask("export", "job", "--dir", root, "--out", out)
+    data, steps = out.read_bytes(), []
+    while data:  # each record: length, its checksum, the message, its checksum
+        (size,) = struct.unpack("<Q", data[:8])
+        message = data[12 : 12 + size]
+        for covered, said in ((data[:8], data[8:12]), (message, data[12 + size : 16 + size])):
+            assert struct.unpack("<I", said)[0] == _masked(covered)
+        steps.append(message[9:])
+        data = data[16 + size :]
+    assert len(steps) == 41 and b"brain.Event:2" in steps[0] and b"loss" in steps[-1]
+    # The published check value of CRC-32C, of the digits 1 to 9, before and after the rotation of TFRecord.
+    crc = 0xE3069283
+    assert _masked(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = accumulator.EventAccumulator(str(out))
+    reader.Reload()
+    assert [round(s.value, 4) for s in reader.Scalars("loss")][:2] == [2.0, 1.99]
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def diff_command(
 @runs_app.command("export")
 def export_command(
     run: Run,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="A .csv, .json or .parquet file.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="A .csv, .json, .parquet or .tfevents (TensorBoard) file.")],
     root: Dir = Path("runs"),
 ) -> None:
     """Write the steps that count to a file, one row each."""

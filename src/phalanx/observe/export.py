@@ -9,8 +9,9 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.observe.story import Story
+from phalanx.observe.tensorboard import event_file
 
-KINDS = (".csv", ".json", ".parquet")
+KINDS = (".csv", ".json", ".parquet", ".tfevents")
 
 
 def write_steps(story: Story, out: Path) -> None:
@@ -27,6 +28,8 @@ def write_steps(story: Story, out: Path) -> None:
                 writer = csv.DictWriter(f, names)
                 writer.writeheader()
                 writer.writerows(rows)
+        elif out.suffix == ".tfevents":
+            out.write_bytes(event_file(rows))
         else:
             _write_parquet(out, rows, names)
     except OSError as error:
