@@ -53,8 +53,11 @@ def percent(share: float | None) -> str:
 def spent(run_dir: Path) -> dict[str, str]:
     """Say where the GPU-seconds of a run went, and what broke."""
     from phalanx.observe.story import Story
+    from phalanx.observe.words import printable
 
     story = Story(run_dir)
+    if not story.rows:
+        return {}
     good = story.goodput()
     parts = sorted((row["share"], row["state"]) for row in good["states"] if row["state"] != "productive")
     rest = ", ".join(f"{state} {percent(share)}" for share, state in reversed(parts[-3:]) if share > 0)
@@ -63,7 +66,7 @@ def spent(run_dir: Path) -> dict[str, str]:
     if incidents:
         told = [f"{one.subject} {one.what}" for one in incidents[:3]]
         more = f" and {len(incidents) - 3} more" if len(incidents) > 3 else ""
-        out["incidents"] = f"{len(incidents)}: {'; '.join(told)}{more} (`phalanx runs show {run_dir}`)"
+        out["incidents"] = printable(f"{len(incidents)}: {'; '.join(told)}{more} (`phalanx runs show {run_dir}`)")
     return out
 
 
