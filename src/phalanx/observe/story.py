@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from phalanx.observe.tail import Tail
 Row = dict[str, Any]
 NAME = re.compile(r"[A-Za-z0-9._-]+-\d{8}T\d{6}Z-[0-9a-f]{4}")
 SILENT_S = 60.0  # after which a run on another host, without a summary, is taken for lost
-SPIKE_WINDOW, SPIKE_DEVIATIONS, SPIKE_LEAST = 64, 8.0, 0.1
+SPIKE_WINDOW, SPIKE_DEVIATIONS, SPIKE_LEAST, SPIKE_BATCH = 64, 8.0, 0.1, 8192
 LONGEST_CHAIN = 1000
 
 
@@ -128,6 +129,8 @@ class Story:
         self.rows: list[Row] = []  # that count, one for each step
         self.branches: list[Branch] = []
         self._where: list[tuple[int, int]] = []  # part and index of each row that counts
+        self._spikes: list[Row] = []
+        self._judged = 0  # rows that were looked at for spikes
         self.parts[0].update()
         self._find_earlier()
         self._taken = [0 for _ in self.parts]  # rows of each that are folded in
@@ -177,6 +180,8 @@ class Story:
             for part, at in self._where[keep:]:
                 self._abandoned[part].add(at)
             del self.rows[keep:], self._where[keep:]
+            self._judged = min(self._judged, keep)
+            self._spikes = [spike for spike in self._spikes if spike["step"] < step]
         self.rows.append(row)
         self._where.append((number, index))
 
@@ -252,8 +257,10 @@ class Story:
         price = self.dollars_per_gpu_s
         for part, pieces in zip(self.parts, self._accounts, strict=True):
             stops = [one for one in part.incidents.all if one.stops]
+            times = list(accumulate((row["time"] for row in part.rows), max))
             for one in stops:
-                one.since = max((row["time"] for row in part.rows if row["time"] <= one.at), default=one.at)
+                before = bisect_right(times, one.at)
+                one.since = times[before - 1] if before else one.at
             for one in part.incidents.all:
                 one.number = len(out) + 1
                 out.append(one)
@@ -266,21 +273,24 @@ class Story:
     # -- steps
 
     def spikes(self) -> list[Row]:
-        """Steps whose loss stands out of the steps before them, with their samples."""
-        out: list[Row] = []
-        losses = [row.get("loss") for row in self.rows]
-        for i in range(SPIKE_WINDOW, len(losses)):
-            loss = losses[i]
-            before = [x for x in losses[i - SPIKE_WINDOW : i] if isinstance(x, float)]
-            if not isinstance(loss, float) or len(before) < SPIKE_WINDOW // 2:
-                continue
-            middle = statistics.median(before)
-            spread = statistics.median([abs(x - middle) for x in before])
-            if loss - middle > max(SPIKE_DEVIATIONS * 1.4826 * spread, SPIKE_LEAST * abs(middle)):
-                first = self.rows[i - 1].get("cursor")
-                samples = [first, self.rows[i].get("cursor")]
-                out.append({"step": self.rows[i]["step"], "loss": loss, "usual": middle, "samples": samples})
-        return out
+        """Steps whose loss stands out of the steps before them, with their samples. Each step is judged once."""
+        import numpy as np
+
+        while (first := max(self._judged, SPIKE_WINDOW)) < len(self.rows):
+            last = min(len(self.rows), first + SPIKE_BATCH)
+            near = self.rows[first - SPIKE_WINDOW : last]
+            losses = np.array([x if isinstance(x := row.get("loss"), float) else np.nan for row in near])
+            windows = np.lib.stride_tricks.sliding_window_view(losses, SPIKE_WINDOW)[:-1]
+            usual = np.median(windows, axis=1)
+            spread = 1.4826 * np.median(np.abs(windows - usual[:, None]), axis=1)
+            least = np.maximum(SPIKE_DEVIATIONS * spread, SPIKE_LEAST * np.abs(usual))
+            for at in np.flatnonzero(losses[SPIKE_WINDOW:] - usual > least).tolist():
+                row, samples = self.rows[first + at], [self.rows[first + at - 1].get("cursor")]
+                samples.append(row.get("cursor"))
+                about = {"step": row["step"], "loss": row["loss"], "usual": float(usual[at]), "samples": samples}
+                self._spikes.append(about)
+            self._judged = last
+        return list(self._spikes)
 
     @property
     def steps(self) -> int:

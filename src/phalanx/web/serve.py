@@ -14,6 +14,7 @@ from phalanx.core.errors import UserError
 from phalanx.web.shelf import Shelf
 
 PORT = 7474
+MOST_OPEN = 256  # connections at once; the others are told to come back
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -31,7 +32,12 @@ def serve(root: Path, host: str, port: int, price: float | None, say: Callable[[
         address = f"http://{_named(host)}:{listening.getsockname()[1]}/"
         say(f"dashboard of {root}: {address}" + (f"?token={token}" if token else ""))
         config = uvicorn.Config(
-            create_app(Shelf(root, price), token), log_level="warning", access_log=False, timeout_graceful_shutdown=1
+            create_app(Shelf(root, price), token),
+            log_level="warning",
+            access_log=False,
+            limit_concurrency=MOST_OPEN,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=1,
         )
         uvicorn.Server(config).run(sockets=[listening])
 

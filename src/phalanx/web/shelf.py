@@ -18,6 +18,7 @@ from phalanx.observe.words import describe
 from phalanx.web.series import Columns
 
 LOOK_S = 0.5  # a record is read no more often than that, however many look at it
+COST = 10  # and no more often than this many times as long as it takes
 MOST_OPEN = 16  # runs whose steps are kept in memory
 MOST_SEGMENTS = 2000
 
@@ -28,6 +29,7 @@ class Open:
     columns: Columns = field(default_factory=Columns)
     lock: threading.Lock = field(default_factory=threading.Lock)
     looked: float = 0.0
+    cost_s: float = 0.0  # of the last look
     version: int = 0
     about: dict[str, Any] | None = None
     state: str = ""
@@ -76,7 +78,7 @@ class Shelf:
             one = self._open[name]
         with one.lock:
             now = time.monotonic()
-            if now - one.looked >= LOOK_S:
+            if now - one.looked >= max(LOOK_S, COST * one.cost_s):
                 state = one.story.part.state
                 if one.story.update() or not one.looked or state != one.state:
                     one.columns.update(one.story)
@@ -88,7 +90,9 @@ class Shelf:
         one = self.get(name)
         with one.lock:
             if one.about is None:
+                began = time.monotonic()
                 one.about = describe(one.story)
+                one.cost_s = time.monotonic() - began
             return {**one.about, "version": one.version}
 
     def whole(self, name: str) -> dict[str, Any]:
