@@ -46,3 +46,18 @@ def test_part_of_a_run_reaches_both_edges():
 
 def test_a_clock_that_jumps_back_does_not_fold_the_axis():
     assert columns([0, 5, 3, 6], np.zeros(4)).query(0, 10, 10)["time"] == [0, 5, 5, 6]
+
+
+def test_a_long_history_has_the_envelope_of_its_rows():
+    rng = np.random.default_rng(0)
+    losses = rng.random(40_000)
+    losses[[12_345, 39_999]] = 7.0, 9.0
+    losses[777] = -5.0
+    long = columns(np.arange(40_000.0), losses)
+    for points in (10, 100):
+        for begin, end in ((0, 1e9), (10_000, 39_000)):
+            found, rows = long.query(begin, end, points), losses[max(0, begin - 64) : int(min(end, 40_000)) + 2]
+            loss = found["series"]["loss"]
+            assert len(found["time"]) <= points and max(loss["max"]) in (losses.max(), rows.max())
+            assert min(loss["min"]) <= losses[begin : int(min(end, 40_000))].min()
+    assert max(long.query(0, 1e9, 10)["series"]["loss"]["max"]) == 9.0

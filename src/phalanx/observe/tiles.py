@@ -235,7 +235,6 @@ class TileReader:
             row = newest // FACTOR**number
             tail = self._rows(level, number - 1, newest // part, -(-count // part), r0, r1, count).max(axis=0)
             if row < s0 + len(table):
-                table = np.array(table)  # it may be the file's own memory
                 table[row - s0] = np.maximum(table[row - s0], tail)
             else:
                 table = np.concatenate([table, tail[None]])
@@ -247,11 +246,19 @@ class TileReader:
             return np.zeros((0, r1 - r0), np.uint8)
         width = -(-self.ranks // FACTOR**level)
         blocks = -(-width // SIDE)
-        path = self.folder / f"r{level}s{number}.u8"
-        chunks = path.stat().st_size // (blocks * SIDE * SIDE)
-        pages = np.memmap(path, np.uint8, "r", shape=(chunks, blocks, SIDE, SIDE))
         c0, c1, b0, b1 = s0 // SIDE, -(-s1 // SIDE), r0 // SIDE, -(-r1 // SIDE)
-        some = pages[c0:c1, b0:b1].transpose(0, 2, 1, 3).reshape((c1 - c0) * SIDE, (b1 - b0) * SIDE)
+        pages = np.zeros((c1 - c0, b1 - b0, SIDE, SIDE), np.uint8)
+        size, page = (b1 - b0) * SIDE * SIDE, SIDE * SIDE
+        places = [(chunk * blocks + b0) * page for chunk in range(c0, c1)]
+        fd = os.open(self.folder / f"r{level}s{number}.u8", os.O_RDONLY)
+        try:
+            for place in places:  # the disk has all of them to do at once
+                os.posix_fadvise(fd, place, size, os.POSIX_FADV_WILLNEED)
+            for chunk, place in zip(pages, places, strict=True):
+                os.preadv(fd, [chunk.data], place)
+        finally:
+            os.close(fd)
+        some = pages.transpose(0, 2, 1, 3).reshape((c1 - c0) * SIDE, (b1 - b0) * SIDE)
         return some[s0 - c0 * SIDE : s1 - c0 * SIDE, r0 - b0 * SIDE : r1 - b0 * SIDE]
 
 

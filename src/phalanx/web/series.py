@@ -12,6 +12,7 @@ from phalanx.observe.story import Story
 NAMES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "time_s", "data_wait_s")
 BREAK = 5.0  # a pause of so many usual steps is a gap in a line
 MOST_POINTS = 4000
+BLOCK = 64  # rows that are folded once and for all, for charts of long histories
 
 
 class Columns:
@@ -21,10 +22,12 @@ class Columns:
         self.count, self.branches = 0, 0
         self._names = ("time", "step", *NAMES)
         self._data = np.empty((len(self._names), 1024))
+        self._blocks = _folded(np.empty((len(self._names), 0, 1)))
 
     def update(self, story: Story) -> None:
         if len(story.branches) != self.branches:
             self.count, self.branches = 0, len(story.branches)
+            self._blocks = _folded(np.empty((len(self._names), 0, 1)))
         rows = story.rows[self.count :]
         while self.count + len(rows) > self._data.shape[1]:
             self._data = np.concatenate([self._data, np.empty_like(self._data)], axis=1)
@@ -39,10 +42,14 @@ class Columns:
         self.count += count
         times = self._data[0, first : self.count]
         np.maximum.accumulate(times, out=times)
+        known, ready = self._blocks[0].shape[1], self.count // BLOCK
+        if ready > known:
+            new = _folded(self._data[:, known * BLOCK : ready * BLOCK].reshape(len(self._names), -1, BLOCK))
+            self._blocks = tuple(np.concatenate(pair, axis=1) for pair in zip(self._blocks, new, strict=True))
 
     def load(self, columns: dict[str, np.ndarray]) -> None:
         """Take whole columns at once."""
-        self.count = 0
+        self.count, self._blocks = 0, _folded(np.empty((len(self._names), 0, 1)))
         length = len(columns["time"])
         self._data = np.full((len(self._names), length), np.nan)
         for number, name in enumerate(self._names):
@@ -59,40 +66,52 @@ class Columns:
         times = self["time"]
         first = max(0, int(np.searchsorted(times, begin)) - 1)  # one beyond each edge, so that lines reach it
         last = min(self.count, int(np.searchsorted(times, end, "right")) + 1)
-        times = times[first:last]
-        if not len(times):
+        if last <= first:
             return {"time": [], "step": [], "breaks": [], "series": {}}
+        low, high, total, many = self._rows(first, last, points)
+        times, steps = high[0], high[1]
         if len(times) <= points:
             edges = np.arange(len(times))
         else:
             slots = np.linspace(times[0], times[-1], points, endpoint=False)
             edges = np.unique(np.searchsorted(times, slots))
             edges = edges[edges < len(times)]
-        counts = np.diff(np.append(edges, len(times)))
         out: dict[str, Any] = {}
         for name in names:
-            values = self[name][first:last]
-            known = ~np.isnan(values)
-            if not known.any():
+            number = self._names.index(name)
+            count = np.add.reduceat(many[number], edges)
+            if not count.any():
                 continue
-            low = np.minimum.reduceat(np.where(known, values, np.inf), edges)
-            high = np.maximum.reduceat(np.where(known, values, -np.inf), edges)
-            many = np.add.reduceat(known.astype(np.int64), edges)
             with np.errstate(invalid="ignore", divide="ignore"):
-                mean = np.add.reduceat(np.where(known, values, 0.0), edges) / many
-            out[name] = {"min": _plain(low, many), "max": _plain(high, many), "mean": _plain(mean, many)}
+                mean = np.add.reduceat(total[number], edges) / count
+            out[name] = {
+                "min": _plain(np.fmin.reduceat(low[number], edges), count),
+                "max": _plain(np.fmax.reduceat(high[number], edges), count),
+                "mean": _plain(mean, count),
+            }
         gaps = np.diff(times)
         usual = float(np.median(gaps)) if len(gaps) else 0.0
         where = np.flatnonzero(gaps > max(BREAK * usual, 1e-9)) + 1
-        steps = self["step"][first:last]
-        lasts = edges + counts - 1
+        lasts = np.append(edges[1:], len(times)) - 1
         return {
             "time": np.round(times[lasts], 4).tolist(),
             "step": steps[lasts].astype(np.int64).tolist(),
             "breaks": np.unique(np.searchsorted(edges, where, "right") - 1).tolist(),
             "series": out,
-            "rows": len(times),
+            "rows": last - first,
         }
+
+    def _rows(self, first: int, last: int, points: int) -> tuple[np.ndarray, ...]:
+        """Smallest, largest, sum and count of each column: of every row, or of blocks of rows where a point takes many
+        of them."""
+        if last - first < points * BLOCK * 2:
+            return _folded(self._data[:, first:last, None])
+        a, b = first // BLOCK, min(self._blocks[0].shape[1], -(-last // BLOCK))
+        parts = tuple(block[:, a:b] for block in self._blocks)
+        if b * BLOCK < last:
+            rest = _folded(self._data[:, None, b * BLOCK : last])
+            parts = tuple(np.concatenate(pair, axis=1) for pair in zip(parts, rest, strict=True))
+        return parts
 
     def spans(self, edges: np.ndarray) -> tuple[list[float], list[float]]:
         """When the steps from each edge to the next one began and ended."""
@@ -104,6 +123,21 @@ class Columns:
         before = np.where(first > 0, times[np.maximum(first - 1, 0)], -np.inf)
         begins = np.maximum(before, times[first] - np.nan_to_num(self["time_s"][first]))
         return np.round(begins, 4).tolist(), np.round(np.maximum(begins, times[last]), 4).tolist()
+
+
+def _folded(rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Smallest, largest, sum and count over the last axis; NaN is nothing."""
+    if rows.shape[2] == 1:
+        values = rows[:, :, 0]
+        known = ~np.isnan(values)
+        return values, values, np.where(known, values, 0.0), known.astype(np.int64)
+    known = ~np.isnan(rows)
+    return (
+        np.fmin.reduce(rows, axis=2),
+        np.fmax.reduce(rows, axis=2),
+        np.where(known, rows, 0.0).sum(axis=2),
+        known.sum(axis=2),
+    )
 
 
 def _number(value: object) -> float:
