@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-ranks test-others test-slow test-hosts test-pairs test-s3 soak lint docs clean
+.PHONY: setup demo test test-ranks test-others test-slow test-hosts test-browser test-pairs test-s3 soak lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -15,7 +15,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/phalanx train
+	$(BIN)/phalanx demo --set train.steps=100
 
 # Tests that start ranks need a core and wait a lot; the others run beside them.
 RANKS := tests/system tests/train
@@ -35,6 +35,11 @@ test-slow: setup
 # Hosts made of namespaces: root, iproute2 and util-linux.
 test-hosts: setup
 	$(BIN)/python -m pytest -m hosts tests/hosts
+
+# In a real browser: apt install chromium
+test-browser: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -m pytest -m browser tests/browser
 
 test-pairs: setup
 	$(BIN)/python -m pytest tests/train/pairs.py

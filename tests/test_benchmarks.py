@@ -27,6 +27,7 @@ SLOW = {
     "exact",
     "gpu_exact",
     "gpu_fp8",
+    "observe_overhead",
     "parity",
     "plan_truth",
     "recovery",

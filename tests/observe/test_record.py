@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,19 +14,24 @@ import pytest
 from phalanx.observe.record import RunRecord
 
 
+def without_time(row):
+    assert row.pop("time") > 1e9
+    return row
+
+
 def test_a_record_is_read_back(tmp_path):
     record = RunRecord.create(tmp_path / "runs", "my job/7", {"torch": "2.13"}, job={"job": {"seed": 1}, "origins": {}})
     assert re.fullmatch(r"my-job-7-\d{8}T\d{6}Z-[0-9a-f]{4}", record.path.name)
     record.metric({"step": 0, "loss": 1.25})
     record.event({"type": "ready"})
     while_running = RunRecord.open(record.path)
-    assert list(while_running.metrics()) == [{"step": 0, "loss": 1.25}]
+    assert [without_time(row) for row in while_running.metrics()] == [{"step": 0, "loss": 1.25}]
     assert while_running.summary is None
     record.metric({"step": 1, "loss": math.nan, "norms": [math.inf, 1.0]})
     record.finish({"ok": True})
     after = RunRecord.open(record.path)
-    assert after.job == {"job": {"seed": 1}, "origins": {}} and after.meta == {"torch": "2.13"}
-    assert list(after.metrics())[1] == {"step": 1, "loss": None, "norms": [None, 1.0]}
+    assert after.job == {"job": {"seed": 1}, "origins": {}} and after.meta["torch"] == "2.13"
+    assert without_time(list(after.metrics())[1]) == {"step": 1, "loss": None, "norms": [None, 1.0]}
     assert [e["type"] for e in after.events()] == ["ready"] and next(after.events())["time"] > 1e9
     assert after.summary == {"ok": True}
     assert {p.name for p in record.path.iterdir()} == {
@@ -43,7 +49,7 @@ def test_a_torn_last_line_is_passed_over_and_a_damaged_one_is_not(tmp_path):
     record.metric({"step": 0})
     with open(record.path / "metrics.jsonl", "a") as f:
         f.write('{"step": 1, "lo')
-    assert list(record.metrics()) == [{"step": 0}]
+    assert [row["step"] for row in record.metrics()] == [0]
     with open(record.path / "metrics.jsonl", "a") as f:
         f.write("\n")
     with pytest.raises(ValueError, match="line 2"):
@@ -80,3 +86,43 @@ def test_the_summary_is_whole_or_absent(tmp_path, monkeypatch):
     monkeypatch.undo()
     record.finish({"ok": True})
     assert json.loads((record.path / "summary.json").read_text()) == {"ok": True}
+
+
+def test_a_full_disk_loses_no_line_while_there_is_room_for_them_in_memory(tmp_path, monkeypatch):
+    record = RunRecord.create(tmp_path, "a", {})
+    whole, full = os.write, [True]
+
+    def write(fd, data):
+        if full[0]:
+            if len(data) > 10:
+                return whole(fd, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(fd, data)
+
+    monkeypatch.setattr("os.write", write)
+    monkeypatch.setattr("phalanx.observe.record.MOST_WAITING", 5)
+    for step in range(4):
+        record.metric({"step": step})
+    full[0] = False
+    record.metric({"step": 4})
+    assert [row["step"] for row in record.metrics()] == [0, 1, 2, 3, 4] and record.dropped == 0
+    full[0] = True
+    for step in range(5, 20):
+        record.metric({"step": step})
+    full[0] = False
+    record.finish({"status": "done"})
+    assert record.summary["dropped"] == 10
+    again = [row["step"] for row in RunRecord.open(record.path).metrics()]
+    assert again == sorted(set(again))  # whole lines, in order
+
+
+def test_rank_times_are_kept_beside_the_rows(tmp_path):
+    from phalanx.observe.tiles import TileReader
+
+    record = RunRecord.create(tmp_path, "a", {})
+    for step in range(3, 8):
+        record.rank_times(step, {0: 0.1, 2: 0.2}, 3)
+    record.close()
+    reader = TileReader(record.path / "ranks")
+    assert (reader.first, reader.steps, reader.ranks) == (3, 5, 3)
+    assert reader.picture((0, 3), (0, 9), 9, 9)["codes"][1].tolist() == [0] * 5

@@ -43,6 +43,7 @@ def test_a_row_comes_when_the_last_rank_has_reported():
         "time_s": 2.0, "time_min_s": 0.5, "time_median_s": pytest.approx(1.0, rel=0.005), "slowest_rank": 3,
         "tokens_per_s": 400.0, "mfu": 0.2,
         "data_wait_s": 0.25, "data_ready": 2, "data_digest": "e", "generation": 0, "record": "", "served": {"a": 8},
+        "rank_times": {0: 1.0, 1: 1.5, 2: 0.5, 3: 2.0},
         "phases": {"passes": 2.0, "reduce": 1.0, "optimizer": 0.5},
     }  # fmt: skip
     assert list(table._open) == [(0, 1)], "a finished step is still in memory"

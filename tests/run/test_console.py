@@ -10,7 +10,8 @@ import pytest
 
 from phalanx.core.job import Job, TrainConfig
 from phalanx.core.layout import Layout
-from phalanx.run.console import Console, PlainConsole, duration, flops, percent
+from phalanx.run.console import Console, PlainConsole, duration, flops, percent, spent
+from tests.observe.test_story import broken
 
 FACTS = {
     "num_params": 791_936,
@@ -139,3 +140,11 @@ def test_units():
         "5 GFLOP/s", "2.5 TFLOP/s", "3.0 PFLOP/s", "1.2 EFLOP/s",
     ]  # fmt: skip
     assert [percent(x) for x in (None, 0.0, 0.00042, 0.41)] == ["-", "0.000%", "0.042%", "41.0%"]
+
+
+def test_the_summary_says_where_the_gpu_seconds_went_and_what_broke(tmp_path):
+    path = broken(tmp_path).end()
+    text = spent(path)
+    assert text["goodput"].startswith("50.4% of 13 GPU-seconds; start 28.4%")
+    assert text["incidents"].startswith("1: Rank 1 on node-0 was killed by SIGKILL")
+    assert spent(tmp_path / "nothing") == {}

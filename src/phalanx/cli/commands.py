@@ -9,16 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
+from phalanx.cli import dash
 from phalanx.cli.attach import attach, stop
 from phalanx.cli.calibrate import calibrate
 from phalanx.cli.chaos import chaos_app
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.data import data_app
+from phalanx.cli.demo import demo
 from phalanx.cli.firewall import firewall
 from phalanx.cli.hardware import hardware_app
 from phalanx.cli.nodes import agent, nodes_app, scale
 from phalanx.cli.plan import plan_app
+from phalanx.cli.runs import runs_app
 from phalanx.cli.simulate import simulate
+from phalanx.cli.watch import logs, top
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,6 +39,7 @@ app.add_typer(chaos_app, name="chaos")
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(hardware_app, name="hardware")
 app.add_typer(plan_app, name="plan")
+app.add_typer(runs_app, name="runs")
 app.command("scale")(scale)
 app.command("attach")(attach)
 app.command("stop")(stop)
@@ -44,6 +49,10 @@ app.command(
 app.command("calibrate")(calibrate)
 app.command("firewall")(firewall)
 app.command("simulate")(simulate)
+app.command("dash")(dash.dash)
+app.command("top")(top)
+app.command("demo")(demo)
+app.command("logs")(logs)
 
 
 @app.callback(invoke_without_command=True)
@@ -91,6 +100,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Run one rank's program for a step on tensors without values, and stop.")
     ] = False,
+    dash: Annotated[bool, typer.Option("--dash", help="Show the run on a page while it trains.")] = False,
 ) -> None:
     """Train. With no arguments: a small model on the Python library's own sources, on this machine."""
     from phalanx.run.planned import resolve
@@ -139,7 +149,11 @@ def _train(resolved: Any, forecast: Any, resume: str, where: Any) -> None:
     from phalanx.run.training import run_job
 
     try:
-        with Console(resolved.job, forecast) as console:
+        with contextlib.ExitStack() as stack, Console(resolved.job, forecast) as console:
+            if dash:
+                from phalanx.web.serve import beside
+
+                console.note(f"dashboard: {stack.enter_context(beside(Path(resolved.job.run.dir)))}")
             run_job(resolved.job, resolved.origins, console, resume, forecast, where)
     except KeyboardInterrupt as stopped:
         with contextlib.suppress(OSError):  # the terminal may be gone

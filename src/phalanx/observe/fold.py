@@ -14,6 +14,7 @@ Fold = dict[str, Any]
 Spans = list[list[int]]
 BIN = math.log(1.01)
 MOST_NORMS = 16  # different ones that are told apart
+MOST_TIMES = 64  # ranks whose step times are kept one by one
 
 
 def spans(ranks: Iterable[int]) -> Spans:
@@ -104,6 +105,7 @@ def _step(rank: int, said: Fold) -> Fold:
         "time_min_s": time_s,
         "slowest_rank": rank,
         "bins": {str(round(math.log(time_s) / BIN)): 1} if time_s > 0 else {},
+        "times": {str(rank): time_s},
         "norms": {float(said["grad_norm"]).hex(): [[rank, rank + 1]]},
         "data_wait_s": said.get("data_wait_s", 0.0),
         "data_ready": said.get("data_ready", 0),
@@ -125,6 +127,7 @@ def _merge_steps(a: Fold, b: Fold) -> Fold:
         "slowest_rank": slower["slowest_rank"],
         "time_min_s": min(a["time_min_s"], b["time_min_s"]),
         "bins": _sum(a["bins"], b["bins"]),
+        "times": _times(a, b),
         "norms": norms,
         "data_wait_s": max(a["data_wait_s"], b["data_wait_s"]),
         "data_ready": min(a["data_ready"], b["data_ready"]),
@@ -132,6 +135,12 @@ def _merge_steps(a: Fold, b: Fold) -> Fold:
         "served": _sum(a["served"], b["served"]),
         "whole": a["whole"] or b["whole"],
     }
+
+
+def _times(a: Fold, b: Fold) -> dict[str, float]:
+    """By rank; none of any, where there are many."""
+    both = {**a["times"], **b["times"]}
+    return both if a["times"] and b["times"] and len(both) <= MOST_TIMES else {}
 
 
 def _phases(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:

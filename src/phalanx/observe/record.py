@@ -3,27 +3,39 @@ goes and after a crash; the summary exists only when the run came to its end."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phalanx.observe.tiles import TileWriter
 
 Row = dict[str, Any]
+MOST_WAITING = 10_000  # lines that wait for a disk that is full; after that the oldest are dropped
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 class RunRecord:
-    """job.json, meta.json, metrics.jsonl and ledger.jsonl (a line per step), events.jsonl, logs/, summary.json."""
+    """job.json, meta.json, metrics.jsonl and ledger.jsonl (a line per step), events.jsonl, ranks/ (the step times of
+    each rank), logs/, summary.json. A disk that is full never stops the run: lines wait for room, and if there are too
+    many, `dropped` counts those that are lost."""
 
     def __init__(self, path: Path, writable: bool = False):
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         names = ("metrics", "events", "ledger") if writable else ()
         self._files = {name: os.open(path / f"{name}.jsonl", flags, 0o644) for name in names}
+        self._waiting: dict[str, deque[bytes]] = {name: deque() for name in names}
+        self._ranks: TileWriter | None = None
+        self._lost = 0
 
     @staticmethod
     def create(root: Path, name: str, meta: Row, job: Row | None = None) -> RunRecord:
@@ -33,7 +45,7 @@ class RunRecord:
         path.mkdir(parents=True)
         (path / "logs").mkdir()
         _write(path / "job.json", job or {})
-        _write(path / "meta.json", meta)
+        _write(path / "meta.json", {"started": time.time(), **meta})
         return RunRecord(path, writable=True)
 
     @staticmethod
@@ -47,22 +59,45 @@ class RunRecord:
         return self.path / "logs"
 
     def metric(self, row: Row) -> None:
-        self._append("metrics", row)
+        self._append("metrics", {"time": time.time(), **row})
 
     def event(self, event: Row) -> None:
         self._append("events", {"time": time.time(), **event})
+
+    def rank_times(self, step: int, times_s: dict[int, float], ranks: int) -> None:
+        """Keep the step time of each rank; those that did not report are shown as absent."""
+        from phalanx.observe.tiles import FOLDER, TileWriter
+
+        try:
+            if self._ranks is None:
+                self._ranks = TileWriter(self.path / FOLDER, ranks, step)
+            self._ranks.add(step, [times_s.get(rank, math.nan) for rank in range(ranks)])
+        except OSError:
+            self._lost += 1
+
+    @property
+    def dropped(self) -> int:
+        """Lines and rows that were lost because the disk was full."""
+        return self._lost + (self._ranks.dropped if self._ranks else 0)
 
     def ledger(self, line: str) -> None:
         self._append_line("ledger", line)
 
     def finish(self, summary: Row) -> None:
-        _write(self.path / "summary.json", summary)
         self.close()
+        more = {"dropped": self.dropped} if self.dropped else {}
+        _write(self.path / "summary.json", {**summary, **more})
 
     def close(self) -> None:
+        for name in self._files:
+            self._flush(name)
+            self._lost += len(self._waiting[name])
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
+        if self._ranks:
+            self._ranks.close()
+            self._lost, self._ranks = self.dropped, None
 
     @property
     def job(self) -> Row:
@@ -89,10 +124,25 @@ class RunRecord:
         self._append_line(name, _json(row))
 
     def _append_line(self, name: str, text: str) -> None:
-        line = (text + "\n").encode()
-        taken = os.write(self._files[name], line)
-        if taken < len(line):  # the disk is full, which only the next write is told
-            os.write(self._files[name], line[taken:])
+        waiting = self._waiting[name]
+        waiting.append((text + "\n").encode())
+        self._flush(name)
+        if len(waiting) > MOST_WAITING:
+            del waiting[1]  # of the first, a part may be written
+            self._lost += 1
+
+    def _flush(self, name: str) -> None:
+        waiting = self._waiting[name]
+        try:
+            while waiting:
+                taken = os.write(self._files[name], waiting[0])
+                if taken < len(waiting[0]):  # the disk is full, which only the next write is told
+                    waiting[0] = waiting[0][taken:]
+                else:
+                    waiting.popleft()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
 
 def run_folders(root: Path, name: str) -> list[Path]:

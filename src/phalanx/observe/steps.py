@@ -115,12 +115,21 @@ class StepTable:
             "data_digest": whole["data_digest"],
             "generation": fold["generation"],
             "record": whole.get("record", ""),
+            "rank_times": {int(rank): time_s for rank, time_s in fold["times"].items()},
             "served": fold["served"],
         }
 
     def _nobody(self, at: int) -> Row:
         """A step that counted, and that nobody who is left has reported."""
-        empty: Row = {"norms": {"nan": []}, "bins": {}, "phases": {}, "served": {}, "whole": None, "lr": 0.0}
+        empty: Row = {
+            "norms": {"nan": []},
+            "bins": {},
+            "times": {},
+            "phases": {},
+            "served": {},
+            "whole": None,
+            "lr": 0.0,
+        }
         times = {"time_s": 0.0, "time_min_s": 0.0, "slowest_rank": -1, "data_wait_s": 0.0, "data_ready": 0}
         return self._row({"step": at, "generation": self._since[0], **empty, **times})
 

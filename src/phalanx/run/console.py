@@ -50,6 +50,26 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}" if share >= 0.01 else f"{share:.3%}"
 
 
+def spent(run_dir: Path) -> dict[str, str]:
+    """Say where the GPU-seconds of a run went, and what broke."""
+    from phalanx.observe.story import Story
+    from phalanx.observe.words import printable
+
+    story = Story(run_dir)
+    if not story.rows:
+        return {}
+    good = story.goodput()
+    parts = sorted((row["share"], row["state"]) for row in good["states"] if row["state"] != "productive")
+    rest = ", ".join(f"{state} {percent(share)}" for share, state in reversed(parts[-3:]) if share > 0)
+    out = {"goodput": f"{percent(good['ratio'])} of {good['gpu_s']:,.0f} GPU-seconds; {rest}"}
+    incidents = story.incidents()
+    if incidents:
+        told = [f"{one.subject} {one.what}" for one in incidents[:3]]
+        more = f" and {len(incidents) - 3} more" if len(incidents) > 3 else ""
+        out["incidents"] = printable(f"{len(incidents)}: {'; '.join(told)}{more} (`phalanx runs show {run_dir}`)")
+    return out
+
+
 class Console:
     """`forecast`: what the planner expects of the run."""
 
@@ -114,6 +134,7 @@ class Console:
             "speed": speed + (f", MFU {percent(s['mfu'])}" if "mfu" in s else ""),
             **({"forecast": self.forecast.compared(s)} if self.forecast else {}),
             "time": f"{duration(s['wall_s'])}, of which {s['start_s']:.1f} s to start the ranks",
+            **spent(Path(s["run_dir"])),
             "determinism": self.job.promise,
             "record": s["run_dir"],
         }

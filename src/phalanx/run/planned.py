@@ -56,6 +56,12 @@ class Forecast:
             f"{summary['tokens_per_s']:,.0f} measured{memory}"
         )
 
+    def expected(self) -> dict[str, Any]:
+        """What the record of a run keeps of the plan: its identity and its predictions."""
+        plan = self.plan
+        names = ("hash", "step_s", "step_low_s", "step_high_s", "tokens_per_s", "memory_bytes", "seconds", "hardware")
+        return {name: getattr(plan, name) for name in names}
+
     def record(self, summary: dict[str, Any]) -> Record:
         """Predicted beside measured. The prediction is as if no earlier run had corrected it. Memory is that of the
         device's allocator; a process on a CPU has no such figure."""
@@ -180,6 +186,23 @@ def _predicted(job: Job, cluster: Cluster, profile: Profile) -> Forecast:
 
 
 # -- the machine
+
+
+def rates(job: Job) -> dict[str, Any]:
+    """What a GPU of this machine costs and draws, by the catalogue; {}: it is not known."""
+    from phalanx.hardware import load as load_catalogue
+    from phalanx.plan.cost.money import watts
+
+    gpus = _gpus(job)
+    if not gpus or not gpus[0]:
+        return {}
+    cluster = load_catalogue().cluster(gpus[0], len(gpus))
+    price, power = cluster.node.dollars_per_chip_hour, watts(cluster)
+    return {
+        "dollars_per_gpu_hour": price.median if price else None,
+        "watts_per_gpu": power / cluster.num_chips if power else None,
+        "source": f"the catalogue's {gpus[0]}: the median list price, and its power while it trains",
+    }
 
 
 def calibration() -> Path:

@@ -30,11 +30,12 @@ from phalanx.core.store import open_store
 from phalanx.data import source
 from phalanx.data.selection import Position, RunData
 from phalanx.observe import fold
+from phalanx.observe.provenance import provenance
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
 from phalanx.run.follow import TOLD, tell_head, write_head
 from phalanx.run.host import refuse, refuse_hosts, warnings
-from phalanx.run.planned import Forecast
+from phalanx.run.planned import Forecast, rates
 from phalanx.run.start import AUTO, FOLDER, Start, check_fits, check_room, find_start, next_generation, take_place
 from phalanx.run.stop import Stop
 from phalanx.runtime.cluster import Begin, Cluster, Entries
@@ -93,7 +94,7 @@ def run_job(
         if start:
             check_fits(start, job)
         check_room(start, job, resume)
-        record = _create_record(job, origins)
+        record = _create_record(job, origins, forecast)
         write_head(record.path)
         listener = _Recorded(listener, record)
         run = _Run(job, record, listener, stop, start, noticed, where)
@@ -137,10 +138,12 @@ def _position(start: Start | None) -> Position | None:
     return Position(m.step, m.cursor, m.order, m.data_version, m.seq_len)
 
 
-def _create_record(job: Job, origins: dict[str, str]) -> RunRecord:
+def _create_record(job: Job, origins: dict[str, str], forecast: Forecast | None) -> RunRecord:
     meta = {
         "phalanx": __version__,
-        "python": platform.python_version(),
+        **provenance(),
+        "rates": rates(job),
+        "forecast": forecast.expected() if forecast else None,
         "host": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0))},
         "job_digest": job.digest(),
         "promise": job.promise,
@@ -469,13 +472,15 @@ class _Run:
     def _on_row(self, row: dict[str, Any]) -> None:
         assert self.data
         row["cursor"] = self.data.cursor(row["step"] + 1)
-        line = row.pop("record")
+        line, times = row.pop("record"), row.pop("rank_times")
         if line:
             self.record.ledger(line)
         else:  # that no step is missing is checked elsewhere; here it must not end the run
             self.record.event({"type": "ledger gap", "step": row["step"]})
             self.listener.note(f"step {row['step']}: no rank that knows its loss has reported it; the ledger has a gap")
         self.record.metric(row)
+        if times:
+            self.record.rank_times(row["step"], times, self.job.layout.world_size)
         self.first_loss = self.first_loss if self.num_steps else row["loss"]
         self.num_steps += 1
         self.rows.append(row)

@@ -1,0 +1,77 @@
+"""What benchmarks/observe_overhead.py runs in a worker."""
+
+import os
+import resource
+import socket
+import time
+
+from phalanx.observe.progress import RECORD_BYTES, Phase, Progress
+from phalanx.runtime.forked import Channel
+from tests.cases import connect
+
+
+def in_turns(args):
+    """Steps of the real engine, with the calls that a worker makes for metrics and without them."""
+    rank = connect(args)
+    channel = _channel()
+    own = [0.0, 0]  # seconds of the calls, and how many marks
+
+    def mark(phase, step=None, micro=None):
+        began = time.thread_time()
+        channel.progress.mark(phase, step, micro)
+        own[0] += time.thread_time() - began
+        own[1] += 1
+
+    def nothing(phase, step=None, micro=None):
+        return None
+
+    out = {"on": [], "off": [], "own": [], "marks": 0}
+    warm_up = 5
+    for i in range(args["pairs"] + warm_up):
+        for kind in ("on", "off") if i % 2 else ("off", "on"):
+            batches = rank.batches(i)
+            rank.engine.mark = mark if kind == "on" else nothing
+            own[:] = [0.0, 0]
+            cpu = _cpu_s()
+            result = rank.engine.step(batches)
+            loss, norm = float(result.loss_sums.sum()), float(result.grad_norm)
+            if kind == "on":
+                for phase in (Phase.loading, Phase.optimizer):
+                    mark(phase, i)
+                began = time.thread_time()
+                channel.send(_report(i, loss, norm))
+                own[0] += time.thread_time() - began
+            out[kind].append(_cpu_s() - cpu)
+            if kind == "on":
+                out["own"].append(own[0])
+                out["marks"] = own[1]
+    for kind in ("on", "off", "own"):
+        del out[kind][:warm_up]
+    rank.close()
+    return out
+
+
+def _report(step, loss, norm):
+    whole = {"loss_sums": [loss], "tokens": 2048, "data_digest": "0123456789abcdef"}
+    return {
+        "type": "step", "step": step, "rank": 0, "generation": 1, "time_s": 0.1, "grad_norm": norm, "lr": 1e-3,
+        "data_wait_s": 0.0, "data_ready": 4, "served": {"python-stdlib": 8}, "whole": whole,
+        "phases": {"passes": 0.05, "reduce": 0.04, "optimizer": 0.01},
+    }  # fmt: skip
+
+
+def _channel():
+    """A worker's own, with a process that reads what it says."""
+    mine, other = socket.socketpair()
+    if os.fork() == 0:
+        mine.close()
+        while other.recv(1 << 16):
+            pass
+        os._exit(0)
+    other.close()
+    return Channel(mine, Progress(bytearray(RECORD_BYTES)))
+
+
+def _cpu_s():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

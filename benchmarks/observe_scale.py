@@ -1,0 +1,207 @@
+"""What the records of a run of 1,000,000 ranks over 10,000 steps cost to write and to look at. The times are synthetic
+(log-normal, 2 %, with one rank that is three times as slow in one step); everything else is the real thing: the writer
+that runs use, the server behind `phalanx dash`, and Chromium.
+
+    ingest     values a second through the writer of rank x step tiles, CPU time of one core
+    pictures   512 x 1,024 cells of any part, at every zoom, through the HTTP server, the decoding aside
+    maxima     the one slow rank is in each picture that holds it
+    page       first paint of the ranks' page in a fresh browser; memory of the server
+    history    a chart of 1,000 points from a million steps
+
+Bars: >= 1,000,000 values/s; every picture < 100 ms; the slow rank in all of them; first paint < 1 s; server < 1 GB;
+history < 100 ms. The full size writes 18 GB, which are removed."""
+
+from common import SMOKE, finish, machine, options  # isort: skip
+
+import base64
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.observe.record import RunRecord
+from phalanx.observe.steps import StepTable
+from phalanx.observe.tiles import FOLDER, TileWriter, decode
+from phalanx.web.series import Columns
+
+RANKS, STEPS, PICTURES, ROWS = (20_000, 300, 20, 20_000) if SMOKE else (1_000_000, 10_000, 200, 1_000_000)
+SLOW_RANK, SLOW_STEP, SLOWER = RANKS * 77 // 100 + 3, STEPS * 42 // 100 + 1, 3.0
+BARS = {"values_per_s": 1e6, "picture_ms": 100.0, "paint_ms": 1000.0, "server_mb": 1000.0, "history_ms": 100.0}
+
+
+def main():
+    parser = options(__doc__)
+    parser.add_argument("--folder", default=None, help="where the record is written; a temporary one by default")
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="observe-scale-", dir=given.folder))
+    try:
+        measure(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(folder):
+    job = {"name": "million", "train": {"steps": STEPS}, "layout": {"replica": RANKS}}
+    record = RunRecord.create(folder, "million", {"started": 1.8e9}, {"job": job, "origins": {}})
+    rate = ingest(record)
+    reports = fold_reports()
+    history = history_ms()
+    print(f"{RANKS:,} ranks x {STEPS:,} steps on {machine()}\n")
+    print(f"ingest of tiles                {rate / 1e6:8.1f} million values/s of one core")
+    print(f"  folding single reports       {reports / 1e6:8.3f} million reports/s (each has nine values)")
+    print(f"history, {ROWS:,} steps     {history:8.1f} ms for 1,000 points of seven series")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "phalanx.cli.main", "dash", str(folder), "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        url = server.stdout.readline().rpartition(": ")[2].strip().rstrip("/")
+        name = record.path.name
+        worst, median, seen, held = pictures(url, name)
+        paint = first_paint(url, name)
+        memory = peak_mb(server.pid)
+    finally:
+        server.terminate()
+        server.wait()
+    print(f"pictures, {PICTURES} at all zooms     {worst:8.1f} ms the slowest, {median:.1f} ms the median")
+    print(f"the slow rank is in            {seen:8} of {held} pictures that hold it")
+    print(f"first paint of its page        {paint if paint is not None else float('nan'):8.0f} ms")
+    print(f"memory of the server           {memory:8.0f} MB, pages of files aside")
+    ok = rate >= BARS["values_per_s"] and worst < BARS["picture_ms"] and seen == held > 0
+    ok = ok and paint is not None and paint < BARS["paint_ms"] and memory < BARS["server_mb"]
+    finish(
+        "observe_scale",
+        ok and history < BARS["history_ms"],
+        ranks=RANKS,
+        steps=STEPS,
+        values_per_s=round(rate),
+        reports_per_s=round(reports),
+        picture_ms=round(worst, 2),
+        picture_median_ms=round(median, 2),
+        slow_rank_seen=[seen, held],
+        paint_ms=paint,
+        server_mb=round(memory),
+        history_ms=round(history, 2),
+    )
+
+
+def ingest(record) -> float:
+    """Write the whole table, and a metrics row for each step; values per CPU-second of the tiles' writer."""
+    rng = np.random.default_rng(0)
+    tables = [(0.1 * rng.lognormal(0, 0.02, RANKS)).astype(np.float32) for _ in range(4)]
+    writer, spent = TileWriter(record.path / FOLDER, RANKS), 0.0
+    for step in range(STEPS):
+        times = tables[step % len(tables)]
+        if step == SLOW_STEP:
+            times = times.copy()
+            times[SLOW_RANK] = SLOWER * 0.1
+        began = time.thread_time()
+        writer.add(step, times)
+        spent += time.thread_time() - began
+        record.metric({"time": 1.8e9 + 0.2 * step, "step": step, "loss": 2.0, "time_s": 0.2, "generation": 1})
+    assert writer.dropped == 0
+    writer.close()
+    record.finish({"status": "done"})
+    return RANKS * STEPS / spent
+
+
+def fold_reports() -> float:
+    """Reports of single ranks through the table that folds them into one row."""
+    ranks = min(RANKS, 20_000)
+    whole = {"loss_sums": [1.0], "tokens": 1, "data_digest": "0"}
+    report = {"grad_norm": 1.0, "lr": 1e-3, "time_s": 0.1, "whole": whole, "data_wait_s": 0.0, "data_ready": 4}
+    report["phases"] = {"passes": 0.05, "reduce": 0.04, "optimizer": 0.01}
+    best = 0.0
+    for _ in range(3):
+        table, began = StepTable(ranks, 1), time.thread_time()
+        row = None
+        for rank in range(ranks):
+            row = table.add(rank, {**report, "step": 0})
+        assert row and len(row["rank_times"]) == ranks
+        best = max(best, ranks / (time.thread_time() - began))
+    return best
+
+
+def history_ms() -> float:
+    """The slowest of fifty charts over random parts of a long history."""
+    rng, columns = np.random.default_rng(1), Columns()
+    names = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "time_s", "data_wait_s")
+    values = {name: rng.random(ROWS) for name in names}
+    columns.load({"time": np.arange(ROWS) * 0.5, "step": np.arange(ROWS), **values})
+    worst = 0.0
+    for number in range(50):
+        a, b = sorted(rng.random(2) * ROWS * 0.5) if number else (0.0, ROWS * 0.5)
+        began = time.perf_counter()
+        found = columns.query(a, b, 1000)
+        worst = max(worst, time.perf_counter() - began)
+        assert found["rows"]
+    return 1e3 * worst
+
+
+def pictures(url, name):
+    """Ask for parts at all zooms, half of them around the slow rank."""
+    rng, times, seen, held = random.Random(2), [], 0, 0
+    ask(url, name, 0, 1, 0, 1)  # the record is opened once
+    for number in range(PICTURES):
+        ranks, steps = int(RANKS ** rng.random()), int(STEPS ** rng.random())
+        if number == 0:
+            ranks, steps = RANKS, STEPS
+        r0, s0 = rng.randrange(RANKS - ranks + 1), rng.randrange(STEPS - steps + 1)
+        if number % 2:
+            r0 = max(0, min(RANKS - ranks, SLOW_RANK - rng.randrange(ranks)))
+            s0 = max(0, min(STEPS - steps, SLOW_STEP - rng.randrange(steps)))
+        took, found = ask(url, name, r0, r0 + ranks, s0, s0 + steps)
+        times.append(took)
+        (ra, rb), (sa, sb) = found["ranks"], found["steps"]
+        if ra <= SLOW_RANK < rb and sa <= SLOW_STEP < sb:
+            codes = np.frombuffer(base64.b64decode(found["codes"]), np.uint8)
+            held, seen = held + 1, seen + bool(float(decode(codes.max())) > 0.95 * SLOWER)
+    return max(times), sorted(times)[len(times) // 2], seen, held
+
+
+def ask(url, name, r0, r1, s0, s1):
+    query = f"{url}/api/runs/{name}/heat?r0={r0}&r1={r1}&s0={s0}&s1={s1}&h=512&w=1024"
+    began = time.perf_counter()
+    with urllib.request.urlopen(query) as answer:
+        body = answer.read()
+    return 1e3 * (time.perf_counter() - began), json.loads(body)
+
+
+def first_paint(url, name):
+    """Milliseconds to the first contentful paint of the ranks' page; None: there is no browser."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        program = None
+    if not program:
+        print("without a browser: pip install playwright, apt install chromium")
+        return None
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"{url}/runs/{name}/ranks")
+        page.wait_for_selector("canvas[data-worst]", timeout=60_000)
+        script = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+        paint, worst = page.evaluate(script), float(page.locator("canvas[data-worst]").get_attribute("data-worst"))
+        browser.close()
+    assert worst > 0.95 * SLOWER, "the page does not show the slow rank"
+    return round(paint)
+
+
+def peak_mb(pid) -> float:
+    """Memory of the process that is not of files: pages of the tiles belong to the page cache."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) / 1e3 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""`phalanx runs`: list, show, compare and export the records of runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from phalanx.observe.story import Story
+
+runs_app = typer.Typer(no_args_is_help=True, help="The records of runs: list, show, compare, export.")
+Dir = Annotated[Path, typer.Option("--dir", metavar="RUNS_DIR", help="Where the records are.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Price = Annotated[float | None, typer.Option(min=0.0, help="Dollars per GPU-hour, in place of the record's.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A folder, a name in RUNS_DIR, the beginning of one, or last.")]
+
+
+def say(text: str) -> None:
+    """Print a line that may hold what a run's record says."""
+    from phalanx.observe.words import printable
+
+    print(printable(text))
+
+
+def open_story(run: str, root: Path, price: float | None = None, field: str = "RUN") -> Story:
+    """Find a run by its folder, its name, the beginning of its name, or `last`."""
+    from phalanx.core.errors import UserError
+    from phalanx.observe.story import Story, find_runs
+
+    if (Path(run) / "meta.json").is_file():
+        return Story(Path(run), price)
+    runs = find_runs(root)
+    found = runs[:1] if run == "last" else [p for p in runs if p.name == run] or [
+        p for p in runs if p.name.startswith(run) or p.name.rsplit("-", 1)[-1] == run
+    ]  # fmt: skip
+    if len(found) == 1:
+        return Story(found[0], price)
+    remedy = f"`phalanx runs ls {root}` lists them" if runs else f"name the folder of a run; {root} has none"
+    text = f"{len(found)} runs begin like that" if found else "there is no such run"
+    raise UserError(text, field=field, value=run, remedy=remedy)
+
+
+@runs_app.command("ls")
+def ls_command(
+    root: Annotated[Path, typer.Argument(metavar="RUNS_DIR", help="Where the records are.")] = Path("runs"),
+    as_json: Json = False,
+    price: Price = None,
+) -> None:
+    """List the runs, the newest first."""
+    from phalanx.core.errors import UserError
+    from phalanx.observe.story import Story, find_runs
+    from phalanx.observe.words import describe
+
+    if not root.is_dir():
+        remedy = "name the folder that holds runs (run.dir of the job)"
+        raise UserError("there is no such folder", field="RUNS_DIR", value=str(root), remedy=remedy)
+    rows = [describe(Story(path, price)) for path in find_runs(root)]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    if not rows:
+        say(f"{root} has no runs yet; `phalanx train` makes one")
+        return
+    width = max(len(r["run"]) for r in rows)
+    say(f"{'run':<{width}}  {'state':<8} {'step':>15} {'loss':>8} {'goodput':>8} {'incidents':>9} {'GPU-hours':>10}")
+    for r in rows:
+        loss = f"{r['loss']:.4f}" if isinstance(r["loss"], float) else "-"
+        step = f"{r['step']:,}/{r['steps']:,}"
+        good = r["goodput"]
+        say(
+            f"{r['run']:<{width}}  {r['state']:<8} {step:>15} {loss:>8} {good['ratio']:>8.1%} {r['incidents']:>9} "
+            f"{good['gpu_s'] / 3600:>10.3g}"
+        )
+
+
+@runs_app.command("show")
+def show_command(run: Run, root: Dir = Path("runs"), as_json: Json = False, price: Price = None) -> None:
+    """Tell a run's story: how it goes, where its GPU-seconds went, and what broke."""
+    from phalanx.observe.goodput import STATES
+    from phalanx.observe.incidents import figure, money, seconds
+    from phalanx.observe.words import describe
+
+    story = open_story(run, root, price)
+    about, incidents = describe(story), story.incidents()
+    if as_json:
+        print(json.dumps({**about, "incidents": [one.to_dict() for one in incidents]}))
+        return
+    good = about["goodput"]
+    say(f"{about['run']}\n{about['headline']}\n")
+    if len(about["parts"]) > 1:
+        say(f"continues {' -> '.join(about['parts'][:-1])}")
+    for branch in about["branches"]:
+        say(f"branch: {branch['steps']:,} steps from step {branch['step']:,} on were abandoned and done again")
+    mtbf = f", one failure every {seconds(good['mtbf_s'])}" if good["mtbf_s"] else ""
+    say(f"{figure(good['gpu_s'])} GPU-seconds on {good['ranks']:,} ranks{mtbf}")
+    for row in good["states"]:
+        if row["gpu_s"]:
+            cost = f"{money(row['dollars']):>10}" if row["dollars"] is not None else ""
+            say(f"  {row['state']:<11} {row['share']:>7.2%} {row['gpu_s']:>12,.2f} s{cost}  {STATES[row['state']]}")
+    for one in incidents:
+        say(f"\nincident {one.number}, {one.kind}: {one.verdict()}")
+        if phases := one.phases():
+            say("  " + ", ".join(f"{name} {seconds(took)}" for name, took in phases.items()))
+    for spike in about["spikes"][:10]:
+        say(f"\nloss spike at step {spike['step']:,}: {spike['loss']:.3f}, usually {spike['usual']:.3f}; "
+              f"samples {spike['samples']}")  # fmt: skip
+
+
+@runs_app.command("diff")
+def diff_command(
+    one: Annotated[str, typer.Argument(metavar="RUN", help="A run, as in `show`.")],
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="Another one.")],
+    root: Dir = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Find the first step where two runs part, and what differs between them. Exits with 1 if they part."""
+    from phalanx.observe.compare import compare
+
+    found = compare(open_story(one, root), open_story(other, root, field="OTHER"))
+    if as_json:
+        print(json.dumps(found))
+    else:
+        say(found["verdict"])
+        for kind, title in (("job", "the job"), ("meta", "code, libraries, machine, data")):
+            if found[kind]:
+                say(f"\n{title}:")
+            for row in found[kind]:
+                say(f"  {row['field']:<28} {_short(row['values'][0])}  |  {_short(row['values'][1])}")
+    if found["part"] or not found["compared"]:
+        raise typer.Exit(1)
+
+
+@runs_app.command("export")
+def export_command(
+    run: Run,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="A .csv, .json, .parquet or .tfevents (TensorBoard) file.")],
+    root: Dir = Path("runs"),
+) -> None:
+    """Write the steps that count to a file, one row each."""
+    from phalanx.observe.export import write_steps
+
+    story = open_story(run, root)
+    write_steps(story, out)
+    say(f"{len(story.rows):,} steps written to {out}")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

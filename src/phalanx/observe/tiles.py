@@ -1,0 +1,285 @@
+"""Tiles: how slow each rank was at each step, kept so that any part of it can be drawn at any zoom in bounded time.
+
+A value is one byte: a rank's step time over the median of that step, on a scale of 1.4 %, rounded up; 0: the
+rank did not report. Beside the full table there is a table for every combination of rank blocks and step blocks of 4,
+16, 64 ..., which holds the largest value of each block. So one slow rank in a million shows at every zoom, and a
+picture of any part reads at most 16 values for a pixel. In a file 64 ranks x 64 steps lie together in one page of
+memory, so that one rank over all steps is as near as all ranks at one step. An aggregator keeps the tables of its
+ranks; only pictures travel."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER = "ranks"
+FACTOR = 4
+SIDE = 64  # ranks and steps of a page
+LEAST, MOST = 0.5, 16.0  # of the median; what is beyond is shown as the end of the scale
+MOST_SAMPLED = 1 << 16  # ranks that the median is taken from; of more, evenly spread ones
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+_SCALE = 254 / np.log2(MOST / LEAST)
+Codes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def encode(times_s: np.ndarray, median_s: float) -> Codes:
+    """Write times as codes. NaN: absent."""
+    position = np.asarray(times_s, np.float32) * np.float32(1 / (median_s * LEAST))
+    absent = np.isnan(position)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        np.log2(position, out=position)
+        position *= np.float32(_SCALE)
+    np.ceil(position, out=position)
+    np.fmax(position, 0, out=position)  # of a time of 0, and of what is absent
+    np.fmin(position, 254, out=position)
+    position += 1
+    codes = position.astype(np.uint8)
+    if absent.any():
+        codes[absent] = 0
+    return codes
+
+
+def decode(codes: Codes) -> np.ndarray:
+    """Read codes as multiples of the median; NaN: absent."""
+    ratio = LEAST * 2 ** ((codes.astype(np.float32) - 1) / _SCALE)
+    return np.where(codes == 0, np.nan, ratio)
+
+
+def levels(count: int) -> int:
+    """How many sizes of blocks there are, the single one included."""
+    number = 1
+    while count > 1:
+        count, number = -(-count // FACTOR), number + 1
+    return number
+
+
+class _Table:
+    """A file of rows, of which SIDE steps are mapped for writing: (block of ranks, step, rank)."""
+
+    def __init__(self, path: Path, width: int):
+        self.width, self.blocks = width, -(-width // SIDE)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._chunk, self._map = -1, np.zeros((0, 0, 0), np.uint8)
+        self._whole = width // SIDE * SIDE
+
+    def write(self, row: int, values: Codes) -> None:
+        """OSError: there is no room, which is known before anything is touched."""
+        pages = self._at(row // SIDE)[:, row % SIDE, :]
+        pages[: self._whole // SIDE] = values[: self._whole].reshape(-1, SIDE)
+        if self._whole < self.width:
+            pages[-1, : self.width - self._whole] = values[self._whole :]
+
+    def largest(self, first: int, last: int) -> Codes:
+        """The largest value of each column in these rows."""
+        out = np.zeros(self.width, np.uint8)
+        for row in range(first, last):
+            np.maximum(out, self._at(row // SIDE)[:, row % SIDE, :].reshape(-1)[: self.width], out=out)
+        return out
+
+    def close(self) -> None:
+        self._map = np.zeros((0, 0, 0), np.uint8)
+        os.close(self._fd)
+
+    def _at(self, chunk: int) -> Codes:
+        if chunk != self._chunk:
+            size = self.blocks * SIDE * SIDE
+            os.posix_fallocate(self._fd, chunk * size, size)  # writing to a map on a full disk would end the process
+            view = mmap.mmap(self._fd, size, offset=chunk * size)
+            self._map = np.frombuffer(view, np.uint8).reshape(self.blocks, SIDE, SIDE)
+            self._chunk = chunk
+        return self._map
+
+
+class TileWriter:
+    """Takes one row for each step, in order; a step that is done again replaces the one that was abandoned. A disk that
+    is full costs rows, never a step: they are counted."""
+
+    def __init__(self, folder: Path, ranks: int, first_step: int = 0):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.ranks, self.first, self.dropped = ranks, first_step, 0
+        about = {"ranks": ranks, "first_step": first_step, "factor": FACTOR, "least": LEAST, "most": MOST}
+        (folder / "tiles.json").write_text(json.dumps(about))
+        self.widths = [-(-ranks // FACTOR**i) for i in range(levels(ranks))]
+        self._folder = folder
+        self._tables: dict[tuple[int, int], _Table] = {}
+        self._medians = os.open(folder / "medians.f32", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._count = 0  # rows that are there
+        self._blocks: list[
+            list[Codes]
+        ] = []  # by size of step blocks from FACTOR on: the largest so far of the open one
+
+    def add(self, step: int, times_s: Sequence[float] | np.ndarray) -> None:
+        """`times_s`: of every rank, NaN where it is not known."""
+        times = np.asarray(times_s, dtype=np.float32)
+        some = times[:: -(-len(times) // MOST_SAMPLED)] if len(times) > MOST_SAMPLED else times
+        known = some[np.isfinite(some)]
+        at = step - self.first
+        if times.shape != (self.ranks,) or at < 0 or not len(known):
+            self.dropped += 1
+            return
+        median = float(np.median(known)) or 1e-9
+        try:
+            if at < self._count:
+                self._rewind(at)
+            while self._count < at:  # rows that were dropped
+                self._append(np.zeros(self.ranks, np.uint8), 0.0)
+            self._append(encode(times, median), median)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self.dropped += 1
+
+    def close(self) -> None:
+        os.close(self._medians)
+        for table in self._tables.values():
+            table.close()
+        self._tables.clear()
+
+    def _append(self, codes: Codes, median: float) -> None:
+        at, rows = self._count, [codes]
+        for width in self.widths[1:]:
+            rows.append(_blocked(rows[-1], width))
+        self._write(0, at, rows)
+        number, size = 1, 1  # a block of steps takes the blocks of the next smaller size as they are completed
+        while (at + 1) % size == 0:
+            if len(self._blocks) < number:
+                self._blocks.append([np.zeros(width, np.uint8) for width in self.widths])
+            block = self._blocks[number - 1]
+            fresh = (at + 1 - size) % (size * FACTOR) == 0
+            for held, row in zip(block, rows, strict=True):
+                if fresh:
+                    held[:] = row
+                else:
+                    np.maximum(held, row, out=held)
+            size *= FACTOR
+            self._write(number, at // size, block)
+            rows, number = block, number + 1
+        os.pwrite(self._medians, np.float32(median).tobytes(), 4 * at)  # last: a reader counts these
+        self._count = at + 1
+
+    def _rewind(self, at: int) -> None:
+        """Forget rows from `at` on: they were abandoned."""
+        os.ftruncate(self._medians, 4 * at)
+        self._count = at
+        for number, block in enumerate(self._blocks, 1):
+            size = FACTOR**number
+            first, last = at // size * FACTOR, at // (size // FACTOR)
+            for level in range(len(self.widths)):
+                block[level][:] = self._table(level, number - 1).largest(first, last)
+            if last > first:
+                self._write(number, at // size, block)
+
+    def _write(self, number: int, row: int, rows: list[Codes]) -> None:
+        for level, values in enumerate(rows):
+            self._table(level, number).write(row, values)
+
+    def _table(self, level: int, number: int) -> _Table:
+        if (level, number) not in self._tables:
+            self._tables[level, number] = _Table(self._folder / f"r{level}s{number}.u8", self.widths[level])
+        return self._tables[level, number]
+
+
+class TileReader:
+    """Draws parts of what a TileWriter has written, also while it writes."""
+
+    def __init__(self, folder: Path):
+        about = json.loads((folder / "tiles.json").read_bytes())
+        self.folder, self.ranks, self.first = folder, int(about["ranks"]), int(about["first_step"])
+        if about["factor"] != FACTOR or self.ranks < 1:
+            raise ValueError(f"{folder} was written with blocks of {about['factor']}; this version reads {FACTOR}")
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are."""
+        try:
+            return (self.folder / "medians.f32").stat().st_size // 4
+        except OSError:
+            return 0
+
+    def picture(self, ranks: tuple[int, int], steps: tuple[int, int], height: int, width: int) -> dict[str, Any]:
+        """The largest value in each cell of a picture of these ranks (rows) and steps (columns). `ranks` and `steps`
+        are half-open; they come back widened to whole blocks."""
+        count = self.steps
+        low = (max(0, min(ranks[0], self.ranks - 1)), max(0, min(steps[0] - self.first, count - 1)))
+        high = (max(low[0] + 1, min(ranks[1], self.ranks)), max(low[1] + 1, min(steps[1] - self.first, count)))
+        if not count:
+            return {"ranks": [low[0], high[0]], "steps": [self.first, self.first], "codes": np.zeros((0, 0), np.uint8)}
+        level = _level(high[0] - low[0], height, self.ranks)
+        number = _level(high[1] - low[1], width, count)
+        rows, columns = FACTOR**level, FACTOR**number  # of a block
+        r0, r1 = low[0] // rows, -(-high[0] // rows)
+        s0, s1 = low[1] // columns, -(-high[1] // columns)
+        table = self._rows(level, number, s0, s1, r0, r1, count)
+        codes = _pooled(_pooled(table, min(width, len(table))).T, min(height, r1 - r0))
+        return {
+            "ranks": [r0 * rows, min(self.ranks, r1 * rows)],
+            "steps": [self.first + s0 * columns, self.first + min(count, s1 * columns)],
+            "codes": codes,
+        }
+
+    def _rows(self, level: int, number: int, s0: int, s1: int, r0: int, r1: int, count: int) -> Codes:
+        """Rows s0 to s1 of a table. The newest steps are not in it before a part of their block is complete: they are
+        taken from the tables with smaller blocks."""
+        part = max(1, FACTOR ** (number - 1))  # steps by which a row grows
+        written = -(-(count // part * part) // FACTOR**number)
+        table = self._read(level, number, s0, min(s1, written), r0, r1)
+        newest = count // part * part  # the first step that is not in the table
+        if number and newest < min(count, s1 * FACTOR**number):
+            row = newest // FACTOR**number
+            tail = self._rows(level, number - 1, newest // part, -(-count // part), r0, r1, count).max(axis=0)
+            if row < s0 + len(table):
+                table[row - s0] = np.maximum(table[row - s0], tail)
+            else:
+                table = np.concatenate([table, tail[None]])
+        return table
+
+    def _read(self, level: int, number: int, s0: int, s1: int, r0: int, r1: int) -> Codes:
+        """A rectangle of a table."""
+        if s1 <= s0:
+            return np.zeros((0, r1 - r0), np.uint8)
+        width = -(-self.ranks // FACTOR**level)
+        blocks = -(-width // SIDE)
+        c0, c1, b0, b1 = s0 // SIDE, -(-s1 // SIDE), r0 // SIDE, -(-r1 // SIDE)
+        pages = np.zeros((c1 - c0, b1 - b0, SIDE, SIDE), np.uint8)
+        size, page = (b1 - b0) * SIDE * SIDE, SIDE * SIDE
+        places = [(chunk * blocks + b0) * page for chunk in range(c0, c1)]
+        fd = os.open(self.folder / f"r{level}s{number}.u8", os.O_RDONLY)
+        try:
+            for place in places:  # the disk has all of them to do at once
+                os.posix_fadvise(fd, place, size, os.POSIX_FADV_WILLNEED)
+            for chunk, place in zip(pages, places, strict=True):
+                os.preadv(fd, [chunk.data], place)
+        finally:
+            os.close(fd)
+        some = pages.transpose(0, 2, 1, 3).reshape((c1 - c0) * SIDE, (b1 - b0) * SIDE)
+        return some[s0 - c0 * SIDE : s1 - c0 * SIDE, r0 - b0 * SIDE : r1 - b0 * SIDE]
+
+
+def _level(span: int, pixels: int, count: int) -> int:
+    """The largest blocks that are no larger than a pixel."""
+    level = 0
+    while level + 1 < levels(count) and span >= pixels * FACTOR ** (level + 1):
+        level += 1
+    return level
+
+
+def _blocked(row: Codes, width: int) -> Codes:
+    """The largest of each four."""
+    if len(row) % FACTOR:
+        row = np.concatenate([row, np.zeros(-len(row) % FACTOR, np.uint8)])
+    return row.reshape(width, FACTOR).max(axis=1)
+
+
+def _pooled(table: Codes, rows: int) -> Codes:
+    """Reduce to so many rows by the largest."""
+    if not len(table) or rows == len(table):
+        return np.ascontiguousarray(table)
+    edges = np.arange(rows) * len(table) // rows
+    return np.maximum.reduceat(table, edges, axis=0)

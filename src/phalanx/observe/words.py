@@ -1,0 +1,136 @@
+"""What a run's story is in words and in figures: the one line at the top, and the object that `--json`, the page and
+the exporters share."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+import time
+from typing import Any
+
+from phalanx.observe.incidents import figure, money, plural, seconds
+from phalanx.observe.story import Story
+
+RECENT = 200  # steps that the pace is taken from
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Show control characters, which a terminal would obey, as their codes."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def overview(story: Story) -> dict[str, Any]:
+    """The figures of a run, without its series."""
+    part, goodput, incidents = story.part, story.goodput(), story.incidents()
+    last: dict[str, Any] = story.rows[-1] if story.rows else {}
+    eta = forecast_end(story)
+    saved = [e for e in part.events if e.get("type") == "checkpoint"]
+    return {
+        "run": story.name,
+        "path": str(story.path),
+        "name": str(part.settings.get("name", "")),
+        "state": part.state,
+        "reason": str((part.summary or {}).get("reason", "")),
+        "began": story.parts[0].began,
+        "ended": part.ended,
+        "last_sign": part.last_sign,
+        "step": story.done,
+        "steps": story.steps,
+        "loss": last.get("loss"),
+        "grad_norm": last.get("grad_norm"),
+        "lr": last.get("lr"),
+        "tokens_per_s": last.get("tokens_per_s"),
+        "mfu": last.get("mfu"),
+        "mfu_convention": part.meta.get("mfu_convention"),
+        "step_s": _median(story),
+        "plan": part.meta.get("forecast"),
+        "off_plan": _off_plan(story),
+        "eta": eta,
+        "layout": part.layout.describe(),
+        "ranks": part.layout.world_size,
+        "promise": part.meta.get("promise"),
+        "durable": saved[-1] if saved else None,
+        "goodput": goodput,
+        "incidents": len(incidents),
+        "open_incidents": sum(one.open and one.stops for one in incidents),
+        "parts": [p.path.name for p in story.parts],
+        "branches": [{"step": b.step, "steps": len(b.rows)} for b in story.branches],
+        "spikes": story.spikes(),
+        "damaged_lines": sum(p.damaged for p in story.parts),
+        "headline": "",
+    }
+
+
+def describe(story: Story) -> dict[str, Any]:
+    """The overview with the line in words."""
+    out = overview(story)
+    out["headline"] = headline(out)
+    return out
+
+
+def headline(o: dict[str, Any]) -> str:
+    """Answer the first question of an operator: how is it going?"""
+    good = f"{o['goodput']['ratio']:.1%} goodput"
+    spent = o["goodput"]["dollars"]
+    cost = f", {money(spent)} so far" if spent is not None else ""
+    broke = o["incidents"]
+    healed = f", {broke} {plural(broke, 'incident')}" if broke else ""
+    state = o["state"]
+    if state == "done":
+        how = f"Done: {o['step']:,} steps in {seconds(o['goodput']['wall_s'])}"
+        return f"{how}, loss {_loss(o)}, {good}{healed}{cost.removesuffix(' so far')}."
+    if state in ("failed", "stopped"):
+        reason = o["reason"].splitlines()[0] if o["reason"] else "no reason is recorded"
+        return f"{state.capitalize()} at step {o['step']:,} of {o['steps']:,}: {reason}"
+    if state == "lost":
+        return f"Lost: no sign since {_date(o['last_sign'])}, at step {o['step']:,} of {o['steps']:,}. {_remedy(o)}"
+    if o["open_incidents"]:
+        return f"Recovering at step {o['step']:,} of {o['steps']:,}: something failed and training waits{cost}."
+    if not o["step"]:
+        return "Starting: no step is done yet."
+    plan = f", {_plan(o['off_plan'])}" if o["off_plan"] is not None else ""
+    eta = o["eta"]
+    ends = f", ends {_date(eta['at'])} (± {seconds(eta['within_s'])})" if eta else ""
+    return f"Training: step {o['step']:,} of {o['steps']:,}{plan}{ends}, {good}{healed}{cost}."
+
+
+def forecast_end(story: Story) -> dict[str, Any] | None:
+    """When the run ends at its present pace, failures included; the interval is twice the standard error."""
+    rows = story.rows[-RECENT:]
+    left = story.steps - story.done
+    if story.part.state != "running" or len(rows) < 3 or left <= 0:
+        return None
+    pace = (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
+    gaps = [b["time"] - a["time"] for a, b in itertools.pairwise(rows)]
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else pace
+    return {"at": rows[-1]["time"] + pace * left, "within_s": 2 * error * left, "step_s": pace}
+
+
+def _median(story: Story) -> float | None:
+    times = [row["time_s"] for row in story.rows[-RECENT:] if isinstance(row.get("time_s"), float)]
+    return statistics.median(times) if times else None
+
+
+def _off_plan(story: Story) -> float | None:
+    plan, got = story.part.meta.get("forecast"), _median(story)
+    if not isinstance(plan, dict) or not plan.get("step_s") or got is None:
+        return None
+    return got / plan["step_s"] - 1
+
+
+def _plan(off: float) -> str:
+    return f"on plan ({off:+.1%})" if abs(off) < 0.05 else f"{off:+.0%} against the plan's step time"
+
+
+def _loss(o: dict[str, Any]) -> str:
+    return figure(o["loss"]) if isinstance(o["loss"], float) else "unknown"
+
+
+def _remedy(o: dict[str, Any]) -> str:
+    return "Its process is gone; continue with `phalanx train ... --resume auto`."
+
+
+def _date(at: float) -> str:
+    return time.strftime("%a %H:%M:%S" if abs(at - time.time()) < 86_400 else "%a %d %b %H:%M", time.localtime(at))

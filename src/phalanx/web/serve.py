@@ -1,0 +1,82 @@
+"""Serve the dashboard: pick a port, print the address, answer until the process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from phalanx.core.errors import UserError
+from phalanx.web.shelf import Shelf
+
+PORT = 7474
+MOST_OPEN = 256  # connections at once; the others are told to come back
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(root: Path, host: str, port: int, price: float | None, say: Callable[[str], None]) -> None:
+    """`port` 0: any free one; PORT or, if that is taken, any free one, where the caller names none."""
+    try:
+        import uvicorn
+
+        from phalanx.web.app import create_app
+    except ImportError as error:
+        remedy = "pip install 'phalanx[web]'"
+        raise UserError(f"the dashboard needs {error.name}, which is not installed", remedy=remedy) from None
+    token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
+    with _listen(host, port) as listening:
+        address = f"http://{_named(host)}:{listening.getsockname()[1]}/"
+        say(f"dashboard of {root}: {address}" + (f"?token={token}" if token else ""))
+        config = uvicorn.Config(
+            create_app(Shelf(root, price), token),
+            log_level="warning",
+            access_log=False,
+            limit_concurrency=MOST_OPEN,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=1,
+        )
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+@contextlib.contextmanager
+def beside(root: Path) -> Iterator[str]:
+    """Serve from a process of its own, which ends with this one, and give the address; "": it did not start."""
+    command = [sys.executable, "-P", "-m", "phalanx.cli.main", "dash", str(root), "--port", str(-1), "--until-closed"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin and process.stdout
+    try:
+        line = process.stdout.readline()
+        yield line.rpartition(": ")[2].strip()
+    finally:
+        process.stdin.close()
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    wanted = [PORT, 0] if port < 0 else [port]
+    error: OSError | None = None
+    for number in wanted:
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, number))
+            listening.listen(128)
+            return listening
+        except OSError as failed:
+            listening.close()
+            error = failed
+    remedy = "name another one with --port, or 0 for any free one"
+    raise UserError(f"no server can listen there: {error}", field="--port", value=f"{host}:{port}", remedy=remedy)
+
+
+def _named(host: str) -> str:
+    if host in ("0.0.0.0", "::"):  # noqa: S104
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host

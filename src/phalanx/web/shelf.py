@@ -1,0 +1,182 @@
+"""Shelf: the runs of one folder, each read once and kept up to date for all who look. Names come from the network, so
+a run is found only by the name of a record that is really in the folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.observe.goodput import NS
+from phalanx.observe.incidents import Incident
+from phalanx.observe.story import NAME, Story, find_runs
+from phalanx.observe.tiles import FOLDER, TileReader
+from phalanx.observe.words import describe
+from phalanx.web.series import Columns
+
+LOOK_S = 0.5  # a record is read no more often than that, however many look at it
+COST = 10  # and no more often than this many times as long as it takes
+MOST_OPEN = 16  # runs whose steps are kept in memory
+MOST_SEGMENTS = 2000
+
+
+@dataclass
+class Open:
+    story: Story
+    columns: Columns = field(default_factory=Columns)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    looked: float = 0.0
+    cost_s: float = 0.0  # of the last look
+    version: int = 0
+    about: dict[str, Any] | None = None
+    state: str = ""
+
+
+class Shelf:
+    def __init__(self, root: Path, price: float | None = None):
+        self.root, self.price = root, price
+        self._open: OrderedDict[str, Open] = OrderedDict()
+        self._known: dict[str, tuple[float, dict[str, Any]]] = {}  # finished runs, by name
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        return [path.name for path in find_runs(self.root)]
+
+    def runs(self) -> list[dict[str, Any]]:
+        """The overview of each run, the newest first."""
+        out = []
+        for path in find_runs(self.root):
+            done = path / "summary.json"
+            stamp = done.stat().st_mtime if done.is_file() else 0.0
+            if stamp and self._known.get(path.name, (0.0, {}))[0] == stamp:
+                out.append(self._known[path.name][1])
+                continue
+            if stamp:  # read once; its steps are not kept
+                about = describe(Story(path, self.price))
+                self._known[path.name] = (stamp, about)
+            else:
+                about = self.about(path.name)
+            out.append(about)
+        return out
+
+    def get(self, name: str) -> Open:
+        """KeyError: there is no such run."""
+        path = self.root / name
+        if not NAME.fullmatch(name) or not (path / "meta.json").is_file():
+            raise KeyError(name)
+        if path.resolve().parent != self.root.resolve():
+            raise KeyError(name)  # a link that leads elsewhere
+        with self._lock:
+            if name not in self._open:
+                self._open[name] = Open(Story(path, self.price))
+                while len(self._open) > MOST_OPEN:
+                    self._open.popitem(last=False)
+            self._open.move_to_end(name)
+            one = self._open[name]
+        with one.lock:
+            now = time.monotonic()
+            if now - one.looked >= max(LOOK_S, COST * one.cost_s):
+                state = one.story.part.state
+                if one.story.update() or not one.looked or state != one.state:
+                    one.columns.update(one.story)
+                    one.version, one.about, one.state = one.version + 1, None, state
+                one.looked = now
+        return one
+
+    def about(self, name: str) -> dict[str, Any]:
+        one = self.get(name)
+        with one.lock:
+            if one.about is None:
+                began = time.monotonic()
+                one.about = describe(one.story)
+                one.cost_s = time.monotonic() - began
+            return {**one.about, "version": one.version}
+
+    def whole(self, name: str) -> dict[str, Any]:
+        """Everything of a run but its series."""
+        about, one = self.about(name), self.get(name)
+        with one.lock:
+            story = one.story
+            events = [e for part in story.parts for e in part.events]
+            return {
+                **about,
+                "incident_list": [brief(each) for each in story.incidents()],
+                "checkpoints": [e for e in events if e.get("type") == "checkpoint"],
+                "changes": [c for part in story.parts for c in part.incidents.changes],
+                "segments": segments(story),
+                "record": {"job": story.part.job, "meta": story.part.meta, "summary": story.part.summary},
+                "has_ranks": (story.path / FOLDER / "tiles.json").is_file(),
+            }
+
+    def incident(self, name: str, number: int) -> dict[str, Any]:
+        """KeyError: there is no such incident."""
+        one = self.get(name)
+        with one.lock:
+            found = [each for each in one.story.incidents() if each.number == number]
+            if not found:
+                raise KeyError(number)
+            return found[0].to_dict()
+
+    def series(self, name: str, begin: float, end: float, points: int) -> dict[str, Any]:
+        one = self.get(name)
+        with one.lock:
+            return {"version": one.version, **one.columns.query(begin, end, points)}
+
+    def heat(
+        self, name: str, ranks: tuple[int, int], steps: tuple[int, int], height: int, width: int
+    ) -> dict[str, Any] | None:
+        """A picture of the ranks' step times, with the times of its columns; None: this run has none."""
+        import base64
+
+        import numpy as np
+
+        one = self.get(name)
+        try:
+            reader = TileReader(one.story.path / FOLDER)
+            found = reader.picture(ranks, steps, max(1, min(height, 2000)), max(1, min(width, 4000)))
+        except (OSError, ValueError, KeyError):
+            return None
+        codes = found["codes"]
+        columns = codes.shape[1] if codes.size else 0
+        edges = np.floor(np.linspace(found["steps"][0], found["steps"][1], columns + 1))
+        with one.lock:
+            begins, ends = one.columns.spans(edges)
+        return {
+            "ranks": found["ranks"],
+            "steps": found["steps"],
+            "all": [reader.ranks, reader.first, reader.first + reader.steps],
+            "rows": int(codes.shape[0]),
+            "columns": int(columns),
+            "begins": begins,
+            "ends": ends,
+            "codes": base64.b64encode(codes.tobytes()).decode(),
+        }
+
+
+def brief(one: Incident) -> dict[str, Any]:
+    out = one.to_dict()
+    out["evidence"] = len(out["evidence"])
+    return out
+
+
+def segments(story: Story) -> list[list[Any]]:
+    """[begin, end, state, present] of the run, neighbours of one state joined; short ones give way where there are too
+    many to draw."""
+    pieces: list[list[Any]] = [
+        [s.begin_ns / NS, s.end_ns / NS, s.state, s.present]
+        for _, s in story.segments()
+    ]  # fmt: skip
+    least = 0.0
+    while True:
+        out: list[list[Any]] = []
+        for piece in pieces:
+            if out and (out[-1][2:] == piece[2:] or piece[1] - piece[0] < least) and out[-1][1] >= piece[0] - 1e-9:
+                out[-1][1] = piece[1]
+            else:
+                out.append(list(piece))
+        if len(out) <= MOST_SEGMENTS:
+            return out
+        least = 2 * least or (pieces[-1][1] - pieces[0][0]) / 20_000

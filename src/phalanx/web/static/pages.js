@@ -1,0 +1,287 @@
+// One question per page, answered in its first line; the evidence is below. A page returns its element, and perhaps what
+// to do when the run goes on.
+import { h, s, get, figure, count, percent, money, seconds, clock, date, known, STATES, swatch, runState, paint, patterns } from "./dom.js";
+import { View, lineChart, ribbon } from "./chart.js";
+import { heatMap } from "./heat.js";
+
+const at = (run, tab = "") => `/runs/${encodeURIComponent(run)}${tab ? `/${tab}` : ""}`;
+
+// -- the list
+
+export async function runsPage() {
+  const { folder, runs } = await get("/api/runs");
+  if (!runs.length) {
+    return { title: "Runs", crumbs: [], element: h("div", {}, h("h1", {}, "No runs yet."),
+      h("p", { class: "sub" }, "The records of runs in ", h("code", {}, folder), " appear here while they train."),
+      h("div", { class: "note" }, "Start one with ", h("code", {}, "phalanx train"), ": with no arguments it trains a small model on this machine.")) };
+  }
+  const by = {};
+  for (const run of runs) by[run.state] = (by[run.state] || 0) + 1;
+  const words = { running: "training", done: "done", stopped: "stopped", failed: "failed", lost: "lost" };
+  const head = `${count(runs.length)} ${runs.length === 1 ? "run" : "runs"}: ${Object.entries(by).map(([state, n]) => `${n} ${words[state] || state}`).join(", ")}.`;
+  const picked = new Set();
+  const compare = h("button", { type: "button", hidden: true, onclick: () => go() }, "Compare the two");
+  const go = () => { const [a, b] = picked; history.pushState(null, "", `/compare?a=${encodeURIComponent(a)}&b=${encodeURIComponent(b)}`); dispatchEvent(new PopStateEvent("popstate")); };
+  const rows = runs.map((run) => h("tr", { "data-run": run.run, tabindex: -1 },
+    h("td", {}, h("input", { type: "checkbox", "aria-label": `compare ${run.run}`, onchange: (e) => {
+      if (e.target.checked) picked.add(run.run); else picked.delete(run.run);
+      compare.hidden = picked.size !== 2;
+    } })),
+    h("td", {}, h("a", { href: at(run.run) }, run.run), h("div", { class: "why" }, run.headline)),
+    h("td", {}, runState(run.state)),
+    h("td", { class: "n hide-narrow" }, `${count(run.step)} / ${count(run.steps)}`),
+    h("td", { class: "n hide-narrow" }, figure(run.loss)),
+    h("td", { class: "n" }, percent(run.goodput)),
+    h("td", { class: "n hide-narrow" }, count(run.incidents)),
+    h("td", { class: "n hide-narrow" }, count(run.ranks)),
+    h("td", { class: "n hide-narrow" }, known(run.dollars) ? money(run.dollars) : `${figure(run.gpu_s / 3600)} GPU-h`),
+    h("td", { class: "n hide-narrow" }, date(run.began))));
+  const filter = h("input", { class: "filter", type: "search", placeholder: "Filter ( / )", "aria-label": "Filter the runs", id: "filter",
+    oninput: () => rows.forEach((row) => { row.hidden = !row.textContent.toLowerCase().includes(filter.value.toLowerCase()); }) });
+  const names = ["", "run", "state", "step", "loss", "goodput", "incidents", "ranks", "cost", "began"];
+  const element = h("div", {}, h("h1", {}, head), h("p", { class: "sub" }, "in ", h("code", {}, folder), ", the newest first"), filter, " ", compare,
+    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, names.map((name, i) => h("th", { class: `${i > 2 ? "n" : ""} ${[3, 4, 6, 7, 8, 9].includes(i) ? "hide-narrow" : ""}` }, name)))), h("tbody", {}, rows))));
+  return { title: "Runs", crumbs: [], element, poll: 3000 };
+}
+
+// -- a run
+
+const TABS = { "": "Overview", goodput: "Goodput", ranks: "Ranks", incidents: "Incidents", checkpoints: "Checkpoints", logs: "Logs", record: "Record" };
+
+function figures(run) {
+  const good = run.goodput, saved = run.durable;
+  const rows = [
+    ["loss", figure(run.loss), "nats per token"],
+    ["tokens per second", count(run.tokens_per_s), `${count(run.ranks)} ranks`],
+    ["MFU", percent(run.mfu, run.mfu < 0.01 ? 3 : 1), ""],
+    ["step", known(run.step_s) ? seconds(run.step_s) : "–", known(run.off_plan) ? `${run.off_plan > 0 ? "+" : ""}${percent(run.off_plan, 0)} of the plan` : "median of the last 200"],
+    ["goodput", percent(good.ratio), `${figure(good.gpu_s / 3600)} GPU-hours`],
+    ["incidents", count(run.incidents), known(good.mtbf_s) ? `a failure every ${seconds(good.mtbf_s)}` : "no failure"],
+    ["durable", saved ? `step ${count(saved.step)}` : "none", saved ? clock(saved.time) : "no checkpoint yet"],
+    ["cost", known(good.dollars) ? money(good.dollars) : "–", known(good.dollars) ? (known(good.kwh) ? `${figure(good.kwh)} kWh` : "") : "no price: --price"],
+  ];
+  return h("dl", { class: "figures" }, rows.map(([name, value, small]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, small ? h("small", {}, small) : null))));
+}
+
+function story(run) {
+  const out = [];
+  if (run.parts.length > 1) out.push(h("p", { class: "sub" }, "Continues ", run.parts.slice(0, -1).map((name, i) => [i ? ", then " : "", h("a", { href: at(name) }, name)]), ". Time between the parts is not counted."));
+  for (const branch of run.branches) out.push(h("p", { class: "sub" }, `Branch: ${count(branch.steps)} steps from step ${count(branch.step)} on were abandoned and done again.`));
+  if (run.damaged_lines) out.push(h("div", { class: "note bad" }, `${count(run.damaged_lines)} damaged lines of the record were passed over.`));
+  const lost = run.record?.summary?.dropped;
+  if (lost) out.push(h("div", { class: "note bad" }, `${count(lost)} lines of the record were lost: its disk was full.`));
+  return out;
+}
+
+export async function runPage(name, tab, query) {
+  let run = await get(`/api/runs/${encodeURIComponent(name)}`);
+  const headline = h("h1", { id: "headline" }, run.headline), strip = h("div", {}, figures(run));
+  const tabs = h("nav", { class: "tabs", "aria-label": "Pages of this run" }, Object.entries(TABS).map(([key, text]) =>
+    h("a", { href: at(name, key), "aria-current": key === tab ? "page" : null }, key === "incidents" && run.incidents ? `${text} (${run.incidents})` : text)));
+  const body = h("div", {});
+  const makers = { "": overview, goodput: goodputTab, ranks: ranksTab, incidents: incidentsTab, checkpoints: checkpointsTab, logs: logsTab, record: recordTab };
+  const part = await (makers[tab] || overview)(name, run, query);
+  body.append(...[part.element].flat(4).filter(Boolean));
+  return {
+    title: name, crumbs: [[name, at(name)]],
+    element: h("div", {}, headline, h("p", { class: "sub" }, run.layout, " · began ", date(run.began), " · ", run.promise || ""), tabs, strip, story(run), body),
+    live: run.state === "running" ? name : null,
+    async heard(about) {
+      headline.textContent = about.headline;
+      strip.replaceChildren(figures(about));
+      run = await get(`/api/runs/${encodeURIComponent(name)}`);
+      await part.heard?.(run);
+    },
+    view: part.view,
+  };
+}
+
+const legend = (states) => h("div", { class: "legend" }, states.map((state) => h("span", { class: "state" }, swatch(state), `${state}: ${STATES[state]}`)));
+
+function makeView(run, query) {
+  const view = new View(run.began, Math.max(run.began + 1e-3, run.ended));
+  view.ranks = run.ranks;
+  const a = Number(query.get("from")), b = Number(query.get("to"));
+  if (a && b && b > a) { view.begin = Math.max(view.min, a); view.end = Math.min(view.max, b); view.follows = false; }
+  view.on(() => {
+    const url = new URL(location.href);
+    if (view.begin <= view.min && view.end >= view.max) { url.searchParams.delete("from"); url.searchParams.delete("to"); }
+    else { url.searchParams.set("from", view.begin.toFixed(3)); url.searchParams.set("to", view.end.toFixed(3)); }
+    history.replaceState(null, "", url);
+  });
+  return view;
+}
+
+async function overview(name, run, query) {
+  const view = makeView(run, query);
+  let data = null, timer = null;
+  const load = async () => {
+    const points = Math.min(2000, Math.max(200, innerWidth));
+    data = await get(`/api/runs/${encodeURIComponent(name)}/series?begin=${view.begin}&end=${view.end}&points=${points}`);
+  };
+  await load();
+  const marks = () => run.incident_list.filter((one) => one.stops);
+  const plan = run.plan, shared = { data: () => data, marks };
+  const spikeTimes = () => run.spikes.map((one) => ({ ...one, time: data.time[data.step.findIndex((v) => v >= one.step)] })).filter((one) => one.time);
+  const charts = [
+    ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: spikeTimes, href: (n) => at(name, `incidents/${n}`) }),
+    lineChart(view, { ...shared, title: "Loss", unit: "nats per token", name: "loss", smooth: true, height: 224, note: "faint: every step, with its smallest and largest; strong: smoothed" }),
+    lineChart(view, { ...shared, title: "Throughput", unit: "tokens/s", name: "tokens_per_s", log: false, band: () => (plan?.step_high_s && run.step_s && run.tokens_per_s ? [plan.step_s * plan.tokens_per_s / plan.step_high_s, plan.step_s * plan.tokens_per_s / plan.step_low_s] : null), note: plan ? "green: what the plan predicts" : "" }),
+    lineChart(view, { ...shared, title: "Step time", unit: "s", name: "time_s", band: () => (plan?.step_high_s ? [plan.step_low_s, plan.step_high_s] : null), note: "of the slowest rank" }),
+    lineChart(view, { ...shared, title: "Gradient norm", unit: "", name: "grad_norm" }),
+  ];
+  let drawn = `${view.begin},${view.end}`;
+  view.on(() => {
+    const now = `${view.begin},${view.end}`;
+    if (now === drawn) return;
+    drawn = now;
+    clearTimeout(timer);
+    timer = setTimeout(async () => { await load(); charts.forEach((c) => c.draw()); }, 80);
+  });
+  const used = Object.keys(STATES).filter((state) => run.goodput.states.some((row) => row.state === state && row.gpu_s > 0));
+  const empty = run.step ? null : h("div", { class: "note" }, run.state === "running" ? "The ranks are starting. Charts fill with the first step." : "This run ended before its first step. Its log says why: ", run.state === "running" ? null : h("a", { href: at(name, "logs") }, "logs"));
+  const heading = h("h2", {}, "Where the GPU-seconds went"), bars = h("div", {}, waterfall(run));
+  return {
+    view, element: [empty, charts[0].figure, legend(used), charts.slice(1).map((c) => c.figure), heading, bars, run.incident_list.length ? [h("h2", {}, "What broke"), incidentTable(name, run)] : null],
+    async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); bars.replaceChildren(waterfall(run)); },
+  };
+}
+
+function waterfall(run) {
+  const rows = run.goodput.states.filter((row) => row.gpu_s > 0);
+  let from = 0;
+  return h("div", { class: "bars", "data-chart": "goodput" }, rows.map((row) => {
+    const bar = s("svg", { viewBox: "0 0 1000 16", preserveAspectRatio: "none", role: "img", "aria-label": `${row.state} ${percent(row.share, 2)}` }, patterns(),
+      s("rect", { width: 1000, height: 16, fill: "var(--raised)" }), s("rect", { x: 1000 * from, width: Math.max(1.5, 1000 * row.share), height: 16, fill: paint(row.state) }));
+    from += row.share;
+    return [h("div", {}, h("span", { class: "state" }, swatch(row.state), row.state), h("span", { class: "what" }, STATES[row.state])), bar,
+      h("div", { class: "n", "data-state": row.state, "data-gpu-s": row.gpu_s }, percent(row.share, 2), h("span", { class: "what" }, `${figure(row.gpu_s)} GPU-s${known(row.dollars) ? `, ${money(row.dollars)}` : ""}`))];
+  }));
+}
+
+function goodputTab(name, run) {
+  const good = run.goodput, plan = run.plan?.seconds, bars = h("div", {}, waterfall(run));
+  const phases = run.record.summary?.phases;
+  const predicted = plan && phases ? h("div", {}, h("h2", {}, "A step, predicted and measured"), h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, h("th", {}, "predicted term"), h("th", { class: "n" }, "seconds"))), h("tbody", {}, Object.entries(plan).map(([term, value]) => h("tr", {}, h("td", {}, term), h("td", { class: "n" }, seconds(value)))),
+      Object.entries(phases).map(([term, value]) => h("tr", {}, h("td", {}, `measured: ${term}`), h("td", { class: "n" }, seconds(value)))))))) : null;
+  return {
+    element: [h("p", { class: "sub" }, `Every GPU-second of the run is in exactly one state: ${figure(good.gpu_s)} GPU-seconds, ${good.ranks} ranks for ${seconds(good.wall_s)}. The shares add up to 100 %.`), bars, predicted,
+      h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name}`))],
+    heard: (next) => bars.replaceChildren(waterfall(next)),
+  };
+}
+
+async function ranksTab(name, run, query) {
+  const view = makeView(run, query), rank = query.has("rank") ? Number(query.get("rank")) : null;
+  let data = await get(`/api/runs/${encodeURIComponent(name)}/series?points=4000`);
+  view.steps = (begin, end) => {
+    if (!data.time.length) return [0, 1e12];
+    const first = data.time.findIndex((t) => t >= begin), last = data.time.findLastIndex((t) => t <= end);
+    return [Math.max(0, data.step[Math.max(0, first < 0 ? data.step.length - 1 : first)] - 1), last < 0 ? 1 : data.step[Math.min(data.step.length - 1, last + 1)] + 1];
+  };
+  if (!run.has_ranks) return { element: h("div", { class: "note" }, "This record has no step times of single ranks. Runs keep them from their first step on.") };
+  const open = (one) => { const url = new URL(location.href); url.searchParams.set("rank", one); history.pushState(null, "", url); dispatchEvent(new PopStateEvent("popstate")); };
+  const map = heatMap(view, { run: name, ranks: rank === null ? [0, Infinity] : [rank, rank + 1], height: rank === null ? 256 : 64, onRank: rank === null && run.ranks > 1 ? open : null });
+  const band = ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: () => [], href: (n) => at(name, `incidents/${n}`) });
+  const where = rank === null ? null : h("p", { class: "sub" }, `Rank ${count(rank)} alone. `, h("a", { href: at(name, "ranks") }, "All ranks"));
+  return { view, element: [where, band.figure, map.figure], async heard(next) { run = next; view.grow(run.ended); data = await get(`/api/runs/${encodeURIComponent(name)}/series?points=4000`); band.draw(); map.load(); } };
+}
+
+function phasesBar(one) {
+  const all = Object.entries(one.phases), total = all.reduce((sum, [, v]) => sum + v, 0);
+  return h("div", { class: "why" }, all.map(([phase, v]) => `${phase} ${seconds(v)}`).join(" · "), total ? "" : "");
+}
+
+function incidentTable(name, run) {
+  return h("div", { class: "scroll" }, h("table", { "data-table": "incidents" }, h("thead", {}, h("tr", {}, ["", "what happened", "lost"].map((text, i) => h("th", { class: i === 2 ? "n" : "" }, text)))),
+    h("tbody", {}, run.incident_list.map((one) => h("tr", { tabindex: -1 }, h("td", {}, h("a", { href: at(name, `incidents/${one.number}`) }, `${one.number} ${one.kind}`)),
+      h("td", {}, one.verdict, phasesBar(one)), h("td", { class: "n" }, one.stops ? `${figure(one.lost_gpu_s)} GPU-s` : "–", known(one.dollars) ? h("div", { class: "why" }, money(one.dollars)) : null))))));
+}
+
+function incidentsTab(name, run) {
+  if (!run.incident_list.length) return { element: h("div", { class: "note" }, "Nothing has broken. Deaths of workers and nodes, hangs, failed checkpoints and damaged data appear here, with what they cost. To see one: ", h("code", {}, "phalanx chaos run"), ".") };
+  const box = h("div", {}, incidentTable(name, run));
+  return { element: box, heard: (next) => box.replaceChildren(incidentTable(name, next)) };
+}
+
+export async function incidentPage(name, number) {
+  const one = await get(`/api/runs/${encodeURIComponent(name)}/incidents/${number}`);
+  const phases = Object.entries(one.phases), total = phases.reduce((sum, [, v]) => sum + v, 0) || 1;
+  const meaning = { detect: "from the last finished step to the first sign", decide: "until the controller had a plan", "re-form": "until the ranks had joined their new groups", "first step": "until a step was committed again", heal: "until all replicas took part again" };
+  let from = 0;
+  const bars = h("div", { class: "bars" }, phases.map(([phase, v]) => {
+    const bar = s("svg", { viewBox: "0 0 1000 16", preserveAspectRatio: "none" }, patterns(), s("rect", { width: 1000, height: 16, fill: "var(--raised)" }), s("rect", { x: (1000 * from) / total, width: Math.max(2, (1000 * v) / total), height: 16, fill: paint(phase === "heal" ? "out" : "recovery") }));
+    from += v;
+    return [h("div", {}, phase, h("span", { class: "what" }, meaning[phase] || "")), bar, h("div", { class: "n" }, seconds(v))];
+  }));
+  return { title: `Incident ${number}`, crumbs: [[name, at(name)], ["incidents", at(name, "incidents")], [String(number), location.pathname]],
+    element: h("div", {}, h("h1", { id: "headline" }, `${one.subject} ${one.what}.`), h("p", {}, one.verdict), h("p", { class: "sub" }, `${one.kind}, at step ${count(one.step)}${one.rung >= 0 ? `, rung ${one.rung} of the recovery ladder` : ""}, noticed ${date(one.at)}`),
+      phases.length ? [h("h2", {}, "Where the time went"), bars] : null, h("h2", {}, "Evidence"), h("p", { class: "sub" }, "Lines of events.jsonl, as they were written."),
+      h("pre", {}, one.evidence.map((event) => `${clock(event.time)}  ${JSON.stringify(event)}\n`))) };
+}
+
+function checkpointsTab(name, run) {
+  if (!run.checkpoints.length) return { element: h("div", { class: "note" }, "No checkpoint is durable yet. How far apart they are is derived from what they cost and how often nodes fail; ", h("code", {}, "checkpoint.every_steps"), " overrides it.") };
+  return { element: h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["step", "durable at", "size", "written in", "training waited", "name"].map((text, i) => h("th", { class: i < 5 ? "n" : "" }, text)))),
+    h("tbody", {}, run.checkpoints.toReversed().map((one) => h("tr", {}, h("td", { class: "n" }, count(one.step)), h("td", { class: "n" }, clock(one.time)), h("td", { class: "n" }, `${figure(one.bytes / 1e6)} MB`), h("td", { class: "n" }, seconds(one.drain_s)), h("td", { class: "n" }, seconds(one.stall_s + one.slowdown_s)), h("td", {}, one.checkpoint)))))) };
+}
+
+async function logsTab(name) {
+  const logs = await get(`/api/runs/${encodeURIComponent(name)}/logs`);
+  if (!logs.lines.length) return { element: h("div", { class: "note" }, `The ${count(logs.ranks)} ranks have written nothing to their logs.`) };
+  const groups = [];  // lines that follow each other on the same ranks
+  for (const line of logs.lines) {
+    const text = line.count > line.on ? `${line.text}   (${count(line.count)} times)` : line.text;
+    if (groups.at(-1)?.who === line.who) groups.at(-1).lines.push(text); else groups.push({ who: line.who, lines: [text] });
+  }
+  return { element: [h("p", { class: "sub" }, `Lines of ${count(logs.ranks)} ranks; equal ones are shown once, numbers aside. In the terminal: `, h("code", {}, `phalanx logs ${name}`)),
+    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "on"), h("th", {}, "line"))), h("tbody", {}, groups.map((group) => h("tr", {}, h("td", {}, group.who), h("td", {}, h("pre", {}, group.lines.join("\n"))))))))] };
+}
+
+function recordTab(name, run) {
+  const { job, meta, summary } = run.record, flat = [];
+  const walk = (value, path) => { for (const [key, v] of Object.entries(value || {})) { const full = path ? `${path}.${key}` : key; if (v && typeof v === "object" && !Array.isArray(v)) walk(v, full); else flat.push([full, v]); } };
+  walk(job.job, "");
+  const show = (v) => (typeof v === "string" ? v : JSON.stringify(v));
+  const { code, ...rest } = meta;
+  return { element: [h("h2", {}, "Job"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, "value"), h("th", {}, "from"))), h("tbody", {}, flat.map(([key, v]) => h("tr", {}, h("td", {}, key), h("td", {}, show(v)), h("td", { class: "hide-narrow" }, job.origins?.[key] || "")))))),
+    h("h2", {}, "Code, libraries, machine"), h("pre", {}, JSON.stringify({ ...rest, code: code ? { ...code, diff: undefined } : undefined }, null, 2)),
+    code?.diff ? [h("h2", {}, "Changes that were not committed"), h("pre", {}, code.diff)] : null, summary ? [h("h2", {}, "Summary"), h("pre", {}, JSON.stringify(summary, null, 2))] : null] };
+}
+
+// -- two runs
+
+export async function comparePage(query) {
+  const a = query.get("a") || "", b = query.get("b") || "";
+  if (!a || !b) return { title: "Compare", crumbs: [["compare", "/compare"]], element: h("div", {}, h("h1", {}, "Which two?"), h("div", { class: "note" }, "Mark two runs in ", h("a", { href: "/" }, "the list"), ", or use ", h("code", {}, "phalanx runs diff RUN OTHER"), ".")) };
+  const found = await get(`/api/diff?a=${encodeURIComponent(a)}&b=${encodeURIComponent(b)}`);
+  const [one, other] = await Promise.all([a, b].map((name) => get(`/api/runs/${encodeURIComponent(name)}/series?points=1200`)));
+  const overlay = stepChart([[a, one], [b, other]], found.part?.step);
+  const table = (rows, title) => (rows.length ? [h("h2", {}, title), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, a), h("th", {}, b))), h("tbody", {}, rows.map((row) => h("tr", {}, h("td", {}, row.field), row.values.map((v) => h("td", {}, typeof v === "string" ? v : JSON.stringify(v))))))))] : null);
+  return { title: "Compare", crumbs: [["compare", location.pathname + location.search]], element: h("div", {}, h("h1", { id: "headline" }, found.verdict), h("p", { class: "sub" }, h("a", { href: at(a) }, a), " and ", h("a", { href: at(b) }, b), `; ${count(found.compared)} steps in common`), overlay, table(found.job, "The job"), table(found.meta, "Code, libraries, machine, data"), !found.job.length && !found.meta.length ? h("div", { class: "note" }, "Job, code, libraries, machine and data are the same.") : null) };
+}
+
+function stepChart(runs, part) {
+  const plot = h("div", { class: "plot" });
+  new ResizeObserver(() => { if (plot.clientWidth) plot.replaceChildren(drawSteps(runs, part, plot.clientWidth)); }).observe(plot);
+  return h("figure", {}, h("figcaption", {}, h("b", {}, "Loss by step"), "nats per token"), plot);
+}
+
+function drawSteps(runs, part, width) {
+  const height = 260, left = 56, right = 24, steps = runs.flatMap(([, d]) => d.step), losses = runs.flatMap(([, d]) => d.series.loss?.mean || []).filter(known);
+  if (!losses.length) return h("p", { class: "sub" }, "Neither run has a step yet.");
+  const [s0, s1, low, high] = [Math.min(...steps), Math.max(...steps), Math.min(...losses), Math.max(...losses)];
+  const x = (v) => left + ((v - s0) / (s1 - s0 || 1)) * (width - left - right), y = (v) => height - 24 - ((v - low) / (high - low || 1)) * (height - 40);
+  const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Loss of both runs by step" });
+  for (const v of [low, (low + high) / 2, high]) svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }), s("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, figure(v)));
+  for (const v of [s0, Math.round((s0 + s1) / 2), s1]) svg.append(s("text", { x: x(v), y: height - 4, "text-anchor": "middle" }, `step ${count(v)}`));
+  runs.forEach(([name, d], k) => {
+    const line = (d.series.loss?.mean || []).map((v, i) => (known(v) ? `${x(d.step[i]).toFixed(1)},${y(v).toFixed(1)}` : null)).filter(Boolean);
+    const path = s("path", { class: "smooth", d: `M${line.join("L")}`, "stroke-dasharray": k ? "5 3" : null });
+    path.style.stroke = k ? "var(--recovery)" : "var(--productive)";
+    svg.append(path, s("text", { x: width - right, y: 20 + 16 * k, "text-anchor": "end" }, `${k ? "- -" : "—"} ${name}`));
+  });
+  if (known(part)) svg.append(s("line", { class: "mark", x1: x(part), x2: x(part), y1: 8, y2: height - 24 }), s("text", { x: x(part) + 4, y: 16 }, `they part at step ${count(part)}`));
+  return svg;
+}

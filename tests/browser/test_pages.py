@@ -1,0 +1,293 @@
+"""The dashboard in a real browser, on the records of real runs with faults: every page is opened, what it draws is
+compared with the record, and any error on the console fails the test. `make test-browser`; with
+PHALANX_SCREENSHOTS=FOLDER each page is also kept as a picture."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.observe.provenance import provenance
+from phalanx.observe.story import Story
+from tests.observe.records import Written
+from tests.web.record_runs import unpack
+
+pytestmark = pytest.mark.browser
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PICTURES = os.environ.get("PHALANX_SCREENSHOTS", "")
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\x1b[31m"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM, "apt install chromium"
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Server:
+    def __init__(self, root: Path):
+        command = [sys.executable, "-m", "phalanx.cli.main", "dash", str(root), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.url = self.process.stdout.readline().rpartition(": ")[2].strip().rstrip("/")
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return unpack(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def server(root):
+    server = Server(root)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def broken(root):
+    return Story(next(root.glob("*-chaos-*")))
+
+
+@pytest.fixture
+def open_page(browser, server):
+    """Open a page of a given width and theme; errors on any console fail the test."""
+    contexts, errors = [], []
+
+    def opened(path, width=1280, theme="light", url=server.url, expect_errors=False):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+        contexts.append(context)
+        page = context.new_page()
+        if not expect_errors:
+            page.on("console", lambda m: errors.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda e: errors.append(str(e)))
+        page.on("dialog", lambda d: errors.append(f"dialog: {d.message}"))
+        page.goto(url + path)
+        page.wait_for_selector("main[data-ready]")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+def ready(page, path):
+    page.wait_for_selector(f'main[data-ready="{path}"]')
+
+
+def shoot(page, name):
+    if PICTURES:
+        page.wait_for_timeout(600)
+        page.screenshot(path=f"{PICTURES}/{name}.png", full_page=True)
+
+
+TABS = ("", "/goodput", "/ranks", "/incidents", "/checkpoints", "/logs", "/record", "/incidents/2")
+
+
+def test_a_reader_clicks_through_every_page(open_page, broken):
+    page = open_page("/")
+    shoot(page, "runs")
+    page.get_by_role("link", name=broken.name).click()
+    ready(page, f"/runs/{broken.name}")
+    shoot(page, "run")
+    for name in ("Goodput", "Ranks", "Incidents", "Checkpoints", "Logs", "Record", "Overview"):
+        page.get_by_role("navigation", name="Pages of this run").get_by_role("link", name=name).click()
+        page.wait_for_selector(f"nav.tabs a[aria-current] >> text={name}")
+        assert page.locator("h1").inner_text().startswith("Done: 160 steps")
+    page.locator('table[data-table="incidents"] a').nth(1).click()
+    ready(page, f"/runs/{broken.name}/incidents/2")
+    assert broken.incidents()[1].verdict().split(": ", 1)[1] in page.locator("main").inner_text()
+    shoot(page, "incident")
+    page.go_back()
+    ready(page, f"/runs/{broken.name}")
+
+
+def test_what_is_drawn_is_what_the_record_says(open_page, broken):
+    page = open_page(f"/runs/{broken.name}")
+    last = float(page.locator('[data-chart="loss"] svg').get_attribute("data-last"))
+    assert last == pytest.approx(broken.rows[-1]["loss"])
+    shown = page.eval_on_selector_all(
+        "[data-gpu-s]", "all => all.map((e) => [e.dataset.state, Number(e.dataset.gpuS)])"
+    )
+    spent = {row["state"]: row["gpu_s"] for row in broken.goodput()["states"] if row["gpu_s"] > 0}
+    assert dict(shown) == pytest.approx(spent)
+    assert page.locator("[data-chart=what-it-did] a.glyph").count() == len(broken.incidents())
+    widths = page.eval_on_selector_all(
+        "[data-chart=what-it-did] rect[data-state=start]", "all => all.map((e) => Number(e.getAttribute('width')))"
+    )
+    plot = page.locator("[data-chart=what-it-did] .plot").bounding_box()["width"] - 72
+    wall, start = broken.part.ended - broken.part.began, spent["start"] / 4
+    assert sum(widths) / plot == pytest.approx(start / wall, abs=0.01)
+
+
+def test_the_map_of_ranks_shows_the_slowest_and_leads_to_one_rank(open_page, broken):
+    from phalanx.observe.tiles import TileReader, decode
+
+    page = open_page(f"/runs/{broken.name}/ranks")
+    canvas = page.locator("[data-chart=ranks] .plot canvas")
+    page.wait_for_selector("[data-chart=ranks] .plot canvas[data-worst]")
+    shoot(page, "ranks")
+    codes = TileReader(broken.path / "ranks").picture((0, 4), (0, 10**6), 4, 1000)["codes"]
+    assert float(canvas.get_attribute("data-worst")) == pytest.approx(float(decode(codes.max())), abs=1e-3)
+    box = canvas.bounding_box()
+    canvas.click(position={"x": box["width"] * 0.9, "y": box["height"] * 0.4})
+    page.wait_for_selector("text=Rank 1 alone")
+    assert "rank=1" in page.url
+
+
+def test_zoom_moves_all_charts_and_the_address_holds_it(open_page, broken):
+    page = open_page(f"/runs/{broken.name}")
+    axis = lambda chart: page.locator(f'[data-chart="{chart}"] svg text').all_text_contents()  # noqa: E731
+    before = axis("throughput")
+    box = page.locator('[data-chart="loss"] .plot').bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 60, steps=4)
+    page.mouse.up()
+    page.wait_for_url("**from=*")
+    page.wait_for_timeout(400)
+    assert axis("throughput") != before
+    address, zoomed = page.url, axis("gradient-norm")
+    again = open_page(address.split("//", 1)[1].partition("/")[2].join(["/", ""]))
+    assert again.locator('[data-chart="gradient-norm"] svg text').all_text_contents() == zoomed
+    page.keyboard.press("0")
+    page.wait_for_timeout(400)
+    assert "from=" not in page.url and axis("throughput") == before
+
+
+def test_the_keyboard_reaches_everything(open_page, broken):
+    page = open_page("/")
+    page.keyboard.press("/")
+    page.keyboard.type("chaos")
+    assert page.locator("tbody tr:visible").count() == 1
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    ready(page, f"/runs/{broken.name}")
+    for keys, path in (("gg", "/goodput"), ("gh", "/ranks"), ("gi", "/incidents"), ("go", "")):
+        for key in keys:
+            page.keyboard.press(key)
+        ready(page, f"/runs/{broken.name}{path}")
+    page.keyboard.press("l")
+    assert page.locator("[data-log]").first.get_attribute("aria-pressed") == "true"
+    theme = page.locator("html").get_attribute("data-theme")
+    page.keyboard.press("t")
+    assert page.locator("html").get_attribute("data-theme") != theme
+    page.keyboard.press("?")
+    assert page.locator("dialog[open]").count() == 1
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    page.keyboard.press("r")
+    ready(page, "/")
+
+
+def test_two_runs_are_compared(open_page, root):
+    page = open_page("/")
+    for box in page.locator("tbody input").all():
+        box.check()
+    page.get_by_role("button", name="Compare the two").click()
+    page.wait_for_selector("text=All 160 steps are equal to the bit")
+    shoot(page, "compare")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_page_works_at_390_px(open_page, broken, theme):
+    for path in ("/", *(f"/runs/{broken.name}{tab}" for tab in TABS), "/compare"):
+        page = open_page(path, width=390, theme=theme)
+        over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert over <= 0, path
+        if theme == "dark" and path.endswith(broken.name):
+            shoot(page, "narrow-dark")
+    if theme == "dark":
+        shoot(open_page(f"/runs/{broken.name}", theme="dark"), "run-dark")
+
+
+def test_text_has_enough_contrast(open_page, broken):
+    """At least 4.5 to 1 for the text colours, in both themes."""
+    colours = (
+        """(names) => names.map((name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim())"""
+    )
+
+    def light(colour):  # relative luminance, WCAG 2.2
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    names = ["--ground", "--raised", "--text", "--soft", "--accent", "--good", "--bad"]
+    for theme in ("light", "dark"):
+        *grounds, text, soft, accent, good, bad = map(light, open_page("/", theme=theme).evaluate(colours, names))
+        for ground in grounds:
+            for ink in (text, soft, accent, good, bad):
+                assert (max(ink, ground) + 0.05) / (min(ink, ground) + 0.05) >= 4.5, theme
+
+
+def test_hostile_text_is_shown_as_text(open_page, tmp_path):
+    run = Written(tmp_path, "hostile", note=HOSTILE).begin().steps(0, 3)
+    run.event("exit", rank=1, signal=HOSTILE, node=HOSTILE, service="")
+    run.event("ended", ok=False, reason=HOSTILE)
+    (run.path / "logs" / "node-0").mkdir()
+    (run.path / "logs" / "node-0" / "rank-00000.log").write_text(f"{HOSTILE}\n")
+    run.record.finish({"status": "failed", "reason": HOSTILE})
+    server = Server(tmp_path)
+    try:
+        for path in (
+            "/",
+            *(f"/runs/{run.path.name}{tab}" for tab in ("", "/incidents", "/incidents/1", "/logs", "/record")),
+        ):
+            page = open_page(path, url=server.url)
+            page.wait_for_timeout(100)
+            assert page.locator("main img, main script").count() == 0
+        assert "onerror=alert(1)" in page.locator("main").inner_text()
+    finally:
+        server.stop()
+
+
+def test_a_live_run_moves_in_place_and_a_lost_connection_is_told(open_page, tmp_path):
+    now = time.time()
+    run = Written(tmp_path, process=provenance()["process"], started=now, steps=400)
+    run.now = now
+    run.begin().steps(0, 10)
+    server = Server(tmp_path)
+    page = open_page(f"/runs/{run.path.name}", url=server.url, expect_errors=True)
+    page.wait_for_selector("#link.live")
+    assert "step 10 of 400" in page.locator("h1").inner_text()
+    page.evaluate("window.unchanged = document.querySelector('h1')")
+    run.steps(10, 25)
+    page.wait_for_selector("h1:has-text('step 25 of 400')")
+    assert page.evaluate("window.unchanged === document.querySelector('h1')"), "the page was built anew"
+    server.stop()
+    page.wait_for_selector("#link.lost >> text=no connection since")
+
+
+def test_empty_and_wrong_say_what_to_do(open_page, tmp_path, server):
+    empty = Server(tmp_path)
+    try:
+        page = open_page("/", url=empty.url)
+        assert "phalanx train" in page.locator("main").inner_text()
+        shoot(page, "empty")
+        page = open_page("/runs/nothing-20260101T000000Z-0000", url=empty.url, expect_errors=True)
+        assert "there is no such run" in page.locator("main").inner_text()
+    finally:
+        empty.stop()
+
+
+def test_the_first_view_is_small(open_page, broken):
+    page = open_page(f"/runs/{broken.name}")
+    sizes = page.evaluate("performance.getEntries().filter((e) => e.transferSize).map((e) => e.transferSize)")
+    assert sum(sizes) < 300_000

@@ -1,0 +1,55 @@
+"""Run records of runs that never were: what a test needs of one, written by the writer that real runs use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.ledger import GENESIS, Record, bits
+from phalanx.observe.record import RunRecord
+
+T0 = 1_800_000_000.0
+
+
+class Written:
+    """A run of two replicas with a step every 0.1 s."""
+
+    def __init__(self, root: Path, name: str = "job", replicas: int = 2, steps: int = 40, **meta: Any):
+        job = {"name": name, "train": {"steps": steps}, "layout": {"replica": replicas}}
+        self.record = RunRecord.create(root, name, {"started": T0, **meta}, {"job": job, "origins": {}})
+        self.path, self.now, self.head, self.generation = self.record.path, T0, GENESIS, 1
+        self.replicas = replicas
+
+    def event(self, kind: str, after: float = 0.0, **fields: Any) -> None:
+        self.now += after
+        self.record.event({"time": self.now, "type": kind, **fields})
+
+    def form(self, step: int = 0, replicas: int | None = None, rung: int = -1, **more: Any) -> None:
+        there = list(range(self.replicas if replicas is None else replicas))
+        about = {"generation": self.generation, "replicas": there, "rung": rung, "branch": False, "last": step}
+        self.event("control form", 0.05, **{**about, "step": step, "reason": "all are there", **more})
+        self.event("control started", 0.05, generation=self.generation)
+        self.event("first commit", 0.1, generation=self.generation, step=step + 1)
+
+    def begin(self) -> Written:
+        self.event("node", 0.0, node="node-0", what="started", pid=1)
+        self.now += 1.8
+        self.form()
+        return self
+
+    def steps(self, first: int, last: int, loss: float = 2.0, time_s: float = 0.1, **more: Any) -> Written:
+        for step in range(first, last):
+            self.now += time_s
+            row = {"step": step, "loss": loss - 0.01 * step, "time_s": time_s, "cursor": 4 * (step + 1)}
+            row |= {"data_wait_s": 0.01, "tokens_per_s": 1e3, "mfu": 0.4, "grad_norm": 1.0, "lr": 1e-3}
+            self.record.metric({"time": self.now, "generation": self.generation, **row, **more})
+            value = bits(row["loss"])
+            line = Record(step, self.head, (4 * step, 4 * step + 4), "v", value, bits(1.0), {}, self.generation, "")
+            self.head = line.hash()
+            self.record.ledger(line.to_line())
+        return self
+
+    def end(self, **summary: Any) -> Path:
+        self.event("ended", ok=True, reason="done", step=0)
+        self.record.finish({"status": "done", **summary})
+        return self.path

@@ -1,0 +1,209 @@
+"""The dashboard's API: what it says is what the record says, it only reads, and nothing in a record or a request
+makes it do anything else."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from phalanx.observe.story import Story
+from phalanx.observe.tiles import decode
+from phalanx.web.app import FILES, HEADERS, STATIC, create_app
+from phalanx.web.shelf import Shelf
+from tests.observe.records import T0, Written
+from tests.observe.test_story import broken
+
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m</script>"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    run = broken(root)
+    for step in range(40):
+        run.record.rank_times(step, {0: 0.1, 1: 0.3 if step == 17 else 0.1}, 2)
+    run.end()
+    return root
+
+
+@pytest.fixture(scope="module")
+def name(root):
+    return next(root.glob("job-*")).name
+
+
+@pytest.fixture
+def client(root):
+    return TestClient(create_app(Shelf(root)), base_url="http://127.0.0.1:7474")
+
+
+def test_every_view_says_what_the_record_says(client, root, name):
+    story = Story(root / name)
+    (listed,) = client.get("/api/runs").json()["runs"]
+    assert listed["run"] == name and listed["incidents"] == 1 and listed["state"] == "done"
+    run = client.get(f"/api/runs/{name}").json()
+    assert run["goodput"] == story.goodput() and run["incident_list"][0]["verdict"] == story.incidents()[0].verdict()
+    assert run["segments"][0][0] == pytest.approx(T0) and sum(1 for s in run["segments"] if s[3] < 2) >= 1
+    series = client.get(f"/api/runs/{name}/series").json()
+    assert series["series"]["loss"]["mean"] == pytest.approx([row["loss"] for row in story.rows])
+    assert series["step"] == list(range(40)) and len(series["breaks"]) >= 1
+    heat = client.get(f"/api/runs/{name}/heat", params={"h": 2, "w": 10}).json()
+    codes = np.frombuffer(base64.b64decode(heat["codes"]), np.uint8).reshape(heat["rows"], heat["columns"])
+    worst = float(np.nanmax(decode(codes)))
+    assert worst == pytest.approx(1.5, rel=0.014) and heat["columns"] == 10  # of a median of two ranks
+    assert heat["ends"][-1] == pytest.approx(story.rows[-1]["time"], abs=1e-3)
+    one = client.get(f"/api/runs/{name}/incidents/1").json()
+    assert one["kind"] == "worker" and one["evidence"][0]["signal"] == "SIGKILL"
+    assert client.get("/api/diff", params={"a": name, "b": name}).json()["part"] is None
+    assert client.get(f"/api/runs/{name}/logs").json()["lines"] == []
+
+
+def test_a_finished_run_is_told_once_and_a_live_one_as_it_grows(tmp_path):
+    from phalanx.observe.provenance import provenance
+
+    run = Written(tmp_path, process=provenance()["process"]).begin().steps(0, 3)
+    client = TestClient(create_app(Shelf(tmp_path)), base_url="http://localhost")
+    url = f"/api/runs/{run.path.name}"
+    assert client.get(url).json()["state"] == "running"
+    shelf = Shelf(tmp_path)
+    first = shelf.about(run.path.name)
+    run.steps(3, 6)
+    shelf.get(run.path.name).looked = 0.1  # long ago
+    assert shelf.about(run.path.name)["step"] == 6 and shelf.about(run.path.name)["version"] > first["version"]
+    run.end()
+    with TestClient(create_app(Shelf(tmp_path)), base_url="http://localhost").stream("GET", f"{url}/live") as told:
+        text = "".join(told.iter_text())
+    messages = re.findall(r"^data: (.+)$", text, re.M)
+    assert json.loads(messages[0])["state"] == "done" and "event: over" in text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/runs/..%2f..%2fetc",
+        "/api/runs/%2e%2e",
+        "/api/runs/nothing-20260101T000000Z-0000",
+        "/api/runs/job/series",
+        "/api/runs/%00/heat",
+        "/static/..%2fapp.py",
+        "/static/%2e%2e/app.py",
+        "/static/index.html",
+        "/docs",
+        "/openapi.json",
+    ],
+)
+def test_paths_that_lead_elsewhere_are_refused(client, path):
+    assert client.get(path).status_code == 404
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    run = Written(outside, "secret").begin().steps(0, 2).end()
+    inside.mkdir()
+    (inside / run.name).symlink_to(run)
+    client = TestClient(create_app(Shelf(inside)), base_url="http://localhost")
+    assert client.get(f"/api/runs/{run.name}").status_code == 404
+
+
+def test_what_is_no_number_is_refused_and_what_is_too_much_is_cut(client, name):
+    assert client.get(f"/api/runs/{name}/series", params={"points": "1e9"}).status_code == 422
+    assert client.get(f"/api/runs/{name}/heat", params={"w": 10**9}).status_code == 422
+    assert client.get(f"/api/runs/{name}/incidents/99").status_code == 404
+    assert client.get(f"/api/runs/{name}/heat", params={"r0": 50, "r1": 2, "s0": 900, "s1": 3}).json()["rows"] == 1
+
+
+def test_it_only_reads(client, name):
+    for method in ("post", "put", "patch", "delete"):
+        assert getattr(client, method)(f"/api/runs/{name}").status_code == 405
+
+
+def test_hostile_text_stays_text(tmp_path):
+    run = Written(tmp_path, HOSTILE, git=HOSTILE).begin().steps(0, 3)
+    run.event("exit", rank=1, signal=HOSTILE, node=HOSTILE, service="")
+    log = run.path / "logs" / "node-0"
+    log.mkdir()
+    (log / "rank-00000.log").write_text(f"{HOSTILE}\n")
+    path = run.end(reason=HOSTILE)
+    client = TestClient(create_app(Shelf(tmp_path)), base_url="http://localhost")
+    for url in (
+        "/api/runs",
+        f"/api/runs/{path.name}",
+        f"/api/runs/{path.name}/incidents/1",
+        f"/api/runs/{path.name}/logs",
+    ):
+        answer = client.get(url)
+        assert (
+            answer.headers["content-type"] == "application/json"
+            and answer.headers["x-content-type-options"] == "nosniff"
+        )
+        assert "script-src 'self';" in answer.headers["content-security-policy"]
+    assert HOSTILE in json.dumps(client.get(f"/api/runs/{path.name}").json(), ensure_ascii=False).replace(
+        "\\u001b", "\x1b"
+    )
+    page = client.get(f"/runs/{path.name}/{HOSTILE.replace(chr(27), '%1b')}")
+    assert page.status_code == 200 and "onerror" not in page.text
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_parses_no_html():
+    names = {p.name for p in STATIC.iterdir()}
+    assert names == {*FILES, "index.html"}
+    text = "".join((STATIC / name).read_text() for name in sorted(names))
+    outside = set(re.findall(r"https?://[\w./-]+", text)) - {"http://www.w3.org/2000/svg"}
+    assert not outside and len(text) < 300_000
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "new Function",
+        "DOMParser",
+    ):
+        assert word not in text, word
+
+
+def test_a_name_of_a_stranger_does_not_reach_a_server_on_loopback(root, name):
+    app = create_app(Shelf(root))
+    for host in ("evil.example", "127.0.0.1.evil.example:7474", ""):
+        answer = TestClient(app, base_url="http://127.0.0.1").get("/api/runs", headers={"host": host})
+        assert answer.status_code == 403, host
+    for host in ("localhost", "localhost:7474", "127.0.0.1:9", "[::1]:7474"):
+        assert (
+            TestClient(app, base_url="http://127.0.0.1").get("/api/runs", headers={"host": host}).status_code == 200
+        ), host
+
+
+def test_elsewhere_than_on_loopback_a_token_is_needed(root, name):
+    def fresh():
+        return TestClient(create_app(Shelf(root), token="secret"), base_url="http://node-7:80", follow_redirects=False)
+
+    for path in ("/", "/api/runs", f"/api/runs/{name}/live", "/metrics", "/static/main.js"):
+        refused = fresh().get(path)
+        assert refused.status_code == 401 and "token" in refused.json()["error"]
+        assert fresh().get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert fresh().get("/api/runs", headers={"Authorization": "Bearer secret"}).status_code == 200
+    client = fresh()
+    answer = client.get("/?token=secret")
+    assert answer.status_code == 303 and "token" not in answer.headers["location"]
+    assert (
+        "httponly" in answer.headers["set-cookie"].lower() and "samesite=strict" in answer.headers["set-cookie"].lower()
+    )
+    assert client.get("/api/runs").status_code == 200
+    assert (
+        set(HEADERS) <= {k.title() for k in answer.headers} | set(HEADERS)
+        and "content-security-policy" in answer.headers
+    )
+
+
+def test_an_empty_folder_and_a_run_without_steps_have_answers(tmp_path):
+    client = TestClient(create_app(Shelf(tmp_path)), base_url="http://localhost")
+    assert client.get("/api/runs").json()["runs"] == [] and client.get("/").status_code == 200
+    run = Written(tmp_path)
+    about = client.get(f"/api/runs/{run.path.name}").json()
+    assert about["step"] == 0 and about["headline"] and not about["has_ranks"]
+    assert client.get(f"/api/runs/{run.path.name}/series").json()["time"] == []
+    assert client.get(f"/api/runs/{run.path.name}/heat").json()["rows"] == 0

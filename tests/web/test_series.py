@@ -1,0 +1,63 @@
+"""Series: a spike is in the picture at every zoom, and a line is never drawn where nothing was measured."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.web.series import Columns
+
+
+def columns(times, losses):
+    out = Columns()
+    out.load({"time": np.array(times), "step": np.arange(len(times)), "loss": np.array(losses)})
+    return out
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.floats(0, 10), st.floats(-5, 5) | st.just(float("nan"))), min_size=1, max_size=80),
+    points=st.integers(1, 30),
+)
+def test_the_envelope_of_a_chart_is_that_of_its_rows(rows, points):
+    times = np.cumsum([gap for gap, _ in rows])
+    losses = np.array([loss for _, loss in rows])
+    found = columns(times, losses).query(-1, 1e9, points)
+    assert len(found["time"]) <= max(points, 1) and found["step"][-1] == len(rows) - 1
+    if np.isnan(losses).all():
+        assert "loss" not in found["series"]
+        return
+    loss = found["series"]["loss"]
+    known = lambda values: [v for v in values if v is not None]  # noqa: E731
+    assert np.isclose(min(known(loss["min"])), np.nanmin(losses), rtol=1e-6, atol=1e-9)
+    assert np.isclose(max(known(loss["max"])), np.nanmax(losses), rtol=1e-6, atol=1e-9)
+
+
+def test_a_pause_breaks_the_line():
+    times = [*range(10), *range(60, 70)]
+    assert columns(times, np.zeros(20)).query(0, 100, 100)["breaks"] == [10]
+
+
+def test_part_of_a_run_reaches_both_edges():
+    found = columns(np.arange(1000.0), np.arange(1000.0)).query(500, 600, 50)
+    assert found["step"][0] <= 502 and found["step"][-1] == 601 and len(found["time"]) <= 50
+
+
+def test_a_clock_that_jumps_back_does_not_fold_the_axis():
+    assert columns([0, 5, 3, 6], np.zeros(4)).query(0, 10, 10)["time"] == [0, 5, 5, 6]
+
+
+def test_a_long_history_has_the_envelope_of_its_rows():
+    rng = np.random.default_rng(0)
+    losses = rng.random(40_000)
+    losses[[12_345, 39_999]] = 7.0, 9.0
+    losses[777] = -5.0
+    long = columns(np.arange(40_000.0), losses)
+    for points in (10, 100):
+        for begin, end in ((0, 1e9), (10_000, 39_000)):
+            found, rows = long.query(begin, end, points), losses[max(0, begin - 64) : int(min(end, 40_000)) + 2]
+            loss = found["series"]["loss"]
+            assert len(found["time"]) <= points and max(loss["max"]) in (losses.max(), rows.max())
+            assert min(loss["min"]) <= losses[begin : int(min(end, 40_000))].min()
+    assert max(long.query(0, 1e9, 10)["series"]["loss"]["max"]) == 9.0

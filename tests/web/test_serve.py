@@ -1,0 +1,43 @@
+"""Serving: the printed address answers, a port that is taken is told with a remedy, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli.commands import app
+from phalanx.core.errors import UserError
+from phalanx.web.serve import _listen, beside
+
+
+def test_a_server_beside_a_run_ends_with_it(tmp_path):
+    with beside(tmp_path) as address, urllib.request.urlopen(f"{address}api/runs", timeout=20) as answer:
+        assert json.load(answer)["runs"] == []
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(address, timeout=5)
+
+
+def test_a_port_that_is_taken_is_told_and_the_usual_one_gives_way(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=r"--port = '127.0.0.1:\d+': no server can listen there.*\n.*remedy"):
+            _listen("127.0.0.1", port)
+        monkeypatch.setattr("phalanx.web.serve.PORT", port)
+        with _listen("127.0.0.1", -1) as other:
+            assert other.getsockname()[1] != port
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path):
+    out = CliRunner().invoke(app, ["dash", str(tmp_path / "no")])
+    assert isinstance(out.exception, UserError) and "RUNS_DIR" in str(out.exception)
+
+
+def test_grafana_json_is_printed():
+    assert json.loads(CliRunner().invoke(app, ["dash", "--grafana"]).output)["panels"]
