@@ -146,10 +146,9 @@ def test_bf16_computes_in_bf16_over_fp32_masters_and_reduces_in_fp32(pool):
 
 
 def test_on_one_machine_everything_listens_on_loopback_only(pool):
-    found = pool.run(CASES + "listening", make_job((2, 2, 1)))
-    found.append(listening_addresses(pool.store_pid))
-    for addresses in found:
+    for addresses in pool.run(CASES + "listening", make_job((2, 2, 1))):
         assert addresses and set(addresses) == {"0100007F"}, addresses
+    assert listening_addresses(pool.store_pid) == [], "groups meet without a port"
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
