@@ -25,6 +25,8 @@ SLOW = {
     "data_scale",
     "durability",
     "exact",
+    "fanin",
+    "first_step",
     "gpu_exact",
     "gpu_fp8",
     "observe_overhead",

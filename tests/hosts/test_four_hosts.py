@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 
 import pytest
 
@@ -141,6 +142,26 @@ def test_it_ends_with_the_bits_of_the_run_that_was_left_alone(clean, broken):
     assert a["digests"] == b["digests"]
     assert clean.ledger() == broken.ledger() and len(clean.ledger()) == STEPS
     assert b["durable"] == STEPS
+
+
+def test_a_run_whose_agents_are_started_by_hand(fleet, clean, tmp_path):
+    """As docs/clusters.md says."""
+    run = Training(
+        fleet, tmp_path, "hand", "--listen", "10.77.0.2:7700", command="controller", **VALUES | {"train.steps": 20}
+    )
+    run.until(lambda: "waiting for 3 nodes" in run.log.read_text())
+    secret = run.head.run("sh", "-c", "cat runs/hand-2*/control/secret").stdout.strip()
+    agents = []
+    for name in TRAINERS:
+        fleet.hosts[name].run("sh", "-c", f"umask 077; echo {secret} > secret")
+        join = [*PHALANX, "agent", "--join", "10.77.0.2:7700", "--secret", "secret"]
+        agents.append(fleet.hosts[name].start(*join, env=ENV, stderr=subprocess.PIPE))
+    assert "bit-identical" in run.end()
+    said = [agent.communicate(timeout=60)[1].decode() for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * 4, said
+    assert {step: row for step, row in clean.ledger().items() if step < 5} == {
+        step: row for step, row in run.ledger().items() if step < 5
+    }
 
 
 def test_a_detached_run_needs_no_terminal(fleet, tmp_path):

@@ -36,6 +36,7 @@ STALL_S = 1.0  # between two ticks: beyond that it was not the nodes that were s
 SUMMARY_S = 5.0
 BUNDLE_S = 0.002  # in which reports are gathered
 BUNDLE = 500  # reports
+JOINS_S = 0.5  # in which joins are gathered, at most
 NAMED = 8  # nodes in a summary
 MERGED = ("Formed", "Parted")  # what all replicas say at once
 COLUMNS = ("replicas", "worlds")  # of those
@@ -131,6 +132,7 @@ class Aggregator:
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
         self._spec: Message = {}  # what an agent is told to serve; its `version` is that of the code
         self._joins: list[Message] = []
+        self._join_s, self._joined_at = BUNDLE_S, 0.0  # how long the next are gathered; when the last were passed on
         self._secret, self._me = secret, me
         self.folder = Folder(loop)
         self._above: list[Item] = []  # for the hub of the controller
@@ -199,11 +201,14 @@ class Aggregator:
             agent.tell({"type": "refused", "reason": reason, "final": True})
             return
         if not self._joins:
-            self._loop.after(BUNDLE_S, self._pass_joins)
+            self._loop.after(self._join_s, self._pass_joins)
         self._joins.append({"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}})
 
     def _pass_joins(self) -> None:
-        joins, self._joins = self._joins, []
+        """In bundles that grow while more and more come: a fleet joins in a few messages, and one node at once."""
+        now, joins, self._joins = time.monotonic(), self._joins, []
+        self._join_s = min(JOINS_S, 2 * self._join_s) if now < self._joined_at + 1.0 else BUNDLE_S
+        self._joined_at = now
         self.link.tell({"type": "joins", "items": joins})
 
     def _admitted(self, items: list[Message]) -> None:
