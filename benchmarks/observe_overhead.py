@@ -6,8 +6,9 @@
     browsers   a real run with ten clients of the dashboard, which follow it as the page does, in turns with none; the
                server is stopped (SIGSTOP) under them for two turns and killed in the end, and the run must not notice
 
-Bars: calls < 0.5 % of the step; on / off: upper end of the 95 % interval <= 1.02; ten browsers against none: the
-95 % interval of the step time reaches down to 1.0; the run ends with status 0."""
+Bars: calls < 0.5 % of the step; on / off: upper end of the 95 % interval <= 1.02; ten browsers against none:
+upper end of the interval of the step time <= 1.05 (server and clients need cores of their own for that); the run ends
+with status 0."""
 
 from common import SMOKE, bootstrap, finish, machine, options  # isort: skip
 
@@ -58,7 +59,7 @@ def main():
         f"  steps           {watched['steps']:,} of {1e3 * watched['step_s']:.1f} ms; {watched['messages']:,} messages"
     )
     print(f"  the run ended with status {watched['code']}, its dashboard stopped and killed")
-    ok = share < 0.005 and high <= 1.02 and watched["low"] <= 1.0 and watched["code"] == 0 and watched["messages"] > 0
+    ok = share < 0.005 and high <= 1.02 and watched["high"] <= 1.05 and watched["code"] == 0 and watched["messages"] > 0
     figures = {f"browsers_{name}": round(value, 5) for name, value in watched.items()}
     finish("observe_overhead", ok, own_share=round(share, 6), own_us=round(own_us, 1), ratio=round(ratio, 4),
            low=round(low, 4), high=round(high, 4), **figures)  # fmt: skip
