@@ -264,14 +264,16 @@ def test_a_live_run_moves_in_place_and_a_lost_connection_is_told(open_page, tmp_
     run.now = now
     run.begin().steps(0, 10)
     server = Server(tmp_path)
-    page = open_page(f"/runs/{run.path.name}", url=server.url, expect_errors=True)
-    page.wait_for_selector("#link.live")
-    assert "step 10 of 400" in page.locator("h1").inner_text()
-    page.evaluate("window.unchanged = document.querySelector('h1')")
-    run.steps(10, 25)
-    page.wait_for_selector("h1:has-text('step 25 of 400')")
-    assert page.evaluate("window.unchanged === document.querySelector('h1')"), "the page was built anew"
-    server.stop()
+    try:
+        page = open_page(f"/runs/{run.path.name}", url=server.url, expect_errors=True)
+        page.wait_for_selector("#link.live")
+        assert "step 10 of 400" in page.locator("h1").inner_text()
+        page.evaluate("window.unchanged = document.querySelector('h1')")
+        run.steps(10, 25)
+        page.wait_for_selector("h1:has-text('step 25 of 400')")
+        assert page.evaluate("window.unchanged === document.querySelector('h1')"), "the page was built anew"
+    finally:
+        server.stop()
     page.wait_for_selector("#link.lost >> text=no connection since")
 
 
