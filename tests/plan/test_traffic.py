@@ -84,13 +84,14 @@ def make_job(model=DENSE, micro=1, train=None, optimizer=None, **layout):
 
 def test_calls_and_bytes_counted_by_hand():
     """Layer: 4 matrices of 4 x 4, 2 norms of 4, 3 matrices of 4 x 6: 144 elements. Beside it: 2 matrices of 8 x 4 and a
-    norm: 68. A layer is gathered twice in 2 bytes, the rest once; gradients go in 4 bytes; then two sums of 8 bytes."""
+    norm, each by itself: 68. A layer is gathered twice in 2 bytes, the others once; gradients go in 4 bytes; then two
+    sums of 8 bytes."""
     model = ModelConfig(vocab_size=8, dim=4, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=6)
     job = make_job(model, shard=2)
     got = expect(job, job.layout.coord(1))
     assert got.traffic == {
-        Key("all-gather", "shard/inside", 2): Volume(3, 2 * (2 * 144 + 68)),
-        Key("reduce-scatter", "shard/inside", 2): Volume(2, 4 * (144 + 68)),
+        Key("all-gather", "shard/inside", 2): Volume(5, 2 * (2 * 144 + 68)),
+        Key("reduce-scatter", "shard/inside", 2): Volume(4, 4 * (144 + 68)),
         Key("all-reduce", "shard/inside", 2): Volume(2, 16),
     }
     assert (got.weight_bytes, got.gradient_bytes, got.moment_bytes) == (424, 424, 848)  # half of 212 elements
@@ -106,10 +107,11 @@ def test_zero_stages_and_micro_batches():
             calls[zero, micro] = [
                 traffic[Key(kind, "shard/inside", 3)].count for kind in ("all-gather", "reduce-scatter")
             ]
-    each = DENSE.num_layers + 1
+    beside = 3  # embedding, norm, head
+    each = DENSE.num_layers + beside
     assert calls[1, 1] == calls[1, 4] == calls[2, 1] == [each, each]
     assert calls[2, 4] == [each, 4 * each]
-    assert calls[3, 4] == [4 * (2 * DENSE.num_layers + 1), 4 * each] == [4 * n for n in calls[3, 1]]
+    assert calls[3, 4] == [4 * (2 * DENSE.num_layers + beside), 4 * each] == [4 * n for n in calls[3, 1]]
 
 
 @pytest.mark.parametrize("schedule", sorted(CHUNKS))
@@ -164,8 +166,22 @@ def test_a_bucket_is_sent_when_it_is_full():
         job = make_job(replica=4, shard=2, train={"bucket_mb": bucket_mb})
         layer_bytes[bucket_mb] = expect(job, job.layout.coord(0)).traffic[Key("all-reduce", "replica", 4)]
     many, one = layer_bytes[1e-6], layer_bytes[1000.0]
-    assert (many.count, one.count) == (1 + DENSE.num_layers + 1, 2)  # the count of tokens goes first
+    assert (many.count, one.count) == (1 + DENSE.num_layers + 3, 2)  # the count of tokens goes first
     assert many.size_bytes == one.size_bytes
+
+
+def test_the_head_crosses_before_the_layers_and_the_embedding_after_them():
+    """Else the two largest matrices of a model would both wait for the end of the backward. Tied, they are one, which
+    has no gradient before that."""
+    layers = [f"layers.{i}" for i in reversed(range(DENSE.num_layers))]
+    for ranks, tied, order in (
+        (1, False, ["head", "rest", *layers, "embed"]),
+        (2, False, ["head", *layers, "rest", "embed"]),
+        (2, True, [*layers, "rest"]),
+    ):
+        job = make_job(dataclasses.replace(DENSE, tied=tied), replica=2, shard=ranks)
+        held = tensors(job.model, job.layout)
+        assert [unit.name for unit in units.units(held, job.layout, job.layout.coord(0))] == order
 
 
 def test_an_unknown_family_is_refused():

@@ -78,14 +78,14 @@ def test_one_large_bucket_leaves_only_after_the_backward_so_the_test_above_can_f
 
 
 def test_zero_stages_communicate_as_they_should(pool):
-    """Per step of 2 micro-batches and 3 FSDP2 modules (2 blocks and the root)."""
+    """Per step of 2 micro-batches and 5 FSDP2 modules (2 blocks, embedding, head and the root)."""
     counts = {}
     for zero in (1, 2, 3):
         job = make_job((1, 4, 1), model=EVEN, precision="fp32", zero=zero)
         counts[zero] = pool.run(CASES + "collectives", job)[0]
-    assert counts[1] == {"gathers": 3, "scatters": 3}  # once per step
-    assert counts[2] == {"gathers": 3, "scatters": 6}  # gradients every micro-batch
-    assert counts[3] == {"gathers": 10, "scatters": 6}  # blocks twice per micro-batch, the root once
+    assert counts[1] == {"gathers": 5, "scatters": 5}  # once per step
+    assert counts[2] == {"gathers": 5, "scatters": 10}  # gradients every micro-batch
+    assert counts[3] == {"gathers": 14, "scatters": 10}  # blocks twice per micro-batch, the others once
 
 
 @pytest.mark.parametrize("compiler", ["none", "aot_eager"])

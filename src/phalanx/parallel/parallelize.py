@@ -19,7 +19,7 @@ from phalanx.parallel.loss import apply_loss
 from phalanx.parallel.offload import apply_offload
 from phalanx.parallel.recompute import apply_compile, compiler, keep_inputs, keep_products
 from phalanx.parallel.shard import COMPUTE_DTYPE, apply_shard
-from phalanx.parallel.stages import Absent, cut_stages, keep_stage
+from phalanx.parallel.stages import Absent, cut_stages, end_modules, keep_stage
 from phalanx.parallel.tensor import apply_tensor_parallel
 
 
@@ -58,6 +58,6 @@ def parallelize(
             keep_inputs(units)
         if job.train.offload_activations:
             apply_offload(units, device)
-        apply_shard(job, model, units, experts, groups)
+        apply_shard(job, model, units, experts, end_modules(family, model), groups)
         stages[stage] = model
     return stages

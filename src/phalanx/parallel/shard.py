@@ -1,5 +1,5 @@
-"""The shard axis: ZeRO-1, 2 and 3 through FSDP2. Each unit is one FSDP2 module, what is outside the
-units belongs to the root. Stage 3 frees a unit's parameters after its forward; stages 1 and 2 keep
+"""The shard axis: ZeRO-1, 2 and 3 through FSDP2. Each unit is one FSDP2 module, and so are embedding and head; what is
+left belongs to the root. Stage 3 frees a unit's parameters after its forward; stages 1 and 2 keep
 them until the step's last backward, and stage 1 also reduces gradients only then. Where there is nobody to share with,
 there is no FSDP2."""
 
@@ -23,7 +23,14 @@ def alone(groups: Groups) -> bool:
     return groups.state.size() == 1 and (groups.experts is None or groups.experts["edp"].size() == 1)
 
 
-def apply_shard(job: Job, model: nn.Module, units: list[nn.Module], experts: list[nn.Module], groups: Groups) -> None:
+def apply_shard(
+    job: Job,
+    model: nn.Module,
+    units: list[nn.Module],
+    experts: list[nn.Module],
+    ends: list[nn.Module],
+    groups: Groups,
+) -> None:
     """`experts` are inside the units, and sharded over the ranks that hold the same ones."""
     if alone(groups):
         return
@@ -38,7 +45,11 @@ def apply_shard(job: Job, model: nn.Module, units: list[nn.Module], experts: lis
         fully_shard(module, mesh=groups.experts["edp"], mp_policy=policy, reshard_after_forward=zero == 3)
     for unit in units:
         fully_shard(unit, mesh=groups.state, mp_policy=policy, reshard_after_forward=zero == 3)
-    fully_shard(model, mesh=groups.state, mp_policy=policy, reshard_after_forward=False)
+    for module in (*ends, model):
+        fully_shard(module, mesh=groups.state, mp_policy=policy, reshard_after_forward=False)
+    for module in ends:
+        # Left to itself, FSDP2 gathers what ran before this in a forward: in a pipeline, of another micro-batch.
+        module.set_modules_to_backward_prefetch([module])
     apply_tiers(model, groups.tiers)
     # A unit and the experts inside it are gathered together.
     sharded = [[m for m in unit.modules() if isinstance(m, FSDPModule)] for unit in units]

@@ -71,6 +71,18 @@ def stage_of(param: str, stages: dict[str, int]) -> int:
     return next((stage for name, stage in stages.items() if param.startswith(name + ".")), 0)
 
 
+def end_modules(family: Family, model: nn.Module) -> list[nn.Module]:
+    """The modules before and after the units that have a matrix to themselves, so embedding and head unless they are
+    tied: gathered and reduced by themselves, the head's gradient crosses while the units' are computed."""
+    owners: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners[param] = owners.get(param, 0) + 1
+    found = family.modules(model, (*family.first, *family.last))
+    own = [(module, list(module.parameters())) for module in found if not isinstance(module, Absent)]
+    return [m for m, params in own if any(p.dim() > 1 for p in params) and all(owners[p] == 1 for p in params)]
+
+
 def keep_stage(model: nn.Module, stages: dict[str, int], stage: int) -> None:
     for name, where in stages.items():
         if where != stage:

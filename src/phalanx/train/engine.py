@@ -35,7 +35,7 @@ from phalanx.parallel.reduce import Reducer
 from phalanx.parallel.replica import Cross
 from phalanx.parallel.schema import describe
 from phalanx.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, set_half, set_micro_batch
-from phalanx.parallel.stages import Absent
+from phalanx.parallel.stages import Absent, end_modules
 from phalanx.train.schedule import learning_rate
 from phalanx.train.state import State
 
@@ -80,7 +80,8 @@ class Engine:
         self.reducer = Reducer(job, coord, groups, device)
         for model in self.stages.values():
             inner = [*family.modules(model, family.units), *family.modules(model, family.experts)]
-            self.reducer.attach([model, *(m for m in inner if not isinstance(m, Absent))])
+            there = (m for m in inner if not isinstance(m, Absent))
+            self.reducer.attach([model, *end_modules(family, model), *there])
         whole = [i.name for i in state.infos if i.tp_dim is None and not i.experts] if job.layout.tp > 1 else []
         self._summed_over_tp = whole
         uncounted = set(whole) if coord.tp else set()

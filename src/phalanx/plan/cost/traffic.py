@@ -13,7 +13,7 @@ from phalanx.core.held import CODEC_BLOCK
 from phalanx.core.job import CollectivesConfig, Job
 from phalanx.core.layout import Coord
 from phalanx.core.shape import even_bounds, loss_rows
-from phalanx.plan.cost.units import Unit, has_experts, members, names, tensors, units
+from phalanx.plan.cost.units import ENDS, REST, Unit, has_experts, members, names, tensors, units
 from phalanx.plan.cost.volumes import (
     expert_exchanges,
     forward_runs,
@@ -219,7 +219,7 @@ class _Step:
         mine = self.job.micro_indices(self.coord)
         for unit in units(self.held, self.layout, self.coord):
             gathers = int(state_gathers(zero, self.micro))
-            gathers = gathers // 2 if zero >= 3 and unit.name == "ends" else gathers
+            gathers = gathers // 2 if zero >= 3 and unit.name in (*ENDS, REST) else gathers
             where, size = self._where(unit.axis), unit.numel * self.master
             where.gather(gathers, unit.numel * self.compute)
             if not self.exact:

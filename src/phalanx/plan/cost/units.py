@@ -13,6 +13,7 @@ from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig, balance
 
 EMBEDDING_COST = 0.1  # as in parallel/stages.py
+ENDS, REST = ("embed", "head"), "rest"  # units beside the layers; where embedding and head are tied, all in one
 AXES = ("tp", "cp", "shard", "state", "pp", "ep", "edp", "inside")
 
 
@@ -112,7 +113,7 @@ def _stages(c: ModelConfig, layout: Layout) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is gathered and reduced in one call: a layer, its experts, or what a stage has beside its layers."""
+    """What is gathered and reduced in one call: a layer, its experts, embedding, head, or the rest of a stage."""
 
     name: str
     stage: int
@@ -128,24 +129,28 @@ class Unit:
 
 
 def units(held: list[Held], layout: Layout, coord: Coord) -> list[Unit]:
-    """List this rank's units, in the order in which backward passes are done with them."""
-    slices: dict[tuple[int, int, str], list[Held]] = {}
+    """List this rank's units, in the order in which backward passes are done with them: FSDP2 comes to the rest of a
+    stage and to the embedding, whose inputs have no gradient, in the end."""
+    tied = not any(h.name.startswith("head.") for h in held)
+    slices: dict[tuple[int, str, str], list[Held]] = {}
     for h in held:
         if h.held_by(layout, coord):
-            layer = int(h.name.split(".")[1]) if h.name.startswith("layers.") else -1
-            slices.setdefault((h.stage, layer, "edp" if h.experts else "state"), []).append(h)
+            first, layer, *_ = h.name.split(".")
+            name = f"layers.{layer}" if first == "layers" else REST if tied or first not in ENDS else first
+            slices.setdefault((h.stage, name, "edp" if h.experts else "state"), []).append(h)
+    sharded = any(len(members(layout, coord, axis)) > 1 for _, _, axis in slices)
+    place = {"head": 0, REST: 3 if sharded else 1, "embed": 4}
     out = []
-    for (stage, layer, axis), some in slices.items():
+    for (stage, name, axis), some in slices.items():
         parts = len(members(layout, coord, axis))
         part = layout.in_stage(coord) % layout.ep if axis == "edp" else coord.tp
-        name = f"layers.{layer}" if layer >= 0 else "ends"
         sizes = [(_slice(h, layout, part, parts), travels_whole(h.name, h.shape)) for h in some]
         whole = sum(size for size, is_whole in sizes if is_whole)
         coded = sum(-(-size // CODEC_BLOCK) * CODEC_BLOCK for size, is_whole in sizes if not is_whole)
         numel = sum(size for size, _ in sizes)
         out.append(Unit(name + (".experts" if axis == "edp" else ""), stage, axis, parts, numel, whole, coded))
     where = {(u.name, u.stage): i for i, u in enumerate(out)}
-    return sorted(out, key=lambda u: (-u.stage, u.name == "ends", -where[u.name, u.stage]))
+    return sorted(out, key=lambda u: (-u.stage, place.get(u.name, 2), -where[u.name, u.stage]))
 
 
 def _slice(held: Held, layout: Layout, part: int, parts: int) -> int:
