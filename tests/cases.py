@@ -352,9 +352,10 @@ class Rank:
         self.groups.close()
 
 
-def connect(args) -> Rank:
+def connect(args, what: str = "case") -> Rank:
+    """`what`: another word for cases that number their generations differently."""
     job = Job.from_dict(args["job"])
-    store = MeetingStore(args["store"], ("case", args["generation"]))
+    store = MeetingStore(args["store"], (what, args["generation"]))
     return Rank(job, args["rank"], store, args["generation"])
 
 

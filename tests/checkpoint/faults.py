@@ -286,12 +286,13 @@ def committed(directory: Path) -> list[int]:
 
 _SLOW_DISK = """
 import os, shutil, time
-def slowly(real):
-    def slow(*args, **more):
-        time.sleep(1.5)
-        return real(*args, **more)
+def slowly(real, at_least=0):
+    def slow(first, *args, **more):
+        if not at_least or len(args[0]) >= at_least:  # the run's record writes a few bytes for a step
+            time.sleep(1.5)
+        return real(first, *args, **more)
     return slow
-os.pwrite, shutil.rmtree = slowly(os.pwrite), slowly(shutil.rmtree)
+os.pwrite, shutil.rmtree = slowly(os.pwrite, 64), slowly(shutil.rmtree)
 """
 
 

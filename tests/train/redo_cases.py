@@ -30,7 +30,7 @@ class Run:
 
     def __init__(self, args, number):
         args = args | {"generation": args["generation"] * 1000 + 100 * number}
-        self.rank: Rank = connect(args)
+        self.rank: Rank = connect(args, "redo")
         self.engine, self.job, self.me = self.rank.engine, self.rank.job, self.rank.coord.replica
         self.generation = args["generation"]
         self.there = list(range(self.job.layout.replica))

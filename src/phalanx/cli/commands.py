@@ -130,7 +130,7 @@ def train(
         raise UserError("there is no such place", field="--on", value=on, remedy=remedy)
     if on == SSH and not hosts:
         raise UserError("which hosts?", field="--hosts", value="", remedy="name them: --hosts a,b,c or a file")
-    _train(resolved, forecast, resume, Where(on, hosts_of(hosts) if hosts else {}, listen))
+    _train(resolved, forecast, resume, Where(on, hosts_of(hosts) if hosts else {}, listen), dash)
 
 
 @app.command()
@@ -143,14 +143,14 @@ def controller(listen: Listen, job: JobFile = None, sets: Sets = None, resume: R
     _train(resolved, forecast, resume, Where(HAND, {}, listen))
 
 
-def _train(resolved: Any, forecast: Any, resume: str, where: Any) -> None:
+def _train(resolved: Any, forecast: Any, resume: str, where: Any, page: bool = False) -> None:
     from phalanx.core.errors import RunFailed
     from phalanx.run.console import Console
     from phalanx.run.training import run_job
 
     try:
         with contextlib.ExitStack() as stack, Console(resolved.job, forecast) as console:
-            if dash:
+            if page:
                 from phalanx.web.serve import beside
 
                 console.note(f"dashboard: {stack.enter_context(beside(Path(resolved.job.run.dir)))}")

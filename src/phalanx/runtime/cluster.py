@@ -43,6 +43,7 @@ CONTROLLER_S = 30.0  # for the controller to start
 MOST_DEATHS = 8  # of the controller, or of a node process before the run has begun, one soon after the other
 SOON_S = 30.0
 SILENT_S = 10.0  # a controller that gives no sign of life for so long is ended and started again
+LAST_WORDS_S = 5.0  # from an orderly stop to the last word of all agents
 LEAVE_LIMIT_S = 60.0  # from the end of the run to the last word of all ranks
 SILENCE_BEATS = 12  # in which nodes fall silent "at once"
 LOOPBACK = "127.0.0.1"
@@ -164,6 +165,7 @@ class Cluster:
         self.results: list[Message] = []  # what ranks said last, folded
         self.form: Message = {}  # of the generation that was formed last
         self.ended: Message = {}
+        self._left: set[str] = set()  # nodes that have said so
         self.start_s = 0.0
         self.added = 0  # nodes, since the run began
         self._began = time.monotonic()
@@ -229,6 +231,7 @@ class Cluster:
         while not self.ended:
             self._turn()
         if self.stop():
+            self._hear_last_words()
             raise KeyboardInterrupt
         deadline = time.monotonic() + (LEAVE_LIMIT_S if self.ended["ok"] else 0.0)
         while self._crew - self._done().keys() and time.monotonic() < deadline:
@@ -237,6 +240,12 @@ class Cluster:
         done = [found[rank] for rank in sorted(self._crew & found.keys())]
         wall_s = time.monotonic() - self._began
         return {"ended": self.ended, "start_s": self.start_s, "wall_s": wall_s, "done": done}
+
+    def _hear_last_words(self) -> None:
+        """Until every agent has said that it leaves, which it says last: what its ranks did is in the record then."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self.nodes_up.keys() - self._left and time.monotonic() < deadline:
+            self.loop.turn(POLL_S)
 
     def _addresses(self) -> list[str]:
         """By which hosts reach this one: with several networks, by each of them."""
@@ -471,7 +480,9 @@ class Cluster:
             self.on_event(item)
         elif kind == "done":
             self.results.append(item)
-        elif kind not in ("booted", "left"):
+        elif kind == "left":
+            self._left.add(item["node"])
+        elif kind != "booted":
             self.on_event(item)
 
     def _lose_node(self, name: str) -> None:
