@@ -73,7 +73,7 @@ def test_more_memory_never_unfits(shape, layout):
 @given(shapes, layouts)
 def test_recomputing_more_saves_memory_and_costs_time(shape, layout):
     none, selective, full = (costs(shape, layout | {"recompute": mode}) for mode in RECOMPUTE)
-    most = 1 + 1e-4  # where the host is the slowest a little more to compute is free, and hides more of a reduction
+    most = 1.01  # where the host is the slowest a little more to compute is free, and hides more of a reduction
     assert none.step_s[0] <= selective.step_s[0] * most and selective.step_s[0] <= full.step_s[0] * most
     assert none.memory["activations"][0] >= selective.memory["activations"][0]
 
