@@ -90,7 +90,7 @@ def keep_record(pipe, folder: str, world: int) -> None:
 
 
 def count_bytes(server: Server) -> dict:
-    """Of what a server takes in."""
+    """Count what a server takes in."""
     counted, hear = {"bytes": 0, "heard": 0}, server._on_message
 
     def heard(session, number, body) -> None:

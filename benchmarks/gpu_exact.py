@@ -56,7 +56,7 @@ class Run(Ours):
 
 
 def ratio(exact, fast, draws=4000):
-    """Of the medians, with its 95 % interval."""
+    """Return the ratio of the medians, with its 95 % interval."""
     rng = random.Random(0)
     drawn = sorted(
         statistics.median(rng.choices(exact, k=len(exact))) / statistics.median(rng.choices(fast, k=len(fast)))

@@ -16,7 +16,7 @@ from phalanx.twin.scenario import Scenario, load
 
 
 def cost(scenario: Scenario) -> tuple[float, float, int]:
-    """CPU seconds to start and to run, and generations, each of which is a decision of the control plane."""
+    """Return the CPU seconds to start and to run, and the number of generations that the control plane has formed."""
     began = time.process_time()
     job = Job(scenario, 0)
     started = time.process_time()

@@ -54,7 +54,7 @@ class Cluster(real.Cluster):
 
 
 def own_address() -> str:
-    """Of this machine; loopback if it has no other."""
+    """Return an address of this machine, loopback if it has no other."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])

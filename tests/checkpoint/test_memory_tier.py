@@ -395,7 +395,11 @@ def test_a_rank_that_dies_before_it_is_welcome_does_no_harm(keeper, monkeypatch)
         hello = {"rank": 0, "image_bytes": plan.image_bytes, "own_bytes": plan.own_bytes}
         socket.send_fds(rank, [json.dumps(hello).encode()], [base.fileno()])
     gone.set()
-    assert faults.lines_to(keeper, ENTRIES)[0].slots, "the next one is welcome"
+    socket.setdefaulttimeout(20.0)  # a keeper that has ended answers nobody
+    try:
+        assert faults.lines_to(keeper, ENTRIES)[0].slots, "the next one is welcome"
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 def test_a_host_holds_all_slots_or_one_or_refuses():
