@@ -2,17 +2,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-ranks test-others test-slow test-hosts test-browser test-pairs test-s3 soak lint docs clean
+.PHONY: setup demo test test-ranks test-others test-slow test-hosts test-browser test-slurm test-ray test-postgres test-kubernetes test-pairs test-s3 test-schedule soak lint docs clean
 
 setup: $(VENV)/.ready
 
 # torch first and by its pin: a plain resolve could pull another build.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "phalanx needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo 'setting up $(VENV), which takes a minute or two: 1 of 3, an empty environment'
+	@$(PYTHON) -m venv $(VENV)
+	@echo '2 of 3, PyTorch: the largest download'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@echo '3 of 3, phalanx and what it and its tests need'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+	@echo 'ready: $(BIN)/phalanx --help' 
 
 demo: setup
 	$(BIN)/phalanx demo --set train.steps=100
@@ -36,10 +40,29 @@ test-slow: setup
 test-hosts: setup
 	$(BIN)/python -m pytest -m hosts tests/hosts
 
+# A real Slurm with 16 virtual nodes on this machine: root; what is missing is installed from Debian.
+test-slurm: setup
+	@{ command -v slurmctld && command -v munged && command -v srun; } > /dev/null || apt-get install --yes --no-install-recommends slurm-wlm munge
+	$(BIN)/python -m pytest -m slurm tests/engines
+
+# A real Ray cluster of four nodes on this machine.
+test-ray: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pytest -m ray tests/engines
+
 # In a real browser: apt install chromium
 test-browser: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -m pytest -m browser tests/browser
+
+# Debian's PostgreSQL, on loopback, with controllers that stand by for each other: apt install postgresql
+test-postgres: setup
+	$(BIN)/python -m pytest -m postgres tests/postgres
+
+# What Kubernetes is asked for, against all that the package kubernetes-validate knows of it.
+test-kubernetes: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt kubernetes-validate
+	$(BIN)/python -m pytest tests/engines/test_kubernetes.py tests/engines/test_kubernetes_schemas.py
 
 test-pairs: setup
 	$(BIN)/python -m pytest tests/train/pairs.py
@@ -47,6 +70,10 @@ test-pairs: setup
 # Against Ceph's gateway, on loopback: apt install radosgw ceph-mon ceph-osd ceph-common
 test-s3: setup
 	PHALANX_TEST_S3=radosgw $(BIN)/python -m pytest tests/data/test_s3.py
+
+# The gang scheduler in ten thousand small worlds with faults.
+test-schedule: setup
+	$(BIN)/python -m tests.control.schedule.world --seeds 0:10000 --jobs 2
 
 # Two hundred faults to the real processes of one run, some while it starts, restores and saves for the last time; then
 # the control plane in a hundred thousand simulated worlds, and in ten thousand small fleets of the twin.

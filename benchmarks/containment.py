@@ -263,7 +263,10 @@ def joins(folder):
 
 
 def main():
-    options(__doc__).parse_args()
+    parser = options(__doc__)
+    parser.add_argument("--quick", action="store_true", help="2 and 8 replicas in fp32 alone, without the join")
+    quick = parser.parse_args().quick
+    widths, precisions = ([(2, 1), (8, 1)], ["fp32"]) if quick else (WIDTHS, PRECISIONS)
     cores = len(os.sched_getaffinity(0))
     print(f"{machine()}\n{MICRO} micro-batches of a replica, each {SLEEP_S} s at least; CPU in ms per survivor\n")
     print(
@@ -273,9 +276,9 @@ def main():
     with tempfile.TemporaryDirectory(prefix="phalanx-containment-") as name:
         folder = Path(name)
         (folder / "text.txt").write_text("".join(f"{i} little words of text, {i * i}.\n" for i in range(20_000)))
-        cases = itertools.product(PRECISIONS, WIDTHS)
+        cases = itertools.product(precisions, widths)
         found = {(*width, precision): contained(folder, *width, precision) for precision, width in cases}
-        join = joins(folder)
+        join = {} if quick else joins(folder)
     engines, groups, died = (sum(f[key] for f in found.values()) for key in ("engines", "groups", "died"))
     same = all(f["same"] for f in found.values())
     few, many = found[2, 1, "fp32"], found[max(r for r, _, _ in found), 1, "fp32"]
@@ -293,6 +296,7 @@ def main():
         groups=groups,
         survivors_died=died,
         same_bits=same,
+        quick=quick,
         cpu_ratio=round(cpu_ratio, 3),
         wall_ratio=wall_ratio and round(wall_ratio, 3),
         not_judged=[] if wall_ratio else ["wall_ratio"],

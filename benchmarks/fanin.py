@@ -4,8 +4,8 @@ processes of this machine.
 
 An aggregator serves 500 nodes, and is measured with as many real connections: each node says one message a step. What
 250 aggregators say upwards goes through real relays of 16 each to the real keeper of the record (the process that the
-user started). The controller hears what aggregators say while nothing happens: a ping a second, a summary every five,
-and once in a heartbeat which step is done. Per step of one second.
+user started). At the controller as many real aggregators, in processes of their own, each with one node, whose agent
+says once in a heartbeat which step is done. Per step of one second.
 
 Bar: at an aggregator one message per node and step, whatever the fleet; at the top, which is the record's keeper and
 the controller, no more than 20 messages and 32 KiB a step at any size.
@@ -226,45 +226,48 @@ def shifted(items: list[dict], step: int) -> list[dict]:
     return [{**item, "step": step} for item in items]
 
 
+def aggregators_with_a_node(pipe, folder: str, controller, first: int, end: int, beat_s: float) -> None:
+    """The other nodes would say nothing to the controller."""
+    loop, secret, done = Loop(), load_secret(Path(folder) / "secret"), [0]
+    agents: list[Link] = []
+    for i in range(first, end):
+        me = Identity("aggregator", f"g{i}", 1)
+        made = Aggregator(loop, secret, me, [tuple(controller)], LOOPBACK, seed=i, beat_s=beat_s)
+        agents.append(link(loop, secret, "agent", f"n{i}", made.server.address, COMMANDS))
+    open_all(loop, agents)
+    for i, each in zip(range(first, end), agents, strict=True):
+        each.tell(beat_of(0))
+        each.post({"type": "event", "event": NodeJoined(f"n{i}", 1, "d", "h:1").to_dict()})
+
+    def beat() -> None:
+        done[0] += 1
+        loop.after(beat_s, beat)
+        for each in agents:
+            each.tell(beat_of(done[0]))
+            each.post({"type": "event", "event": StepsDone(0, done[0]).to_dict()})
+
+    loop.after(beat_s, beat)
+    serve(pipe, loop, [], dict)
+
+
+def beat_of(step: int) -> dict:
+    return {"type": "beat", "visit": 1, "generation": 0, "step": step, "counter": step, "step_ns": 10**9}
+
+
 def at_the_controller(folder: str, secret, nodes: int) -> dict:
-    """One node of each aggregator has joined: the others would say nothing more."""
     aggregators, beat_s = -(-nodes // PER_AGGREGATOR), beat_ns(nodes, 3790) / 1e9
-    child, loop = Child(lead, folder, aggregators), Loop()
-    schemas = {kind: {} for kind in ("expect", "commands", "lease", "spec", "admitted")}
-    links = [link(loop, secret, "aggregator", f"g{i}", child.address, schemas) for i in range(aggregators)]
-    open_all(loop, links)
-    for i, each in enumerate(links):
-        edge = {"type": "edge", "node": f"n{i}", "incarnation": 1, "visit": 1, "edge": "joined", "silent_ns": 0}
-        joined = NodeJoined(f"n{i}", 1, "d", "h:1").to_dict()
-        event = {"type": "event", "node": f"n{i}", "incarnation": 1, "number": 1, "event": joined}
-        each.post({"type": "reports", "items": [edge, event]})
-    settle(loop, links)
-    seconds = max(2.0 if SMOKE else 10.0, 2 * beat_s)
-
-    def steady() -> None:
-        began, numbers, sent = time.monotonic(), [1] * aggregators, dict.fromkeys(("ping", "done", "summary"), 0)
-        while (now := time.monotonic() - began) < seconds:
-            for kind, every in (("ping", 1.0), ("done", beat_s), ("summary", 5.0)):
-                if now >= sent[kind] * every:
-                    sent[kind] += 1
-                    for i, each in enumerate(links):
-                        say(each, kind, i, numbers)
-            loop.turn(0.02)
-
-    def say(each: Link, kind: str, i: int, numbers: list[int]) -> None:
-        if kind == "ping":
-            each.tell({"type": "ping", "sent_ns": time.monotonic_ns()})
-        elif kind == "summary":
-            about = {"nodes": 500, "suspect": 0, "steps": [[1, 1], [1, 1]], "behind": [], "step_ns": [1, 1]}
-            each.tell({"type": "summary", **about, "slowest": "n0"})
-        else:
-            numbers[i] += 1
-            event = StepsDone(0, numbers[i]).to_dict()
-            about = {"type": "event", "node": f"n{i}", "incarnation": 1, "number": numbers[i], "event": event}
-            each.post({"type": "reports", "items": [about]})
-
-    found = spent(child, steady, round(seconds / STEP_S))
-    child.close()
+    child = Child(lead, folder, aggregators)
+    half = aggregators // 2
+    both = [
+        Child(aggregators_with_a_node, folder, child.address, first, end, beat_s)
+        for first, end in ((0, half), (half, aggregators))
+        if end > first
+    ]
+    seconds = 2 if SMOKE else 60
+    time.sleep(1 if SMOKE else max(20.0, 2 * beat_s))  # each has been told when its next ping is due
+    found = spent(child, lambda: time.sleep(seconds), round(seconds / STEP_S))
+    for each in (*both, child):
+        each.close()
     return found
 
 

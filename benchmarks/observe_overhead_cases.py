@@ -7,6 +7,8 @@ import time
 
 from phalanx.observe.progress import RECORD_BYTES, Phase, Progress
 from phalanx.runtime.forked import Channel
+from phalanx.train.engine import Pass
+from phalanx.train.timed import Timed
 from tests.cases import connect
 
 
@@ -26,11 +28,14 @@ def in_turns(args):
         return None
 
     out = {"on": [], "off": [], "own": [], "marks": 0}
+    device, timed = rank.engine.device, rank.engine._timed
+    per_pass = _pass_s(device)
     warm_up = 5
     for i in range(args["pairs"] + warm_up):
         for kind in ("on", "off") if i % 2 else ("off", "on"):
             batches = rank.batches(i)
             rank.engine.mark = mark if kind == "on" else nothing
+            rank.engine._timed = timed if kind == "on" else lambda phase, run: run
             own[:] = [0.0, 0]
             cpu = _cpu_s()
             result = rank.engine.step(batches)
@@ -39,8 +44,10 @@ def in_turns(args):
                 for phase in (Phase.loading, Phase.optimizer):
                     mark(phase, i)
                 began = time.thread_time()
-                channel.send(_report(i, loss, norm))
-                own[0] += time.thread_time() - began
+                marks = (*(device.moment() for _ in range(5)),)
+                phases = Timed(i, 0.0, result.passes, marks, 0.0).phases(device.seconds_between)
+                channel.send(_report(i, loss, norm, phases))
+                own[0] += time.thread_time() - began + per_pass * len(result.passes)
             out[kind].append(_cpu_s() - cpu)
             if kind == "on":
                 out["own"].append(own[0])
@@ -51,12 +58,21 @@ def in_turns(args):
     return out
 
 
-def _report(step, loss, norm):
+def _pass_s(device):
+    """What it costs to time one forward or backward."""
+    passes, count, began = [], 10_000, time.thread_time()
+    for _ in range(count):
+        begin = device.moment()
+        passes.append(Pass(Phase.forward, begin, device.moment()))
+    return (time.thread_time() - began) / count
+
+
+def _report(step, loss, norm, phases):
     whole = {"loss_sums": [loss], "tokens": 2048, "data_digest": "0123456789abcdef"}
     return {
         "type": "step", "step": step, "rank": 0, "generation": 1, "time_s": 0.1, "grad_norm": norm, "lr": 1e-3,
         "data_wait_s": 0.0, "data_ready": 4, "served": {"python-stdlib": 8}, "whole": whole,
-        "phases": {"passes": 0.05, "reduce": 0.04, "optimizer": 0.01},
+        "phases": phases, "held": {"memory": step},
     }  # fmt: skip
 
 

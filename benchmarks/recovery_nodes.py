@@ -55,14 +55,19 @@ class Run:
         end = time.monotonic() + seconds
         self.until(lambda: time.monotonic() > end)
 
+    def until_full(self):
+        """All nodes are there, and both replicas are in the gang: the healed one joins a while after the loss."""
+        scene = self.scene
+        self.until(lambda: len(scene.agents) == len(scene.workers) == 4 and len(scene.forms[-1]["replicas"]) == 2)
+        self.wait(CALM_S)
+
     def pids(self):
         return {rank: w["pid"] for rank, w in self.scene.workers.items()}
 
     def lose_node(self):
         """All nodes are there; one that has a place dies."""
         scene = self.scene
-        self.until(lambda: len(scene.agents) == 4 and len(scene.workers) == 4)
-        self.wait(CALM_S)
+        self.until_full()
         before, generation, seen = self.pids(), scene.generation, len(scene.forms)
         name = scene.workers[0]["node"]
         lost = {rank for rank, w in scene.workers.items() if w["node"] == name}
@@ -108,8 +113,7 @@ def main():
         run = Run(folder)
         try:
             lost = [run.lose_node() for _ in range(ROUNDS)]
-            run.until(lambda: len(run.scene.agents) == 4)
-            run.wait(CALM_S)
+            run.until_full()
             plain, killed, whole = [], [], True
             for _ in range(ROUNDS):
                 plain += run.steps(lambda: None)[0]

@@ -23,6 +23,7 @@ from phalanx.parallel.schema import describe
 from phalanx.train.engine import Engine
 from phalanx.train.schedule import learning_rate
 from phalanx.train.state import State
+from tests.feature_cases import FEATURE_CASES
 
 STEPS = 5
 CPU = Device(torch.device("cpu"), "gloo")  # imported by the zygote, so nothing may run here
@@ -282,6 +283,7 @@ CASES = [
     ("compile: shard 2, selective recompute", (1, 2, 1), dict(compile="aot_eager", recompute="selective")),
     ("compile: pp 2 x cp 2", (1, 1, 1), dict(model=DEEP, compile="aot_eager", axes=dict(pp=2, cp=2))),
     ("compile: moe, shard 2, ep 2", (1, 2, 1), dict(model=MOE, compile="aot_eager", axes=dict(ep=2))),
+    *FEATURE_CASES,
 ]
 
 

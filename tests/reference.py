@@ -7,18 +7,53 @@ import math
 import torch
 
 
-def rms_norm(x, weight, eps):
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+def rms_norm(x, weight, eps, offset=0):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * (offset + weight)
 
 
-def rope(x, theta):  # x: (batch, heads, length, head_dim)
-    length, head_dim = x.shape[-2:]
-    half = head_dim // 2
-    out = torch.empty_like(x)
+def has_window(cfg, layer):
+    if not cfg["window"] or layer < cfg["window_from"]:
+        return False
+    return cfg["full_every"] == 0 or layer % cfg["full_every"] != cfg["full_every"] - 1
+
+
+def wavelengths(cfg, local):
+    """Positions per turn of every rotated pair, and the factor on queries and keys."""
+    width = int((cfg["head_width"] or cfg["dim"] // cfg["num_heads"]) * cfg["rope_fraction"])
+    own = local and cfg["rope_local_theta"] > 0
+    theta = cfg["rope_local_theta"] if own else cfg["rope_theta"]
+    waves = [2 * math.pi * theta ** (2.0 * e / width) for e in range(width // 2)]
+    kind, factor, old = "none" if own else cfg["rope_scaling"], cfg["rope_factor"], cfg["rope_original"]
+    if kind == "none":
+        return waves, 1.0
+    if kind == "linear":
+        return [wave * factor for wave in waves], 1.0
+    out = []
+    for e, wave in enumerate(waves):
+        if kind == "llama3":
+            keep = (old / wave - cfg["rope_low"]) / (cfg["rope_high"] - cfg["rope_low"])
+        else:
+            # YaRN: the pairs that turn rope_fast and rope_slow times, in whole numbers, are the ends of a ramp.
+            ends = [
+                width * math.log(old / (2 * math.pi * turns)) / (2 * math.log(theta))
+                for turns in (cfg["rope_fast"], cfg["rope_slow"])
+            ]
+            low, high = max(0, math.floor(ends[0])), min(width - 1, math.ceil(ends[1]))
+            keep = 1 - (e - low) / (high - low if high != low else 1e-3)
+        keep = min(1.0, max(0.0, keep))
+        out.append(1 / (keep / wave + (1 - keep) / (wave * factor)))
+    gain = 1.0 if kind == "llama3" else cfg["rope_gain"] or 1 + 0.1 * math.log(factor)
+    return out, gain
+
+
+def rope(x, cfg, local):  # x: (batch, heads, length, head_dim)
+    waves, gain = wavelengths(cfg, local)
+    length, half = x.shape[-2], len(waves)
+    out = x.clone()
     position = torch.arange(length, dtype=torch.float64)
-    for e in range(half):
-        angle = position * theta ** (-2.0 * e / head_dim)
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    for e, wave in enumerate(waves):
+        angle = position * (2 * math.pi / wave)
+        cos, sin = (gain * angle.cos()).to(x.dtype), (gain * angle.sin()).to(x.dtype)
         out[..., e] = x[..., e] * cos - x[..., e + half] * sin
         out[..., e + half] = x[..., e + half] * cos + x[..., e] * sin
     return out
@@ -26,14 +61,15 @@ def rope(x, theta):  # x: (batch, heads, length, head_dim)
 
 class Router:
     """What the experts' layers keep beside the weights: the selection bias of each; the load since `begin`;
-    and the balance loss of every sequence times its length, summed."""
+    and what counts in the gradients beside the loss: the balance loss of every sequence times its length, summed, and
+    the z-loss."""
 
     def __init__(self, cfg):
         self.cfg, self.bias = cfg, {}
         self.begin()
 
     def begin(self):
-        self.load, self.balance = {}, 0.0
+        self.load, self.balance, self.z = {}, 0.0, 0.0
 
     def choose(self, layer, scores):
         """0 or 1 for every sequence, token and expert."""
@@ -58,9 +94,13 @@ class Router:
             self.bias[layer] = self.bias.get(layer, torch.zeros_like(load)) + step
 
 
-def swiglu(x, w1, w2, w3):
-    gate = x @ w1.T
-    return (gate * torch.sigmoid(gate) * (x @ w3.T)) @ w2.T
+def swiglu(x, w1, w2, w3, biases=(0, 0, 0), gelu=False):
+    gate = x @ w1.T + biases[0]
+    if gelu:
+        gate = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    else:
+        gate = gate * torch.sigmoid(gate)
+    return (gate * (x @ w3.T + biases[2])) @ w2.T + biases[1]
 
 
 def mixture(w, cfg, layer, x, router):
@@ -91,38 +131,61 @@ def forward(w, cfg, tokens, documents, router=None):
     if image:
         x = tokens.to(w["embed.weight"].dtype) @ w["embed.weight"].T + w["embed.bias"] + w["position.weight"][:length]
     else:
-        x = w["embed.weight"][tokens]
+        x = w["embed.weight"][tokens] * cfg["embedding_scale"]
+    eps, offset = cfg["norm_eps"], 1 if cfg["norm_centered"] else 0
+
+    def norm(name, x):
+        return rms_norm(x, w[name + ".weight"], eps, offset)
+
     for i in range(cfg["num_layers"]):
-        p = f"layers.{i}."
-        h = rms_norm(x, w[p + "attention_norm.weight"], cfg["norm_eps"])
+        p, post, local = f"layers.{i}.", cfg["norm_place"] == "post", has_window(cfg, i)
+        h = x if post else norm(p + "attention_norm", x)
 
-        def split(name, n, h=h, p=p):
-            return (h @ w[p + f"attention.{name}.weight"].T).view(batch, length, n, head_dim).transpose(1, 2)
+        def split(name, n, which="", h=h, p=p):
+            y = h @ w[p + f"attention.{name}.weight"].T + w.get(p + f"attention.{name}.bias", 0)
+            if which and cfg["qk_norm"] == "all":
+                y = norm(p + f"attention.wide_{which}_norm", y)
+            y = y.view(batch, length, n, head_dim).transpose(1, 2)
+            return norm(p + f"attention.{which}_norm", y) if which and cfg["qk_norm"] == "head" else y
 
-        q, k = split("wq", heads), split("wk", kv_heads)
+        q, k = split("wq", heads, "q"), split("wk", kv_heads, "k")
         if not image:
-            q, k = rope(q, cfg["rope_theta"]), rope(k, cfg["rope_theta"])
+            q, k = rope(q, cfg, local), rope(k, cfg, local)
         v = split("wv", kv_heads).repeat_interleave(heads // kv_heads, dim=1)
         k = k.repeat_interleave(heads // kv_heads, dim=1)
-        scores = (q @ k.transpose(-1, -2)) / math.sqrt(head_dim)
-        scores = scores.masked_fill(~allowed, float("-inf"))
+        scores = (q @ k.transpose(-1, -2)) * (cfg["attention_scale"] or 1 / math.sqrt(head_dim))
+        if cfg["attention_softcap"]:
+            scores = cfg["attention_softcap"] * torch.tanh(scores / cfg["attention_softcap"])
+        seen = allowed
+        if local:
+            at = torch.arange(length)
+            seen = allowed & (at[:, None] - at[None, :] < cfg["window"])
+        scores = scores.masked_fill(~seen, float("-inf"))
         out = (torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(batch, length, heads * head_dim)
-        x = x + out @ w[p + "attention.wo.weight"].T
-        h = rms_norm(x, w[p + "ffn_norm.weight"], cfg["norm_eps"])
+        out = out @ w[p + "attention.wo.weight"].T + w.get(p + "attention.wo.bias", 0)
+        x = x + (out if cfg["norm_place"] == "pre" else norm(p + "attention_post_norm", out))
+        h = x if post else norm(p + "ffn_norm", x)
         if cfg["family"] == "moe" and i >= cfg["dense_layers"]:
-            x = x + mixture(w, cfg, i, h, router)
+            out = mixture(w, cfg, i, h, router)
         else:
-            x = x + swiglu(h, *(w[p + f"ffn.w{j}.weight"] for j in (1, 2, 3)))
-    x = rms_norm(x, w["norm.weight"], cfg["norm_eps"])
+            biases = [w.get(p + f"ffn.w{j}.bias", 0) for j in (1, 2, 3)]
+            out = swiglu(h, *(w[p + f"ffn.w{j}.weight"] for j in (1, 2, 3)), biases, cfg["activation"] == "gelu")
+        x = x + (out if cfg["norm_place"] == "pre" else norm(p + "ffn_post_norm", out))
+    x = norm("norm", x)
     if image:
         return x @ w["head.weight"].T + w["head.bias"]
-    return x @ (w["embed.weight"] if cfg["tied"] else w["head.weight"]).T
+    logits = x @ (w["embed.weight"] if cfg["tied"] else w["head.weight"]).T
+    cap = cfg["logit_softcap"]
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def loss_sum(w, cfg, batch, router=None):
     tokens, targets, weights, documents = batch
     logits = forward(w, cfg, tokens, documents, router)
-    log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
+    normaliser = torch.logsumexp(logits, -1, keepdim=True)
+    if router is not None:
+        router.z = router.z + cfg["z_loss"] * (normaliser.squeeze(-1) ** 2 * weights).sum()
+    log_p = logits - normaliser
     return -(log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1) * weights).sum()
 
 
@@ -138,7 +201,8 @@ def train(w, cfg, opt, steps):
         tokens = sum(int(b[2].sum()) for b in batches)
         router.begin()
         total = sum(loss_sum(w, cfg, b, router) for b in batches)
-        names, pulled = list(w), (total + router.balance) / tokens
+        positions = sum(b[1].numel() for b in batches)
+        names, pulled = list(w), (total + router.z) / tokens + router.balance / positions
         grads = dict(zip(names, torch.autograd.grad(pulled, [w[n] for n in names]), strict=True))
         router.end()
         norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads.values()))

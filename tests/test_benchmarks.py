@@ -34,6 +34,7 @@ SLOW = {
     "plan_truth",
     "recovery",
     "recovery_nodes",
+    "slurm_start",
     "wire",
     "twin_anchors",
 }

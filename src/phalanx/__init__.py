@@ -1,35 +1,64 @@
-"""Phalanx trains very large models on very many accelerators.
+"""Phalanx trains large models across many accelerators and survives hardware failures.
 
     import phalanx
-    phalanx.train({"model": {"family": "my_model.py:FAMILY"}, "layout": {"shard": 2, "tp": 2}})
+    run = phalanx.train({"model": {"preset": "tiny"}, "train": {"steps": 100}}, on_step=lambda row: print(row["loss"]))
+    run.metrics, run.validations, run.checkpoints, run.weights()
 
 `Family`, `Init`, `Batch`, `Attend` and `Head` are the door for a model of your own (phalanx.model.family).
+`phalanx.train` is a room of the house as well, with modules in it; importing one of them changes nothing for callers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import phalanx.train as _room
+from phalanx.core.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from phalanx.model import Attend, Batch, Family, Head, Init, Weight
+    from phalanx.run.library import Checkpoint, Run, train
 
 __version__ = "0.1.0"
+__all__ = [
+    "Attend",
+    "Batch",
+    "Checkpoint",
+    "Family",
+    "Head",
+    "Init",
+    "Run",
+    "RunFailed",
+    "UserError",
+    "Weight",
+    "__version__",
+    "train",
+]
+
+_OF_MODELS = ("Attend", "Batch", "Family", "Head", "Init", "Weight")  # these need torch; importing phalanx does not
+_OF_RUNS = ("Checkpoint", "Run")
 
 
-def train(job: Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> dict[str, Any]:
-    """Run a job, given as a mapping or as a job file, on this machine; returns its summary. A layout that it does not
-    give is planned, as by `phalanx train`."""
-    from phalanx.run.console import Console
-    from phalanx.run.planned import resolve
-    from phalanx.run.training import run_job
+class _Callable(ModuleType):
+    """`phalanx.train` is both: the package with this name, and what runs a job."""
 
-    resolved, forecast = resolve(job if isinstance(job, Mapping) else Path(job), list(sets))
-    with Console(resolved.job, forecast) as console:
-        return run_job(resolved.job, resolved.origins, console, forecast=forecast)
+    def __call__(self, *args: Any, **options: Any) -> Run:
+        from phalanx.run.library import train
+
+        return train(*args, **options)
+
+
+_room.__class__ = _Callable
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Attend", "Batch", "Family", "Head", "Init"):  # these need torch; importing phalanx does not
+    if name in _OF_MODELS:
         import phalanx.model
 
         return getattr(phalanx.model, name)
-    raise AttributeError(name)
+    if name in _OF_RUNS:
+        import phalanx.run.library
+
+        return getattr(phalanx.run.library, name)
+    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")

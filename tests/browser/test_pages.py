@@ -13,8 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.observe import durability
+from phalanx.observe.fleet import fleet
+from phalanx.observe.fold import members, union
+from phalanx.observe.phases import PHASES
 from phalanx.observe.provenance import provenance
 from phalanx.observe.story import Story
+from phalanx.observe.words import describe
 from tests.observe.records import Written
 from tests.web.record_runs import unpack
 
@@ -97,7 +102,8 @@ def shoot(page, name):
         page.screenshot(path=f"{PICTURES}/{name}.png", full_page=True)
 
 
-TABS = ("", "/goodput", "/ranks", "/incidents", "/checkpoints", "/logs", "/record", "/incidents/2")
+TABS = ("", "/steps", "/goodput", "/ranks", "/map", "/hosts", "/incidents", "/checkpoints", "/data", "/logs", "/record",
+        "/incidents/2")  # fmt: skip
 
 
 def test_a_reader_clicks_through_every_page(open_page, broken):
@@ -106,10 +112,24 @@ def test_a_reader_clicks_through_every_page(open_page, broken):
     page.get_by_role("link", name=broken.name).click()
     ready(page, f"/runs/{broken.name}")
     shoot(page, "run")
-    for name in ("Goodput", "Ranks", "Incidents", "Checkpoints", "Logs", "Record", "Overview"):
+    for name in (
+        "Steps",
+        "Goodput",
+        "Ranks",
+        "Map",
+        "Hosts",
+        "Incidents",
+        "Checkpoints",
+        "Data",
+        "Logs",
+        "Record",
+        "Overview",
+    ):
         page.get_by_role("navigation", name="Pages of this run").get_by_role("link", name=name).click()
         page.wait_for_selector(f"nav.tabs a[aria-current] >> text={name}")
         assert page.locator("h1").inner_text().startswith("Done: 160 steps")
+        if name in ("Steps", "Map", "Checkpoints", "Hosts"):
+            shoot(page, name.lower())
     page.locator('table[data-table="incidents"] a').nth(1).click()
     ready(page, f"/runs/{broken.name}/incidents/2")
     assert broken.incidents()[1].verdict().split(": ", 1)[1] in page.locator("main").inner_text()
@@ -149,6 +169,43 @@ def test_the_map_of_ranks_shows_the_slowest_and_leads_to_one_rank(open_page, bro
     canvas.click(position={"x": box["width"] * 0.9, "y": box["height"] * 0.4})
     page.wait_for_selector("text=Rank 1 alone")
     assert "rank=1" in page.url
+
+
+def test_the_phases_of_a_step_are_those_of_the_record(open_page, broken):
+    page = open_page(f"/runs/{broken.name}/steps")
+    shown = page.eval_on_selector_all(
+        "[data-seconds]", "all => all.map((e) => [e.dataset.phase, Number(e.dataset.seconds)])"
+    )
+    assert dict(shown) == pytest.approx(describe(broken)["phases"]) and list(dict(shown)) == list(PHASES)
+    drawn = page.eval_on_selector_all("path[data-phase]", "all => all.map((e) => e.dataset.phase)")
+    assert drawn == list(PHASES)
+
+
+def test_the_map_shows_each_rank_on_its_node_and_marks_the_peers_of_one(open_page, broken):
+    found = fleet(broken.part)
+    page = open_page(f"/runs/{broken.name}/map")
+    nodes = page.eval_on_selector_all("[data-node]", "all => all.map((e) => [e.dataset.node, e.dataset.state])")
+    assert dict(nodes) == {node["name"]: node["state"] for node in found["nodes"]}
+    on = page.eval_on_selector_all("[data-node] [data-rank]", "all => all.map((e) => Number(e.dataset.rank))")
+    assert sorted(on) == sorted(members(union([span for node in found["nodes"] for span in node["ranks"]])))
+    page.locator('[data-rank="1"]').click()
+    assert page.locator(".cell.picked").count() == 1 and page.locator(".cell.peer").count() == 3, "its replicas"
+    assert "rank=1" in page.url
+    page.get_by_role("button", name="by health").click()
+    assert "by=health" in page.url
+
+
+def test_the_tiers_are_those_of_the_record(open_page, broken):
+    page = open_page(f"/runs/{broken.name}/checkpoints")
+    tiers = page.eval_on_selector_all(
+        "tr[data-tier]", "all => all.map((e) => [e.dataset.tier, e.cells[1].textContent])"
+    )
+    assert dict(tiers) == {tier["tier"]: f"{tier['step']:,}" for tier in durability.tiers(broken)}
+    drawn = page.eval_on_selector_all("path[data-tier]", "all => all.map((e) => e.dataset.tier)")
+    assert drawn == ["trained", "memory", "disk"]
+    page = open_page(f"/runs/{broken.name}/data")
+    served = sum(sum(row["served"].values()) for row in broken.rows)
+    assert page.locator('table[data-table="mixture"] td').nth(1).inner_text() == f"{served:,}"
 
 
 def test_zoom_moves_all_charts_and_the_address_holds_it(open_page, broken):
@@ -253,7 +310,9 @@ def test_hostile_text_is_shown_as_text(open_page, tmp_path):
             page = open_page(path, url=server.url)
             page.wait_for_timeout(100)
             assert page.locator("main img, main script").count() == 0
-        assert "onerror=alert(1)" in page.locator("main").inner_text()
+            text = page.locator("main").inner_text()
+            page.close()  # the list would ask a server that is gone
+        assert "onerror=alert(1)" in text
     finally:
         server.stop()
 

@@ -11,6 +11,7 @@ import torch
 
 from phalanx.checkpoint import safetensors, torch_hf
 from phalanx.checkpoint.files import Reader, write_whole
+from phalanx.checkpoint.hf_config import config_in
 from phalanx.checkpoint.torch_foreign import entry_of, params_of, read_rows
 from phalanx.core.checkpoint import Manifest
 from phalanx.core.errors import UserError
@@ -20,6 +21,7 @@ from phalanx.core.shape import ModelConfig
 from phalanx.core.store import Folder
 from phalanx.model.family import Batch, load_family
 from phalanx.parallel.schema import describe
+from tests import hf_models
 
 SIZES = dict(
     vocab_size=61,
@@ -110,37 +112,18 @@ def test_a_model_of_transformers_has_the_same_logits_here(saved, tmp_path, name)
     assert not reader.verify()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_in_fp64_they_agree_to_rounding(transformers, saved, tmp_path, monkeypatch, name):
-    """Their norms, positions and routers compute in fp32 whatever the model's precision; here they are made to compute
-    in fp64, so that nothing but the order of sums is left to differ."""
-    model, folder = saved[name]
-    model = copy.deepcopy(model).double()
-    module = transformers.models.__dict__[model.config.model_type].__dict__[f"modeling_{model.config.model_type}"]
-    kind = type(model).__name__.removesuffix("ForCausalLM")
+QUICK = ("Llama 3.1", "Gemma 2", "OLMo 3", "Phi-4-mini, partial rotary", "Qwen 3 MoE")
 
-    def norm(self, x):
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
-    def positions(self, x, position_ids):
-        head = self.config.head_dim or self.config.hidden_size // self.config.num_attention_heads
-        theta = self.config.rope_parameters["rope_theta"]
-        frequency = 1.0 / theta ** (torch.arange(0, head, 2, dtype=torch.float64) / head)
-        angle = position_ids[..., None] * torch.cat((frequency, frequency))
-        return angle.cos(), angle.sin()
-
-    def router(self, x):
-        logits = x.reshape(-1, self.hidden_dim) @ self.weight.T
-        value, index = logits.softmax(-1).topk(self.top_k, dim=-1)
-        return logits, value / value.sum(-1, keepdim=True), index
-
-    monkeypatch.setattr(getattr(module, f"{kind}RMSNorm"), "forward", norm)
-    monkeypatch.setattr(getattr(module, f"{kind}RotaryEmbedding"), "forward", positions)
-    if kind == "Mixtral":
-        monkeypatch.setattr(module.MixtralTopKRouter, "forward", router)
-        model.set_experts_implementation("eager")  # the kernel has no fp64
-    reader = convert(folder, tmp_path)
-    assert error(our_logits(config_of(reader), weights(reader), torch.float64), their_logits(model)) < 1e-13
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in hf_models.MODELS]
+)
+def test_in_fp64_they_agree_to_rounding(transformers, name):
+    """Logits and gradients here and there, our export loaded by them, and in, out and in again; benchmarks/hf_parity.py
+    has all of them in a table."""
+    row = hf_models.compare(transformers, name)
+    assert max(row["logits"], row["gradients"], row["logits_out"]) < 1e-12, row
+    assert row["same_weights"] and row["same_config"], row
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -249,20 +232,20 @@ def saved_in(tmp_path, config, layout, params) -> Reader:
 
 
 REFUSED = {
-    "other class": (dict(architectures=["GPT2LMHeadModel"]), "architectures.*no built-in family"),
+    "other class": (dict(architectures=["GPT2LMHeadModel"]), "architectures.*learned positions"),
     "deepseek": (dict(architectures=["DeepseekV3ForCausalLM"]), "architectures.*MLA"),
     "no class": (dict(architectures=None), "architectures"),
     "code": (dict(auto_map={"AutoModel": "x.y"}), "auto_map.*never run"),
     "quantized": (dict(quantization_config={"bits": 4}), "quantization_config.*quantized"),
     "activation": (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
-    "bias": (dict(attention_bias=True), "attention_bias = True"),
-    "mlp bias": (dict(mlp_bias=True), "mlp_bias = True"),
+    "bias": (dict(attention_bias=True), "q_proj.bias.*missing"),
+    "mlp bias": (dict(mlp_bias=True), "gate_proj.bias.*missing"),
     "layer types": (dict(layer_types=["sliding_attention", "full_attention"]), "layer_types"),
     "rope of version 5": (
         dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
-        "rope_parameters.*'llama3'",
+        "rope_parameters.*original_max_position_embeddings",
     ),
-    "rope of version 4": (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling.*'linear'"),
+    "rope of version 4": (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling.*'dynamic'"),
     "partial rope": (dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
     "rope theta": (dict(rope_parameters={"rope_theta": -1}), "rope_theta.*positive"),
     "heads": (dict(num_key_value_heads=3), "num_key_value_heads = 3.*divide"),
@@ -291,24 +274,49 @@ def test_what_would_compute_something_else_is_refused(saved, tmp_path, what):
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_window_matters_when_sequences_may_be_longer(saved, tmp_path):
+def test_a_window_is_taken_over(saved, tmp_path):
     folder = saved["mistral"][1]
-    with pytest.raises(UserError, match="sliding_window = 63"):
-        convert(change(folder, tmp_path / "63", sliding_window=63), tmp_path)
-    convert(change(folder, tmp_path / "64", sliding_window=64), tmp_path)
+    windowed = change(folder, tmp_path / "7", sliding_window=7)
+    assert config_in(windowed)[1].window == 7
     config = json.loads((folder / "config.json").read_text())
     del config["sliding_window"]  # transformers takes it for 4096
-    shutil.copytree(folder, tmp_path / "4096")
-    (tmp_path / "4096" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    with pytest.raises(UserError, match="no window"):
-        convert(tmp_path / "4096", tmp_path)
+    (windowed / "config.json").write_text(json.dumps(config))
+    assert config_in(windowed)[1].window == 4096 and config_in(folder)[1].window == 0
+
+
+@pytest.mark.parametrize(
+    ("kinds", "want"),
+    [
+        ("sfsf", dict(window_from=0, full_every=2)),
+        ("sssf", dict(window_from=0, full_every=4)),
+        ("ffss", dict(window_from=2, full_every=0)),
+        ("ssss", dict(window_from=0, full_every=0)),
+        ("sffs", None),
+    ],
+)
+def test_which_layers_have_a_window(transformers, tmp_path, kinds, want):
+    types = {"s": "sliding_attention", "f": "full_attention"}
+    layers = [types[kind] for kind in kinds]
+    transformers.Qwen3Config(
+        num_hidden_layers=4,
+        use_sliding_window=True,
+        sliding_window=7,
+        layer_types=layers,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(tmp_path)
+    if want is None:
+        with pytest.raises(UserError, match=r"layer_types.*every n-th"):
+            config_in(tmp_path)
+        return
+    config = config_in(tmp_path)[1]
+    assert {name: getattr(config, name) for name in want} == want and config.window == 7
 
 
 def test_a_config_of_transformers_4_means_the_same(saved, tmp_path):
     _, folder = saved["llama, wide heads"]
     old = change(folder, tmp_path / "old", rope_theta=500.0, rope_scaling=None, rope_parameters=None)
-    assert torch_hf.config_in(old) == torch_hf.config_in(folder)
-    assert torch_hf.config_in(folder).rope_theta == 500.0
+    assert config_in(old) == config_in(folder)
+    assert config_in(folder)[1].rope_theta == 500.0
 
 
 def test_a_tied_head_that_is_saved_as_well_must_be_the_embedding(saved, tmp_path):

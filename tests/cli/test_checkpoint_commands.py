@@ -231,6 +231,23 @@ def test_convert_to_another_precision_and_into_a_bucket(tmp_path, trained):
     assert {e.dtype for e in found.manifest.entries} == {"bfloat16"}
 
 
+def test_convert_says_which_way_and_writes_a_job(tmp_path, trained, capsys):
+    """Without --to: out to transformers, and in; the job that comes with it is one, and begins with the weights."""
+    from phalanx.spec import load
+
+    app(["convert", str(trained[0].path), str(tmp_path / "hf")], standalone_mode=False)
+    (tmp_path / "data").mkdir()
+    place, job = str(tmp_path / "in"), tmp_path / "jobs" / "job.toml"
+    options = ["--job", str(job), "--data", str(tmp_path / "data")]
+    app(["convert", str(tmp_path / "hf"), place, *options], standalone_mode=False)
+    assert f"phalanx train {job}" in capsys.readouterr().out
+    made = load(job).job
+    assert made.checkpoint.start == place and made.data.source == str(tmp_path / "data")
+    assert made.model == Job.from_dict(Catalog(Folder(tmp_path / "in")).newest_good().manifest.job).model
+    with pytest.raises(UserError, match="such a file already"):
+        app(["convert", str(tmp_path / "hf"), place, *options], standalone_mode=False)
+
+
 # -- mistakes
 
 
@@ -277,6 +294,7 @@ def test_a_mistake_is_told_with_its_remedy(tmp_path, folder, record, trained):
         (["convert", tmp_path / "hf", tmp_path / "o", "--to", "phalanx", "--dtype", "x"], "leave it out"),
         (["convert", folder.path, tmp_path / "o", "--to", "dcp", "--dtype", "bf16"], "leave it out"),
         (["convert", trained[0].path, tmp_path / "o", "--to", "hf", "--dtype", "x"], "unknown precision"),
+        (["convert", trained[0].path, tmp_path / "o", "--job", tmp_path / "o"], "of use for phalanx only"),
         (["convert", trained[0].path, "s3://b/o", "--to", "hf"], "hf is written to a folder"),
         (["convert", trained[0].path, "/proc/o", "--to", "hf"], "DST may be written"),
         (["convert", tmp_path / "none", tmp_path / "o", "--to", "hf"], "there is no such folder"),

@@ -97,3 +97,37 @@ def test_explain_fits_the_terminal(columns):
     assert max(map(len, lines)) <= columns
     assert ("meaning" in lines[0]) == (columns == 120)
     assert any(line.startswith("optimizer.weight_decay ") for line in lines), "no field is broken in two"
+
+
+def test_the_token_of_a_new_host_proves_its_name_and_no_other(tmp_path, monkeypatch, capsys):
+    from phalanx.cli.nodes import nodes_token
+    from phalanx.core.errors import UserError
+    from phalanx.runtime.secret import Token, load_keys, load_secret
+
+    secret, out = load_secret(tmp_path / "run" / "control" / "secret"), tmp_path / "token"
+    nodes_token(tmp_path / "run", "c5", out)
+    made = load_keys(out)
+    assert isinstance(made, Token) and (made.role, made.name) == ("agent", "c5")
+    assert made.token_of("agent", "c5") == secret.token_of("agent", "c5") and out.stat().st_mode & 0o777 == 0o600
+    assert "--name c5" in capsys.readouterr().out and secret.path.read_text().strip() not in out.read_text()
+    with pytest.raises(UserError, match="it has no secret"):
+        nodes_token(tmp_path, "c5", out)
+    with pytest.raises(UserError, match="no name of a node"):
+        nodes_token(tmp_path / "run", "c5\nagent", out)
+
+
+def test_a_run_whose_starter_is_gone_is_not_held_up_by_what_it_prints(tmp_path):
+    """Its standard error was a pipe that nobody reads any more."""
+    (tmp_path / "logs").mkdir()
+    body = "import sys; from pathlib import Path; from phalanx.run.follow import Starter; s = Starter();"
+    body += "s.show(Path(sys.argv[1])); s.let_go(Path(sys.argv[1]));"
+    reader, writer = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{body} sys.stderr.write('x' * 1_000_000)", tmp_path],
+        env={**os.environ, "PHALANX_STARTER": str(writer)}, stderr=subprocess.PIPE, pass_fds=[writer],
+    )  # fmt: skip
+    os.close(writer)
+    with open(reader) as said:
+        assert said.read().split() == [str(tmp_path), "launched"]
+    assert child.wait(60) == 0 and child.stderr.read() == b""
+    assert (tmp_path / "logs" / "head.log").stat().st_size == 1_000_000

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from phalanx.control.agent import Agent, Alarm, End, Post, Send, Service
-from phalanx.control.messages import Build, Halt, Launch, Parked
+from phalanx.control.commits import Commits
+from phalanx.control.desk import Desk
+from phalanx.control.messages import Build, Halt, Launch, Parked, Profile, Written
+from phalanx.control.policy import Policy
+from phalanx.control.sources import Lineage
+from phalanx.runtime.controller import body_of
+from phalanx.runtime.secret import body_of as frame_of
 
 S = 10**9
 SERVICES = {"store": {"address": "meeting"}}
@@ -45,6 +51,13 @@ def test_a_worker_that_does_not_leave_is_ended_also_when_it_is_told_again_and_ag
     assert "did not leave its groups in 8 s" in agent.mates[2].why
 
 
+def test_ranks_are_told_which_steps_to_trace():
+    agent = an_agent()
+    agent.obey(S, Profile(5, 8, (1,), ("n",)))
+    told = {"type": "profile", "first": 5, "last": 8, "ranks": [1]}
+    assert [action for action in agent.take() if isinstance(action, Send)] == [Send(1, told), Send(2, told)]
+
+
 def test_who_has_left_says_so_again_and_is_not_told_again():
     agent = an_agent(workers=1)
     agent.obey(S, Halt("n", 1, (1,)))
@@ -56,3 +69,19 @@ def test_who_has_left_says_so_again_and_is_not_told_again():
         assert [action.event for action in said if isinstance(action, Post)] == [Parked("n", 1, 1, (1,), 3, 3, 1)]
         assert not [action for action in said if isinstance(action, Send)]
         agent.obey(S, Halt("n", 1, (1,)))
+
+
+def test_a_checkpoint_of_very_many_ranks_is_committed_in_pieces_that_fit_a_frame():
+    ranks, desk, commits = 110_000, Desk(), Commits(durable=[(0, 0)])
+    commits.bind(desk, Policy())
+    files = {rank: (160_000_000 + rank, f"{rank:064x}") for rank in range(ranks)}
+    commits.written(Written("n", 1, "step-9", 9, 1, ranks, files, "seal", 0), Lineage())
+    assert len(desk.out) > 1 and commits.outstanding() == desk.out
+    assert max(len(frame_of({"type": "command", "command": body_of(command)})) for command in desk.out) < 4 << 20
+    agent = Agent("n", "", {"keeper": Service({"port": 1})})
+    agent.booted(0, 1)
+    agent.take()
+    for command in [desk.out[-1], *desk.out]:  # in any order, and twice
+        agent.obey(S, command)
+    (order,) = [action.body for action in agent.take() if isinstance(action, Send)]
+    assert order["files"] == [[*files[rank]] for rank in range(ranks)] and order["type"] == "commit"

@@ -77,6 +77,7 @@ def test_the_others_keep_their_worlds_and_redo_only_what_is_missing(broken):
         assert f"replicas {sorted({*form.replicas}.difference(before.replicas))} join" in form.reason
     assert {rank // SIZE for form in joined for rank in form.sources} == broken
     assert all(source.kind == "live" for form in joined for source in form.sources.values())
+    assert all(form.joins for form in joined) and not degraded.joins, "after a join all compare their states"
     assert len(pauses(world)) == len(joined) <= len(broken), "each join stops the gang once"
 
 

@@ -184,6 +184,30 @@ def the_controller_hangs():
     assert end(world).ok
 
 
+def the_controllers_code_raises_on_events():
+    """What they were about is asked again, or starts anew; a timer fires later."""
+    world = world_of(nodes=3, steps=60, before=2)
+    for word in ("WorkerDied", "Parted", "Built", "Formed", "TimerFired"):
+        world.controller.poisoned = [word]
+        before = len(world.ledger.history)
+        if word == "WorkerDied":
+            rank(world, 1).die("SIGKILL")
+        elif world.procs():
+            world.procs()[0].die("SIGKILL")
+        world.run(until=world.now + BOUND_NS, stop=lambda before=before: len(world.ledger.history) > before + 3)
+        assert len(world.ledger.history) > before, f"nothing happens after {word} was set aside"
+    assert end(world).ok and world.controller.state.aside >= 3
+
+
+def a_node_that_nobody_has_listened_to():
+    """Its outbox overflows: it starts anew."""
+    world = world_of(nodes=2, steps=20)
+    node = rank(world, 1).node
+    node.agent.reset()
+    node.act()
+    assert end(world).ok and node.incarnation == 2
+
+
 def a_drained_node_restarts():
     world = world_of(nodes=3, steps=60)
     drained = rank(world, 0).node
@@ -307,6 +331,18 @@ PLANTED = {
     "a lost connection is a proof": (
         a_connection_is_lost_for_a_moment,
         lambda m: m.setattr("tests.control.sim.world.GONE_NS", 10 * MS),
+    ),
+    "what was set aside is forgotten": (
+        the_controllers_code_raises_on_events,
+        lambda m: m.setattr(Gang, "disown", lambda self, now_ns, name, incarnation: None),
+    ),
+    "a node whose outbox is full says nothing more": (
+        a_node_that_nobody_has_listened_to,
+        lambda m: m.setattr(Agent, "reset", lambda self: None),
+    ),
+    "a controller that hangs is not noticed": (
+        the_controller_hangs,
+        lambda m: m.setattr("tests.control.sim.world.Controller.unhang", lambda self, life: None),
     ),
     "a drained node is forgotten": (a_drained_node_restarts, lambda m: m.setattr(Membership, "join", _forgetful)),
     "a loss does not end it": (

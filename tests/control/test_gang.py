@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import control
+from phalanx.control.gang import Gang
 from phalanx.control.messages import (
     Ask,
     Build,
@@ -43,7 +44,9 @@ from phalanx.control.messages import (
     Welcome,
     WorkersUp,
 )  # fmt: skip
+from phalanx.control.policy import Policy
 from phalanx.control.sources import Copy, Lineage
+from phalanx.core.layout import Layout
 from tests.control.crew import Crew, S, died, of
 
 EVERYONE = ("*",)
@@ -190,6 +193,24 @@ def test_a_spare_of_the_same_domain_is_taken_first():
     crew = Crew(replicas=2)
     crew.say(NodeJoined("far", 1, "another rack"), NodeJoined("near", 1, "rack"))
     assert of(Launch, crew.say(crew.dead(0)))[0].node == "near"
+
+
+def test_the_spare_with_the_most_switches_in_common_is_taken():
+    crew = Crew(replicas=2)
+    crew.gang.members.places[0].domain = "core.spine1.leaf2"
+    for name, domain in (("a", "core.spine2.leaf2"), ("b", "core.spine1.leaf1"), ("c", "other.spine1.leaf2")):
+        crew.say(NodeJoined(name, 1, domain))
+    assert of(Launch, crew.say(crew.dead(0)))[0].node == "b"
+
+
+def test_nodes_fill_the_places_they_were_given_in_whatever_order_they_come():
+    gang = Gang.of(Layout(replica=3, ranks_per_node=1), 10, Policy(), homes=("x", "y", "z"))
+    launched = {}
+    for name in ("z", "x", "spare", "y"):
+        for launch in of(Launch, gang.apply(1, NodeJoined(name, 1, "rack"))):
+            launched |= dict.fromkeys(launch.workers, launch.node)
+    assert launched == {2: "z", 0: "x", 1: "spare"}, "a node without a home takes what is vacant"
+    assert gang.members.spares == {"y"}, "whose home is taken stands by"
 
 
 def test_no_replica_idles_because_a_batch_does_not_divide():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.control import codec
+from phalanx.control import codec, fold
 from phalanx.control.gang import Gang
 from phalanx.control.membership import Membership, Node, Worker
 from phalanx.control.messages import (
@@ -153,3 +153,11 @@ def test_a_state_survives_its_bytes():
     gang = Gang.of(Layout(replica=2, shard=2, ranks_per_node=2), 10, Policy())
     assert Gang.from_bytes(gang.to_bytes()) == gang
     assert Gang.from_bytes(gang.to_bytes()).to_bytes() == gang.to_bytes()
+
+
+def test_another_form_of_an_event_or_of_the_state_is_told_apart(monkeypatch):
+    """A journal of another release is refused, before it is read wrongly."""
+    before = fold.form()
+    monkeypatch.setitem(KINDS, "Late", make_dataclass("Late", [("node", str)], bases=(Event,), frozen=True))
+    assert fold.form() != before
+    assert "Desk(phase: str," in before and "Mate(" not in before, "what the gang is made of, and nothing else"

@@ -47,7 +47,7 @@ def test_five_hundred_seeds():
             rungs |= result.rungs
             causes[result.cause] += 1
     assert not failed, "\n".join(failed[:5])
-    assert faults > 1500 and rungs == {-1, 0, 1, 2, 3, 4, 6}, "the seeds have become tame"
+    assert faults > 1500 and rungs == {-1, 0, 1, 2, 3, 4, 5, 6}, "the seeds have become tame"
     assert causes["done"] > 400 and causes["failed"] and causes["start"], causes
 
 
@@ -185,9 +185,9 @@ def test_a_state_that_depends_on_the_order_of_a_fold_is_caught(monkeypatch):
     monkeypatch.setattr(Gang, "from_bytes", staticmethod(lambda data: Gang.of(*WHERE)))
     original = Gang.of
 
-    def of(layout, steps, policy, start=0, generation=0):
+    def of(layout, steps, policy, *more):
         WHERE[:] = [layout, steps, policy]
-        return original(layout, steps, policy, start, generation)
+        return original(layout, steps, policy, *more)
 
     monkeypatch.setattr(Gang, "of", staticmethod(of))
     assert "folds to another state" in caught()

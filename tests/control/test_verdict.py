@@ -57,6 +57,8 @@ def test_a_remedy_is_told_where_there_is_one():
     for failure in (MEMORY, Failure(kind="OutOfMemoryError", text="CUDA out of memory"), Failure(kind="MemoryError")):
         assert remedy(failure) == MEMORY_REMEDY
     assert remedy(KILLED).startswith("if memory ran out") and MEMORY_REMEDY in remedy(KILLED)
+    lost = "NCCL error in: ProcessGroupNCCL.cpp:77, internal error, NCCL version 2.28.9"
+    assert "NCCL_SOCKET_IFNAME" in remedy(Failure(kind="DistBackendError", text=lost))
     assert "SIGCONT" in remedy(Failure(hang="is stopped, by SIGSTOP or by a debugger"))
     assert "run.hang_timeout_s" in remedy(Failure(hang="stands still in f"))
     assert remedy(OWN) == remedy(Failure(code=3)) == ""

@@ -49,3 +49,24 @@ def test_version_one_of_control_groups(group):
         memory__job__memory_DOT_usage_in_bytes=0,
     )
     assert memory.limit_bytes() == 4 << 20
+
+
+def test_a_quota_of_time_is_a_number_of_cores(group, monkeypatch):
+    """A container has all cores of its host to run on, and may keep busy only some: more threads would wait."""
+    monkeypatch.setattr(memory.os, "sched_getaffinity", lambda pid: {*range(64)})
+    group("0::/job/step\n", cpu_DOT_max="max 100000", job__cpu_DOT_max="max 100000")
+    assert memory.num_cores() == 64
+    group("0::/job/step\n", job__cpu_DOT_max="250000 100000", job__step__cpu_DOT_max="400000 100000")
+    assert memory.num_cores() == 3
+    group("0::/job/step\n", job__cpu_DOT_max="5000 100000")
+    assert memory.num_cores() == 1
+    group("0::/job/step\n", job__cpu_DOT_max="9900000 100000")
+    assert memory.num_cores() == 4, "the tightest counts, and it was not changed"
+
+
+def test_a_quota_in_version_one(group, monkeypatch):
+    monkeypatch.setattr(memory.os, "sched_getaffinity", lambda pid: {*range(64)})
+    group("1:cpu,cpuacct:/job\n", cpu__cpu_DOT_cfs_quota_us=-1, cpu__cpu_DOT_cfs_period_us=100000)
+    assert memory.num_cores() == 64
+    group("1:cpu,cpuacct:/job\n", cpu__job__cpu_DOT_cfs_quota_us=800000, cpu__job__cpu_DOT_cfs_period_us=100000)
+    assert memory.num_cores() == 8

@@ -206,7 +206,8 @@ def test_a_small_extent_is_not_served_and_told(grown, tmp_path):
     (tmp_path / "few").write_text("few")
     build([("few", str(tmp_path / "few"))], tmp_path / "set", Bytes(), workers=1, append=True)
     told = lines_of(job(tmp_path / "set"), tmp_path)
-    assert told[1:] == ["data: not served: extent 2 (few), which holds 4 items, less than one sample"]
+    assert told[1] == "data: not served: extent 2 (few), which holds 4 items, less than one sample"
+    assert all(" is read " in line for line in told[2:])  # how often the others are
 
 
 def test_a_data_set_that_is_damaged_from_the_start_is_named(tmp_path):

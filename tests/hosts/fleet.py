@@ -14,6 +14,7 @@ from pathlib import Path
 
 from phalanx.chaos.hosts import Host, Switch, installed
 
+PATIENCE_S = 900.0  # for what a quiet machine does in seconds
 TRAINERS = ("a", "b", "c", "d")
 NETWORKS = ["10.77.1.0/24", "10.77.0.0/24"]  # ranks prefer the second rail; the controller is on the first
 S3 = "http://s3:9000"
@@ -40,7 +41,7 @@ MAKE_BUCKET = (
 SSHD = shutil.which("sshd") or shutil.which("/usr/sbin/sshd")
 
 
-def wait_for(what, timeout=120.0, look_s=0.2):
+def wait_for(what, timeout=PATIENCE_S, look_s=0.2):
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         found = what()
@@ -92,17 +93,25 @@ class Fleet(Switch):
 
 
 class Training:
-    """`phalanx train`, or `phalanx controller`, on the host of the controller."""
+    """`phalanx train`, or `phalanx controller`, on the head. `bare`: it is told `args` and no more."""
 
-    def __init__(self, fleet: Fleet, folder: Path, name: str, *args: str, command: str = "train", **values: object):
+    def __init__(
+        self, fleet: Fleet, folder: Path, name: str, *args: str, command="train", bare=False, **values: object
+    ):
         self.head, self.name = fleet.hosts["head"], name
-        values = JOB | {"name": name, "checkpoint.dir": f"s3://bucket/{name}"} | values
+        values = {} if bare else JOB | {"name": name, "checkpoint.dir": f"s3://bucket/{name}"} | values
         sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
         self.log = folder / f"{name}.log"
         with self.log.open("wb") as out:
             self.process = self.head.start(
                 *PHALANX, command, *sets, *args, env=ENV, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
+
+    def kill(self, number: int) -> None:
+        """Send a signal to the command itself, which is the child of the process that entered the host."""
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(child), number)
 
     def read(self, file: str) -> list[dict]:
         text = self.head.run("sh", "-c", f"cat runs/{self.name}-2*/{file}").stdout
@@ -114,7 +123,7 @@ class Training:
     def events(self, kind: str) -> list[dict]:
         return [event for event in self.read("events.jsonl") if event["type"] == kind]
 
-    def until(self, what, timeout=180.0):
+    def until(self, what, timeout=PATIENCE_S):
         def look():
             found = what()
             assert found or self.process.poll() is None, self.log.read_text()[-4000:]
@@ -135,7 +144,7 @@ class Training:
         done = self.steps()
         self.until(lambda: self.steps() >= done + steps)
 
-    def end(self, timeout: float = 300.0) -> str:
+    def end(self, timeout: float = PATIENCE_S) -> str:
         self.process.wait(timeout)
         return self.log.read_text()
 

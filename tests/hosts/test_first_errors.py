@@ -3,14 +3,16 @@ docs/clusters.md shows them."""
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from phalanx.chaos.hosts import installed, why_not
-from phalanx.run.host import warnings
-from tests.hosts.fleet import ENV, SSHD, TRAINERS, Fleet, Training, wait_for
+from tests.hosts.fleet import ENV, PATIENCE_S, SSHD, TRAINERS, Fleet, Training, wait_for
 
 missing = why_not() or ("" if SSHD else "sshd not found: install openssh-server")
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing), reason=missing)]
@@ -28,7 +30,7 @@ def fleet():
 def train(fleet, tmp_path, request):
     def run(*args, **values):
         started = Training(fleet, tmp_path, f"e{request.node.name[5:20].replace('_', '')}", *args, **values)
-        said = started.end(90)
+        said = started.end()
         assert "Traceback" not in said, said
         return started.process.returncode, said
 
@@ -37,7 +39,9 @@ def train(fleet, tmp_path, request):
 
 def agent(host, *args, give_up_s=3, secret="0" * 64, **env):
     host.run("sh", "-c", f"umask 077; echo {secret} > secret")
-    done = host.run(*AGENT, "--secret", "secret", "--give-up-s", str(give_up_s), *args, env=ENV | env, timeout=60)
+    done = host.run(
+        *AGENT, "--secret", "secret", "--give-up-s", str(give_up_s), *args, env=ENV | env, timeout=PATIENCE_S
+    )
     assert "Traceback" not in done.stderr, done.stderr
     print(done.stderr)
     return done.returncode, done.stderr
@@ -62,13 +66,24 @@ def test_wrong_interface(train):
     assert "run.networks = '10.99.0.0/16'" in said and "correct run.networks" in said
 
 
+@pytest.mark.skipif(not shutil.which("nft"), reason="needs nft")
 def test_firewall(waiting):
     fleet, secret = waiting
+    head = fleet.hosts["head"]
+    only_b = fleet.on_head("firewall", "10.77.0.4", "--interface", "eth0").stdout
+    assert head.run("nft", "-f", "-", input=only_b).returncode == 0
+    code, said = agent(fleet.hosts["a"], "--join", "10.77.0.2:7700", secret=secret, give_up_s=8)
+    head.run("nft", "flush", "ruleset")
+    assert code == 2 and "did not answer in 5 s (does a firewall drop what comes" in said
+
+
+def test_a_cable_that_is_out(waiting):
+    fleet, secret = waiting
     a = fleet.hosts["a"]
-    a.cut(0)  # it sends, and nothing comes back
+    a.cut(0)
     code, said = agent(a, "--join", "10.77.0.2:7700", secret=secret, give_up_s=8)
     a.mend(0)
-    assert code == 2 and ("No route" in said or "did not answer" in said or "cannot be reached" in said)
+    assert code == 2 and ("No route" in said or "cannot be reached" in said or "did not answer" in said)
     assert "ip route get" in said or "firewall" in said
 
 
@@ -84,7 +99,7 @@ def test_another_secret(waiting):
 
 
 def test_clock(waiting):
-    """It does not matter: no decision compares the clocks of two hosts."""
+    """It does not matter to the run, since no decision compares the clocks of two hosts, but to S3."""
     fleet, secret = waiting
     a = fleet.hosts["a"]
     a.run(
@@ -94,12 +109,29 @@ def test_clock(waiting):
     )
     late = {"PYTHONPATH": f"/root/late:{ENV['PYTHONPATH']}"}
     a.run("sh", "-c", f"umask 077; echo {secret} > secret")
-    process = a.start(*AGENT, "--join", "10.77.0.2:7700", "--secret", "secret", env=ENV | late, stderr=subprocess.PIPE)
-    head = fleet.hosts["head"]
-    wait_for(lambda: '"what": "joined"' in head.run("sh", "-c", "cat runs/waiting-2*/events.jsonl").stdout)
-    process.terminate()
-    process.wait()
-    process.stderr.close()
+    with joining(a, env=ENV | late):
+        told = said_of(fleet, "the clock of node a is 3,6")
+    assert "behind this host's" in told and "chrony" in told
+
+
+@contextlib.contextmanager
+def joining(host, *prefix, env):
+    """An agent that joins, and is there for a while."""
+    join = [*prefix, *AGENT, "--join", "10.77.0.2:7700", "--secret", "secret", "--attached"]
+    process = host.start(*join, env=env, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    yield
+    process.stdin.close()
+    process.wait(PATIENCE_S)
+
+
+def said_of(fleet, text):
+    """What the user of the waiting controller is told."""
+    told = lambda: [line for line in events_of(fleet).splitlines() if '"told"' in line and text in line]  # noqa: E731
+    return wait_for(lambda: "".join(told()))
+
+
+def events_of(fleet):
+    return fleet.hosts["head"].run("sh", "-c", "cat runs/waiting-2*/events.jsonl").stdout
 
 
 def test_version(waiting):
@@ -109,6 +141,28 @@ def test_version(waiting):
     code, said = agent(a, "--join", "10.77.0.2:7700", secret=secret, PYTHONPATH="/root/mine")
     assert code == 2 and "it runs phalanx 0.1.0+" in said and "and the controller runs 0.1.0+" in said
     assert "install the same code on both" in said
+
+
+def test_another_torch(waiting):
+    fleet, secret = waiting
+    a, b = fleet.hosts["a"], fleet.hosts["b"]
+    for host in (a, b):
+        host.run("sh", "-c", f"umask 077; echo {secret} > secret")
+    old = "mkdir -p old/torch-2.1.0.dist-info; cd old/torch-2.1.0.dist-info"
+    a.run("sh", "-c", f"{old}; printf 'Name: torch\\nVersion: 2.1.0\\n' > METADATA")
+    with joining(b, env=ENV):
+        wait_for(lambda: '"what": "joined"' in events_of(fleet))
+        code, said = agent(a, "--join", "10.77.0.2:7700", secret=secret, PYTHONPATH=f"/root/old:{ENV['PYTHONPATH']}")
+    assert code == 2 and "it runs torch 2.1.0, and the other nodes run 2." in said
+
+
+def test_the_same_name_twice(waiting):
+    fleet, secret = waiting
+    fleet.hosts["b"].run("sh", "-c", f"umask 077; echo {secret} > secret")
+    with joining(fleet.hosts["b"], env=ENV):
+        wait_for(lambda: '"service": "keeper"' in events_of(fleet))
+        code, said = agent(fleet.hosts["a"], "--join", "10.77.0.2:7700", "--name", "b", secret=secret)
+    assert code == 2 and "a node with the name b is here already, at 10.77.0.4" in said and "--name" in said
 
 
 def test_name_resolution(fleet, train):
@@ -148,8 +202,19 @@ def test_too_few_hosts(train):
     assert code == 2 and "the layout asks for 3 hosts of 1 ranks" in said
 
 
-def test_memory_lock_limit():
-    about = {"node": "a", "devices": ["H200"], "memlock_bytes": 64 << 10}
-    (said,) = warnings(about)
-    assert "node a may lock only 0 MiB of memory" in said and "ulimit -l unlimited" in said
-    assert not [*warnings(about | {"memlock_bytes": -1})] and not [*warnings(about | {"devices": []})]
+GPU = """
+nvmlInit = lambda: None
+nvmlDeviceGetCount = lambda: 1
+nvmlDeviceGetHandleByIndex = lambda i: i
+nvmlDeviceGetName = lambda handle: "a GPU that is not there"
+"""
+
+
+def test_memory_lock_limit(waiting):
+    """On a host that thinks it has a GPU."""
+    fleet, secret = waiting
+    a = fleet.hosts["a"]
+    a.run("sh", "-c", f"umask 077; echo {secret} > secret; mkdir -p gpu; echo {shlex.quote(GPU)} > gpu/pynvml.py")
+    with joining(a, "prlimit", "--memlock=8388608", env=ENV | {"PYTHONPATH": f"/root/gpu:{ENV['PYTHONPATH']}"}):
+        told = said_of(fleet, "may lock only")
+    assert "node a may lock only 8 MiB of memory" in told and "ulimit -l unlimited" in told

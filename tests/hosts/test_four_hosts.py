@@ -4,13 +4,18 @@ lost, cut off and slowed while they train, and the run ends with the bits of one
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
+import socket
 import subprocess
+import textwrap
+from pathlib import Path
 
 import pytest
 
 from phalanx.chaos.hosts import why_not
-from tests.hosts.fleet import ENV, NETWORKS, PHALANX, SSHD, TRAINERS, Fleet, Training
+from tests.hosts.fleet import ENV, NETWORKS, PATIENCE_S, PHALANX, SSHD, TRAINERS, Fleet, Training
 
 missing = why_not() or ("" if SSHD else "sshd not found: install openssh-server")
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing), reason=missing)]
@@ -118,6 +123,11 @@ def test_a_run_that_was_left_alone_trains_on_three_hosts_and_keeps_a_spare(clean
     assert len(set(nodes_at_work(clean).values())) == 3 and len(clean.events("control form")) == 1
 
 
+def test_every_host_keeps_the_chunks_that_it_has_read_from_the_bucket(fleet, clean):
+    for name in {*nodes_at_work(clean).values()}:
+        assert fleet.hosts[name].run("sh", "-c", "find .cache/phalanx/chunks -type f").stdout.count("\n") > 0
+
+
 def test_what_ranks_wrote_on_other_hosts_is_in_the_record(broken):
     said = broken.head.run("sh", "-c", "cat runs/broken-2*/logs/*/rank-*.log").stdout
     assert "generation 1 ended at step" in said
@@ -144,33 +154,91 @@ def test_it_ends_with_the_bits_of_the_run_that_was_left_alone(clean, broken):
     assert b["durable"] == STEPS
 
 
-def test_a_run_whose_agents_are_started_by_hand(fleet, tmp_path):
-    """As docs/clusters.md says."""
-    run = Training(
-        fleet, tmp_path, "hand", "--listen", "10.77.0.2:7700", command="controller", **VALUES | {"train.steps": 20}
-    )
+def test_by_hand_as_the_docs_say(fleet, tmp_path):
+    """docs/clusters.md, with its job file: a node that has the secret, and one that has only its token."""
+    text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    job = textwrap.dedent(text[text.index('    name = "four"') : text.index("    head$ phalanx controller job.toml")])
+    head = fleet.hosts["head"]
+    head.run("sh", "-c", f"echo {shlex.quote(job)} > job.toml")
+    run = Training(fleet, tmp_path, "four", "job.toml", "--listen", "10.77.0.2:7700", command="controller", bare=True)
     run.until(lambda: "waiting for 3 nodes" in run.log.read_text())
-    secret = run.head.run("sh", "-c", "cat runs/hand-2*/control/secret").stdout.strip()
+    lines = [line.split() for line in head.run("cat", "/proc/net/tcp").stdout.splitlines()]
+    at = {socket.inet_ntoa(bytes.fromhex(line[1][:8])[::-1]) for line in lines if line[3] == "0A"}
+    assert at == {"10.77.0.2", "10.77.1.2"}, "both networks that the job names, and nothing else"
+    folder = head.run("sh", "-c", "echo runs/four-2*").stdout.strip()
+    fleet.on_head("nodes", "token", folder, "d", "--out", "token")
+    keys = {name: head.run("cat", f"{folder}/control/secret").stdout for name in TRAINERS}
+    keys["d"] = head.run("cat", "token").stdout
     agents = []
-    for name in TRAINERS:
-        fleet.hosts[name].run("sh", "-c", f"umask 077; echo {secret} > secret")
+    for name, key in keys.items():
+        fleet.hosts[name].run("sh", "-c", f"umask 077; printf %s {shlex.quote(key)} > secret")
         join = [*PHALANX, "agent", "--join", "10.77.0.2:7700", "--secret", "secret"]
         agents.append(fleet.hosts[name].start(*join, env=ENV, stderr=subprocess.PIPE))
     assert "bit-identical" in run.end()
-    said = [agent.communicate(timeout=60)[1].decode() for agent in agents]
+    said = [agent.communicate(timeout=PATIENCE_S)[1].decode() for agent in agents]
     assert [agent.returncode for agent in agents] == [0] * 4, said
-    assert run.summary()["status"] == "done" and len(run.ledger()) == 20
+    assert run.summary()["status"] == "done" and len(run.ledger()) == 100
+    assert {e["node"] for e in run.events("node") if e["what"] == "joined"} == {*TRAINERS}
 
 
-def test_a_detached_run_needs_no_terminal(fleet, tmp_path):
-    started = Training(fleet, tmp_path, "detached", *BY_SSH, "--detach", **VALUES | {"train.steps": 100_000})
+def test_an_aggregator_and_a_relay_on_another_host(fleet, tmp_path):
+    """Agents join there. What their ranks say goes by the relay to the record, which is complete."""
+    listen = ("--listen", "10.77.0.2:7702")
+    run = Training(fleet, tmp_path, "far", *listen, command="controller", **VALUES | {"train.steps": 20})
+    run.until(lambda: "waiting for 3 nodes" in run.log.read_text())
+    folder = run.head.run("sh", "-c", "echo runs/far-2*").stdout.strip()
+    secret = run.head.run("cat", f"{folder}/control/secret").stdout.strip()
+    ends = dict(re.findall(r"(controller|record) (\S+:\d+)", fleet.on_head("nodes", "ls", folder).stdout))
+    d, started = fleet.hosts["d"], []
+    for name in TRAINERS:
+        fleet.hosts[name].run("sh", "-c", f"umask 077; echo {secret} > secret")
+    top = {"relay": ["--record", ends["record"]], "aggregator": ["--controller", ends["controller"]]}
+    at = []
+    for name, above in top.items():
+        via = ["--relay", at[0]] if at else []
+        command = [*PHALANX, name, "--secret", "secret", "--name", name, "--give-up-s", "5", *above, *via]
+        started.append(d.start(*command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        at.append("{}:{}".format(*json.loads(started[-1].stdout.readline())))
+        assert at[-1].startswith("10.77.0.6:")
+    for name in TRAINERS[:3]:
+        join = [*PHALANX, "agent", "--join", at[1], "--secret", "secret"]
+        started.append(fleet.hosts[name].start(*join, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    assert "bit-identical" in run.end()
+    said = [process.communicate(timeout=PATIENCE_S)[1].decode() for process in started]
+    assert [process.returncode for process in started] == [1, 1, 0, 0, 0], said
+    assert "the run was not heard of for 5 s" in said[0]
+    assert run.summary()["status"] == "done" and len(run.ledger()) == 20 and run.steps() == 20
+    assert set(nodes_at_work(run)) == {0, 1, 2} and len(run.events("facts")) == 1
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGHUP])
+def test_the_run_outlives_the_command_that_started_it(fleet, tmp_path, end):
+    """As when a laptop is closed: nobody asked for --detach, and the run can be attached again."""
+    name = f"left-{end.name.lower()}"
+    started = Training(fleet, tmp_path, name, *BY_SSH, **VALUES | {"train.steps": 100_000})
     started.until(lambda: started.steps() > 5)
-    started.process.send_signal(signal.SIGKILL)
+    started.kill(end)
     started.process.wait()
     started.process.poll = lambda: None  # what follows does not need it
     started.goes_on()
-    folder = started.head.run("sh", "-c", "ls -d runs/detached-2*").stdout.strip()
-    fleet.on_head("stop", folder)
-    started.until(lambda: "summary.json" in started.head.run("ls", folder).stdout)
-    attached = started.head.run(*PHALANX, "attach", folder, env=ENV)
-    assert attached.returncode == 130 and "stopped after step" in attached.stdout
+    fleet.on_head("stop", name)
+    attached = started.head.run(*PHALANX, "attach", name, env=ENV)
+    assert attached.returncode == 130 and "stopped after step" in attached.stderr and "model:" in attached.stdout
+    assert started.summary()["durable"] > 5, "its state is saved"
+
+
+def test_ctrl_c_of_the_command_ends_the_run_in_order(fleet, tmp_path):
+    run = Training(fleet, tmp_path, "asked", *BY_SSH, **VALUES | {"train.steps": 100_000})
+    run.until(lambda: run.steps() > 5)
+    run.kill(signal.SIGINT)
+    said = run.end()
+    assert run.process.returncode == 130 and "stopped after step" in said and "--resume auto" in said
+    assert run.summary()["status"] == "stopped" and run.summary()["durable"] > 5
+
+
+def test_a_detached_run_returns_the_terminal(fleet, tmp_path):
+    run = Training(fleet, tmp_path, "detached", *BY_SSH, "--detach", **VALUES | {"train.steps": 20})
+    said = run.end()
+    assert run.process.returncode == 0 and "phalanx attach runs/detached-2" in said
+    attached = run.head.run(*PHALANX, "attach", "detached", env=ENV)
+    assert attached.returncode == 0 and "bit-identical" in attached.stdout, attached.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.runtime.firewall import rules
+from tests.hosts.fleet import PATIENCE_S
 from tests.runtime.cluster import wait_for
 
 HOME, STRANGER = "10.79.0.1", "10.79.0.2"
@@ -105,7 +106,7 @@ class Job:
         )  # fmt: skip
         self.folder = folder
         try:
-            wait_for(lambda: self.steps() > 5, 120)
+            wait_for(lambda: self.steps() > 5, PATIENCE_S)
         except BaseException:
             self.close()
             raise
@@ -124,7 +125,7 @@ class Job:
 
     def goes_on(self):
         done = self.steps()
-        wait_for(lambda: self.steps() > done + 20, 120)
+        wait_for(lambda: self.steps() > done + 20, PATIENCE_S)
 
     def events(self):
         return [json.loads(line) for line in (self.run / "events.jsonl").read_text().splitlines()]
@@ -167,9 +168,9 @@ def test_nothing_listens_on_all_interfaces(town, job):
 
 
 def test_no_store_and_no_clear_port_but_torchs_own(ports, job):
-    """Under TLS: controller, aggregator, the keeper of each node, the state of each rank. In clear: Gloo's."""
+    """Under TLS: controller, aggregator, record, the keeper of each node, the state of each rank. In clear: Gloo's."""
     nodes = {e["node"] for e in job.events() if e["type"] == "node"} - {"controller"}
-    assert len(ports["ours"]) == 2 + len(nodes) + len(job.workers()) and ports["gloo"]
+    assert len(ports["ours"]) == 3 + len(nodes) + len(job.workers()) and ports["gloo"]
 
 
 def test_strangers_and_malformed_frames_get_nothing(town, ports, job):
@@ -197,8 +198,8 @@ def test_a_crowd_on_every_port_while_a_worker_dies(town, job, ports):
     job.goes_on()
     assert job.workers() == before, "a stranger has ended a rank"
     os.kill(before[1], signal.SIGKILL)
-    wait_for(lambda: job.workers()[1] != before[1], 60)
-    wait_for(lambda: any(e.get("source") == "live" for e in job.events() if e.get("type") == "entered"), 120)
+    wait_for(lambda: job.workers()[1] != before[1], PATIENCE_S)
+    wait_for(lambda: any(e.get("source") == "live" for e in job.events() if e.get("type") == "entered"), PATIENCE_S)
     job.goes_on()
     opened = json.loads(crowd.communicate()[0])
     assert opened > 1000 * len(ports["ours"]), "they were not many"
@@ -216,5 +217,5 @@ def test_behind_the_rules_nothing_is_to_be_seen(town, job):
 
 def test_it_ends_as_it_would_have(job):
     job.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: job.process.poll() is not None, 120)
+    wait_for(lambda: job.process.poll() is not None, PATIENCE_S)
     assert (job.run / "summary.json").is_file()

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.kernels import cross_entropy as module
-from phalanx.kernels.cross_entropy import cross_entropy, linear_cross_entropy, loss_in_place
+from phalanx.kernels.cross_entropy import Bend, cross_entropy, linear_cross_entropy, loss_in_place
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 T, D, V = 24, 16, 101
+BENDS = [Bend(), Bend(softcap=3.0), Bend(z_loss=0.3), Bend(3.0, 0.3)]
 
 
 def draw(dtype, device, biased=False):
@@ -23,12 +24,15 @@ def draw(dtype, device, biased=False):
     return x, w, bias if biased else None, targets, weights
 
 
-def plain(x, w, bias, targets, weights, scale):
+def plain(x, w, bias, targets, weights, scale, bend=BENDS[0]):
     """Loss and gradients of torch's own, in fp64."""
     leaves = [t.double().requires_grad_() for t in (x, w, bias) if t is not None]
     logits = F.linear(*leaves).flatten(0, 1)
+    if bend.softcap:
+        logits = bend.softcap * torch.tanh(logits / bend.softcap)
     loss = (F.cross_entropy(logits, targets.flatten(), reduction="none") * weights.flatten()).sum()
-    return [loss.detach(), *torch.autograd.grad(loss * scale, leaves)]
+    beside = bend.z_loss * (logits.logsumexp(-1).square() * weights.flatten()).sum()
+    return [loss.detach(), *torch.autograd.grad((loss + beside) * scale, leaves)]
 
 
 def error(got, want):
@@ -47,6 +51,18 @@ def test_loss_and_gradients_are_those_of_plain_pytorch(dtype, rows, biased, devi
     errors = [error(a, b) for a, b in zip(got, plain(x, w, bias, targets, weights, scale), strict=True)]
     assert max(errors) < TOLERANCE[dtype], errors
     assert error(scaled.detach(), total * scale) < 1e-6
+
+
+@pytest.mark.parametrize("bend", BENDS[1:], ids=str)
+def test_bent_logits_and_z_loss(bend, device):
+    """The loss that is told has no z-loss in it, the gradients do."""
+    x, w, _, targets, weights = draw(torch.float64, device)
+    scale = torch.tensor(1 / 29, dtype=torch.float64, device=device)
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    scaled, total = linear_cross_entropy(*leaves, None, targets, weights, scale, rows=7, bend=bend)
+    got = [total, *torch.autograd.grad(scaled, leaves)]
+    errors = [error(a, b) for a, b in zip(got, plain(x, w, None, targets, weights, scale, bend), strict=True)]
+    assert max(errors) < 1e-12, errors
 
 
 def test_no_more_logits_than_a_chunk_exist(monkeypatch):
@@ -95,7 +111,7 @@ def test_a_loss_that_is_not_the_root_of_the_backward_is_refused():
         (2 * scaled).backward()
 
 
-def split_over_ranks(loss, logits, targets, factor, parts):
+def split_over_ranks(loss, logits, targets, factor, parts, bend=BENDS[0]):
     """As ranks with a part of the vocabulary each would call `loss`; `reduce` is played by running twice: first with
     what each rank would send, then with the sums of that."""
     starts = [V * p // parts for p in range(parts + 1)]
@@ -111,7 +127,7 @@ def split_over_ranks(loss, logits, targets, factor, parts):
             return answers.get(call, tensor)
 
         mine = slices[part].clone()
-        return loss(mine, targets - starts[part], factor, reduce), mine
+        return loss(mine, targets - starts[part], factor, reduce, bend), mine
 
     answers = {}
     for call in range(2):
@@ -124,19 +140,21 @@ def split_over_ranks(loss, logits, targets, factor, parts):
     return [end[0] for end in ends], torch.cat([end[1] for end in ends], 1)
 
 
-def test_a_split_vocabulary_gives_the_same(device):
+@pytest.mark.parametrize("bend", BENDS, ids=str)
+def test_a_split_vocabulary_gives_the_same(device, bend):
     x, w, _, targets, _ = draw(torch.float64, device)
     logits, targets = (x @ w.T).flatten(0, 1), targets.flatten()
     factor = torch.linspace(0.1, 1, T, dtype=torch.float64, device=device)
     whole = logits.clone()
-    want = loss_in_place(whole, targets, factor)
-    losses, grad = split_over_ranks(loss_in_place, logits, targets, factor, 3)
+    want = loss_in_place(whole, targets, factor, bend=bend)
+    losses, grad = split_over_ranks(loss_in_place, logits, targets, factor, 3, bend)
     assert all(error(one, want) < 1e-12 for one in losses) and error(grad, whole) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [V, 20_003])
-def test_the_kernels_compute_the_formula(triton_kernels, monkeypatch, dtype, width, device):
+@pytest.mark.parametrize("bend", BENDS, ids=str)
+def test_the_kernels_compute_the_formula(triton_kernels, monkeypatch, dtype, width, device, bend):
     monkeypatch.setattr(module, "has_kernel", lambda t: t.dtype != torch.float64)
     rows = 5
     generator = torch.Generator().manual_seed(3)
@@ -145,10 +163,10 @@ def test_the_kernels_compute_the_formula(triton_kernels, monkeypatch, dtype, wid
     targets[0] = -100  # counts for nothing
     factor = torch.tensor([0.0, 1.0, 0.5, 0.25, 0.0], device=device)
     wide = logits.double()
-    want = module._formula(wide, targets, factor, None)
+    want = module._formula(wide, targets, factor, None, bend)
     got = logits.clone()
-    losses = loss_in_place(got, targets, factor)
+    losses = loss_in_place(got, targets, factor, bend=bend)
     assert error(losses[1:], want[1:]) < 1e-5 and error(got, wide) < TOLERANCE[dtype] / 4
     if width == V:
-        split, grad = split_over_ranks(loss_in_place, logits, targets, factor, 3)
+        split, grad = split_over_ranks(loss_in_place, logits, targets, factor, 3, bend)
         assert all(error(one[1:], want[1:]) < 1e-5 for one in split) and error(grad, wide) < TOLERANCE[dtype] / 4

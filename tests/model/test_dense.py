@@ -10,6 +10,7 @@ from phalanx.model.dense import Decoder
 from phalanx.train.state import State
 from tests import reference
 from tests.cases import CPU, EVEN, ODD, TIED, load_family, make_batch, make_job
+from tests.feature_cases import BASE, FEATURES
 
 
 def whole_model(config):
@@ -27,6 +28,21 @@ def test_logits_are_those_of_plain_pytorch(config, masked):
     batch = make_batch(dataclasses.replace(job, train=dataclasses.replace(job.train, document_mask=masked)), 0, 0)
     want = reference.forward(params, dataclasses.asdict(config), batch.tokens_BL, batch.documents_BL)
     torch.testing.assert_close(model(batch), want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("masked", [True, False])
+def test_every_feature_is_what_plain_pytorch_computes(feature, masked):
+    """From weights that are nowhere zero or one, so that none may be left out."""
+    config = dataclasses.replace(BASE, **FEATURES[feature])
+    job, model, params = whole_model(config)
+    random = torch.Generator().manual_seed(3)
+    params = {k: v + 0.3 * torch.randn(v.shape, generator=random, dtype=v.dtype) for k, v in params.items()}
+    model.load_state_dict(params, strict=not config.tied)
+    assert sum(p.numel() for p in model.parameters()) == config.num_params
+    batch = make_batch(dataclasses.replace(job, train=dataclasses.replace(job.train, document_mask=masked)), 0, 0)
+    want = reference.forward(params, dataclasses.asdict(config), batch.tokens_BL, batch.documents_BL)
+    torch.testing.assert_close(model(batch), want, rtol=1e-10, atol=1e-10)
 
 
 def test_a_document_does_not_see_its_neighbour():

@@ -64,7 +64,7 @@ def backward(model, batch) -> torch.Tensor:
 def test_logits_and_all_gradients_are_those_of_plain_pytorch(config):
     job, model, params, router = whole_model(config)
     batch = make_batch(job, 0, 0)
-    batch.scale = torch.tensor(1.0 / 29.0, dtype=torch.float64)
+    batch.scale = batch.even = torch.tensor(1.0 / 29.0, dtype=torch.float64)
     leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
     plain = (batch.tokens_BL, batch.targets_BL, batch.weights_BL, batch.documents_BL)
     want = reference.loss_sum(leaves, dataclasses.asdict(config), plain, router)

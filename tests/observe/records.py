@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.ledger import GENESIS, Record, bits
+from phalanx.observe.readings import READINGS
 from phalanx.observe.record import RunRecord
 
 T0 = 1_800_000_000.0
+
+
+SPENT = {"data": 0.01, "forward": 0.02, "backward": 0.03, "gaps": 0.004, "reduce": 0.01, "vote": 0.003}
+SPENT |= {"optimizer": 0.005, "checkpoint": 0.001}
+READ = {name: {"mean": 0.5, "min": 0.25, "min_rank": 1, "max": 0.75, "max_rank": 0} for name in READINGS}
 
 
 class Written:
@@ -42,6 +48,9 @@ class Written:
             self.now += time_s
             row = {"step": step, "loss": loss - 0.01 * step, "time_s": time_s, "cursor": 4 * (step + 1)}
             row |= {"data_wait_s": 0.01, "tokens_per_s": 1e3, "mfu": 0.4, "grad_norm": 1.0, "lr": 1e-3}
+            row |= {"readings": READ, "phases": SPENT, "slowest": [[0.066, 1], [0.06, 0]]}
+            row |= {"served": {"web": 3, "code": 1}}
+            row["held"] = {"memory": step // 4 * 4, "buddy": step // 8 * 8}
             self.record.metric({"time": self.now, "generation": self.generation, **row, **more})
             value = bits(row["loss"])
             line = Record(step, self.head, (4 * step, 4 * step + 4), "v", value, bits(1.0), {}, self.generation, "")

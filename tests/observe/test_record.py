@@ -121,7 +121,7 @@ def test_rank_times_are_kept_beside_the_rows(tmp_path):
 
     record = RunRecord.create(tmp_path, "a", {})
     for step in range(3, 8):
-        record.rank_times(step, {0: 0.1, 2: 0.2}, 3)
+        record.rank_times(step, [1, {"0": 0.1, "2": 0.2}], 3)
     record.close()
     reader = TileReader(record.path / "ranks")
     assert (reader.first, reader.steps, reader.ranks) == (3, 5, 3)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.fold import fold_of, folded
-from phalanx.observe.steps import PATIENCE
+from phalanx.observe.fold import MOST_TIMES, SLOWEST, block_of, fold_of, folded
+from phalanx.observe.steps import PATIENCE_S
 from phalanx.observe.steps import StepTable as Folded
 
 
@@ -28,7 +28,7 @@ def report(step=0, time_s=1.0, loss_sums=(), tokens=0, grad_norm=0.5, lr=1e-3, g
         "type": "step", "step": step, "time_s": time_s, "grad_norm": grad_norm, "lr": lr, "whole": whole,
         "generation": generation,
         "data_wait_s": time_s / 8, "data_ready": int(2 * time_s) + 1, "served": {"a": 4} if tokens else {},
-        "phases": {"passes": time_s, "reduce": 3 - time_s, "optimizer": time_s / 4},
+        "phases": {"forward": time_s, "reduce": 3 - time_s, "optimizer": time_s / 4},
     }  # fmt: skip
 
 
@@ -40,11 +40,12 @@ def test_a_row_comes_when_the_last_rank_has_reported():
     assert table.add(2, report(loss_sums=[100.0, 200.0, 300.0], tokens=400, time_s=0.5)) is None
     assert table.add(1, report(time_s=1.5)) == {
         "step": 0, "loss": 1.5, "grad_norm": 0.5, "lr": 1e-3, "target_tokens": 400,
-        "time_s": 2.0, "time_min_s": 0.5, "time_median_s": pytest.approx(1.0, rel=0.005), "slowest_rank": 3,
+        "time_s": 2.0, "time_min_s": 0.5, "time_median_s": pytest.approx(1.0, rel=0.005),
+        "slowest_rank": 3, "slowest": [[2.5, 3], [1.875, 1], [1.25, 0], [0.625, 2]],
         "tokens_per_s": 400.0, "mfu": 0.2,
         "data_wait_s": 0.25, "data_ready": 2, "data_digest": "e", "generation": 0, "record": "", "served": {"a": 8},
-        "rank_times": {0: 1.0, 1: 1.5, 2: 0.5, 3: 2.0},
-        "phases": {"passes": 2.0, "reduce": 1.0, "optimizer": 0.5},
+        "rank_times": [1, {"0": 1.25, "1": 1.875, "2": 0.625, "3": 2.5}],
+        "phases": {"forward": 2.0, "reduce": 1.0, "optimizer": 0.5}, "readings": {}, "held": {},
     }  # fmt: skip
     assert list(table._open) == [(0, 1)], "a finished step is still in memory"
     assert table.events == []
@@ -84,6 +85,16 @@ def test_reports_may_come_before_the_word_that_their_generation_has_begun():
     assert table.add(2, report(step=7, loss_sums=[1.0], tokens=1, generation=1))["step"] == 7
 
 
+def test_a_step_that_all_say_again_has_one_row():
+    """Their connections were lost, and nobody had told them that it was recorded."""
+    table = StepTable(2, 1)
+    table.settle(1, 0, 2)
+    for _ in range(2):
+        rows = [table.add(rank, report(step=0, generation=1)) for rank in (0, 1)]
+    assert rows == [None, None]
+    assert not table._open
+
+
 @pytest.mark.parametrize("sums", [[math.inf, -math.inf], [math.nan, 1.0], [1.7e308, 1.7e308]])
 def test_a_loss_that_has_left_the_numbers_still_gives_a_row(sums):
     row = StepTable(1, 1).add(0, report(loss_sums=sums, tokens=2))
@@ -121,20 +132,32 @@ def test_reports_that_are_late_by_a_generation_are_not_lost():
 
 
 def test_a_step_that_nobody_is_left_to_report_has_a_row_that_says_so():
-    table = StepTable(world_size=2, tokens_per_step=1)
+    now = [0.0]
+    table = StepTable(world_size=2, tokens_per_step=1, clock=lambda: now[0])
     table.settle(1, 0, world_size=2)
     table.settle(2, 1, world_size=1)
     rows = []
-    for step in range(1, PATIENCE + 3):
+    for step in range(1, 100):
+        now[0] += PATIENCE_S / 98
+        assert not rows or step == 99, "however many steps there are meanwhile, it is waited for"
         rows += Folded.add(table, fold_of(0, report(step=step, generation=2, loss_sums=[1.0], tokens=1)))
-    assert [row["step"] for row in rows] == [*range(PATIENCE + 3)]
+    assert [row["step"] for row in rows] == [*range(100)]
     assert math.isnan(rows[0]["loss"]) and rows[0]["record"] == "" and rows[1]["loss"] == 1.0
 
 
 @given(st.randoms(use_true_random=False))
 def test_the_row_does_not_depend_on_how_reports_were_folded_on_the_way(rng):
-    said = [fold_of(r, report(time_s=1 + r / 8, loss_sums=[3.0], tokens=2 * (r % 4 == 0))) for r in range(12)]
+    said = [
+        fold_of(
+            r,
+            report(time_s=1 + r / 8, loss_sums=[3.0], tokens=2 * (r % 4 == 0)),
+            {"host_cpu": r // 4 / 4, "of another release": 1.0} if r < 8 else None,
+        )
+        for r in range(12)
+    ]
     at_once = Folded(12, 1, 1, 1).add(folded(said)[0])
+    read = {"mean": 0.125, "min": 0.0, "min_rank": 0, "max": 0.25, "max_rank": 4}
+    assert at_once[0]["readings"] == {"host_cpu": read}
     rng.shuffle(said)
     nodes = [folded(said[i : i + 3]) for i in range(0, 12, 3)]
     racks = [folded([fold for node in nodes[i : i + 2] for fold in node]) for i in (0, 2)]
@@ -144,3 +167,43 @@ def test_the_row_does_not_depend_on_how_reports_were_folded_on_the_way(rng):
         for each in rack:
             rows += table.add(each)
     assert rows == at_once
+
+
+def test_a_slow_rank_is_told_from_those_that_wait_for_it():
+    """All ranks of a step end it together: the time of the whole step names nobody."""
+    said = [report(step=3, time_s=1.0) for _ in range(8)]
+    for rank, each in enumerate(said):
+        slow = rank == 5
+        each["phases"] = {"data": 0.1, "forward": 0.5 if slow else 0.2, "reduce": 0.1 if slow else 0.4, "vote": 0.05}
+    (fold,) = folded([fold_of(rank, each) for rank, each in enumerate(said)])
+    assert fold["slowest"][0] == [pytest.approx(0.6), 5] and len(fold["slowest"]) == SLOWEST
+    assert fold["phases"] == {"data": 0.1, "forward": 0.5, "reduce": 0.1, "vote": 0.05}, "longest work, shortest wait"
+
+
+def test_of_many_ranks_blocks_are_kept_and_the_slowest_is_named():
+    ranks = 4 * MOST_TIMES + 3
+    folds = [fold_of(rank, report(step=1, time_s=1.0)) for rank in range(ranks)]
+    folds[777] = fold_of(777, report(step=1, time_s=1.5))
+    halves = [folded(folds[: ranks // 3])[0], folded(folds[ranks // 3 :])[0]]
+    (fold,) = folded(halves)
+    block, times = fold["times"]
+    assert block == block_of(ranks) and len(times) == -(-ranks // block) <= MOST_TIMES
+    assert times[str(777 // block)] == max(times.values()) > times["0"] and fold["slowest"][0][1] == 777
+
+
+def test_only_what_all_ranks_hold_is_safe():
+    said = [report(step=9) | {"held": held} for held in ({"memory": 8, "buddy": 8}, {"memory": 8, "buddy": 4})]
+    (fold,) = folded([fold_of(rank, each) for rank, each in enumerate(said)])
+    assert fold["held"] == {"memory": 8, "buddy": 4}
+    new = fold_of(2, report(step=9) | {"held": {}})  # it has just joined
+    assert folded([fold, new])[0]["held"] == {}
+
+
+def test_what_was_recorded_elsewhere_is_not_waited_for():
+    """A controller that takes over hears of some ranks what others have told the one before it."""
+    table = StepTable(world_size=2, tokens_per_step=8)
+    table.settle(3, 7, 2)
+    assert table.add(1, report(step=9, generation=3)) is None  # of the other rank it was recorded before
+    assert table.add(0, report(step=10, generation=3)) is None and set(table.unrecorded) == {(3, 9), (3, 10)}
+    assert table.add(1, report(step=10, generation=3, tokens=4, loss_sums=[2.0]))["step"] == 10
+    assert not table.unrecorded

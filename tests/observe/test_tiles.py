@@ -101,3 +101,17 @@ def test_a_full_disk_costs_rows_and_no_step(tmp_path, monkeypatch):
         writer.add(1, [1, 1, 1])
     writer.add(2, [1, 1, 2])
     assert writer.dropped == 1 and TileReader(tmp_path).picture((0, 3), (0, 3), 3, 3)["codes"].shape == (3, 3)
+
+
+def test_rows_may_be_blocks_of_ranks(tmp_path):
+    """Beyond some hundred ranks the top keeps the slowest of each block."""
+    writer = TileWriter(tmp_path, 5, 0, each=4, in_all=18)
+    for step in range(6):
+        writer.add(step, [1.0, 1.0, 3.0 if step == 2 else 1.0, 1.0, 1.0])
+    writer.close()
+    reader = TileReader(tmp_path)
+    assert (reader.ranks, reader.each) == (18, 4)
+    whole = reader.picture((0, 18), (0, 6), 100, 100)
+    assert whole["ranks"] == [0, 18] and whole["codes"].shape == (5, 6) and whole["codes"].argmax() == 2 * 6 + 2
+    part = reader.picture((9, 11), (2, 3), 100, 100)
+    assert part["ranks"] == [8, 12] and part["codes"] == whole["codes"][2, 2]

@@ -92,13 +92,13 @@ def test_tied_embeddings_are_planned_as_the_engine_takes_them(monkeypatch):
     """Without a pipeline as long as the engine refuses one; the day it does not, with one."""
     tied = [name for name in DECODERS if PRESETS[name].get("tied")]
     assert tied
-    plan = ask(Options("dense-1t", 4096, "b200")).plan
+    plan = ask(Options("gpt3-175b", 1024, "h100")).plan
     assert plan.layout["pp"] == 1 or runnable.takes_tied_pipelines()
     rules = tuple(rule for rule in compat.RULES if rule.name != "tied-pp")
     monkeypatch.setattr(compat, "RULES", rules)
     runnable.takes_tied_pipelines.cache_clear()
     try:
-        assert runnable.takes_tied_pipelines() and ask(Options("dense-1t", 4096, "b200")).plan.layout["pp"] > 1
+        assert runnable.takes_tied_pipelines() and ask(Options("gpt3-175b", 1024, "h100")).plan.layout["pp"] > 1
     finally:
         runnable.takes_tied_pipelines.cache_clear()
 

@@ -85,12 +85,23 @@ def test_the_engines_own_models_count_alike():
             family="moe", num_layers=4, dim=64, num_experts=8, top_k=2, expert_dim=96, shared_experts=1, dense_layers=1
         ),
         ModelConfig(tied=True),
+        ModelConfig(norm_place="both", qk_norm="all", attention_bias="all", ffn_bias=True, window=100, full_every=3),
+        ModelConfig(family="moe", qk_norm="head", attention_bias="qkv", norm_place="post", window=300, dense_layers=1),
     ):
         shape = ModelShape.from_config(config, 256)
         assert float(shape.params) == config.num_params
         assert float(shape.active_params) == config.active_params
         for convention in CONVENTIONS:  # what `train` prints as MFU and what `plan` does
             assert float(shape.flops_per_token(convention)) == config.flops_per_token(256, convention)
+
+
+def test_a_window_leaves_few_keys():
+    """Twice what a token sees on average, as without a window twice L / 2 is counted."""
+    whole, cut = ModelConfig(num_layers=4), ModelConfig(num_layers=4, window=64, full_every=2)
+    seen = 2 * sum(min(at + 1, 64) for at in range(4096)) / 4096
+    ratio = (2 * seen + 2 * 4096) / (4 * 4096)
+    scores = [c.flops_per_token(4096) - c.flops_per_token(4096, "causal") for c in (whole, cut)]
+    assert scores[1] / scores[0] == pytest.approx(ratio, rel=1e-3)
 
 
 def test_packed_documents_attend_to_less():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 
@@ -76,3 +77,12 @@ def test_host_memory_does_not_bound_accelerators_or_unknown_models(host):
     limits.refuse(job(family="mine.py:FAMILY"))
     with pytest.raises(UserError):
         limits.refuse(job(device="cpu"))
+
+
+def test_a_clock_that_is_off_is_told():
+    about = {"node": "a", "devices": [], "memlock_bytes": -1, "clock_s": time.time()}
+    assert not [*limits.warnings(about)]
+    (said,) = limits.warnings(about | {"clock_s": time.time() - 3600})
+    assert "the clock of node a is 3,600 s behind this host's" in said and "chrony" in said
+    (said,) = limits.warnings(about | {"clock_s": time.time() + 3600})
+    assert "ahead of" in said

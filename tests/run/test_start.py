@@ -59,6 +59,22 @@ def test_auto_takes_the_highest_good_step_of_the_jobs_runs(job):
     assert start.reader.name == far[0] and [e["type"] for e in events] == ["checkpoint_quarantined"]
 
 
+def test_a_run_that_continues_nothing_begins_with_the_weights_that_its_job_names(job, tmp_path):
+    """And continues its own checkpoints once it has some."""
+    imported = Folder(tmp_path / "imported")
+    weights = save(imported, 0, lineage="", generation=0, name="quickstart")
+    job = dataclasses.replace(job, checkpoint=CheckpointConfig(start=str(imported.path)))
+    for asked in ("", NEW, AUTO):
+        assert find_start(asked, job, print).reader.name == weights, asked
+    _, own = run_of(job, "20260101T000000Z")
+    mine = save(own, 10)
+    assert find_start(AUTO, job, print).reader.name == mine
+    assert find_start("", job, print).reader.name == weights
+    nowhere = dataclasses.replace(job, checkpoint=CheckpointConfig(start=str(tmp_path / "none")))
+    with pytest.raises(UserError, match=r"checkpoint\.start = .*no good checkpoint"):
+        find_start("", nowhere, print)
+
+
 def test_auto_takes_no_other_jobs_weights(job, tmp_path):
     shared = Folder(tmp_path / "shared")
     mine, _ = save(shared, 50), save(shared, 900, B, name="theirs")
@@ -155,6 +171,16 @@ def test_two_runs_do_not_write_to_one_place(job, tmp_path):
     first.close()
     second = take_place(store, job, B, "two", print)
     assert second.is_mine and not first.is_mine
+    second.close()
+
+
+def test_a_controller_that_takes_a_run_over_takes_its_place_too(job, tmp_path):
+    store = Folder(tmp_path / "c")
+    first = take_place(store, job, A, "one", print)
+    second = take_place(store, job, A, "one", print)
+    assert second.is_mine and not first.is_mine
+    first.close()
+    assert second.is_mine, "who was replaced changes nothing any more"
     second.close()
 
 

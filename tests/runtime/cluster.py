@@ -21,7 +21,7 @@ from phalanx.core.layout import Layout
 from phalanx.observe import fold
 from phalanx.runtime import inventory
 from phalanx.runtime.controller import ask, read_address, write_plan, write_spec
-from phalanx.runtime.launch import AgentProcess, Where, start_agent
+from phalanx.runtime.launch import AgentProcess, Call, Local, Seat
 from phalanx.runtime.reports import Recorder
 from phalanx.runtime.secret import load_secret
 from phalanx.runtime.transport import Loop
@@ -123,7 +123,7 @@ class Cluster:
         (self.folder / "logs").mkdir(exist_ok=True)
         env = {"PHALANX_SESSION": f"{self.session}-{name}-"}
         join = read_address(self.control)["aggregators"]
-        self.nodes[name] = start_agent(Where(), name, join, self.secret, self.folder, env)
+        self.nodes[name] = Local().start(Call(Seat(name), join, self.secret, self.folder, env))
         return self.nodes[name]
 
     def pump(self) -> None:

@@ -18,11 +18,11 @@ from phalanx.control.liveness import Edge, Liveness, Roster, event_of
 from phalanx.control.messages import EVERYONE, Event, Form, Formed, Parted, Source
 from phalanx.runtime import aggregator as module
 from phalanx.runtime import secret
-from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, Aggregator, merged, summary
+from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, WELCOME, Aggregator, merged
 from phalanx.runtime.controller import orders
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server
-from phalanx.runtime.wire import check
+from phalanx.runtime.wire import WireError, check
 
 SECRET = Secret(Path("secret"), bytes(range(32)))
 S = 10**9
@@ -73,7 +73,7 @@ def test_one_long_gap_is_forgotten_in_time():
 
 def test_a_later_incarnation_is_seen_and_the_old_one_is_not_mourned():
     liveness = beating({"a": [0]})
-    assert list(liveness.beat("a", 2, 1, 3 * S)) == [Edge("a", 2, 1, "seen", 0)]
+    assert list(liveness.beat("a", 2, 1, 3 * S)) == [Edge("a", 2, 1, "seen")]
     assert edges(liveness, 10.4, 10.6) == [("a", "suspect")]
     assert [e.incarnation for e in liveness.tick(19 * S)] == [2]
 
@@ -131,7 +131,7 @@ def test_a_beat_costs_the_same_with_a_hundred_nodes_and_with_ten_thousand():
 
 
 def edge(node, kind, visit=1, incarnation=1):
-    return {"type": "edge", "node": node, "incarnation": incarnation, "visit": visit, "edge": kind, "silent_ns": 0}
+    return {"type": "edge", "node": node, "incarnation": incarnation, "visit": visit, "edge": kind}
 
 
 def event(node, number, incarnation=1):
@@ -243,21 +243,6 @@ def test_the_roster_comes_back_from_json():
     )
 
 
-def test_a_summary_names_who_is_behind_and_who_is_slow():
-    beats = {f"n{i}": {"generation": 2, "step": 7, "step_ns": 100 + i} for i in range(9)}
-    assert summary(beats, 0)["behind"] == []
-    beats["n3"] = {"generation": 2, "step": 5, "step_ns": 900}
-    assert summary(beats, 1) == {
-        "type": "summary",
-        "nodes": 9,
-        "suspect": 1,
-        "steps": [[2, 5], [2, 7]],
-        "behind": ["n3"],
-        "step_ns": [105, 900],
-        "slowest": "n3",
-    }
-
-
 # -- over sockets
 
 
@@ -267,7 +252,7 @@ class Cluster:
     BEAT_S = 0.1
 
     def __init__(self):
-        self.loop, self.roster, self.news, self.summaries = Loop(), Roster(), [], []
+        self.loop, self.roster, self.news = Loop(), Roster(), []
         self.controller = Server(
             self.loop, SECRET, Identity("controller", "controller", 1), PASSED, self._hear, on_open=self._opened
         )
@@ -277,8 +262,6 @@ class Cluster:
         self.incarnation = 0
 
     def _hear(self, session, number, body):
-        if body["type"] == "summary":
-            self.summaries.append(body)
         for item in body.get("items", ()):
             if self.roster.take(session.peer.name, check(item, ITEMS)):
                 self.news.append((item["node"], item.get("edge") or item["event"]["value"]))
@@ -286,7 +269,7 @@ class Cluster:
             session.ack(number)
 
     def _opened(self, session):
-        session.post({"type": "expect", "nodes": self.roster.expected(session.peer.name)})
+        session.post({"type": "expect", "nodes": self.roster.expected(session.peer.name), "grace_ns": 0})
 
     def aggregate(self, name, port=0):
         self.incarnation += 1
@@ -358,7 +341,6 @@ class Cluster:
 def cluster(monkeypatch):
     monkeypatch.setattr(module, "TICK_S", 0.01)
     monkeypatch.setattr(module, "STALL_S", 0.05)  # all are in one process, on a machine that may be busy
-    monkeypatch.setattr(module, "SUMMARY_S", 0.05)
     made = Cluster()
     made.aggregate("r1")
     return made
@@ -371,7 +353,7 @@ def test_the_controller_hears_edges_and_no_beats(cluster):
     assert sorted(cluster.news) == [(name, "seen") for name in "abc"]
     silent = cluster.agents.pop("b")
     cluster.until(lambda: cluster.of("b") == ["seen", "suspect", "dead"])
-    cluster.until(lambda: cluster.summaries[-1]["nodes"] == 2)
+    cluster.until(lambda: sorted(cluster.aggregators["r1"].beats) == ["a", "c"])
     assert cluster.of("a") == cluster.of("c") == ["seen"]
     silent.close()
     cluster.agent("b", incarnation=2)
@@ -399,7 +381,7 @@ def test_what_agents_post_and_are_told_passes_through(cluster):
     for i in range(50):
         cluster.command("r1", ["b"], i)
     cluster.command("r1", ["a", "nobody", "b"], 50)
-    cluster.until(lambda: len(cluster.commands["b"]) == 51)
+    cluster.until(lambda: len(cluster.commands["b"]) == 51 and cluster.commands["a"])
     assert [v for v in cluster.of("a") if v != "seen"] == list(range(50))
     assert cluster.commands == {"a": [50], "b": list(range(51))} and b.outbox.last == 0
 
@@ -477,6 +459,16 @@ def test_which_steps_are_done_is_passed_on_once_and_all_hear_that_it_was_heard(c
     done("c", 5)
     agents["c"].flush(60)
     assert said[2:] == [("c", "StepsDone", 5)]
+    lease = {"type": "lease", "ns": 60 * S, "sent_ns": 0, "again_ns": S, "speaks": False}
+    cluster.controller.sessions["r1"].tell(lease)
+    cluster.until(lambda: not cluster.aggregators["r1"]._speaks)
+    done("a", 6)
+    done("a", 7)
+    agents["a"].flush(60)
+    assert len(said) == 3, "another aggregator says it"
+    agents["b"].post({"type": "event", "event": {"kind": "StepsDone", "generation": 2, "step": 7}})
+    agents["b"].flush(60)
+    assert said[3:] == [("b", "StepsDone", 7)], "the first of a generation is said by all"
 
 
 def test_a_form_for_everyone_is_sent_once_and_each_node_is_told_what_is_its_own(cluster):
@@ -489,7 +481,7 @@ def test_a_form_for_everyone_is_sent_once_and_each_node_is_told_what_is_its_own(
     live = Source("live", "b", 6)
     about = dict(generation=1, step=0, replicas=(0, 1), worlds=(1, 2), every=None)
     more = dict(kept=(), branch=False, last=0, rung=-1, reason="", nodes=EVERYONE)
-    form = Form(**about, **more, sources={0: live}, takers={0: "a"}, buddies={"b": "c:1"})
+    form = Form(**about, **more, sources={0: live}, takers={0: "a"}, buddies={"b": "c:1"}, joins=True)
     (order,) = orders([form], cluster.roster)["r1"]
     assert order["nodes"] == ["*"] and not order["command"]["sources"], "not each node's part to all"
     cluster.controller.sessions["r1"].post({"type": "commands", "items": [order]})
@@ -498,6 +490,7 @@ def test_a_form_for_everyone_is_sent_once_and_each_node_is_told_what_is_its_own(
     assert sources == {"a": {"0"}, "b": {"0"}, "c": set()}, "who takes, and who gives"
     assert {name: command["buddies"] for name, command in got.items()} == {"a": {}, "b": {"b": "c:1"}, "c": {}}
     assert {command["generation"] for command in got.values()} == {1}
+    assert all(command["joins"] for command in got.values()), "who neither takes nor gives compares states too"
 
 
 def test_an_agent_hears_that_it_was_heard_when_the_controller_has(cluster):
@@ -586,12 +579,39 @@ def test_a_controller_that_is_away_misses_no_edge(cluster):
     assert cluster.of("a") == ["seen"]
 
 
+def test_no_node_speaks_for_another_in_the_record(cluster):
+    first = cluster.aggregators["r1"]
+    taken, first.folder.take = [], lambda name, items, recorded: taken.append((name, items))
+    cluster.agent("a", first)
+    cluster.until(lambda: "a" in first.server.sessions)
+    own, other = ({"type": "log", "node": name, "file": "x.log", "text": "!"} for name in "ab")
+    for items in ([own, other], ["b"]):
+        with pytest.raises(WireError, match="a speaks for another node"):
+            first._reported(first.server.sessions["a"], 0, {"type": "said", "upto": 1, "items": items})
+    first._reported(first.server.sessions["a"], 0, {"type": "said", "upto": 1, "items": [own]})
+    assert taken == [("a", [own])]
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "", "-x", "a b"])
+def test_a_node_needs_a_name_that_can_be_a_folders(cluster, name):
+    first, heard = cluster.aggregators["r1"], []
+    first._learn({"version": "v"}, [])
+    link = Link(
+        cluster.loop, SECRET, Identity("agent", name, 0), [first.server.address], WELCOME,
+        lambda session, number, body: heard.append(body),
+    )  # fmt: skip
+    cluster.until(lambda: link.tell({"type": "join", "life": "1", "version": "v", "about": {}}))
+    cluster.until(lambda: heard)
+    assert heard[0]["final"] and "--name" in heard[0]["reason"] and not first._joins
+    link.close()
+
+
 def test_it_runs_as_a_process(cluster, tmp_path):
     load_secret(tmp_path / "secret")
     (tmp_path / "secret").write_text(SECRET.key.hex())
-    command = [sys.executable, "-m", "phalanx.runtime.aggregator", "--secret", tmp_path / "secret", "--name", "r9"]
+    command = [sys.executable, "-m", "phalanx.cli.main", "aggregator", "--secret", tmp_path / "secret", "--name", "r9"]
     address = "{}:{}".format(*cluster.controller.address)
-    process = subprocess.Popen([*command, "--controller", address, "--beat-s", "1"], stdout=subprocess.PIPE)
+    process = subprocess.Popen([*command, "--controller", address], stdout=subprocess.PIPE)
     try:
         where = json.loads(process.stdout.readline())
         a = cluster.agent("a", *[type("At", (), {"server": type("Of", (), {"address": tuple(where)})})])

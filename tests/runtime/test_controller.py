@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.control import messages
+from phalanx.control import fold, messages
 from phalanx.control.fold import Plan, State
 from phalanx.control.gang import Gang
 from phalanx.control.messages import Failure
@@ -23,8 +23,8 @@ from phalanx.core.layout import Layout
 from phalanx.runtime import aggregator, transport
 from phalanx.runtime import controller as module
 from phalanx.runtime.aggregator import COMMANDS, Aggregator
+from phalanx.runtime.controller import ANSWERS, FENCED, PINGS, Printer, ask, orders, read_address, write_plan
 from phalanx.runtime.controller import Controller as InProcess
-from phalanx.runtime.controller import Printer, ask, orders, read_address, write_plan
 from phalanx.runtime.journal import Journal, JournalError, read
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop
@@ -318,6 +318,10 @@ def test_what_users_may_ask(play):
         kind="NodeJoined", node="b", incarnation=1, domain="", address="", memory=""
     )
     assert "expected a kind" in refused(kind="Explode")
+    assert "Trace.last = 3: expected 6 to 105" in refused(kind="Trace", first=5, last=3, ranks=[0])
+    assert "Trace.ranks = [99]" in refused(kind="Trace", first=5, last=7, ranks=[99])
+    assert play.ask({"type": "ask", "event": messages.Trace(5, 7, (0, 1)).to_dict()}) == {"type": "done"}
+    play.until(lambda: a.of("Profile"))
     assert play.ask({"type": "ask", "event": messages.Scale(1).to_dict()}) == {"type": "done"}
 
 
@@ -365,10 +369,10 @@ def test_a_later_controller_fences_it(play):
     a = play.agent("a")
     play.launched(a)
     (play.folder / "journal.db.lock").unlink()  # as on a file system without locks
-    with Journal(play.folder / "journal.db"):
+    with Journal(play.folder / "journal.db", form=fold.form()):
         a.post(messages.WorkerDied("a", 1, 1, Failure(text="x")))
         play.until(lambda: controller.process.poll() is not None)
-    assert controller.process.returncode == 1 and b"was taken over" in controller.process.stderr.read()
+    assert controller.process.returncode == FENCED and b"was taken over" in controller.process.stderr.read()
 
 
 def test_a_second_one_beside_it_does_not_start(play):
@@ -438,7 +442,8 @@ def inside(play):
         return made[0]
 
     yield start
-    made[0].close()
+    while made:
+        made.pop().close()
     os.close(reading)
     os.close(writing)
 
@@ -453,7 +458,7 @@ def test_a_snapshot_is_the_same_as_the_journal(play, inside):
     for number, event in enumerate(events):
         about = {"node": event.node, "incarnation": 1}
         items = [
-            {"type": "edge", **about, "visit": 1, "edge": "seen", "silent_ns": 0},
+            {"type": "edge", **about, "visit": 1, "edge": "seen"},
             {"type": "event", **about, "number": number + 1, "event": json.loads(json.dumps(event.to_dict()))},
         ]
         made._take("reports", {"from": "x", "items": items})
@@ -467,13 +472,13 @@ def test_a_snapshot_is_the_same_as_the_journal(play, inside):
     assert whole.to_bytes() == was, "from a snapshot or from nothing"
 
 
-def broken_apply(monkeypatch):
+def broken_apply(monkeypatch, kind=messages.DeviceWarning):
     """A bug in the state machine: it changes something, and raises."""
     real = Gang.apply
 
     def apply(self, now_ns, event):
         commands = real(self, now_ns, event)
-        if isinstance(event, messages.DeviceWarning):
+        if isinstance(event, kind):
             raise RuntimeError("a bug")
         return commands
 
@@ -526,6 +531,31 @@ def test_what_a_restart_sets_aside_stays_aside(play, inside, monkeypatch):
     assert hear(event(messages.DeviceWarning("a", 1, "ecc", 100), number=3)) != joined
 
 
+def test_a_timer_on_which_the_state_machine_raises_fires_later_and_not_for_ever(play, inside, monkeypatch):
+    broken_apply(monkeypatch, messages.TimerFired)
+    monkeypatch.setattr(module, "MOST_ASIDE", 5)
+    play.plan(Policy(resend_ns=20_000_000, launch_ns=1000 * S, save=False))
+    made = inside()
+    made._take("reports", {"from": "x", "items": [edge("seen"), event(messages.NodeJoined("a", 1, "", "a:1"))]})
+    turn_until(made.loop, lambda: made.state.aside)
+    assert min(made.gang.desk.timers.values()) > made.state.time_ns, "it is put off"
+    turn_until(made.loop, lambda: made.over)
+    assert "raises on more than 5 entries" in made.over
+    with pytest.raises(JournalError, match="more than 5"):
+        inside()
+
+
+def test_what_a_user_asks_for_is_refused_when_it_is_set_aside(play, inside, monkeypatch):
+    broken_apply(monkeypatch, messages.Scale)
+    made = inside()
+    answers, me = [], Identity("user", "user-1", 1)
+    link = Link(made.loop, play.secret, me, [made.server.address], ANSWERS, lambda s, n, body: answers.append(body))
+    link.post({"type": "ask", "event": messages.Scale(1).to_dict()})
+    turn_until(made.loop, lambda: answers)
+    assert answers[0]["type"] == "refused" and "a bug" in answers[0]["reason"]
+    link.close()
+
+
 def test_a_lost_aggregator_is_missed_also_when_an_entry_is_set_aside(play, inside, monkeypatch):
     broken_apply(monkeypatch)
     made = inside()
@@ -538,6 +568,33 @@ def test_a_lost_aggregator_is_missed_also_when_an_entry_is_set_aside(play, insid
     assert not made.gang.staff.suspects
     turn_until(made.loop, lambda: made.gang.staff.suspects == {"a"})
     a.link.close()
+
+
+def test_what_the_controller_hears_while_nothing_happens_does_not_grow_with_the_fleet(play, inside):
+    made = inside()
+    homes = {}
+    for name in (f"r{i}" for i in range(64)):
+        me = Identity("aggregator", name, 1)
+        homes[name] = Aggregator(made.loop, play.secret, me, [made.server.address], beat_s=BEAT_S)
+    turn_until(made.loop, lambda: len(made._seen_steps) == 64)
+    for each in homes.values():
+        each._say_ping()
+    turn_until(made.loop, lambda: {each._ping_s for each in homes.values()} == {64 / PINGS})
+    assert all(each._speaks for each in homes.values()), "nobody has said a step yet"
+    for name in ("r7", "r8"):
+        items = [{"type": "event", "node": f"of {name}", "incarnation": 1, "number": 1, "event": {}}]
+        items[0]["event"] = messages.StepsDone(made.gang.generation, 1).to_dict()
+        homes[name]._post_reports(items)
+        turn_until(made.loop, lambda home=homes[name]: not home.link.outbox.frames)
+    for each in homes.values():
+        each._say_ping()
+    turn_until(made.loop, lambda: [name for name, each in homes.items() if each._speaks] == ["r7"])
+    homes.pop("r7").close()
+    turn_until(made.loop, lambda: "r7" not in made._seen_steps)
+    homes["r9"]._say_ping()
+    turn_until(made.loop, lambda: homes["r9"]._speaks)
+    for each in homes.values():
+        each.close()
 
 
 def test_an_aggregator_that_takes_nothing_is_given_up_and_the_controller_lives(play, inside, monkeypatch):
@@ -628,7 +685,7 @@ def heard(state, item, at=0):
 
 
 def edge(kind, node="a", visit=1):
-    return {"type": "edge", "node": node, "incarnation": 1, "visit": visit, "edge": kind, "silent_ns": 0}
+    return {"type": "edge", "node": node, "incarnation": 1, "visit": visit, "edge": kind}
 
 
 def event(body, node="a", number=1):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -11,10 +13,11 @@ from phalanx.control.messages import NodeJoined
 from phalanx.control.policy import Policy
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
+from phalanx.engines.ssh import hosts_of
 from phalanx.runtime import inventory
-from phalanx.runtime.controller import Controller, Printer, write_plan, write_spec
-from phalanx.runtime.launch import hosts_of
+from phalanx.runtime.controller import Controller, Printer, read_address, write_plan, write_spec
 from phalanx.runtime.secret import load_secret
+from tests.runtime.cluster import wait_for
 
 
 def test_a_node_with_other_code_is_refused_with_both_versions(cluster):
@@ -27,6 +30,16 @@ def test_a_node_with_other_code_is_refused_with_both_versions(cluster):
     assert inventory.version() in said and "0.0.9+old" in said and "install the same code on both" in said
 
 
+def test_nobody_else_can_read_what_nodes_are_told(tmp_path):
+    """The key by which ranks hand each other their state is in it."""
+    mask = os.umask(0)
+    try:
+        write_spec(tmp_path, {"version": "x"})
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "serve.json").stat().st_mode & 0o777 == 0o600
+
+
 def test_the_version_is_that_of_the_code(tmp_path, monkeypatch):
     before = inventory.version()
     assert before == inventory.version() and before.startswith("0.1.0+")
@@ -35,6 +48,22 @@ def test_the_version_is_that_of_the_code(tmp_path, monkeypatch):
     (copy / "inventory.py").write_text("# other code")
     monkeypatch.setattr(inventory, "__file__", str(copy / "inventory.py"))
     assert inventory.version() != before
+
+
+def test_a_node_that_has_joined_has_a_pulse(cluster, tmp_path):
+    """By which those see that it lives who cannot ask it."""
+    c, pulse = cluster(layout=Layout()), tmp_path / "pulse"
+    ((host, port),) = read_address(c.control)["aggregators"]
+    command = [sys.executable, "-m", "phalanx.runtime.node", "--join", f"{host}:{port}", "--secret", c.secret.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it serves toys of these tests
+    node = subprocess.Popen([*command, "--name", "a", "--pulse", pulse], env=env, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(pulse.exists)
+        before = pulse.stat().st_mtime_ns
+        wait_for(lambda: pulse.stat().st_mtime_ns > before)
+    finally:
+        node.terminate()
+        node.wait()
 
 
 @pytest.fixture
@@ -47,8 +76,8 @@ def controller(tmp_path):
     os.close(null)
 
 
-def join(controller, node, life, address):
-    return controller._admit({"node": node, "life": life, "about": {"address": address}})
+def join(controller, node, life, address, **about):
+    return controller._admit({"node": node, "life": life, "about": {"address": address, **about}})
 
 
 def has_joined(controller, node, incarnation):
@@ -62,6 +91,22 @@ def test_a_host_that_comes_back_under_its_name_is_a_new_incarnation(controller):
     assert join(controller, "a", "2", "10.0.0.1")["incarnation"] == 2
     assert join(controller, "a", "2", "10.0.0.1")["incarnation"] == 3, "nobody knows whether it has heard"
     assert join(controller, "b", "3", "10.0.0.2")["incarnation"] == 1
+
+
+def test_nodes_with_another_torch_are_refused_with_both_versions(controller):
+    assert join(controller, "a", "1", "10.0.0.1", torch="2.13.0+cu130")["type"] == "serve"
+    assert join(controller, "b", "2", "10.0.0.2", torch="2.13.0+cu130")["type"] == "serve"
+    refused = join(controller, "c", "3", "10.0.0.3", torch="2.11.0")
+    assert refused["type"] == "refused" and refused["final"]
+    assert "it runs torch 2.11.0, and the other nodes run 2.13.0+cu130" in refused["reason"]
+
+
+def test_a_node_says_what_it_has(monkeypatch):
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "spine0.leaf3.n7")
+    said = inventory.about("127.0.0.1")
+    assert said["address"] == "127.0.0.1" and said["interfaces"]["lo"] == "127.0.0.1" and said["torch"]
+    assert said["cores"] >= 1 and said["memory_bytes"] > 1 << 28 and said["numa_nodes"] >= 1
+    assert said["topology"] == "spine0.leaf3" and inventory.about("x", "rack7")["topology"] == "rack7"
 
 
 def test_two_hosts_with_one_name_are_told_apart(controller):

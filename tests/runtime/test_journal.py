@@ -84,18 +84,19 @@ def path(tmp_path):
 
 def test_a_killed_controller_loses_nothing_that_it_acknowledged(path):
     dice, total = random.Random(1), 0
-    for _ in range(40):
+    for i in range(40):
         process, pipe = controller(path)
-        time.sleep(dice.random() * 0.06)
-        process.kill()
         with open(pipe) as said:
-            acknowledged = max([total, *map(int, said)])
+            first = [said.readline()] if i % 2 else []  # also while it starts
+            time.sleep(dice.random() * 0.06)
+            process.kill()
+            acknowledged = max([total, *map(int, [*first, *said])])
         process.join()
         with Journal(path, snapshot_every=7) as journal:
             state = journal.recover(load, fold)
         assert state["count"] >= acknowledged and state == folded(state["count"])
         total = state["count"]
-    assert total > 20, "it was killed before it wrote anything"
+    assert total >= 20, "it was killed before it wrote anything"
 
 
 def test_many_appends_share_a_commit(path, monkeypatch):
@@ -254,18 +255,18 @@ def test_two_entries_that_changed_places(path):
 
 def test_any_flipped_byte_is_found_or_harmless(path):
     """SQLite has no checksums in its pages: what it does not see, the chain does."""
-    filled(path, 40, snapshot_every=30)
+    filled(path, 200)
     whole, dice, found = path.read_bytes(), random.Random(2), 0
     for _ in range(150):
         at = dice.randrange(len(whole))
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
         try:
-            assert recovered(path) == folded(40)
+            assert recovered(path) == folded(200)
         except JournalError:
             found += 1
         for beside in path.parent.glob("journal.db-*"):
             beside.unlink()
-    assert found > 10
+    assert found > 40
 
 
 # -- one controller at a time
@@ -361,7 +362,7 @@ def test_what_is_no_journal_is_refused(path):
         Journal(path)
     path.unlink()
     change(path, "PRAGMA user_version = 99")
-    with pytest.raises(JournalError, match="has format 99, and this release reads 1"):
+    with pytest.raises(JournalError, match=r"another release \(format 99, here 1\): continue the run with that one"):
         Journal(path)
 
 

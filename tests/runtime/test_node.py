@@ -341,7 +341,7 @@ class NVMLError(Exception):
 
 
 def __getattr__(name):
-    if name.startswith("nvmlDevice") or name.startswith("nvmlEvent"):
+    if name.startswith(("nvmlDevice", "nvmlEvent", "nvmlGpm")):
         if name.endswith("Error"):
             return 8
         return refuse

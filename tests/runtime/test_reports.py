@@ -7,6 +7,8 @@ import time
 import pytest
 
 from phalanx.observe.fold import fold_of
+from phalanx.observe.steps import StepTable
+from phalanx.runtime.logs import write
 from phalanx.runtime.reports import Folder, Recorder, Relay, Reporter
 from phalanx.runtime.secret import Identity, load_secret
 from phalanx.runtime.transport import Link, Loop
@@ -69,6 +71,24 @@ def test_steps_of_many_ranks_come_as_one_message_and_events_each(tmp_path, relay
     way.until(lambda: all(each.is_empty for each in agents))
 
 
+def test_steps_come_in_their_order_also_when_a_node_is_late(tmp_path):
+    """A step that is complete before an older one would make the record drop what is known of that."""
+    way = Way(tmp_path)
+    early, late = way.agent("n0"), way.agent("n1")
+    table, rows = StepTable(2, 1), []
+    table.settle(1, 0, 2)
+    way.recorder._on_item = lambda item: rows.extend(table.add(item))
+    early.say(fold_of(0, {**STEP, "step": 0}))
+    early._flush()
+    way.until(lambda: way.recorder.messages == 1)  # and then both say more in one round of the aggregator
+    early.say(fold_of(0, {**STEP, "step": 1}))
+    early._flush()
+    for step in (0, 1):
+        late.say(fold_of(1, {**STEP, "step": step}))
+    way.until(lambda: len(rows) == 2)
+    assert [row["step"] for row in rows] == [0, 1]
+
+
 def test_what_an_aggregator_took_with_it_is_said_again_and_recorded_once(tmp_path):
     way = Way(tmp_path)
     agent = way.agent("a")
@@ -100,3 +120,28 @@ def test_what_is_said_while_nobody_listens_waits(tmp_path):
     way.folder = kept
     way.until(lambda: agent.is_empty)
     assert [item["worker"] for item in way.items] == [0, 1, 2, 3, 4] and agent.size_bytes == 0
+
+
+@pytest.mark.parametrize("node, file", [("..", "events.jsonl"), ("a", ".."), ("a", "../x.log"), ("", "x.log")])
+def test_logs_of_a_node_stay_in_its_folder(tmp_path, node, file):
+    logs = tmp_path / "run" / "logs"
+    write(logs, node, {"file": file, "text": "!"})
+    assert not list(tmp_path.rglob("*"))
+    write(logs, "a", {"file": "rank-00000.log", "text": "!"})
+    assert (logs / "a" / "rank-00000.log").read_text() == "!"
+
+
+def test_steps_are_kept_by_those_who_said_them_until_all_of_them_are_recorded(tmp_path):
+    """Else a controller that takes over would hear them of nobody."""
+    way, missing = Way(tmp_path), {(1, 0)}
+    way.recorder._unrecorded = lambda: missing
+    a = way.agent("a")
+    a.say(fold_of(0, {**STEP, "step": 0}))
+    way.until(lambda: way.items)
+    a.say({"type": "event"})
+    way.until(lambda: len(way.items) == 2)
+    [way.loop.turn(0.01) for _ in range(20)]
+    assert not a.is_empty
+    missing.clear()
+    a.say({"type": "event"})
+    way.until(lambda: a.is_empty)

@@ -234,6 +234,21 @@ def test_a_server_that_was_replaced_is_not_listened_to(net):
     assert net.heard == []
 
 
+def test_what_one_link_has_learned_of_servers_others_of_its_process_know(net):
+    """A node that joins anew must not fall to a controller that was replaced."""
+    known = {}
+    first = net.link(addresses=[net.serve(5).address], known=known)
+    net.until(lambda: first.session)
+    first.close()
+    net.server.close()
+    net.serve(4, port=net.server.address[1])
+    second = net.link(known=known)
+    second.post(n(1))
+    with pytest.raises(TimeoutError, match="controller was replaced: this one has incarnation 4"):
+        second.flush(0.5)
+    assert net.heard == []
+
+
 def test_a_later_incarnation_begins_anew(net):
     net.serve()
     for incarnation in (1, 2):

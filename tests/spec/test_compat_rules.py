@@ -18,7 +18,17 @@ TRIPPED_BY: dict[str, dict] = {
     "rope-even": {"model": {"dim": 12}},
     "gqa": {"model": {"num_kv_heads": 3}},
     "tp-heads": {"layout": {"tp": 8}},
-    "tp-kv-heads": {"layout": {"tp": 4}},
+    "tp-kv-heads": {"layout": {"tp": 4}, "model": {"num_heads": 12, "num_kv_heads": 6, "head_width": 8}},
+    "tp-head-parts": {"layout": {"tp": 4}, "model": {"num_kv_heads": 1, "head_width": 30}},
+    "rope-fraction": {"model": {"rope_fraction": 0.1}},
+    "rope-original": {"model": {"rope_scaling": "yarn", "rope_factor": 4.0}},
+    "rope-unscaled": {"model": {"rope_factor": 4.0}},
+    "rope-bounds": {"model": {"rope_high": 0.5}},
+    "context": {"model": {"context": 128}},
+    "window-layers": {"model": {"full_every": 2}},
+    "image-features": IMAGE | {"model": IMAGE["model"] | {"window": 4}},
+    "moe-ffn": {"model": {"family": "moe", "ffn_bias": True}},
+    "ring-window": {"layout": {"cp": 2}, "model": {"attention_softcap": 50.0}},
     "top-k": {"model": {"family": "moe", "top_k": 9}},
     "dense-layers": {"model": {"family": "moe", "dense_layers": 4}},
     "images-text": {"model": {"family": "image", "options": PATCHES}, "train": {"seq_len": 16}},
@@ -57,12 +67,13 @@ def test_rule_refuses(rule):
     text = str(caught.value)
     section, name = rule.field.split(".")
     value = TRIPPED_BY[rule.name].get(section, {}).get(name)
-    assert text.startswith(f"{rule.field} = ") and (value is None or text.startswith(f"{rule.field} = {value!r}: "))
+    named = f"{rule.field} = " if value is None else f"{rule.field} = {value!r}: "
+    assert any(line.strip().startswith(named) for line in text.splitlines())
     assert rule.why in text and rule.remedy in text
 
 
 def test_few_compositions_are_refused():
-    assert len([rule for rule in RULES if rule.composition]) <= 5
+    assert len([rule for rule in RULES if rule.composition]) <= 6
 
 
 def test_rule_names_are_unique():

@@ -181,6 +181,8 @@ PATHS = {
     "run.networks",
     "optimizer.offload_dir",
     "checkpoint.dir",
+    "checkpoint.start",
+    "validation.sources",
 }
 SETTABLE = sorted(set(fields()) - PATHS - {"layout.ranks", "model.options", "data.stages", "data.skips"})
 SETS = st.dictionaries(st.sampled_from(SETTABLE), st.none(), max_size=8).flatmap(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.observe.phases import PHASES
 from phalanx.observe.record import RunRecord
 from tests.runtime.conftest import wait_gone
 from tests.system.command import PHALANX, TINY, sets, train
@@ -51,6 +52,8 @@ def test_a_run_from_its_command_to_its_record(outcomes, name):
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
     assert 0 < rows[0]["mfu"] < 1 and rows[0]["tokens_per_s"] > 0
+    assert not rows[0]["phases"], "those of the step before it, on the device"
+    assert list(rows[-1]["phases"]) == list(PHASES) and min(rows[-1]["phases"][n] for n in ("forward", "backward")) > 0
     summary = record.summary
     assert summary["status"] == "done" and summary["steps"] == STEPS
     assert [sorted(d) for d in summary["digests"]] == [["optimizer", "weights"]] * 4
@@ -97,7 +100,7 @@ def test_the_library_trains_a_model_of_ones_own(tmp_path):
         "data": {"max_mb": 0.1},
     }
     script = tmp_path / "script.py"
-    script.write_text(f"import json, phalanx\nprint(json.dumps(phalanx.train({job!r})))\n")
+    script.write_text(f"import json, phalanx\nprint(json.dumps(phalanx.train({job!r}).summary))\n")
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])

@@ -37,7 +37,12 @@ SAID = {
         "  |     torch.empty(1 << 50",
         "remedy: lower train.micro_batch",
     ],
-    "nan": [" failed in ", "with FloatingPointError: step 1: the loss is nan", "lower optimizer.lr"],
+    "nan": [
+        " failed in ",
+        "with FloatingPointError: step 1: the loss is nan",
+        "train.max_skips = 0",
+        "lower optimizer.lr",
+    ],
     "full disk": ["cannot ", "runs/quickstart-", "remedy: make room"],
 }
 
@@ -50,10 +55,10 @@ def signalled(directory, number):
     return command.end()
 
 
-def faulty(directory, **fault):
+def faulty(directory, more=(), **fault):
     options = {f"model.options.{name}": value for name, value in fault.items()}
     family = {"model.family": f"{FAULTY}:FAULTY", "run.hang_timeout_s": 2.0}
-    command = Command(directory, *sets(TINY | family | options))
+    command = Command(directory, *sets(TINY | family | options | dict(more)))
     command.wait_until(lambda: command.events("ready"))
     command.signal(0)  # from here the time counts: the fault is a step or two away
     return command.end()
@@ -65,7 +70,7 @@ SCENARIOS = {
     "sleep": partial(faulty, what="sleep", rank=1, step=2),
     "backward": partial(faulty, what="backward", rank=1, step=2),
     "memory": partial(faulty, what="memory", rank=0, step=1),
-    "nan": partial(faulty, what="not a number", rank=0, step=1),
+    "nan": partial(faulty, what="not a number", rank=0, step=1, more={"train.max_skips": 0}),
     # The limit is on memory files too, so there is no room for snapshots.
     "full disk": lambda directory: Command(
         directory,

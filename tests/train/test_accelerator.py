@@ -18,6 +18,13 @@ MODEL = ModelConfig(vocab_size=1000, dim=256, num_layers=2, num_heads=4, num_kv_
 EXPERTS = dataclasses.replace(
     MOE, vocab_size=1000, dim=256, num_heads=4, num_kv_heads=2, ffn_dim=512, expert_dim=128, balance_loss=0.0
 )
+# What the kernels must not lose: windows, bent scores, biases, norms and another activation.
+GEMMA = dataclasses.replace(
+    MODEL, num_layers=3, window=50, full_every=3, norm_place="both", norm_centered=True, activation="gelu", tied=True,
+    embedding_scale=16.0, logit_softcap=2.0, z_loss=0.0, qk_norm="head", rope_local_theta=100.0,
+)  # fmt: skip
+SOFTCAP = dataclasses.replace(GEMMA, attention_softcap=0.5, qk_norm="none", full_every=2)
+BIASED = dataclasses.replace(MODEL, attention_bias="all", ffn_bias=True, qk_norm="all", norm_place="post")
 LIMIT = {"bf16": 2e-2, "fp8": 0.25}  # of all gradients together; eager bf16 has 7e-3 on a model of this kind
 
 
@@ -57,6 +64,15 @@ def error(ours, want):
         dict(precision="fp8", compile="inductor"),
         dict(model=EXPERTS),
         dict(model=EXPERTS, compile="inductor"),
+        dict(model=GEMMA),
+        dict(model=GEMMA, document_mask=False, compile="inductor"),
+        dict(model=SOFTCAP),
+        dict(model=SOFTCAP, document_mask=False, recompute="full"),
+        dict(model=SOFTCAP, compile="inductor"),
+        dict(model=SOFTCAP, compile="inductor", recompute="selective"),
+        dict(model=SOFTCAP, reduction="exact"),
+        dict(model=BIASED, compile="inductor"),
+        dict(model=BIASED, precision="fp8"),
     ],
     ids=str,
 )

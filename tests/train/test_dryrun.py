@@ -21,6 +21,9 @@ MOE = dataclasses.replace(
     DENSE, family="moe", num_experts=6, top_k=3, expert_dim=37, shared_experts=1, dense_layers=1, num_layers=2
 )
 BALANCED = dataclasses.replace(MOE, shared_experts=0, balance_bias=0.1)
+OLMO = dataclasses.replace(DENSE, qk_norm="all", norm_place="post", attention_bias="all", ffn_bias=True)
+GEMMA = dataclasses.replace(DENSE, norm_place="both", window=7, full_every=2, logit_softcap=2.0, qk_norm="head")
+SHARED = dataclasses.replace(OLMO, num_kv_heads=2)
 LEVELS = {"replica": "hierarchical", "shard": "hierarchical"}
 
 
@@ -91,6 +94,14 @@ CASES = [
     slow("moments in bf16", job(shard=2, optimizer={"state": "bf16"}), 0),
     slow("moments in a file", job(shard=2, optimizer={"offload": "nvme"}), 0),
     slow("fp64", job(shard=2, tp=2, train={"precision": "fp64"}), 0),
+    ("a norm of all heads", job(OLMO, replica=8, shard=64, tp=4), 3),
+    slow("a norm of all heads, full recomputation", job(OLMO, shard=4, tp=4, train={"recompute": "full"}), 3),
+    slow("a norm of all heads, selective recomputation", job(OLMO, shard=4, tp=4, train={"recompute": "selective"}), 3),
+    ("ranks that share keys", job(SHARED, shard=64, tp=4, cp=2), 3),
+    slow("ranks that share keys, full recomputation", job(SHARED, shard=4, tp=4, train={"recompute": "full"}), 3),
+    slow("ranks that share keys, selective", job(SHARED, shard=4, tp=4, train={"recompute": "selective"}), 3),
+    slow("both norms, Ulysses", job(GEMMA, shard=4, tp=2, cp=2, cp_style="ulysses"), 3),
+    slow("both norms, full recomputation", job(GEMMA, shard=4, tp=2, train={"recompute": "full"}), 3),
     slow("tied", job(dataclasses.replace(DENSE, tied=True), shard=2, tp=2), 0),
 ]
 

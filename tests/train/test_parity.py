@@ -4,6 +4,7 @@ this fails, a user's model trains on wrong gradients and the loss may not show i
 import pytest
 
 from tests.cases import CASES, make_job
+from tests.feature_cases import FEATURE_CASES
 from tests.parity import TOLERANCE, run_case
 
 # Of the compositions on more than 2 ranks and the compiled ones these run by default, the others with `make test-slow`
@@ -26,12 +27,17 @@ DEFAULT = {
     "shard 4 x tp 2, ZeRO-1, two nodes, by size",
     "exact: replica 2 x shard 2 x pp 2, ZB-V",
     "moe: tp 2 x pp 2 x cp 2, ep 4, ZeRO-3, ZB-V (5 axes)",
+    "qk-norm of all: tp 2",
+    "like Gemma 2: cp 2, Ulysses",
+    "like Gemma 3: pp 2, ZB-V",
+    "shared keys: tp 4",
 }
+FEATURED = {name for name, *_ in FEATURE_CASES}
 
 
 def _param(name, layout, options):
     ranks = make_job(layout, **options).layout.world_size
-    slow = name not in DEFAULT and (ranks > 2 or name.startswith("compile"))
+    slow = name not in DEFAULT and (ranks > 2 or name.startswith("compile") or name in FEATURED)
     return pytest.param(name, layout, options, id=name, marks=[pytest.mark.slow] if slow else [])
 
 

@@ -19,6 +19,7 @@ RUN = "train.steps=160 train.global_batch=8 train.micro_batch=2 data.max_mb=0.2 
 FAST = "run.hang_timeout_s=2 recovery.restart_s=1 recovery.beat_s=0.5 checkpoint.memory_every_steps=20"
 KEPT = ("job.json", "meta.json", "summary.json", "data.json", "metrics.jsonl", "events.jsonl", "ledger.jsonl")
 OF_THIS_MACHINE = ("command", "folder", "user", "process", "code")
+OF_A_HOST = ("interfaces", "system", "python", "memlock_bytes")
 
 
 def main(folder: Path) -> None:
@@ -47,6 +48,9 @@ def _scrub(run: Path) -> None:
     """Leave out what is about the machine, not about the run."""
     meta = json.loads((run / "meta.json").read_text())
     (run / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k not in OF_THIS_MACHINE}, indent=2))
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    lines = [{k: v for k, v in line.items() if k not in OF_A_HOST} for line in lines]
+    (run / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     for path in (*run.glob("*.json*"), *run.glob("logs/*/*.log")):
         text = path.read_text(errors="replace")
         path.write_text(re.sub(r"(?<=\")/[^\"\s]*?/(?=runs/|lib/python|src/phalanx/)", "/", text))

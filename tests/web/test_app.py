@@ -15,7 +15,7 @@ from phalanx.observe.story import Story
 from phalanx.observe.tiles import decode
 from phalanx.web.app import FILES, HEADERS, STATIC, create_app
 from phalanx.web.shelf import Shelf
-from tests.observe.records import T0, Written
+from tests.observe.records import SPENT, T0, Written
 from tests.observe.test_story import broken
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m</script>"
@@ -26,7 +26,7 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     run = broken(root)
     for step in range(40):
-        run.record.rank_times(step, {0: 0.1, 1: 0.3 if step == 17 else 0.1}, 2)
+        run.record.rank_times(step, [1, {"0": 0.1, "1": 0.3 if step == 17 else 0.1}], 2)
     run.end()
     return root
 
@@ -56,6 +56,13 @@ def test_every_view_says_what_the_record_says(client, root, name):
     worst = float(np.nanmax(decode(codes)))
     assert worst == pytest.approx(1.5, rel=0.014) and heat["columns"] == 10  # of a median of two ranks
     assert heat["ends"][-1] == pytest.approx(story.rows[-1]["time"], abs=1e-3)
+    assert run["phases"] == SPENT and series["series"]["phase_backward"]["max"][-1] == SPENT["backward"]
+    assert series["series"]["held_buddy"]["max"][-1] == 32
+    fleet = client.get(f"/api/runs/{name}/fleet").json()
+    assert [node["name"] for node in fleet["nodes"]] == ["node-0"] and fleet["replicas"] == [[0, 2]]
+    assert list(base64.b64decode(fleet["codes"])) == codes[:, -1].tolist(), "of the last steps, which were even"
+    mixed = client.get(f"/api/runs/{name}/mixture").json()
+    assert mixed["samples"] == {"web": 120, "code": 40} and mixed["shares"]["web"] == pytest.approx([0.75] * 40)
     one = client.get(f"/api/runs/{name}/incidents/1").json()
     assert one["kind"] == "worker" and one["evidence"][0]["signal"] == "SIGKILL"
     assert client.get("/api/diff", params={"a": name, "b": name}).json()["part"] is None
@@ -207,3 +214,28 @@ def test_an_empty_folder_and_a_run_without_steps_have_answers(tmp_path):
     assert about["step"] == 0 and about["headline"] and not about["has_ranks"]
     assert client.get(f"/api/runs/{run.path.name}/series").json()["time"] == []
     assert client.get(f"/api/runs/{run.path.name}/heat").json()["rows"] == 0
+
+
+def test_traces_and_reports_are_found_by_their_names_alone(client, root, name, tmp_path):
+    folder = root / name / "traces"
+    folder.mkdir(exist_ok=True)
+    (folder / "3-5.json.gz").write_bytes(b"trace")
+    (folder / "secret.json.gz").write_bytes(b"other")
+    (root / "reports").mkdir(exist_ok=True)
+    (root / "reports" / "plan.html").write_text(f"<script>alert(1)</script>{HOSTILE}")
+    (tmp_path / "outside.html").write_text("outside")
+    (root / "reports" / "link.html").symlink_to(tmp_path / "outside.html")
+    assert [one["name"] for one in client.get(f"/api/runs/{name}/traces").json()["traces"]] == ["3-5.json.gz"]
+    assert client.get(f"/api/runs/{name}/traces/3-5.json.gz").content == b"trace"
+    assert [one["name"] for one in client.get("/api/reports").json()["reports"]] == ["plan.html"]
+    shown = client.get("/reports/plan.html")
+    policy = shown.headers["content-security-policy"]
+    assert shown.status_code == 200 and policy.startswith("sandbox allow-popups;") and "script-src" not in policy
+    assert "default-src 'none'" in policy and shown.headers["x-content-type-options"] == "nosniff"
+    for path in (
+        f"/api/runs/{name}/traces/secret.json.gz", f"/api/runs/{name}/traces/..%2Fmeta.json",
+        f"/api/runs/{name}/traces/%2e%2e%2fmeta.json", "/reports/..%2F..%2Fetc%2Fpasswd", "/reports/link.html",
+        "/reports/.hidden.html", f"/reports/..%2F{name}%2Fmeta.json", "/reports/none.html",
+    ):  # fmt: skip
+        assert client.get(path).status_code == 404, path
+    assert client.post("/reports/plan.html").status_code == 405

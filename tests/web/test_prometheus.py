@@ -46,6 +46,10 @@ def test_what_is_scraped_is_what_the_records_say(root):
     states = [by["phalanx_gpu_seconds_total", "job", row["state"]] for row in runs["job"]["goodput"]["states"]]
     assert sum(states) == pytest.approx(runs["job"]["goodput"]["gpu_s"])
     assert by["phalanx_cost_dollars_total", 'quo"te\\d', None] > 0 and by["phalanx_failures_total", "job", None] == 1
+    cpu = {
+        s.labels["stat"]: s.value for s in samples if s.name == "phalanx_host_cpu_ratio" and s.labels["job"] == "job"
+    }
+    assert cpu == {"mean": 0.5, "min": 0.25, "max": 0.75}
     assert not any("rank" in s.labels for s in samples), "a rank as a label is a series for each of a million"
 
 

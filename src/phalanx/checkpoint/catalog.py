@@ -253,19 +253,25 @@ class Catalog:
     # -- what may go
 
     def retain(
-        self, keep_last: int, keep_every: int = 0, on_event: OnEvent = ignore, lineage: str | None = None
+        self,
+        keep_last: int,
+        keep_every: int = 0,
+        on_event: OnEvent = ignore,
+        lineage: str | None = None,
+        spares: Callable[[int], bool] = lambda step: False,
     ) -> list[str]:
-        """Remove all but the newest `keep_last` good ones and those whose step is a multiple of `keep_every` (0:
-        none); returns the names. What belongs to another lineage stays (None: there is only one), and so does what is
-        in quarantine. What was never committed goes when it comes before the newest good one and nothing of it was
-        touched for an hour. Nothing goes before the newest `keep_last` are seen to have right manifests and files of
-        the right sizes."""
+        """Remove all but the newest `keep_last` good ones, those whose step is a multiple of `keep_every` (0: none) and
+        those that `spares`; returns the names. What belongs to another lineage stays (None: there is only one), and so
+        does what is in quarantine. What was never committed goes when it comes before the newest good one and nothing
+        of it was touched for an hour. Nothing goes before the newest `keep_last` are seen to have right manifests and
+        files of the right sizes."""
         assert keep_last > 0 and keep_every >= 0, (keep_last, keep_every)
         everything = [found for found in self.all() if lineage is None or found.lineage == lineage]
         good = [found for found in everything if found.status == "good"]
         if not good:
             return []
-        kept = {f.name for i, f in enumerate(good) if i < keep_last or (keep_every and f.step % keep_every == 0)}
+        every = [f.name for f in good if (keep_every and f.step % keep_every == 0) or spares(f.step)]
+        kept = {*every, *(f.name for f in good[:keep_last])}
         doomed = [found for found in good if found.name not in kept]
         doomed += [f for f in everything if f.status == "incomplete" and f.place < good[0].place and self._is_old(f)]
         for found in good[:keep_last] if doomed else []:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.checkpoint import files
+from phalanx.checkpoint.best import Best
 from phalanx.checkpoint.buddy import BuddyServer, Held, push
 from phalanx.checkpoint.catalog import OWNER, Catalog
 from phalanx.checkpoint.memory import SLOTS, Slot, num_slots, slot_bytes
@@ -217,8 +218,10 @@ class Keeper:
         try:
             if to_seal and not self._seal(rank, slot, to_seal["header"], int(to_seal["sum"])):
                 return
-            if self.buddy and self.slots == SLOTS:
-                self._copy(rank, slot)
+            held = {"memory": int(about["step"])}
+            if self.buddy and self.slots == SLOTS and self._copy(rank, slot):
+                held["buddy"] = held["memory"]
+            self._tell(rank, {"held": held})
             if durable:
                 self._drain(rank, slot, about)
         finally:
@@ -243,12 +246,15 @@ class Keeper:
         slot.seal(header)
         return True
 
-    def _copy(self, rank: int, slot: Slot) -> None:
+    def _copy(self, rank: int, slot: Slot) -> bool:
+        """To the buddy node."""
         assert self.buddy
         try:
             push(self.peers, self.buddy, rank, slot, self.ranks[rank].layout)
         except (OSError, BadCheckpoint) as error:
             self.channel.send({"type": "buddy_failed", "rank": rank, "reason": str(error)})
+            return False
+        return True
 
     def _drain(self, rank: int, slot: Slot, about: dict[str, Any] | None = None) -> None:
         """Write the rank's file from its slot. `about`: what the slot should hold."""
@@ -390,7 +396,9 @@ class Keeper:
         try:
             lineage = str(self.base["lineage"]) if self.base else ""
             self._check_owner()
-            removed = self.catalog.retain(*self.keep, on_event=self.channel.send, lineage=lineage)
+            best = Best.read(self.store)
+            spares = best.spares if best and best.lineage == lineage else lambda step: False
+            removed = self.catalog.retain(*self.keep, self.channel.send, lineage, spares)
         except OSError as error:
             self.channel.send({"type": "checkpoint_not_removed", "checkpoint": name, "reason": str(error)})
             return
@@ -444,6 +452,7 @@ class Line:
         self.newest = int(reply["newest"])  # the slot with a snapshot that was there before
         self.slots = [Slot(image_bytes, own_bytes, fd) for fd in fds]
         self.busy: set[int] = set()  # slots that the keeper still reads
+        self.held: dict[str, int] = {}  # the newest step of this rank that is in memory here, and at the buddy node
 
     def done(self, slot: int, durable: bool, about: dict[str, Any], to_seal: dict[str, Any] | None = None) -> None:
         """Say that a slot is filled. `about`: its checkpoint, step and generation; `to_seal`: the keeper is to hash it,
@@ -463,7 +472,9 @@ class Line:
                 data = self._sock.recv(PACKET_BYTES)
                 if not data:
                     raise ConnectionError("the checkpoint keeper closed the connection")
-                self.busy.discard(json.loads(data)["slot"])
+                said = json.loads(data)
+                self.busy.discard(said.get("slot", -1))
+                self.held |= said.get("held", {})
                 self._sock.setblocking(False)
 
     def close(self) -> None:

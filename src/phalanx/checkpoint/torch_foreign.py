@@ -9,7 +9,7 @@ import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.files import Reader, write_whole
-from phalanx.core.checkpoint import Entry, Manifest, checkpoint_name
+from phalanx.core.checkpoint import PAGE_BYTES, Entry, Manifest, Plan, checkpoint_name
 from phalanx.core.errors import UserError
 from phalanx.core.held import Held
 from phalanx.core.layout import Layout
 from phalanx.core.shape import ModelConfig
-from phalanx.core.store import Store, sync_folder
+from phalanx.core.store import Store, open_store, sync_folder
 from phalanx.model.family import load_family
 from phalanx.parallel.schema import describe, describe_buffers
 
@@ -71,6 +71,42 @@ class Image:
         return write_whole(store, self._draft, [(memoryview(self._room), b"")])
 
 
+IMAGE_BYTES = 1 << 30  # of a converted checkpoint that are in memory at a time
+OnRows = Callable[[str, int, Tensor], None]
+
+
+def write_streamed(
+    store: Store,
+    entries: list[Entry],
+    job: dict[str, Any],
+    fill: OnRows,
+    progress: Callable[[int, int], None],
+    image_bytes: int = IMAGE_BYTES,
+) -> Manifest:
+    """Write a checkpoint of any size: as so many ranks of a shard axis would have, one after the other, that the part
+    of each fits in `image_bytes`. `fill(name, first, room)` puts rows of a tensor, from `first` on, in the room."""
+    total, done = sum(e.held.numel * e.item_bytes for e in entries), 0
+    layout = Layout(shard=max(1, -(-total // image_bytes)))
+    draft = Manifest(checkpoint_name(0, secrets.token_hex(4)), 0, layout, entries, [], 0, job=job)
+
+    def images() -> Iterator[tuple[memoryview, bytes]]:
+        nonlocal done
+        for rank in range(layout.shard):
+            plan = Plan.of(entries, layout, layout.coord(rank))
+            room = mmap.mmap(-1, max(plan.own_bytes, PAGE_BYTES))
+            for s in plan.own:
+                entry = entries[s.entry]
+                dtype, count = getattr(torch, entry.dtype), s.size // entry.item_bytes
+                rows = torch.frombuffer(room, dtype=dtype, count=count, offset=s.offset)
+                fill(entry.held.name, s.r0, rows.view(s.r1 - s.r0, *entry.held.shape[1:]))
+                done += s.size
+                progress(done, total)
+            rows = torch.empty(0)  # or the room could not be given back
+            yield memoryview(room)[: plan.own_bytes], b""
+
+    return write_whole(store, draft, images())
+
+
 def entry_of(kind: str, held: Held, dtype: str) -> Entry:
     return Entry(dataclasses.replace(held, name=f"{kind}/{held.name}"), dtype)
 
@@ -90,6 +126,15 @@ def read_rows(reader: Reader, name: str, first: int, last: int) -> Tensor:
     room = np.empty((last - first, held.num_cols * held.inner * entry.item_bytes), np.uint8)
     reader.fill_blocks([(name, (first, last, 0, held.num_cols), room)])
     return torch.from_numpy(room).view(getattr(torch, entry.dtype)).view(last - first, *held.shape[1:])
+
+
+def state_dict(path: str) -> dict[str, Tensor]:
+    """Weights and buffers of a checkpoint, whole and on the host, under the names of the model's own module."""
+    place, _, name = path.rstrip("/").rpartition("/")
+    reader = Reader(open_store(place or "."), name)
+    kinds = ("weights/", "buffers/")
+    entries = [e.held for e in reader.manifest.entries if e.held.name.startswith(kinds)]
+    return {h.name.partition("/")[2]: read_rows(reader, h.name, 0, h.num_rows).view(h.shape) for h in entries}
 
 
 @contextlib.contextmanager

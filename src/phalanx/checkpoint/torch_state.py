@@ -5,6 +5,7 @@ is a copy of one step, and only what of it outlasts the backward pass holds the 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import threading
@@ -156,6 +157,13 @@ class Snapshotter:
             for event in self._copied:
                 self.device.wait(None, event)
         self.stall_ns += time.perf_counter_ns() - began
+
+    def held(self) -> dict[str, int]:
+        """The newest step that is held, by tier, as far as the keeper has said."""
+        if self._work.done():  # else its thread reads the line
+            with contextlib.suppress(OSError):  # who needs the keeper next will hear that it is gone
+                self.line.listen(block=False)
+        return dict(self.line.held)
 
     def finish(self) -> None:
         """Until everything is with the keeper, and the keeper is done with it."""

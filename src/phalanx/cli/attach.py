@@ -1,73 +1,142 @@
-"""`phalanx train --detach`, `attach` and `stop`: a run that does not need the process that started it."""
+"""The process of a run is not the one that the user started, where the run is on other hosts or `--detach` asks for it:
+that one only shows it, as `phalanx attach` does. `phalanx stop` ends a run."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-Run = Annotated[Path, typer.Argument(help="The folder of the run.")]
+from phalanx.cli.runs import Dir, find_folder
+
+if TYPE_CHECKING:
+    from phalanx.core.job import Job
+    from phalanx.engines.table import Submission
+
+LEAVE_S = 30.0  # for the process of a run that is over
+RUN = "A folder, a name in RUNS_DIR, the beginning of one, or last."
+Run = Annotated[str, typer.Argument(metavar="RUN", help=RUN)]
 
 
-def start_detached(arguments: list[str]) -> None:
-    """Run the same command in a session of its own, and show what it does."""
+def is_apart() -> bool:
+    """Whether this is the process of a run that another command has started, and shows."""
     from phalanx.run.follow import STARTER
 
+    return STARTER in os.environ
+
+
+def run_apart(arguments: list[str], detach: bool) -> None:
+    """Run the same command in a session of its own, which outlives this process and its terminal, and show it. Ctrl-C
+    and SIGTERM are passed on: they ask the run to save and to end. `detach`: return as soon as it has begun."""
+    from phalanx.run.follow import LAUNCHED, REFUSED, STARTER
+
     reader, writer = os.pipe()
-    kept = [each for each in arguments if each != "--detach"]
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "phalanx.cli.main", *kept],
+        [sys.executable, "-P", "-m", "phalanx.cli.main", *(each for each in arguments if each != "--detach")],
         env={**os.environ, STARTER: str(writer)},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
         pass_fds=[writer],
         start_new_session=True,
     )
     os.close(writer)
+    pass_on = lambda *_: child.send_signal(signal.SIGTERM)  # noqa: E731
+    for number, do in ((signal.SIGINT, pass_on), (signal.SIGTERM, pass_on), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that runs this in the background
+            signal.signal(number, do)  # when the terminal is gone, only this process has to do with it
     with open(reader) as said:
-        folder = said.readline().strip()
-    if not folder:  # it was refused
-        assert child.stderr
-        sys.stderr.write(child.stderr.read().decode(errors="replace"))
+        folder = Path(said.readline().rstrip("\n"))
+        if folder.name and detach and said.readline().strip() == LAUNCHED:
+            print(f"record: {folder}\n{_how_to(folder)}")
+            return
+    if not folder.name or detach:  # it was refused, or there was nothing to do
         raise typer.Exit(child.wait())
-    attach(Path(folder))
+    code = _show(folder)
+    if code is None:
+        return
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = child.wait(LEAVE_S)
+    if code not in (0, REFUSED):
+        print(f"  continue with: {again(arguments)}", file=sys.stderr)
+    raise typer.Exit(code if code >= 0 else 1)
 
 
-def attach(run: Run) -> None:
-    """Show a run that goes, or how it ended. Ctrl-C leaves it alone."""
-    from phalanx.cli.served import find_run
-    from phalanx.run.follow import follow
+def again(arguments: list[str]) -> str:
+    """The command that continues a run which was started with these arguments."""
+    kept, rest = list[str](), iter(arguments)
+    for each in rest:
+        if each == "--resume":
+            next(rest, "")
+        elif not each.startswith("--resume="):
+            kept.append(each)
+    return shlex.join(["phalanx", *kept, "--resume", "auto"])
 
-    record = find_run(run)
+
+def _show(folder: Path) -> int | None:
+    """Until the run is over: its exit code. None: it is left alone, because of Ctrl-C or because nobody reads."""
+    from phalanx.observe.record import RunRecord
+    from phalanx.run.follow import follow, head_of
+
     try:
-        code = follow(record)
+        return follow(RunRecord.open(folder))
+    except BrokenPipeError:
+        return None
     except KeyboardInterrupt:
-        print(f"\nthe run goes on\n  see it: phalanx attach {run}\n  end it: phalanx stop {run}", file=sys.stderr)
+        if head_of(folder):
+            print(f"\nthe run continues\n{_how_to(folder)}", file=sys.stderr)
+        return None
+
+
+def _how_to(run: Path) -> str:
+    return f"  see it: phalanx attach {run}\n  end it: phalanx stop {run}"
+
+
+def submit(submission: Submission, job: Job, on: str, detach: bool) -> None:
+    """Hand a run to an engine, and show what it does. Ctrl-C leaves it alone."""
+    from phalanx.run.follow import follow_submitted
+
+    Path(job.run.dir).mkdir(parents=True, exist_ok=True)
+    reference = {"on": on, "id": submission.send()}
+    where = "the pod of its controller" if on == "kubernetes" else job.run.dir
+    print(f"submitted: {on} job {reference['id']}; its record will be in {where}", flush=True)
+    if detach or submission.is_array:
+        return
+    try:
+        code = follow_submitted(job, reference)
+    except KeyboardInterrupt:
+        print(f"\n{on} job {reference['id']} goes on; `phalanx runs` lists its record", file=sys.stderr)
         code = 0
     raise typer.Exit(code)
 
 
+def attach(run: Run = "last", root: Dir = Path("runs")) -> None:
+    """Show a run that goes, or how it ended. Ctrl-C leaves it alone."""
+    raise typer.Exit(_show(find_folder(run, root)) or 0)
+
+
 def stop(
-    run: Run,
+    run: Run = "last",
+    root: Dir = Path("runs"),
     now: Annotated[bool, typer.Option("--now", help="Do not wait until the state is saved.")] = False,
 ) -> None:
     """Ask a run to save its state and to end."""
     from phalanx.core.errors import UserError
     from phalanx.run.follow import head_of
+    from phalanx.runtime.cluster import STOP
 
-    pid = head_of(run)
-    if not pid:
-        raise UserError(
-            "no process of this machine keeps its record", field="RUN", value=str(run), remedy="is it over?"
-        )
-    for _ in range(2 if now else 1):
-        os.kill(pid, signal.SIGTERM)
-        time.sleep(0.1)
-    print(f"the run is asked to {'end' if now else 'save and end'}; see phalanx attach {run}")
+    folder = find_folder(run, root)
+    head = head_of(folder)
+    if not head.is_there:
+        remedy = "is it over, or does another host keep it?"
+        text = "no process of this machine keeps its record, and no job of an engine"
+        raise UserError(text, field="RUN", value=str(folder), remedy=remedy)
+    with contextlib.suppress(OSError):  # or a run that others could continue would be handed over
+        (folder / "control" / STOP).touch()
+    head.ask_to_stop(now)
+    print(f"the run is asked to {'end' if now else 'save and end'}; see phalanx attach {folder}")

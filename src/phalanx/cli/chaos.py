@@ -24,7 +24,8 @@ def chaos_run(
         str, typer.Option(help="start, restore, save: one more fault in each, with commas between.")
     ] = "",
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field of the job; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field of the job; repeatable."),
     ] = None,
 ) -> None:
     """Run the job twice, once with faults, and compare weights and ledger. Exits with 1 if they differ."""

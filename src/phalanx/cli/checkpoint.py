@@ -29,11 +29,13 @@ Place = Annotated[
 @checkpoint_app.command("ls")
 def ls_command(path: Place) -> None:
     """List the checkpoints, the newest first."""
+    from phalanx.checkpoint.best import Best
     from phalanx.control.interval import time_text
     from phalanx.core.checkpoint import BadCheckpoint
 
     with _edge(path):
-        found = _found(path, everything=True)[1]
+        catalog, found = _found(path, everything=True)
+        best = Best.read(catalog.store)
         print(
             f"{'step':>9}  {'name':<{len(found[0].name)}}  {'size':>8}  {'ranks':>6}  {'age':>8}  {'layout':<32}  state"
         )
@@ -46,6 +48,7 @@ def ls_command(path: Place) -> None:
                 except BadCheckpoint as bad:
                     state = f"{state}, BAD: {bad}"
             state += f": {f.quarantine['reason']}" if f.status == "quarantined" else ""
+            state += ", best" if best and (best.step, best.lineage) == (f.step, f.lineage) else ""
             age = time_text(max(0, int((time.time() - f.since) * 1e9)))
             print(f"{f.step:>9}  {f.name}  {size:>8}  {ranks:>6}  {age:>8}  {layout:<32}  {state}")
 
@@ -71,6 +74,10 @@ def show_command(
             "ledger": m.ledger or "-",
             "files": f"{len(m.files):,}, {m.size_bytes:,} bytes",
         }
+        model = m.job.get("model", {})
+        if model:
+            names = ("num_layers", "dim", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
+            rows["model"] = f"{model.get('family')}: " + ", ".join(f"{n} {model[n]:,}" for n in names if n in model)
         for kind, (count, size) in _kinds(m).items():
             rows[kind] = f"{count:,} tensors, {size:,} bytes"
         for name, value in rows.items():
@@ -211,51 +218,6 @@ def _why(record: RunRecord) -> list[str]:
     return lines
 
 
-@checkpoint_app.command("convert")
-def convert_command(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: ours, or a folder of HF or DCP.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="A folder; for phalanx a folder or URL.")],
-    to: Annotated[str, typer.Option("--to", metavar="hf|dcp|phalanx", help="The format to write.")],
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the weights, for hf: bf16 or fp32; as they are.")] = "",
-) -> None:
-    """Convert to and from Hugging Face's safetensors and torch's distributed checkpoints."""
-    from importlib import import_module
-
-    from phalanx.checkpoint.catalog import Catalog
-    from phalanx.core.errors import UserError
-    from phalanx.core.store import is_remote, open_store
-
-    if to not in ("hf", "dcp", "phalanx"):
-        raise UserError("there is no such format", field="--to", value=to, remedy="name hf, dcp or phalanx")
-    kind = _kind_of(source)
-    if (kind == "phalanx") == (to == "phalanx"):
-        remedy = "name another format as --to" if kind == to else "convert it to phalanx first, and that to this format"
-        raise UserError(f"the source is {kind}", field="--to", value=to, remedy=remedy)
-    if dtype and to != "hf":
-        raise UserError(f"{to} keeps the source's", field="--dtype", value=dtype, remedy="leave it out")
-    if to != "phalanx" and is_remote(target):
-        raise UserError(f"{to} is written to a folder", field="DST", value=target, remedy="name a folder")
-    remedy = "see that SRC is there and may be read, and that DST may be written"
-    with _edge(source, remedy), _bar("converting") as told:
-
-        def on_progress(done: int, total: int) -> None:
-            told(done, total, "")
-
-        if to == "phalanx":
-            store = open_store(target)
-            made = import_module(f"phalanx.checkpoint.torch_{kind}").read(Path(source), store, progress=on_progress)
-            Catalog(store).added(made)
-            said = f"{store.url}/{made.name}: {len(made.entries):,} tensors, {made.size_bytes:,} bytes"
-        else:
-            catalog, found = _found(source)
-            reader = catalog.open(found[0].name)
-            options = {"dtype": dtype} if to == "hf" else {}
-            module = import_module(f"phalanx.checkpoint.torch_{to}")
-            module.write(reader, Path(target), progress=on_progress, **options)
-            said = f"{target}: {to}, of {reader.name}"
-    print(said)
-
-
 def _kind_of(source: str) -> str:
     from phalanx.core.store import is_remote
 
@@ -268,6 +230,13 @@ def _kind_of(source: str) -> str:
 
 
 # -- what a path names
+
+
+def newest(path: str) -> str:
+    """The path of the checkpoint that it names, or of the newest good one there."""
+    with _edge(path):
+        catalog, found = _found(path)
+        return f"{catalog.store.url}/{found[0].name}"
 
 
 def _found(path: str, everything: bool = False) -> tuple[Catalog, list[Found]]:

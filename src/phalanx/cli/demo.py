@@ -17,9 +17,12 @@ LOOK_S = 0.05
 
 
 def demo(
-    job: Annotated[Path | None, typer.Argument(help="The job file; without one, the quickstart.")] = None,
+    job: Annotated[
+        Path | None, typer.Argument(metavar="[JOB.toml]", help="The job file; without one, the quickstart.")
+    ] = None,
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field of the job; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field of the job; repeatable."),
     ] = None,
 ) -> None:
     """Train twice on this machine, once while a worker is killed, and compare the two bit by bit."""
@@ -52,6 +55,7 @@ def demo(
             print("\nthe run was over before a worker could be killed; raise train.steps")
         bits = f"{found['same']:,} of {found['compared']:,} steps"
         print(f"bits: {'the same' if same else 'DIFFERENT'} as without the kill ({bits}, and the weights)")
+        _write(clean.path)
         later = f"`phalanx dash {one.run.dir}` shows both runs"
         print(f"page: {address} (later: {later})" if address else f"page: {later}; it needs phalanx[web]")
         if address and sys.stdin.isatty() and sys.stdout.isatty():
@@ -59,6 +63,20 @@ def demo(
                 input("press Enter to close the page ")
         if not same or not killed:
             raise typer.Exit(1)
+
+
+def _write(run: Path) -> None:
+    """A few lines by the model."""
+    from phalanx.cli.checkpoint import newest
+    from phalanx.observe.words import printable
+    from phalanx.train.sampler import Sampler
+
+    prompt = "def "
+    text = prompt + "".join(Sampler(newest(str(run))).write(prompt, 160, temperature=0.6, top_k=20))
+    print(f"\nthe model continues {prompt!r} (`phalanx generate {run} {prompt!r}`):")
+    for line in text.splitlines()[:6]:
+        print(f"  | {printable(line)[:100]}")
+    print()
 
 
 def _page(stack: contextlib.ExitStack, root: Path) -> str:

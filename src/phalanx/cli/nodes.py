@@ -1,4 +1,5 @@
-"""`phalanx agent`: be a node of a run. `phalanx nodes` and `phalanx scale`: change a run while it goes."""
+"""`phalanx agent`: be a node of a run. `phalanx aggregator`, `phalanx relay`: stand between many of them and its top.
+`phalanx nodes`, `phalanx scale`: change a run while it goes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,21 @@ def agent(context: typer.Context) -> None:
     raise typer.Exit(main(context.args))
 
 
-def _ask(run: Path, message: dict[str, Any]) -> dict[str, Any]:
+def aggregator(context: typer.Context) -> None:
+    """Serve some hundred agents of a large fleet: --controller HOST:PORT --secret FILE (all options: --help)."""
+    from phalanx.runtime.between import aggregator as main
+
+    raise typer.Exit(main(context.args))
+
+
+def relay(context: typer.Context) -> None:
+    """Fold what some aggregators say for the record: --record HOST:PORT --secret FILE (all options: --help)."""
+    from phalanx.runtime.between import relay as main
+
+    raise typer.Exit(main(context.args))
+
+
+def ask(run: Path, message: dict[str, Any]) -> dict[str, Any]:
     from phalanx.core.errors import RunFailed, UserError
     from phalanx.runtime import controller
     from phalanx.runtime.secret import load_secret
@@ -41,8 +56,13 @@ def _ask(run: Path, message: dict[str, Any]) -> dict[str, Any]:
 
 @nodes_app.command("ls")
 def nodes_ls(run: Run) -> None:
-    """What the controller knows of the nodes."""
-    said = _ask(run, {"type": "status"})
+    """What the controller knows of the nodes, and where it listens."""
+    import json
+
+    said = ask(run, {"type": "status"})
+    at = json.loads((run / "control" / "controller.json").read_bytes())
+    ends = {"controller": (at["host"], at["port"]), "agents join": [*at["aggregators"], ("", 0)][0]}
+    print(", ".join(f"{name} {host}:{port}" for name, (host, port) in (ends | {"record": at["recorder"]}).items()))
     print(f"{said['phase']}, generation {said['generation']}, step {said['step']}, replicas {said['replicas']}")
     for name, node in sorted(said["nodes"].items()):
         place = f"place {node['place']}" if node["place"] >= 0 else "spare"
@@ -59,9 +79,29 @@ def nodes_drain(
     off: Annotated[bool, typer.Option("--off", help="Use it again.")] = False,
 ) -> None:
     """Move what runs on a node elsewhere at a step boundary, and use it no more, also after a restart."""
-    _ask(run, {"type": "ask", "event": {"kind": "Drain", "node": node, "off": off}})
+    ask(run, {"type": "ask", "event": {"kind": "Drain", "node": node, "off": off}})
     leaves = f"{node} leaves at a step boundary, as soon as the run can do without it; see `phalanx nodes ls`"
     print(f"{node} may be used again" if off else leaves)
+
+
+@nodes_app.command("token")
+def nodes_token(
+    run: Run,
+    node: Annotated[str, typer.Argument(help="The name of the host that is to join.")],
+    out: Annotated[Path, typer.Option(help="Where to write it; only you can read it.")] = Path("token"),
+) -> None:
+    """Write the token of a new host. With it the host can join under this name and no other; the secret stays here."""
+    from phalanx.core.errors import UserError
+    from phalanx.runtime.secret import NAME, load_secret, write_token
+
+    kept = run / "control" / "secret"
+    if not kept.is_file():
+        raise UserError("it has no secret", field="run", value=str(run), remedy="name the folder of a run, on its host")
+    if not NAME.fullmatch(node):
+        remedy = "letters, digits, '.', '_' and '-', as in its host name"
+        raise UserError("it is no name of a node", field="NODE", value=node, remedy=remedy)
+    write_token(out, load_secret(kept, create=False), "agent", node)
+    print(f"{out} is the token of {node}\n  there: phalanx agent --join HOST:PORT --name {node} --secret {out.name}")
 
 
 @nodes_app.command("add")
@@ -71,7 +111,7 @@ def nodes_add(
     """Add nodes: they fill places that are empty, or stand by."""
     from phalanx.runtime.cluster import MORE_NODES
 
-    _ask(run, {"type": "status"})
+    ask(run, {"type": "status"})
     path = run / "control" / MORE_NODES
     before = int(path.read_text()) if path.exists() else 0
     near = path.with_name(f".{path.name}")
@@ -82,5 +122,5 @@ def nodes_add(
 
 def scale(run: Run, replicas: Annotated[int, typer.Option(min=1, help="How many from now on.")]) -> None:
     """Change the number of replicas of a run while it goes: the same batch, divided among them."""
-    _ask(run, {"type": "ask", "event": {"kind": "Scale", "replicas": replicas}})
+    ask(run, {"type": "ask", "event": {"kind": "Scale", "replicas": replicas}})
     print(f"{replicas} replicas are wanted from the next step boundary on, if there are nodes for them")

@@ -73,7 +73,9 @@ def plan(
     )  # fmt: skip
     answer = ask(options)
     if html:
-        _write(html, answer)
+        from phalanx.plan.report.html import page
+
+        _write(html, page(answer))
     if as_json:
         _print_json(as_dict(answer))
     else:
@@ -134,18 +136,44 @@ def validate_command(
     print_validation(result, rows)
 
 
+@plan_app.command("scaling")
+def scaling_command(
+    model: Annotated[str, typer.Option(metavar="NAME|JOB.toml", help="A preset, a published model, or a job file.")],
+    hardware: Annotated[str, typer.Option(metavar="NAME", help="A chip or node of `phalanx hardware ls`.")] = "h100",
+    sizes: Annotated[str, typer.Option(metavar="8,64,512", help="Numbers of chips; 8 to a million if left out.")] = "",
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The curves, as one page.")] = None,
+    as_json: Json = False,
+    hardware_file: File = None,
+) -> None:
+    """What a chip contributes as the cluster grows, with failures: laid out well, and over one flat ring."""
+    from phalanx.cli.plan_ask import Options, parse_sizes, request
+    from phalanx.hardware import load
+    from phalanx.twin.scaling import SIZES, curves, page, text
+
+    catalogue = load(hardware_file)
+    given = parse_sizes(sizes) if sizes else SIZES
+    found = curves(lambda n: request(Options(model, n, hardware), catalogue.cluster(hardware, n)), given)
+    if html:
+        _write(html, page([found]))
+    if as_json:
+        _print_json(found.to_json())
+        return
+    print("\n".join(text(found)))
+    if html:
+        print(f"\npicture: {html}")
+
+
 def _print_json(what: Any) -> None:
     import json
 
     print(json.dumps(what, indent=2))
 
 
-def _write(path: Path, answer: Any) -> None:
+def _write(path: Path, page: str) -> None:
     from phalanx.core.errors import UserError
-    from phalanx.plan.report.html import page
 
     try:
-        path.write_text(page(answer), encoding="utf-8")
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         remedy = "name a file in a folder that is there and that you may write to"
         raise UserError(f"cannot be written: {error.strerror}", field="html", value=str(path), remedy=remedy) from None

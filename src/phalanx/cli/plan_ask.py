@@ -136,7 +136,10 @@ def find_model(name: str, seq: int = 0) -> Model:
     if said in PRESETS:
         known = {f.name for f in fields(ModelConfig)}
         config = ModelConfig(**{k: v for k, v in PRESETS[said].items() if k in known})
-        return Model(said, ModelShape.from_config(config, seq or SEQ))
+        if config.context and seq > config.context:
+            remedy = f"take --seq {config.context} or less, or a job file whose model.context is larger"
+            raise UserError(f"{said} is made for {config.context} tokens", field="seq", value=seq, remedy=remedy)
+        return Model(said, ModelShape.from_config(config, seq or min(SEQ, config.context or SEQ)))
     if said in published():
         return Model(said, published_shape(said, seq or SEQ))
     names = [*PRESETS, *(n for n in published() if n not in PRESETS)]
@@ -166,6 +169,15 @@ def parse_count(text: str) -> float:
     if not found or not 0 < float(found[1]) * SIZES[found[2]] <= 1e18:
         raise UserError("that is no number of tokens", field="tokens", value=text, remedy="such as 15T, 300B or 1e12")
     return float(found[1]) * SIZES[found[2]]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Numbers of chips, such as 8,64,512."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        remedy = "write whole numbers with commas between them, such as 8,64,512"
+        raise UserError("not a list of numbers of chips", field="sizes", value=text, remedy=remedy)
+    return sorted({int(word) for word in words})
 
 
 def _names(text: str, what: str, known: tuple[str, ...]) -> tuple[str, ...]:

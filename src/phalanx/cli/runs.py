@@ -26,18 +26,24 @@ def say(text: str) -> None:
 
 
 def open_story(run: str, root: Path, price: float | None = None, field: str = "RUN") -> Story:
+    from phalanx.observe.story import Story
+
+    return Story(find_folder(run, root, field), price)
+
+
+def find_folder(run: str, root: Path, field: str = "RUN") -> Path:
     """Find a run by its folder, its name, the beginning of its name, or `last`."""
     from phalanx.core.errors import UserError
-    from phalanx.observe.story import Story, find_runs
+    from phalanx.observe.story import find_runs
 
     if (Path(run) / "meta.json").is_file():
-        return Story(Path(run), price)
+        return Path(run)
     runs = find_runs(root)
     found = runs[:1] if run == "last" else [p for p in runs if p.name == run] or [
         p for p in runs if p.name.startswith(run) or p.name.rsplit("-", 1)[-1] == run
     ]  # fmt: skip
     if len(found) == 1:
-        return Story(found[0], price)
+        return found[0]
     remedy = f"`phalanx runs ls {root}` lists them" if runs else f"name the folder of a run; {root} has none"
     text = f"{len(found)} runs begin like that" if found else "there is no such run"
     raise UserError(text, field=field, value=run, remedy=remedy)
@@ -107,6 +113,28 @@ def show_command(run: Run, root: Dir = Path("runs"), as_json: Json = False, pric
     for spike in about["spikes"][:10]:
         say(f"\nloss spike at step {spike['step']:,}: {spike['loss']:.3f}, usually {spike['usual']:.3f}; "
               f"samples {spike['samples']}")  # fmt: skip
+
+
+@runs_app.command("fleet")
+def fleet_command(run: Run, root: Dir = Path("runs"), as_json: Json = False) -> None:
+    """List the nodes of a run, their ranks and how they do, and which step is safe where."""
+    from phalanx.observe import durability, fleet
+    from phalanx.observe.incidents import seconds
+
+    story = open_story(run, root)
+    found, tiers = fleet.fleet(story.part), durability.tiers(story)
+    if as_json:
+        print(json.dumps({**found, "headline": fleet.headline(found), "saved": tiers}))
+        return
+    say(fleet.headline(found))
+    for node in found["nodes"]:
+        ranks = ", ".join(f"{a:,}" if b == a + 1 else f"{a:,}-{b - 1:,}" for a, b in node["ranks"]) or "none"
+        deaths = f"  {node['deaths']} deaths, the last: {node['why']}" if node["deaths"] else ""
+        say(f"  {node['name']:<16} {node['state']:<6} ranks {ranks}{deaths}")
+    say(f"\n{durability.headline(tiers, story.done)}")
+    for tier in tiers:
+        again = f"{tier['behind']:,} steps ({seconds(tier['redo_s'])}) again" if tier["behind"] else "nothing again"
+        say(f"  {tier['tier']:<7} step {tier['step']:>9,}  {again}; survives the loss of {tier['survives']}")
 
 
 @runs_app.command("diff")

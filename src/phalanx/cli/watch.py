@@ -75,16 +75,12 @@ def _screen(story: Story, width: int) -> RenderableType:
             bar = "█" * round(wide * row["share"]) or "▏"
             table.add_row(row["state"], f"{row['share']:7.2%}", f"{figure(row['gpu_s'])} GPU-s", bar)
     lines += [Text(""), table]
-    slow = story.rows[-1] if story.rows else {}
-    if "slowest_rank" in slow:
-        times = [slow.get(k) for k in ("time_min_s", "time_median_s", "time_s")]
-        if all(isinstance(t, float) for t in times):
-            text = " / ".join(seconds(t) for t in times)  # type: ignore[arg-type]
-            lines.append(
-                Text(
-                    f"\nstep of the last: fastest / median / slowest rank {text}; slowest: rank {slow['slowest_rank']}"
-                )
-            )
+    if about["phases"]:
+        spent = "  ".join(f"{name} {seconds(took)}" for name, took in about["phases"].items())
+        lines.append(Text(f"\na step, in the median: {spent}"))
+    if about["slowest"]:
+        named = ", ".join(f"rank {rank} {seconds(took)}" for took, rank in about["slowest"])
+        lines.append(Text(f"most work of its own in the last step: {named}"))
     for one in story.incidents()[-5:]:
         lines.append(Text(printable(f"\n{one.number} {one.verdict()}")))
     return Group(*lines)

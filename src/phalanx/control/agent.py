@@ -168,6 +168,7 @@ class Agent:
     def __post_init__(self) -> None:
         self._out: list[Action] = []
         self._gathered: dict[tuple[Any, ...], dict[int, Any]] = {}
+        self._pieces: dict[tuple[int, int], dict[int, list[Any]]] = {}  # of an order to commit, by their first rank
 
     def take(self) -> list[Action]:
         """What is to be done, in this order."""
@@ -649,7 +650,7 @@ class Agent:
                 self._allow(number, "gang", form.generation)
                 source = codec.encode(form.every or form.sources.get(mate.rank))
                 more = {"replicas": list(form.replicas), "world": mate.world, "rank": mate.rank, "source": source}
-                more |= {"gives": gives, "joins": bool(form.sources), "branch": form.branch, "kept": form.kept}
+                more |= {"gives": gives, "joins": form.joins, "branch": form.branch, "kept": form.kept}
                 self._to([number], "form", **where, **more)
 
     def _probe(self, command: messages.Probe) -> None:
@@ -670,14 +671,24 @@ class Agent:
             self._unwritten(command.step, command.generation, 0)
 
     def _commit(self, command: messages.Commit) -> None:
-        body = codec.encode(command)
-        del body["node"]
+        key = (command.step, command.generation)
+        found = self._pieces.get(key, {})
+        found[command.first] = codec.encode(command.files)
+        self._pieces = {key: found}
+        if sum(map(len, found.values())) < command.ranks:
+            return
+        self._pieces = {}
+        body = {name: getattr(command, name) for name in ("checkpoint", "step", "generation", "seal")}
+        body["files"] = [file for _, files in sorted(found.items()) for file in files]
         if not self._to_keeper({"type": "commit", **body}):
             self._unwritten(command.step, command.generation, -1)
 
     def _unwritten(self, step: int, generation: int, rank: int) -> None:
         reason = f"the keeper of node {self.name} is not there"
         self._post(messages.Unwritten(self.name, self.incarnation, "", step, generation, rank, reason))
+
+    def _profile(self, command: messages.Profile) -> None:
+        self._to(self.mates, "profile", first=command.first, last=command.last, ranks=list(command.ranks))
 
     def _interval(self, command: messages.Interval) -> None:
         about = {"version": command.version, "steps": command.steps, "memory_steps": command.memory_steps}
@@ -702,4 +713,5 @@ OBEY: dict[type[Command], Any] = {
     messages.Write: Agent._write,
     messages.Commit: Agent._commit,
     messages.Interval: Agent._interval,
+    messages.Profile: Agent._profile,
 }

@@ -223,3 +223,17 @@ def hints(kind: Any) -> dict[str, Any]:
 def _hints(kind: Any) -> dict[str, Any]:
     known = get_type_hints(kind)
     return {f.name: known[f.name] for f in fields(kind) if f.init}
+
+
+def describe(*kinds: Any) -> str:
+    """Return the form of dataclasses, and of all that are in them: what one release writes and another cannot read
+    differs here."""
+    found: dict[str, str] = {}
+    left = list(kinds)
+    while left:
+        kind = left.pop()
+        left += get_args(kind)
+        if isinstance(kind, type) and is_dataclass(kind) and kind.__name__ not in found:
+            left += hints(kind).values()
+            found[kind.__name__] = ", ".join(f"{f.name}: {f.type}" for f in fields(kind) if f.init)
+    return "\n".join(f"{name}({about})" for name, about in sorted(found.items()))

@@ -17,6 +17,7 @@ from phalanx.control.sources import Lineage
 
 KEPT = 4  # checkpoints to fall back to
 MOST_OPEN = 8
+PIECE = 20_000  # files in a command: 1.6 MB, and a frame holds 8
 PAUSE_NS, MOST_PAUSE_NS = S, 20 * S
 
 
@@ -95,11 +96,12 @@ class Commits:
         return len(draft.files) > known
 
     def _commit(self, draft: Draft) -> None:
-        self._desk.say(self._order(draft))
+        self._desk.out += self._orders(draft)
 
-    def _order(self, draft: Draft) -> messages.Commit:
-        files = tuple(draft.files[rank] for rank in range(draft.ranks))
-        return messages.Commit(draft.node, draft.checkpoint, draft.step, draft.generation, files, draft.seal)
+    def _orders(self, draft: Draft) -> list[messages.Commit]:
+        about = (draft.node, draft.checkpoint, draft.step, draft.generation, draft.ranks)
+        cuts = [range(draft.ranks)[at : at + PIECE] for at in range(0, draft.ranks, PIECE)]
+        return [messages.Commit(*about, cut[0], tuple(draft.files[rank] for rank in cut), draft.seal) for cut in cuts]
 
     def unwritten(self, event: messages.Unwritten) -> None:
         key = _key(event.step, event.generation)
@@ -241,7 +243,7 @@ class Commits:
             if draft.failed and not draft.whole
         ]
         if whole:  # once the newest has its manifest the others do not matter
-            out.append(self._order(max(whole, key=lambda draft: (draft.generation, draft.step))))
+            out += self._orders(max(whole, key=lambda draft: (draft.generation, draft.step)))
         return out
 
 

@@ -16,7 +16,8 @@ from phalanx.control.policy import Policy
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 
-FROM_USERS = (messages.Drain, messages.Scale, messages.Stop)
+FROM_USERS = (messages.Drain, messages.Scale, messages.Stop, messages.Trace)
+MOST_TRACED = (16, 100)  # ranks, steps
 FROM_REPLICAS = (messages.Formed, messages.Parted)
 FROM_AGENTS = (
     messages.NodeJoined, messages.WorkersUp, messages.WorkerDied, messages.ServiceDied, messages.Built,
@@ -24,6 +25,13 @@ FROM_AGENTS = (
     messages.StepsDone, messages.Written, messages.Unwritten, messages.Durable, messages.Cost, messages.DeviceWarning,
     messages.LinkLost, messages.LinkBack,
 )  # fmt: skip
+PASSING = ("DeviceWarning", "LinkLost", "LinkBack", "Cost", "ServiceDied", "StepsDone")  # nobody waits for these
+
+
+def form() -> str:
+    """Return the form of entries and states. Another one: another release wrote them, and this one may read them
+    wrongly or not at all."""
+    return codec.describe(Plan, Gang, *(kind for kind in messages.KINDS.values() if issubclass(kind, Event)))
 
 
 class Poison(Exception):
@@ -39,6 +47,7 @@ class Plan:
     start: int  # the step that the run begins from
     generation: int  # in which that was made
     policy: Policy
+    homes: tuple[str, ...] = ()  # nodes, in the order of the places that they are to fill
 
 
 @dataclass
@@ -47,11 +56,13 @@ class State:
     plan: Any  # as JSON
     roster: Roster = field(default_factory=Roster)
     time_ns: int = 0  # of the last entry
+    aside: int = 0  # entries that were set aside
     refused: str = ""  # the last event that an agent should not have sent
 
     @staticmethod
     def of(plan: Plan) -> State:
-        return State(Gang.of(plan.layout, plan.steps, plan.policy, plan.start, plan.generation), codec.encode(plan))
+        gang = Gang.of(plan.layout, plan.steps, plan.policy, plan.start, plan.generation, plan.homes)
+        return State(gang, codec.encode(plan))
 
     def take(self, kind: str, body: Item, time_ns: int) -> tuple[Item, list[Command]]:
         """The news in an entry, and the commands that follow. Nothing but this changes the state."""
@@ -59,11 +70,8 @@ class State:
         if kind == "plan":
             self.check(body["plan"])
             return body, []
-        if kind == "aside":  # the gang raised on it; who sent it need not send it again
-            said = body.get("body", {})
-            for item in said.get("items", ()):
-                with contextlib.suppress(ValueError):
-                    self.roster.take(said["from"], item)
+        if kind == "aside":
+            self._set_aside(body.get("body", {}), time_ns)
             return body, []
         if kind == "event":
             return body, self._apply(time_ns, Event.from_dict(body["event"]))
@@ -80,6 +88,18 @@ class State:
             if event:
                 out += self._apply(time_ns, event)
         return {**body, "items": news}, out
+
+    def _set_aside(self, said: Item, time_ns: int) -> None:
+        """The gang raised on it, and does not know now how those stand that it is about: nodes start anew, a timer
+        fires a little later. It need not be sent again."""
+        self.aside += 1
+        for item in said.get("items", ()):
+            with contextlib.suppress(ValueError):
+                self.roster.take(said["from"], item)
+        for fence in fences(said):
+            self.gang.disown(time_ns, fence.node, fence.incarnation)
+        if timer := said.get("event", {}).get("timer"):
+            self.gang.put_off(time_ns, timer)
 
     def _apply(self, time_ns: int, event: Event) -> list[Command]:
         try:
@@ -121,7 +141,9 @@ class State:
         if isinstance(event, messages.NodeDead) and event.proof:
             return
         if not isinstance(event, FROM_USERS):
-            raise ValueError(f"{type(event).__name__} is nothing that can be asked for; Drain, Scale and Stop are")
+            raise ValueError(
+                f"{type(event).__name__} is nothing that can be asked for; Drain, Scale, Stop and Trace are"
+            )
         if isinstance(event, messages.Drain):
             node = self.gang.members.nodes.get(event.node)
             if node is None or (node.dead and not event.off):
@@ -131,14 +153,34 @@ class State:
             if not least <= event.replicas <= most:
                 raise ValueError(f"Scale.replicas = {event.replicas}: expected {least} to {most}")
 
+        if isinstance(event, messages.Trace):
+            ranks, steps = MOST_TRACED
+            if not event.first < event.last <= event.first + steps:
+                raise ValueError(f"Trace.last = {event.last}: expected {event.first + 1} to {event.first + steps}")
+            world = self.gang.members.replica_size * self.gang.changes.most
+            if not 0 < len(event.ranks) <= ranks or not all(0 <= rank < world for rank in event.ranks):
+                raise ValueError(f"Trace.ranks = {list(event.ranks)[:20]}: expected 1 to {ranks} below {world}")
+
     def to_bytes(self) -> bytes:
-        parts = {"plan": self.plan, "roster": self.roster.to_dict(), "time_ns": self.time_ns}
+        parts = {"plan": self.plan, "roster": self.roster.to_dict(), "time_ns": self.time_ns, "aside": self.aside}
         return json.dumps({**parts, "gang": self.gang.to_bytes().decode()}).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> State:
         said = json.loads(data)
-        return State(Gang.from_bytes(said["gang"].encode()), said["plan"], Roster(said["roster"]), said["time_ns"])
+        gang, roster = Gang.from_bytes(said["gang"].encode()), Roster(said["roster"])
+        return State(gang, said["plan"], roster, said["time_ns"], said["aside"])
+
+
+def fences(said: Item) -> list[messages.Fence]:
+    """List the nodes that start anew when an entry is set aside: somebody may wait for what they have said."""
+    about = [said.get("event", {})]
+    for item in said.get("items", ()):
+        if item.get("event", {}).get("kind") in PASSING:
+            continue
+        names = item["said"] if item["type"] == "many" else [(item["node"], item["incarnation"])]
+        about += [{"node": node, "incarnation": incarnation} for node, incarnation, *_ in names]
+    return [messages.Fence(one["node"], one["incarnation"]) for one in about if "incarnation" in one]
 
 
 def _check_agent(item: Item, event: Event | None) -> None:

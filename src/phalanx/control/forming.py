@@ -165,6 +165,7 @@ class Forming:
             rung=max((rung for rung, _ in staff.why), default=-1),
             reason=self._reason(),
             nodes=EVERYONE,
+            joins=bool(sources) and not every,
         )
 
     def _every(self, chosen: list[int], sources: Sources) -> Source | None:

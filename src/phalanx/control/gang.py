@@ -76,9 +76,13 @@ class Gang:
         self.ending.bind(desk, members, policy, worlds, gen, lineage, finder, commits)
 
     @staticmethod
-    def of(layout: Layout, steps: int, policy: Policy, start: int = 0, generation: int = 0) -> Gang:
-        """`start`: the step that the run begins from; `generation`: the one in which that was made."""
+    def of(
+        layout: Layout, steps: int, policy: Policy, start: int = 0, generation: int = 0, homes: tuple[str, ...] = ()
+    ) -> Gang:
+        """`start`: the step that the run begins from; `generation`: the one in which that was made; `homes`: nodes, in
+        the order of the places that they are to fill."""
         members = Membership(layout.replica_size, layout.ranks_per_node or layout.world_size)
+        members.homes = {name: place for place, name in enumerate(homes)}
         members.want(list(range(layout.replica)))
         gang = Gang(policy, members, Changes(policy.max_replicas or layout.replica), Ending(steps))
         gang.gen.number, gang.lineage.committed, gang.commits.durable = generation, start, [(start, generation)]
@@ -104,6 +108,19 @@ class Gang:
         elif HANDLERS[type(event)](self, event):
             self._advance()
         return desk.out
+
+    def put_off(self, now_ns: int, timer: str) -> None:
+        """Fire a timer again after a while: what it was to do has raised."""
+        self.desk.now_ns = max(self.desk.now_ns, now_ns)
+        self.desk.set(timer, self.policy.resend_ns)
+
+    def disown(self, now_ns: int, name: str, incarnation: int) -> None:
+        """Count a node as lost, since what it has said could not be heard. It is fenced, and joins again."""
+        self.desk.now_ns = max(self.desk.now_ns, now_ns)
+        node = self.members.nodes.get(name)
+        if self.phase != "ended" and node and node.incarnation == incarnation and not node.dead:
+            self._lose_node(name, self.staff.lose_node(name, "has said what raised an error"), "")
+            self._advance()
 
     @property
     def phase(self) -> str:
@@ -635,6 +652,10 @@ class Gang:
             self.desk.say(self._interval())
         return False
 
+    def _on_trace(self, event: messages.Trace) -> bool:
+        self.desk.say(messages.Profile(event.first, event.last, event.ranks, EVERYONE))
+        return False
+
     def _interval(self) -> messages.Interval:
         return messages.Interval(self.commits.version, *self.commits.interval, EVERYONE)
 
@@ -665,6 +686,7 @@ HANDLERS: dict[type[Event], Callable[[Gang, Any], bool]] = {
     messages.LinkBack: Gang._on_link,
     messages.Drain: lambda gang, event: gang.staff.drain(event),
     messages.Scale: lambda gang, event: gang.changes.scale(event),
+    messages.Trace: Gang._on_trace,
     messages.Stop: lambda gang, event: gang.ending.stop(event),
     messages.TimerFired: Gang._on_timer,
 }

@@ -42,11 +42,6 @@ class Interval:
     cost_ppm: int  # of the time, for checkpoints
     lost_ppm: int  # of the time, for what failures undo
 
-    @property
-    def capped(self) -> bool:
-        """More often would be better, and cannot be."""
-        return self.binds != "formula"
-
 
 def durable_interval(m: Measured) -> Interval:
     """The next one cannot begin before the last is durable."""

@@ -34,7 +34,6 @@ class Edge:
     incarnation: int
     visit: int  # which of its connections, of all that it ever made
     edge: str
-    silent_ns: int
 
     def to_item(self) -> Item:
         return {"type": "edge", **{name: getattr(self, name) for name in self.__slots__}}
@@ -53,15 +52,15 @@ class Liveness:
         seen = self.nodes.get(node)
         if seen is None or seen.incarnation != incarnation:
             seen = self.expect(node, incarnation, now_ns)
-        gap = now_ns - seen.last_ns
+        gap = max(0, now_ns - seen.last_ns)  # it may have been given time beyond now
         seen.gap_ns = max(gap, seen.gap_ns - (seen.gap_ns - gap) // 16)
         seen.last_ns = now_ns
         if seen.visit != visit:
             seen.visit, seen.suspect = visit, False
-            yield Edge(node, incarnation, visit, SEEN, gap)
+            yield Edge(node, incarnation, visit, SEEN)
         elif seen.suspect:
             seen.suspect = False
-            yield Edge(node, incarnation, visit, CLEAR, gap)
+            yield Edge(node, incarnation, visit, CLEAR)
 
     def expect(self, node: str, incarnation: int, now_ns: int) -> Seen:
         """It should be there; its silence begins now."""
@@ -72,11 +71,11 @@ class Liveness:
     def forget(self, node: str) -> None:
         self.nodes.pop(node, None)
 
-    def all(self, now_ns: int) -> list[Edge]:
+    def all(self) -> list[Edge]:
         """Those that were heard of and are not suspect, as if they were seen for the first time: for a controller that
         has not heard from this aggregator for a while."""
         heard = [(name, seen) for name, seen in self.nodes.items() if seen.visit and not seen.suspect]
-        return [Edge(name, s.incarnation, s.visit, SEEN, now_ns - s.last_ns) for name, s in heard]
+        return [Edge(name, s.incarnation, s.visit, SEEN) for name, s in heard]
 
     def tick(self, now_ns: int) -> Iterator[Edge]:
         while self._deadlines and self._deadlines[0][0] <= now_ns:
@@ -86,7 +85,7 @@ class Liveness:
                 continue
             if self._due(seen) <= now_ns:
                 edge = DEAD if seen.suspect else SUSPECT
-                yield Edge(node, incarnation, seen.visit, edge, now_ns - seen.last_ns)
+                yield Edge(node, incarnation, seen.visit, edge)
                 if edge == DEAD:
                     del self.nodes[node]
                     continue

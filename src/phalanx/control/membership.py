@@ -66,6 +66,7 @@ class Membership:
     places: dict[int, Place] = field(default_factory=dict)
     workers: dict[int, Worker] = field(default_factory=dict)
     last_worker: int = 0
+    homes: dict[str, int] = field(default_factory=dict)  # node -> the place that it fills if that is vacant
     # What follows from the above, so that nobody has to look through it.
     alive: int = field(init=False)  # nodes
     spares: set[str] = field(init=False)

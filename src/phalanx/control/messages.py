@@ -88,7 +88,7 @@ class NodeJoined(Event):
 
     node: str
     incarnation: int
-    domain: str = ""  # of failure
+    domain: str = ""  # of failure; its levels, from the top, are parted by dots
     address: str = ""  # where its workers can be reached; their ports come with WorkersUp
     memory: str = ""  # where its snapshots are served
 
@@ -348,6 +348,15 @@ class Stop(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Trace(Event):
+    """Have some ranks record what they do in the steps from `first` to before `last`."""
+
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired(Event):
     timer: str
 
@@ -472,6 +481,7 @@ class Form(Command):
     rung: int  # of the ladder; -1: nothing had failed
     reason: str
     nodes: tuple[str, ...]
+    joins: bool = False  # some take the state of others, so all compare theirs; all nodes are told, unlike `sources`
 
     def own(self) -> dict[str, dict[str, Any]]:
         """What only some nodes are told, by node: the sources of its ranks and those that it is a source of, and its
@@ -522,12 +532,15 @@ class Write(Command):
 
 @dataclass(frozen=True, slots=True)
 class Commit(Command):
-    """All files of a checkpoint are written: write its manifest. Answered by Durable, or Unwritten."""
+    """All files of a checkpoint are written: write its manifest. Answered by Durable, or Unwritten. Many files come in
+    several commands."""
 
     node: str
     checkpoint: str
     step: int
     generation: int
+    ranks: int
+    first: int  # the rank of the first of these files
     files: tuple[tuple[int, str], ...]  # by rank
     seal: str
 
@@ -539,6 +552,16 @@ class Interval(Command):
     version: int
     steps: int
     memory_steps: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile(Command):
+    """What a Trace asks for."""
+
+    first: int
+    last: int
+    ranks: tuple[int, ...]
     nodes: tuple[str, ...]
 
 

@@ -4,6 +4,7 @@ them by rank."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -311,20 +312,21 @@ class Staff:
         return [n for n in self._members.spares - self.suspects if not (nodes[n].drained or (good and nodes[n].fault))]
 
     def _spare(self, place: int, good: bool = False) -> str | None:
-        """The best there is: without a fault, in the domain of the last one, in the order of names."""
+        """The best there is: without a fault, near to the last one in the network, in the order of names."""
         nodes, domain = self._members.nodes, self._members.places[place].domain
-        return min(self._fit(good), key=lambda n: (bool(nodes[n].fault), nodes[n].domain != domain, n), default=None)
+        near = lambda n: (bool(nodes[n].fault), -_levels_shared(nodes[n].domain, domain), n)  # noqa: E731
+        return min(self._fit(good), key=near, default=None)
 
     def fill(self) -> None:
         members = self._members
+        for name in sorted(self._fit(good=True)) if members.homes and members.vacant else ():
+            if members.homes.get(name) in members.vacant:
+                self._seat(members.homes[name], name)
         for place in self._vacant():
             spare = self._spare(place)
             if spare is None:
                 break
-            members.sit(place, spare)
-            if members.nodes[spare].fault:
-                self.leaving.add(spare)
-            self._desk.say(messages.Note(2, f"node {spare} takes place {place}"))
+            self._seat(place, spare)
         for place in sorted(members.short):
             self._restart(place)
         for name in sorted(self.leaving):
@@ -335,6 +337,12 @@ class Staff:
                 if spare is not None:
                     members.sit(place, spare, "next")
                     self._launch(place, ranks, "next")
+
+    def _seat(self, place: int, name: str) -> None:
+        self._members.sit(place, name)
+        if self._members.nodes[name].fault:
+            self.leaving.add(name)
+        self._desk.say(messages.Note(2, f"node {name} takes place {place}"))
 
     def _vacant(self) -> Iterator[int]:
         """First those whose replicas lack least; at a beginning, when one is as good as another, as they are numbered.
@@ -389,3 +397,9 @@ class Staff:
         self.leaving.discard(seat.node)
         if self._members.nodes[seat.node].drained:
             self._desk.say(messages.Release(seat.node))
+
+
+def _levels_shared(one: str, other: str) -> int:
+    """How many levels of the network two nodes have in common: spine.leaf1 and spine.leaf2 have one."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

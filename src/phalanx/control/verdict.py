@@ -24,6 +24,10 @@ _ECHO = re.compile(
 _MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory|cannot allocate memory", re.IGNORECASE)
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 MEMORY_REMEDY = 'lower train.micro_batch, set train.recompute = "full", or raise layout.shard or layout.tp'
+NCCL_REMEDY = (
+    "NCCL says more in the logs of the ranks with NCCL_DEBUG=INFO in the environment of the agents; NCCL_SOCKET_IFNAME "
+    "names its interface, and RDMA needs `ulimit -l unlimited`"
+)
 HANG_REMEDY = "see where it stands in the stack above; if the step is only slow, set a larger run.hang_timeout_s"
 
 
@@ -82,6 +86,8 @@ def is_echo(kind: str, text: str) -> bool:
 def remedy(failure: Failure) -> str:
     if failure.kind in ("OutOfMemoryError", "MemoryError") or _MEMORY.search(failure.text):
         return MEMORY_REMEDY
+    if "NCCL error" in failure.text:
+        return NCCL_REMEDY
     if failure.hang.startswith("is stopped"):
         return "find out what stopped it; SIGCONT would let it go on"
     if failure.hang:

@@ -155,6 +155,7 @@ class Manifest:
     lineage: str = ""  # the run that it belongs to, with all that continue it; "": imported
     generation: int = 0
     ledger: str = ""  # the hash of the last committed step
+    recent: list[float | None] = field(default_factory=list)  # losses, as `train.skips` keeps them
     job: dict[str, Any] = field(default_factory=dict)
     made: float = 0.0  # seconds since 1970
     format: int = FORMAT

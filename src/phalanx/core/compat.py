@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.core.errors import UserError
+from phalanx.core.errors import UserError, together
 from phalanx.core.image import SYNTHETIC_IMAGES, ImageShape
 from phalanx.core.job import STDLIB, Job
-from phalanx.core.shape import FAMILIES
+from phalanx.core.rotary import rotated_width
+from phalanx.core.shape import FAMILIES, ModelConfig
 
 Predicate = Callable[[Job], bool]
 
@@ -56,6 +57,10 @@ def _patches(job: Job) -> int:
     """In an image; 0: model.options do not say."""
     shape = ImageShape.of(job.model.options)
     return shape.num_patches if shape else 0
+
+
+def _text_features(c: ModelConfig) -> bool:
+    return bool(c.window or c.embedding_scale != 1 or c.rope_scaling != "none" or c.rope_fraction != 1)
 
 
 def _chunks_fit(job: Job) -> bool:
@@ -117,10 +122,100 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "tp-kv-heads",
         "layout.tp",
-        _blocks(lambda j: j.model.num_kv_heads % j.layout.tp != 0),
-        "model.num_kv_heads is not a multiple of layout.tp",
-        "key/value heads are split over the TP ranks, not replicated",
-        "choose layout.tp as a divisor of model.num_kv_heads, or raise model.num_kv_heads",
+        _blocks(lambda j: bool(j.model.num_kv_heads % j.layout.tp and j.layout.tp % j.model.num_kv_heads)),
+        "neither is model.num_kv_heads a multiple of layout.tp nor layout.tp one of model.num_kv_heads",
+        "a TP rank has whole key/value heads, or shares one of them with others",
+        "choose layout.tp as a divisor or a multiple of model.num_kv_heads",
+    ),
+    Rule(
+        "tp-head-parts",
+        "layout.tp",
+        _blocks(lambda j: j.model.num_kv_heads * j.model.head_dim % j.layout.tp != 0),
+        "layout.tp does not divide model.num_kv_heads times the head dimension",
+        "ranks that share a key/value head hold equal parts of its projection",
+        "lower layout.tp",
+    ),
+    Rule(
+        "rope-fraction",
+        "model.rope_fraction",
+        _decoder(lambda j: rotated_width(j.model) % 2 == 1 or rotated_width(j.model) == 0),
+        "model.rope_fraction of a head is not an even number of features",
+        "rotary position embedding rotates pairs",
+        "choose model.rope_fraction so that it is even",
+    ),
+    Rule(
+        "rope-original",
+        "model.rope_original",
+        _decoder(lambda j: j.model.rope_scaling in ("llama3", "yarn") and not j.model.rope_original),
+        "model.rope_original is not given with model.rope_scaling",
+        "how often a frequency turns in the original context decides whether it is stretched",
+        "set model.rope_original to the context length that the model was trained with before it was extended",
+    ),
+    Rule(
+        "rope-unscaled",
+        "model.rope_factor",
+        _decoder(lambda j: j.model.rope_scaling == "none" and j.model.rope_factor != 1),
+        'model.rope_factor with model.rope_scaling = "none"',
+        "it would have no effect",
+        "set model.rope_scaling to linear, llama3 or yarn, or leave model.rope_factor out",
+    ),
+    Rule(
+        "rope-bounds",
+        "model.rope_high",
+        _decoder(lambda j: j.model.rope_high <= j.model.rope_low or j.model.rope_fast <= j.model.rope_slow),
+        "model.rope_high is not above model.rope_low, or model.rope_fast not above model.rope_slow",
+        "between them frequencies are blended",
+        "swap them",
+    ),
+    Rule(
+        "context",
+        "train.seq_len",
+        _decoder(lambda j: 0 < j.model.context < j.train.seq_len),
+        "train.seq_len is more than model.context",
+        "the model has never seen positions beyond it",
+        "lower train.seq_len; or raise model.context, and with it model.rope_theta or model.rope_factor",
+    ),
+    Rule(
+        "window-layers",
+        "model.window",
+        _decoder(
+            lambda j: (
+                j.model.window == 0
+                and (j.model.window_from > 0 or j.model.full_every > 0 or j.model.rope_local_theta > 0)
+            )
+        ),
+        "model.window = 0 with model.window_from, model.full_every or model.rope_local_theta",
+        "they say which layers have a window, and which positions those have",
+        "set model.window, or leave them out",
+    ),
+    Rule(
+        "image-features",
+        "model.family",
+        lambda j: j.model.family == "image" and _text_features(j.model),
+        'model.family = "image" with model.window, model.embedding_scale, or scaled or partial rotary positions',
+        "patches see each other in both directions, and have learned positions and no embedding",
+        "leave them out",
+    ),
+    Rule(
+        "moe-ffn",
+        "model.family",
+        _moe(lambda j: j.model.ffn_bias or j.model.activation != "silu"),
+        'model.family = "moe" with model.ffn_bias or another model.activation than silu',
+        "experts are SwiGLU without biases",
+        "leave them out",
+    ),
+    Rule(
+        "ring-window",
+        "layout.cp_style",
+        lambda j: (
+            j.layout.cp > 1
+            and j.layout.cp_style == "ring"
+            and (0 < j.model.window < j.train.seq_len or j.model.attention_softcap > 0)
+        ),
+        'layout.cp_style = "ring" with layout.cp above 1 and model.window or model.attention_softcap',
+        "in a ring results of blocks are merged by their log-sum-exp, and the kernels that give one know neither",
+        'set layout.cp_style = "ulysses", whose ranks attend over whole sequences',
+        composition=True,
     ),
     Rule(
         "top-k",
@@ -365,7 +460,11 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(job: Job) -> None:
-    """Raise the first refusal that applies."""
-    for rule in RULES:
-        if rule.broken(job):
-            raise UserError(rule.sentence(job), field=rule.field, value=_value(job, rule.field), remedy=rule.remedy)
+    """Raise every refusal that applies, as one."""
+    wrong = [
+        UserError(rule.sentence(job), field=rule.field, value=_value(job, rule.field), remedy=rule.remedy)
+        for rule in RULES
+        if rule.broken(job)
+    ]
+    if wrong:
+        raise together(wrong)

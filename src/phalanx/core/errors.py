@@ -1,9 +1,12 @@
-"""The one exception a user's mistake may raise, the one a failed run raises, and the one for a peer's mistake.
+"""The one exception a user's mistake may raise, the one a failed run raises, the one of a run whose time is up, and the
+one for a peer's mistake.
 
 The first two print without a traceback. `UserError` always says what was wrong, where, and what to do next.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class UserError(ValueError):
@@ -19,6 +22,17 @@ class UserError(ValueError):
         super().__init__(text)
 
 
+def together(wrong: Sequence[UserError]) -> UserError:
+    """All that is wrong, as one error, so that it can be mended at once; its field is that of the first."""
+    first = wrong[0]
+    if len(wrong) == 1:
+        return first
+    text = "\n".join(f"  {line}" for each in wrong for line in str(each).splitlines())
+    error = UserError(f"{len(wrong)} things are wrong:\n{text}")
+    error.field, error.value, error.remedy = first.field, first.value, first.remedy
+    return error
+
+
 class RunFailed(RuntimeError):
     """A run that could not go on: which rank, how it ended, its last log lines."""
 
@@ -31,6 +45,10 @@ class RunFailed(RuntimeError):
         if remedy:
             text += f"\n  remedy: {remedy}"
         super().__init__(text)
+
+
+class TimeUp(KeyboardInterrupt):
+    """A run that was stopped because its engine's time limit is near. It may be started again."""
 
 
 class WireError(ValueError):

@@ -33,6 +33,8 @@ class TrainConfig:
     bucket_mb: float = 25.0
     compress: str = "none"  # none | bf16 | int8: cross-replica traffic
     document_mask: bool = True
+    max_skips: int = 10  # steps in a row that are not applied because they are not finite, or a spike
+    spike: float = 0.0  # deviations above the mean of the latest losses from which a step is one; 0: none is
     compile: str = "auto"  # auto | none | inductor | aot_eager: each unit by itself
 
 
@@ -80,8 +82,28 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ValidationConfig:
+    """Off without sources and without a held-out share."""
+
+    sources: list[str] = field(default_factory=list)  # as data.source
+    held_out: float = 0.0  # share of the end of each source of the training data that is not trained on
+    every_steps: int = 0  # 0: at the end alone
+    sequences: int = 256  # of each set, at most; 0: all
+    keep_best: bool = True  # save what is validated, and keep the best of it
+
+    @property
+    def on(self) -> bool:
+        return bool(self.sources) or self.held_out > 0
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """After `step` of `steps` updates."""
+        return self.on and (step >= steps or (self.every_steps > 0 and step > 0 and step % self.every_steps == 0))
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     dir: str = ""  # folder or URL; "": in the run record
+    start: str = ""  # with which a run begins that has none of its own; "": with first weights
     every_steps: int = 0  # to the durable tier; 0: derived, -1: no checkpoints
     memory_every_steps: int = 0  # to the memory tier; 0: derived
     keep_last: int = 3
@@ -125,6 +147,7 @@ class Job:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     run: RunConfig = field(default_factory=RunConfig)

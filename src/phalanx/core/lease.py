@@ -64,7 +64,8 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, daemon=True, name="phalanx-lease")
 
     def take(self, patient: bool = False, on_wait: Callable[[Body], None] = lambda body: None) -> Body:
-        """Take it, and return what the file said before. A holder elsewhere is given one term to show that it lives.
+        """Take it, and return what the file said before. One who holds it for the same run is replaced at once: that
+        there is only one of them is decided elsewhere. A holder elsewhere is given one term to show that it lives.
         Held: it does; `patient` waits until it has left. `on_wait` hears once whom is waited for, and may raise."""
         seen: Body = {}
         since, told = 0.0, False
@@ -76,7 +77,7 @@ class Lease:
                     raise Held(body)
                 seen, since = body, time.monotonic()
             expired = time.monotonic() - since > float(body.get("term_s", TERM_S))
-            if not _is_held(body) or expired:
+            if not _is_held(body) or expired or (self._body.get("run") and body.get("run") == self._body["run"]):
                 with contextlib.suppress(Changed):
                     self._write(tag)
                     self._thread.start()

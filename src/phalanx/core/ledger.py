@@ -28,13 +28,17 @@ class Record:
     generation: int
     rng: str  # a digest of the ranks' random state
     digest: str = ""  # of the state after the step; "": not taken
+    skipped: str = ""  # why the step was not applied; "": it was
 
     def hash(self) -> str:
         """Hash its JSON with sorted keys and no spaces."""
         return hashlib.sha256(self._json().encode()).hexdigest()
 
     def _json(self, **more: str) -> str:
-        return json.dumps({**dataclasses.asdict(self), **more}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        body = dataclasses.asdict(self)
+        if not self.skipped:  # so that a record from before there were any keeps its hash
+            del body["skipped"]
+        return json.dumps({**body, **more}, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def to_line(self) -> str:
         return self._json(hash=self.hash())

@@ -1,9 +1,10 @@
-"""How much memory this process may use: the machine's, or what its control group is given (a container, a Slurm step, a
-systemd slice), whichever is less. Of nested groups the tightest counts."""
+"""How much memory and how many cores this process may use: the machine's, or what its control group is given (a
+container, a Slurm step, a systemd slice), whichever is less. Of nested groups the tightest counts."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,23 @@ def available_bytes() -> int:
     return min([_machine_available(), *(max(0, limit - used) for limit, used in _limits())])
 
 
+def num_cores() -> int:
+    """The cores that this process may keep busy: those it may run on, or fewer if its group has a quota."""
+    return max(1, min([len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in _quotas())]))
+
+
+def _quotas() -> Iterator[float]:
+    """Cores' worth of time: version 2 of control groups, and version 1. No quota is "max", or below 0."""
+    for folder in _folders("cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            yield int(quota) / int(period)
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if int(quota) > 0:
+                yield int(quota) / int(period)
+
+
 def _machine_available() -> int:
     for line in MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -33,7 +51,7 @@ def _machine_available() -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    for folder in _folders():
+    for folder in _folders("memory"):
         for limit, used in FILES:
             with contextlib.suppress(OSError, ValueError):  # not there, or "max"
                 yield int((folder / limit).read_text()), _reclaimed(folder, int((folder / used).read_text()))
@@ -48,14 +66,14 @@ def _reclaimed(folder: Path, used: int) -> int:
     return used
 
 
-def _folders() -> list[Path]:
+def _folders(kind: str) -> list[Path]:
     """The groups that this process is in, each inside the next. In a container the first one is all that is seen."""
-    found = [CGROUPS, CGROUPS / "memory"]
+    found = [CGROUPS, CGROUPS / kind]
     with contextlib.suppress(OSError):
         for line in OWN.read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            if kinds and "memory" not in kinds.split(","):
+            if kinds and kind not in kinds.split(","):
                 continue
-            here = (CGROUPS / "memory" if kinds else CGROUPS) / path.lstrip("/")
+            here = (CGROUPS / kind if kinds else CGROUPS) / path.lstrip("/")
             found += [here, *here.parents]
     return list(dict.fromkeys(folder for folder in found if folder.is_relative_to(CGROUPS)))

@@ -72,6 +72,34 @@ class ModelConfig:
     tied: bool = False
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
+    context: int = 0  # tokens of the longest sequence that it is made for; 0: not known
+    # Positions (core/rotary.py).
+    rope_scaling: str = "none"  # none | linear | llama3 | yarn
+    rope_factor: float = 1.0
+    rope_original: int = 0  # tokens of the context that the frequencies were made for: llama3, yarn
+    rope_low: float = 1.0  # llama3: turns in that context, below which a frequency is stretched
+    rope_high: float = 4.0  # llama3: turns from which it stays
+    rope_slow: float = 1.0  # yarn: the same two
+    rope_fast: float = 32.0
+    rope_gain: float = 0.0  # yarn: factor on queries and keys; 0: 0.1 ln(rope_factor) + 1
+    rope_fraction: float = 1.0  # of a head that is rotated
+    rope_local_theta: float = 0.0  # base in layers with a window, which are not scaled then; 0: as in the others
+    # Attention.
+    qk_norm: str = "none"  # none | head | all: RMS norm of queries and keys, of each head or of all together
+    attention_bias: str = "none"  # none | qkv | all
+    attention_scale: float = 0.0  # factor on q k'; 0: 1 / sqrt(head width)
+    attention_softcap: float = 0.0  # c tanh(q k' / c); 0: none
+    window: int = 0  # keys that a query sees, its own included; 0: all before it
+    window_from: int = 0  # the first layer with a window
+    full_every: int = 0  # every n-th layer has no window; 0: all have it
+    # The rest of a block, and the ends.
+    norm_place: str = "pre"  # pre | post | both: norm of what goes into attention and FFN, of what comes out, of both
+    norm_centered: bool = False  # norms multiply by 1 + weight
+    activation: str = "silu"  # silu | gelu (tanh): of the gate
+    ffn_bias: bool = False
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
+    z_loss: float = 0.0  # weight of logsumexp(logits)^2 beside a token's loss
     # The moe family: experts in place of the FFN, in all but the first dense_layers layers.
     num_experts: int = 8
     top_k: int = 2
@@ -92,6 +120,28 @@ class ModelConfig:
     def expert_width(self) -> int:
         return self.expert_dim or self.ffn_dim
 
+    def window_of(self, layer: int) -> int:
+        """The window of a layer; 0: it sees everything before it."""
+        full = self.full_every > 0 and (layer + 1) % self.full_every == 0
+        return 0 if full or layer < self.window_from else self.window
+
+    @property
+    def windowed_layers(self) -> int:
+        return sum(self.window_of(layer) > 0 for layer in range(self.num_layers))
+
+    @property
+    def layer_vectors(self) -> int:
+        """Elements of a layer's norms and of its attention's biases."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norms = (4 if self.norm_place == "both" else 2) * self.dim
+        norms += {"none": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
+        return norms + {"none": 0, "qkv": q + 2 * kv, "all": q + 2 * kv + self.dim}[self.attention_bias]
+
+    @property
+    def ffn_vectors(self) -> int:
+        """Elements of the biases of a layer's FFN; experts have none."""
+        return 2 * self.ffn_dim + self.dim if self.ffn_bias else 0
+
     @property
     def num_params(self) -> int:
         """Exact for the dense and the moe family; tests compare it with the built module."""
@@ -108,15 +158,30 @@ class ModelConfig:
         ffn = 3 * self.dim * self.ffn_dim
         routed = 3 * self.dim * self.expert_width * (experts + self.shared_experts) + self.dim * self.num_experts
         with_ffn = self.dense_layers if self.family == "moe" else self.num_layers
-        layers = self.num_layers * (attention + 2 * self.dim) + with_ffn * ffn + (self.num_layers - with_ffn) * routed
-        return layers + (1 if self.tied else 2) * self.vocab_size * self.dim + self.dim
+        layers = self.num_layers * attention + with_ffn * ffn + (self.num_layers - with_ffn) * routed
+        return layers + self._vectors + (1 if self.tied else 2) * self.vocab_size * self.dim
+
+    @property
+    def _vectors(self) -> int:
+        """Elements that are in no matrix."""
+        with_ffn = self.dense_layers if self.family == "moe" else self.num_layers
+        return self.num_layers * self.layer_vectors + with_ffn * self.ffn_vectors + self.dim
 
     def flops_per_token(self, seq_len: int, convention: str = "full") -> int:
         """Training FLOPs per token (`training_flops`)."""
-        norms, looked_up = (2 * self.num_layers + 1) * self.dim, 0 if self.tied else self.vocab_size * self.dim
-        matmul = self.active_params - norms - looked_up
-        width = self.num_layers * self.num_heads * self.head_dim
-        return int(training_flops(matmul, 2 * width * seq_len, self.active_params, convention))
+        looked_up = 0 if self.tied else self.vocab_size * self.dim
+        matmul = self.active_params - self._vectors - looked_up
+        keys = (self.num_layers - self.windowed_layers) * seq_len
+        keys += self.windowed_layers * int(window_keys(self.window, seq_len))
+        scores = 2 * keys * self.num_heads * self.head_dim
+        return int(training_flops(matmul, scores, self.active_params, convention))
+
+
+def window_keys(window: Any, keys: Any) -> Any:
+    """Keys that a token sees through a window, counted as `keys` are without one: so many would be seen if there were
+    no causality, twice what is seen. Through a window of w a token sees w keys, at the beginning fewer: w - w^2 / 2 L
+    on average."""
+    return window * (2 * keys - window) // keys * (window < keys) + keys * (window >= keys)
 
 
 CONVENTIONS = ("full", "causal", "6N")  # of counting FLOPs

@@ -242,6 +242,11 @@ def cuts_of(manifest: Manifest, seq_len: int) -> list[Cut]:
     return cuts
 
 
+def held_out(num_samples: int, share: float) -> int:
+    """How many samples at the end of an extent are not trained on."""
+    return int(num_samples * share)
+
+
 def make_order(
     manifest: Manifest,
     seq_len: int,
@@ -250,13 +255,15 @@ def make_order(
     stages: Sequence[tuple[int, Mapping[str, float]]] = ((0, {}),),
     skips: Sequence[tuple[int, int]] = (),
     extents: Sequence[int] = (),
+    share: float = 0.0,
 ) -> Order:
     """The order of a run. A stage is a position and a weight per source; without weights, sources weigh as much as
     they hold. An extent without a sample, or worth less than half a draw of the largest block, is not served.
-    `extents`: how many extents of the manifest each stage knows, where it has grown since."""
+    `extents`: how many extents of the manifest each stage knows, where it has grown since. `share`: of each extent,
+    what is held out."""
     cuts = cuts_of(manifest, seq_len)
     streams = tuple(
-        Stream(extent.source, cut.num_samples, cut.per_unit, WINDOW)
+        Stream(extent.source, cut.num_samples - held_out(cut.num_samples, share), cut.per_unit, WINDOW)
         for extent, cut in zip(manifest.extents, cuts, strict=True)
     )
     made = []

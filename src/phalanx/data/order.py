@@ -177,6 +177,18 @@ class Order:
         """In which stage each of these places in the order lies."""
         return np.searchsorted([s.start for s in self.stages], position, side="right") - 1
 
+    def epochs(self, served: int) -> dict[str, float]:
+        """How often each source is read by the time that so many samples are served, by its weights."""
+        at, drawn = int(self.position(served)), np.zeros(len(self.streams))
+        for number, stage in enumerate(self.stages):
+            end = self.stages[number + 1].start if number + 1 < len(self.stages) else at
+            drawn += max(0, min(end, at) - stage.start) * np.array(stage.quotas) / stage.block
+        sizes, counts = dict[str, int](), dict[str, float]()
+        for stream, count in zip(self.streams, drawn.tolist(), strict=True):
+            sizes[stream.source] = sizes.get(stream.source, 0) + stream.num_samples
+            counts[stream.source] = counts.get(stream.source, 0.0) + count
+        return {source: counts[source] / size for source, size in sizes.items() if size}
+
     def locate(self, served: Any) -> tuple[np.ndarray, np.ndarray]:
         """Stream and sample that the run serves at each of these places."""
         at = np.atleast_1d(self.position(served))

@@ -128,9 +128,19 @@ class RunData:
             groups = int(position.order["groups"])
             if position.data_version != version:
                 _check_extends(store, manifest, version, position.data_version, job)
-        order = make_order(manifest, job.train.seq_len, job.seed, groups, stages, [(a, b) for a, b in d.skips], known)
+        skips, share = [(a, b) for a, b in d.skips], job.validation.held_out
+        order = make_order(manifest, job.train.seq_len, job.seed, groups, stages, skips, known, share)
         if position and position.order:
-            order = continued(Order.from_dict(position.order), position.cursor, order)
+            served = Order.from_dict(position.order)
+            if order.streams[: len(served.streams)] != served.streams:
+                raise UserError(
+                    "the checkpoint's data was served with another share held out",
+                    field="validation.held_out",
+                    value=share,
+                    remedy="set it to that of the checkpoint's job (`phalanx checkpoint show`), or name "
+                    "validation.sources instead",
+                )
+            order = continued(served, position.cursor, order)
         return RunData(
             url=store.url,
             version=version,

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,11 @@ from phalanx.data import documents
 from phalanx.data.build import build, write_records
 from phalanx.data.images import Images
 from phalanx.data.loader import DataLost, unserved
+from phalanx.data.order import Order
 from phalanx.data.selection import Position, RunData, unigram_entropy
 from phalanx.data.tokenizer import Bytes
+from phalanx.data.validation import FILE as VALIDATED
+from phalanx.data.validation import HELD_OUT, ValidationSet
 
 BUILT = ".data"  # beside the records of runs
 NOTES = "notes.txt"  # in it: what the user was told when it was made
@@ -36,12 +40,7 @@ def prepare(job: Job, run_dir: Path, on_progress: OnProgress, position: Position
     """Make sure that the data set is there and put into the run's record how it is read, from `position` on. Returns
     lines that say what it is and which parts are not used, and its unigram entropy."""
     source = job.data.source
-    is_there = is_remote(source) or (Path(source) / MANIFEST).is_file()
-    url, make = (source, None) if is_there else _recipe(job, run_dir, on_progress)
-    if make and (Path(url) / MANIFEST).is_file():
-        make = None  # an earlier run has made it
-    if make:
-        make()
+    url, is_there = _find(job, run_dir, on_progress)
     data = RunData.plan(job, url, position)
     data.write(run_dir)
     loader = data.open()
@@ -56,9 +55,48 @@ def prepare(job: Job, run_dir: Path, on_progress: OnProgress, position: Position
     m = loader.manifest
     what = f"{m.total_items:,} {m.tokenizer} tokens" if m.is_tokens else f"{m.total_items:,} records"
     lines = [f"{what} from {source}, version {data.version[:16]}", *unserved(m, loader.order, job.data.stages)]
+    lines += _repeats(loader.order, data.cursor(job.train.steps))
     if not is_there and (Path(url) / NOTES).is_file():
         lines += (Path(url) / NOTES).read_text().splitlines()
     return "\n".join(f"data: {line}" for line in lines), entropy
+
+
+def prepare_validation(job: Job, run_dir: Path, on_progress: OnProgress, trained: RunData) -> list[ValidationSet]:
+    """Make sure that the sets which the run validates on are there, and put into its record what they are."""
+    sets: list[ValidationSet] = []
+    for source in job.validation.sources:
+        one = replace(job, data=replace(job.data, source=source))
+        try:
+            url, _ = _find(one, run_dir, on_progress)
+        except UserError as error:
+            field = "validation.sources" if error.field == "data.source" else error.field
+            raise UserError(error.message, field=field, value=error.value, remedy=error.remedy) from None
+        name = source.rstrip("/").rpartition("/")[2]
+        taken = [each.name for each in sets]
+        sets.append(ValidationSet.plan(job, f"{name}-{len(taken)}" if name in taken else name, url))
+    if job.validation.held_out:
+        sets.append(ValidationSet.plan(job, HELD_OUT, trained.url))
+    if sets:
+        (run_dir / VALIDATED).write_text(json.dumps([each.to_dict() for each in sets], indent=2) + "\n")
+    return sets
+
+
+def _repeats(order: Order, served: int) -> Iterator[str]:
+    """Say how often what is served in the whole run is read, where that is more than once."""
+    for source, epochs in order.epochs(served).items():
+        if epochs > 1.005:
+            yield f"{source} is read {epochs:,.1f} times by the last step: give it more text, or lower train.steps"
+
+
+def _find(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, bool]:
+    """Where the data set of data.source is, made if need be, and whether it was named itself."""
+    source = job.data.source
+    if is_remote(source) or (Path(source) / MANIFEST).is_file():
+        return source, True
+    url, make = _recipe(job, run_dir, on_progress)
+    if not (Path(url) / MANIFEST).is_file():  # no earlier run has made it
+        make()
+    return url, False
 
 
 def _recipe(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, Callable[[], object]]:

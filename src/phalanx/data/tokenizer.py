@@ -3,6 +3,7 @@ can be read as text by whoever has the data set alone."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,18 +87,31 @@ class FromFile:
 
 
 def make_tokenizer(name: str, eos: str = "") -> Tokenizer:
-    """`byte`, or the path of a tokenizer.json."""
+    """`byte`, the path of a tokenizer.json, or a folder with one, whose tokenizer_config.json says what ends a text."""
     if name == BYTE:
         if eos:
             remedy = "leave --eos out: with bytes, id 256 ends a document"
             raise UserError("bytes have no such token", field="--eos", value=eos, remedy=remedy)
         return Bytes()
+    if Path(name).is_dir():
+        eos = eos or _told_end(Path(name))
+        name = str(Path(name) / TOKENIZER)
     try:
         file = Path(name).read_bytes()
     except OSError as error:
         remedy = f"name a tokenizer.json, or {BYTE!r}"
         raise UserError(f"cannot be read: {error.strerror}", field="--tokenizer", value=name, remedy=remedy) from None
     return FromFile(file, name, eos)
+
+
+def _told_end(folder: Path) -> str:
+    """The token that ends a text, as transformers keeps it; empty if the folder does not say."""
+    try:
+        told = json.loads((folder / "tokenizer_config.json").read_bytes())["eos_token"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    told = told.get("content") if isinstance(told, dict) else told
+    return told if isinstance(told, str) else ""
 
 
 def tokenizer_of(store: Store, manifest: Manifest) -> Tokenizer | None:

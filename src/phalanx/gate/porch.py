@@ -1,4 +1,4 @@
-"""A listening socket, and those who have come in and proven nothing yet. There are never many of them: when the porch
+"""A listening end, and those who have come in and proven nothing yet. There are never many of them: when the porch
 is full, others wait with the kernel, and who has stood there for a moment without a proof makes way. So a crowd costs
 no more than a few descriptors, and does not keep a member of the run out."""
 
@@ -16,13 +16,15 @@ from phalanx.gate.tls import Certificate, Tls, client_context, is_loopback
 
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64  # at a time
+PORT_TRIES = 16  # for a port that is free at several addresses
 MOMENT_S = 0.25  # enough for a handshake; who takes longer makes way when there are too many
-DEAD_S = 15  # a connection on which the other host answers nothing
+DEAD_S = 6  # a connection on which the other host answers nothing
 
 
 class Porch:
-    """`greet(channel)` returns the stranger behind a new connection, `refuse(stranger, reason)` ends it. `encrypt`:
-    None: what does not come over loopback. The certificate is made here if none is given."""
+    """`host`: an address, or several with commas between them, which get the same port; `address` is the first.
+    `greet(channel)` returns the stranger behind a new connection, `refuse(stranger, reason)` ends it. `encrypt`: None:
+    what does not come over loopback. The certificate is made here if none is given."""
 
     def __init__(
         self,
@@ -39,14 +41,13 @@ class Porch:
         self._loop, self._greet, self._refuse, self._handshake_s = loop, greet, refuse, handshake_s
         self._encrypt, self._paused = encrypt, False
         self._tls = None
-        if not is_loopback(host) if encrypt is None else encrypt:
+        hosts = host.split(",")
+        if any(must_encrypt(encrypt, each) for each in hosts):
             certificate = certificate or Certificate.make()
             self._tls = (certificate.context(), certificate.fingerprint)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=1024)
-        self._listener.setblocking(False)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        loop.watch(self._listener, READ, self._accept)
+        self._listeners = listeners(hosts, port)
+        self.address: tuple[str, int] = self._listeners[0].getsockname()[:2]
+        self._watch()
 
     def leave(self, stranger: Any) -> bool:
         """It has proven itself, or is gone. Return whether it was a stranger."""
@@ -56,13 +57,18 @@ class Porch:
         return was
 
     def close(self) -> None:
-        self._loop.watch(self._listener, 0)
-        self._listener.close()
+        for listener in self._listeners:
+            self._loop.watch(listener, 0)
+            listener.close()
 
-    def _accept(self, mask: int) -> None:
+    def _watch(self) -> None:
+        for listener in self._listeners:
+            self._loop.watch(listener, READ, partial(self._accept, listener))
+
+    def _accept(self, listener: socket.socket, mask: int) -> None:
         for _ in range(MAX_STRANGERS - len(self.strangers)):
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -78,7 +84,8 @@ class Porch:
             self.strangers[stranger] = time.monotonic()
             self._loop.after(self._handshake_s, partial(self._expire, stranger))
         self._paused = True  # all others wait with the kernel
-        self._loop.watch(self._listener, 0)
+        for each in self._listeners:
+            self._loop.watch(each, 0)
         self._loop.after(MOMENT_S, self._make_room)
 
     def _channel(self, sock: socket.socket) -> Any:
@@ -95,13 +102,32 @@ class Porch:
         self._resume()
 
     def _resume(self) -> None:
-        if self._paused and self._listener.fileno() >= 0:
+        if self._paused and self._listeners[0].fileno() >= 0:
             self._paused = False
-            self._loop.watch(self._listener, READ, self._accept)
+            self._watch()
 
     def _expire(self, stranger: Any) -> None:
         if stranger in self.strangers:
             self._refuse(stranger, "it has proven nothing in time")
+
+
+def listeners(hosts: list[str], port: int) -> list[socket.socket]:
+    """A listening socket for each address, all with the same port; 0: one that is free at all of them."""
+    for tries_left in range(PORT_TRIES if not port else 1)[::-1]:
+        made = list[socket.socket]()
+        try:
+            for host in hosts:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                at = port or (made[0].getsockname()[1] if made else 0)
+                made.append(socket.create_server((host, at), family=family, backlog=1024))
+                made[-1].setblocking(False)
+            return made
+        except OSError as error:
+            for each in made:
+                each.close()
+            if error.errno != errno.EADDRINUSE or not tries_left:
+                raise
+    raise AssertionError
 
 
 def must_encrypt(wanted: bool | None, server: str) -> bool:

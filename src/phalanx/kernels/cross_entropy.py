@@ -6,12 +6,15 @@ The gradients carry the factor that the step multiplies its losses with, so the 
 backward. Where the vocabulary is split over ranks, `reduce(tensor, "max" | "sum")` combines theirs: a row never exists
 on one rank.
 
+`Bend` changes what the loss is of: logits that stay below a cap, c tanh(x / c), and z logsumexp^2 beside the loss,
+which keeps the normaliser near 1 (PaLM, arXiv:2204.02311, section 5). The second counts in the gradients only.
+
 Shapes: T tokens, D model dim, V columns of the vocabulary that are here, the first of them `start`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,26 +25,41 @@ from phalanx.kernels import has_kernel
 Reduce = Callable[[Tensor, str], Tensor]
 
 
-def loss_in_place(logits_TV: Tensor, targets_T: Tensor, factor_T: Tensor, reduce: Reduce | None = None) -> Tensor:
+class Bend(NamedTuple):
+    softcap: float = 0.0
+    z_loss: float = 0.0
+
+
+STRAIGHT = Bend()
+
+
+def loss_in_place(
+    logits_TV: Tensor, targets_T: Tensor, factor_T: Tensor, reduce: Reduce | None = None, bend: Bend = STRAIGHT
+) -> Tensor:
     """The loss of every row, in fp32 at least; each row becomes its gradient times its factor. Targets are counted
     from the first column here; those outside belong to other ranks."""
     if not has_kernel(logits_TV):
-        return _formula(logits_TV, targets_T, factor_T, reduce)
+        return _formula(logits_TV, targets_T, factor_T, reduce, bend)
     from phalanx.kernels import triton_cross_entropy
 
     if reduce is None:
-        return triton_cross_entropy.loss_in_place(logits_TV, targets_T, factor_T)
-    top_T, total_T, wanted_T = triton_cross_entropy.statistics(logits_TV, targets_T)
+        return triton_cross_entropy.loss_in_place(logits_TV, targets_T, factor_T, bend)
+    top_T, total_T, wanted_T = triton_cross_entropy.statistics(logits_TV, targets_T, bend)
     highest_T = reduce(top_T, "max")
     inside_T = (targets_T >= 0) & (targets_T < logits_TV.shape[1])
     wanted_T = torch.where(inside_T, wanted_T - highest_T, 0.0)
     total_T, wanted_T = reduce(torch.stack((total_T * (top_T - highest_T).exp(), wanted_T)), "sum")
-    triton_cross_entropy.gradient_in_place(logits_TV, targets_T, factor_T, highest_T, total_T)
+    triton_cross_entropy.gradient_in_place(logits_TV, targets_T, factor_T, highest_T, total_T, bend)
     return total_T.log() - wanted_T
 
 
-def _formula(logits_TV: Tensor, targets_T: Tensor, factor_T: Tensor, reduce: Reduce | None) -> Tensor:
+def _formula(logits_TV: Tensor, targets_T: Tensor, factor_T: Tensor, reduce: Reduce | None, bend: Bend) -> Tensor:
     wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))  # itself, unless it is narrower
+    slope_TV = None
+    if bend.softcap:
+        wide_TV.div_(bend.softcap).tanh_()
+        slope_TV = 1 - wide_TV.square()
+        wide_TV.mul_(bend.softcap)
     top_T = wide_TV.amax(-1)
     top_T = top_T if reduce is None else reduce(top_T, "max")
     wide_TV.sub_(top_T.unsqueeze(-1))
@@ -52,8 +70,13 @@ def _formula(logits_TV: Tensor, targets_T: Tensor, factor_T: Tensor, reduce: Red
     both_2T = torch.stack((wide_TV.sum(-1), wanted_T))
     total_T, wanted_T = both_2T if reduce is None else reduce(both_2T, "sum")
     factor_T = factor_T.to(wide_TV.dtype)
-    wide_TV.mul_((factor_T / total_T).unsqueeze(-1))
+    share_T = factor_T / total_T
+    if bend.z_loss:
+        share_T = share_T * (1 + 2 * bend.z_loss * (top_T + total_T.log()))
+    wide_TV.mul_(share_T.unsqueeze(-1))
     wide_TV.scatter_(-1, index_T1, wide_TV.gather(-1, index_T1) - (factor_T * inside_T).unsqueeze(-1))
+    if slope_TV is not None:
+        wide_TV.mul_(slope_TV)
     if wide_TV is not logits_TV:
         logits_TV.copy_(wide_TV)
     return total_T.log() - wanted_T
@@ -71,6 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: Tensor,
         reduce: Reduce | None,
         rows: int,
+        bend: Bend,
     ) -> tuple[Tensor, Tensor]:
         weights_T = weights_T.to(scale.dtype)
         factor_T, dx_TD, losses = weights_T * scale, torch.empty_like(x_TD), []
@@ -79,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, x_TD.shape[0], rows):
             chunk = slice(start, start + rows)
             grad_TV = F.linear(x_TD[chunk], w_VD, bias_V)  # logits, until the next line
-            losses.append(loss_in_place(grad_TV, targets_T[chunk], factor_T[chunk], reduce))
+            losses.append(loss_in_place(grad_TV, targets_T[chunk], factor_T[chunk], reduce, bend))
             torch.mm(grad_TV, w_VD, out=dx_TD[chunk])
             dw_VD = _add_product(dw_VD, grad_TV, x_TD[chunk], alone=rows >= x_TD.shape[0])
             if db_V is not None:
@@ -92,24 +116,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         _check_root(grad)
-        return *ctx.saved_tensors, None, None, None, None, None
+        return *ctx.saved_tensors, None, None, None, None, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor, scale: Tensor, reduce: Reduce | None
+        ctx: Any,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        weights_T: Tensor,
+        scale: Tensor,
+        reduce: Reduce | None,
+        bend: Bend,
     ) -> tuple[Tensor, Tensor]:
         weights_T = weights_T.to(scale.dtype)
         grad_TV = logits_TV.clone(memory_format=torch.contiguous_format)
-        losses_T = loss_in_place(grad_TV, targets_T, weights_T * scale, reduce)
+        losses_T = loss_in_place(grad_TV, targets_T, weights_T * scale, reduce, bend)
         ctx.save_for_backward(grad_TV)
         return _end(ctx, losses_T, weights_T, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         _check_root(grad)
-        return *ctx.saved_tensors, None, None, None, None
+        return *ctx.saved_tensors, None, None, None, None, None
 
 
 def _end(ctx: Any, losses_T: Tensor, weights_T: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,16 +177,31 @@ def linear_cross_entropy(
     start: int = 0,
     reduce: Reduce | None = None,
     rows: int = 1 << 30,
+    bend: Bend = STRAIGHT,
 ) -> tuple[Tensor, Tensor]:
     """The summed loss times `scale`, to be differentiated, and the sum itself. `rows`: of logits that are there at a
     time."""
-    return _LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, bias, targets.flatten() - start, weights.flatten(), scale, reduce, rows
-    )
+    x_TD, targets_T, weights_T = x.flatten(0, -2), targets.flatten() - start, weights.flatten()
+    if torch.is_grad_enabled():
+        return _LinearCrossEntropy.apply(x_TD, weight, bias, targets_T, weights_T, scale, reduce, rows, bend)
+    weights_T, losses = weights_T.to(scale.dtype), []
+    for at in range(0, x_TD.shape[0], rows):
+        chunk = slice(at, at + rows)
+        logits_TV = F.linear(x_TD[chunk], weight, bias)
+        losses.append(loss_in_place(logits_TV, targets_T[chunk], weights_T[chunk], reduce, bend))
+    total = (torch.cat(losses) * weights_T).sum()
+    return total * scale, total
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, weights: Tensor, scale: Tensor, *, start: int = 0, reduce: Reduce | None = None
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    scale: Tensor,
+    *,
+    start: int = 0,
+    reduce: Reduce | None = None,
+    bend: Bend = STRAIGHT,
 ) -> tuple[Tensor, Tensor]:
     """The same for logits that are there."""
-    return _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten() - start, weights.flatten(), scale, reduce)
+    return _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten() - start, weights.flatten(), scale, reduce, bend)

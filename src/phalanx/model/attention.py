@@ -1,8 +1,10 @@
 """The attention itself, as a module of its own so that context parallelism can take its place: a
 family that attends through `Attend` gets the cp axis, one that calls torch directly does not.
 
-Documents that are packed into one row do not see each other. On accelerators a kernel is told where they begin
-(`packed`); elsewhere a mask says for every query and key whether it may look."""
+Documents that are packed into one row do not see each other, and a query may see only the keys in a window behind it.
+On accelerators a kernel is told where documents begin (`packed`) and how wide the window is; elsewhere a mask says for
+every query and key whether it may look. Scores that are bent by a softcap have no kernel of their own: FlexAttention
+makes one on accelerators, elsewhere the formula is written out."""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from phalanx.model import softcap
 from phalanx.model.family import Batch
 
 _aten = torch.ops.aten
@@ -56,21 +59,34 @@ class _TwoKernels(torch.autograd.Function):
 
 
 class Attend(nn.Module):
-    """softmax(q k') v. Fewer key/value heads than query heads: each serves a run of them."""
+    """softmax(q k') v. Fewer key/value heads than query heads: each serves a run of them. `window`: how many keys a
+    query sees, its own the last; 0: all. `softcap`: scores s become c tanh(s / c); 0: they stay."""
 
     packed = False  # whether the kernel for packed documents takes what comes: an accelerator, bf16
     two_kernels = False  # whether to take the fastest forward and backward that give the same bits twice
+    flexible = False  # whether FlexAttention takes what comes
 
-    def __init__(self, causal: bool = True):
+    def __init__(self, causal: bool = True, window: int = 0, softcap: float = 0.0):
         super().__init__()
-        self.causal = causal
+        assert causal or not window, "a window looks back"
+        self.causal, self.window, self.softcap = causal, window, softcap
         self.room = FEWEST_DOCUMENTS
 
+    @property
+    def kind(self) -> tuple[bool, int, float]:
+        """What modules have in common that share what `prepare` makes."""
+        return self.causal, self.window, self.softcap
+
     def forward(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, batch: Batch) -> Tensor:
-        if self.packed and batch.documents_BL is not None and kernel_takes(q_BHLE.shape[-1]):
-            return self._attend_packed(q_BHLE, k_BKLE, v_BKLE, batch.cache["offsets"])
-        mask = self._mask(batch)
-        if self.two_kernels and mask is None and kernel_takes(q_BHLE.shape[-1], CUDNN_WIDTH):
+        length, width = q_BHLE.shape[2:]
+        if self.softcap and self.flexible:
+            return softcap.flex(q_BHLE, k_BKLE, v_BKLE, self.softcap, batch.cache[("blocks", *self.kind)])
+        if self.softcap:
+            return softcap.dense(q_BHLE, k_BKLE, v_BKLE, self.softcap, self._mask(batch, length), self.causal)
+        if self.packed and kernel_takes(width) and (batch.documents_BL is not None or self._hides(length)):
+            return self._attend_packed(q_BHLE, k_BKLE, v_BKLE, batch)
+        mask = self._mask(batch, length)
+        if self.two_kernels and mask is None and kernel_takes(width, CUDNN_WIDTH):
             return _TwoKernels.apply(q_BHLE, k_BKLE, v_BKLE, self.causal)
         return F.scaled_dot_product_attention(
             q_BHLE,
@@ -84,8 +100,15 @@ class Attend(nn.Module):
     def prepare(self, batch: Batch, documents_BL: Tensor | None, put: Callable[[Tensor], Tensor]) -> None:
         """Make what all layers share, once per micro-batch and before the first layer: a compiled block must not write
         to the batch. `documents_BL` are the batch's, on the host; `put` brings a tensor to the device."""
-        if not self.packed:
-            self._mask(batch)
+        length = self.whole_length(batch.positions().shape[0])
+        if self.softcap and self.flexible:
+            key = ("blocks", *self.kind)
+            if key not in batch.cache:
+                window = self.window if self._hides(length) else 0
+                where = batch.weights_BL.device
+                batch.cache[key] = softcap.blocks(batch.documents_BL, length, self.causal, window, where)
+        elif not self.packed or self.softcap:
+            self._mask(batch, length)
         elif documents_BL is not None and "offsets" not in batch.cache:
             offsets_N = document_offsets(documents_BL)
             while offsets_N.numel() > self.room + 1:  # doubled, so that a compiled block sees few lengths
@@ -93,21 +116,39 @@ class Attend(nn.Module):
             empty = (0, self.room + 1 - offsets_N.numel())  # documents without a token, at the end
             batch.cache["offsets"] = put(F.pad(offsets_N, empty, value=documents_BL.numel()))
 
-    def _attend_packed(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, offsets_N: Tensor) -> Tensor:
+    def whole_length(self, length: int) -> int:
+        """The length of a sequence, from that of this rank's part."""
+        return length
+
+    def _hides(self, length: int) -> bool:
+        """Whether the window hides anything of a sequence."""
+        return 0 < self.window < length
+
+    def _attend_packed(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, batch: Batch) -> Tensor:
         length = q_BHLE.shape[2]
         q_THE, k_TKE, v_TKE = [t.transpose(1, 2).flatten(0, 1) for t in (q_BHLE, k_BKLE, v_BKLE)]
-        window = (-1, 0) if self.causal else (-1, -1)
+        if batch.documents_BL is not None:
+            offsets_N = batch.cache["offsets"]
+        else:  # every row is one document
+            end = q_THE.shape[0]
+            offsets_N = torch.arange(0, end + length, length, dtype=torch.int32, device=q_THE.device)
+        back = self.window - 1 if self._hides(length) else -1
+        window = (back, 0) if self.causal else (-1, -1)
         out_THE = varlen_attn(q_THE, k_TKE, v_TKE, offsets_N, offsets_N, length, length, window_size=window, **GROUPED)
         return out_THE.unflatten(0, (-1, length)).transpose(1, 2)
 
-    def _mask(self, batch: Batch) -> Tensor | None:
-        """(B, 1, L, L): true where a query may look, that is inside its own document and, if causal, back. None:
-        everywhere."""
-        documents_BL = batch.documents_BL
-        if documents_BL is None:
+    def _mask(self, batch: Batch, length: int) -> Tensor | None:
+        """(B or 1, 1, L, L): true where a query may look, that is inside its own document and, if causal, back, but not
+        beyond its window. None: everywhere, or back."""
+        documents_BL, hides = batch.documents_BL, self._hides(length)
+        if documents_BL is None and not hides:
             return None
-        key = ("mask", self.causal)
+        key = ("mask", self.causal, self.window if hides else 0)
         if key not in batch.cache:
-            mask = documents_BL[:, None, :, None] == documents_BL[:, None, None, :]
-            batch.cache[key] = mask.tril() if self.causal else mask
+            if documents_BL is not None:
+                mask = documents_BL[:, None, :, None] == documents_BL[:, None, None, :]
+            else:
+                mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=batch.weights_BL.device)
+            mask = mask.tril() if self.causal else mask
+            batch.cache[key] = mask.triu(1 - self.window) if hides else mask
         return batch.cache[key]

@@ -1,7 +1,7 @@
 """The door for models. A family is a factory for a plain module plus a short description of how
 its layers split; our own families and a user's own come in the same way.
 
-`Family.split` maps module-name patterns to one of six styles. Between two blocks a tensor-parallel
+`Family.split` maps module-name patterns to one of seven styles. Between two blocks a tensor-parallel
 rank holds a slice of the sequence; inside a block, after "gather", a slice of the features:
 
     "gather"  a module whose input is gathered along the sequence (an attention, an FFN)
@@ -10,6 +10,7 @@ rank holds a slice of the sequence; inside a block, after "gather", a slice of t
     "vocab"   an Embedding split by rows, output summed and scattered over the sequence
     "input"   a Linear that reads raw features instead: they are split, the output as of "row"
     "head"    the Linear to the vocabulary: gather the sequence, split the output
+    "norm"    a SplitNorm inside a gathered module: features split, squares summed over the ranks
 
 Every parameter that no style splits is held whole by each tensor-parallel rank, and its gradient is
 summed over them; so everything inside a gathered module must be split by features.
@@ -35,19 +36,22 @@ from torch import Tensor, nn
 
 from phalanx.core.errors import UserError
 from phalanx.core.shape import ModelConfig
+from phalanx.core.weights import Weight
+from phalanx.model.rms import SplitNorm
 
 BUILTIN = {
     "dense": "phalanx.model.dense:DENSE",
     "moe": "phalanx.model.moe:MOE",
     "image": "phalanx.model.image:IMAGE",
 }
-STYLES = ("gather", "column", "row", "vocab", "input", "head")
+STYLES = ("gather", "column", "row", "vocab", "input", "head", "norm")
 MODULE_OF: dict[str, type[nn.Module]] = {
     "column": nn.Linear,
     "row": nn.Linear,
     "vocab": nn.Embedding,
     "input": nn.Linear,
     "head": nn.Linear,
+    "norm": SplitNorm,
 }
 
 
@@ -62,7 +66,8 @@ class Batch:
     weights_BL: Tensor  # 1 where the target counts, 0 where it does not
     documents_BL: Tensor | None = None  # which document a position belongs to; None: no mask
     positions_L: Tensor | None = None  # where in the sequence; None: from 0 on
-    scale: Tensor | None = None  # what the step multiplies summed losses with
+    scale: Tensor | None = None  # what the step multiplies summed losses of targets with: 1 / their weights
+    even: Tensor | None = None  # and what is summed over all positions, whatever their weights: 1 / their number
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)  # for what layers share
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -112,6 +117,7 @@ class Family:
     buffers: Mapping[str, float] = dataclasses.field(default_factory=dict)  # those that it may have -> first value
     experts: Sequence[str] = ()  # modules whose parameters hold the rows of one expert after the other
     loss: Callable[[Tensor, Batch, object], Tensor] | None = None  # default: cross-entropy, summed
+    weights: Sequence[Weight] = ()  # the names that its tensors have elsewhere
     ends_in_head: bool = False  # whether the model returns what its phalanx.Head does: the loss may take its place
 
     def style_of(self, module_name: str) -> str | None:
@@ -166,6 +172,9 @@ def load_family(reference: str) -> Family:
     return family
 
 
+being_imported: list[str] = []  # files of families; one that starts a training would never end
+
+
 def _import_file(path: Path) -> ModuleType:
     name = f"phalanx_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -174,7 +183,11 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # for modules beside it; last, so that it shadows nothing
-    spec.loader.exec_module(module)
+    being_imported.append(str(path))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        being_imported.pop()
     return module
 
 
@@ -207,6 +220,8 @@ def check_family(family: Family, config: ModelConfig) -> None:
     may_lack = tuple(f"{pattern}." for pattern in family.optional)
     for kind, patterns in (("split", family.split), ("units", family.units), ("experts", family.experts)):
         for pattern in patterns:
+            if kind == "split" and family.split[pattern] == "norm":
+                continue  # which not every size of a model has; one that it does not match is found below
             if not any(_matches(name, pattern) for name in modules) and not f"{pattern}.".startswith(may_lack):
                 names = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in modules if name)
                 refuse(f"{kind} pattern {pattern!r} matches no module", f"the modules are {', '.join(names)}")
@@ -220,6 +235,9 @@ def check_family(family: Family, config: ModelConfig) -> None:
         if isinstance(module, nn.Embedding) and not style and not name.startswith(gathered):
             what = f"embedding {name!r} is not split, so it would not know which slice of the sequence a rank holds"
             refuse(what, f"add {name!r}: 'vocab' to split, and look up all positions, of which each rank gets its own")
+        if isinstance(module, SplitNorm) and style != "norm":
+            what = f"norm {name!r} is not split, so it would not count the features of other ranks"
+            refuse(what, f"add {name!r}: 'norm' to split")
         if style == "vocab" and (module.padding_idx is not None or module.max_norm):
             refuse(f"embedding {name!r} has padding_idx or max_norm", "leave them out: a split embedding has neither")
         if style == "head" and family.loss is None and module.out_features != config.vocab_size:

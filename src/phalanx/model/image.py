@@ -12,6 +12,7 @@ from phalanx.core.shape import ModelConfig
 from phalanx.model.dense import DENSE, Block
 from phalanx.model.family import Batch, Family, Init
 from phalanx.model.head import Head
+from phalanx.model.rms import make_norm
 
 
 class Classifier(nn.Module):
@@ -21,8 +22,8 @@ class Classifier(nn.Module):
         self.embed = nn.Linear(shape.features, c.dim)
         self.position = nn.Embedding(shape.num_patches, c.dim)
         self.layers = nn.ModuleDict({str(i): Block(c, causal=False) for i in range(c.num_layers)})
-        self.norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
-        self.head = Head(c.dim, c.vocab_size)
+        self.norm = make_norm(c.dim, c)
+        self.head = Head(c.dim, c.vocab_size, softcap=c.logit_softcap)
 
     def forward(self, batch: Batch, x_BLD: Tensor | None = None) -> Tensor:
         if x_BLD is None:

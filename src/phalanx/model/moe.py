@@ -117,7 +117,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             out_BLD = out_BLD + self.shared(x_BLD)
         balance = self._balance(scores_BLE, counts_BE)
-        scale = balance.new_ones(()) if batch.scale is None else batch.scale.to(balance.dtype)
+        scale = balance.new_ones(()) if batch.even is None else batch.even.to(balance.dtype)
         return _Routed.apply(out_BLD, balance, scale, counts_E, self)
 
     def _scores(self, x_BLD: Tensor) -> Tensor:
@@ -165,8 +165,8 @@ def _count(ids_BN: Tensor, num_experts: int) -> Tensor:
 
 
 class MoEBlock(HalfBlock):
-    def __init__(self, c: ModelConfig):
-        super().__init__(c)
+    def __init__(self, c: ModelConfig, window: int = 0):
+        super().__init__(c, window=window)
         self.moe = MoE(c)
 
     def feed(self, x_BLD: Tensor, batch: Batch) -> Tensor:
@@ -174,7 +174,11 @@ class MoEBlock(HalfBlock):
 
 
 def build(c: ModelConfig) -> Decoder:
-    return Decoder(c, lambda layer: Block(c) if layer < c.dense_layers else MoEBlock(c))
+    def block(layer: int) -> HalfBlock:
+        make = Block if layer < c.dense_layers else MoEBlock
+        return make(c, window=c.window_of(layer))
+
+    return Decoder(c, block)
 
 
 def _init(name: str, c: ModelConfig) -> Init:

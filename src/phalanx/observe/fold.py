@@ -10,11 +10,17 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from phalanx.observe import phases, readings
+
 Fold = dict[str, Any]
 Spans = list[list[int]]
+Times = list[Any]  # ranks of a block, and the longest time in each: [1, {"rank": seconds}]
 BIN = math.log(1.01)
 MOST_NORMS = 16  # different ones that are told apart
-MOST_TIMES = 64  # ranks whose step times are kept one by one
+LOSS_UNITS = 2**48  # of validation losses in a nat: they are summed as integers, in which the order does not matter
+MOST_TIMES = 256  # ranks, or blocks of ranks, whose times are kept one by one
+BLOCKS = 4  # as many ranks or blocks become one, where there are more
+SLOWEST = 4  # ranks that are named
 
 
 def spans(ranks: Iterable[int]) -> Spans:
@@ -43,14 +49,18 @@ def overlap(a: Spans, b: Spans) -> bool:
     return size(union(a + b)) < size(a) + size(b)
 
 
-def fold_of(rank: int, said: Fold) -> Fold | None:
-    """What a rank said, as a fold of one; None: it is not of a kind that is folded."""
+def fold_of(rank: int, said: Fold, read: dict[str, float] | None = None) -> Fold | None:
+    """What a rank said, as a fold of one; None: it is not of a kind that is folded. `read`: by its node."""
     make = _MAKE.get(str(said.get("type")))
-    return {**make(rank, said), "type": said["type"], "ranks": [[rank, rank + 1]]} if make else None
+    if make is None:
+        return None
+    more = {"readings": readings.of_rank(rank, read)} if read and said["type"] == "step" else {}
+    return {**make(rank, said), **more, "type": said["type"], "ranks": [[rank, rank + 1]]}
 
 
 def folded(items: Iterable[Fold]) -> list[Fold]:
-    """Merge the folds that can be merged, each into the first of its kind; everything else stays as it is."""
+    """Merge the folds that can be merged, each into the first of its kind; everything else stays as it is. Steps come
+    in their order: one that was said by a node that is ahead does not overtake those that others say only now."""
     out, at = list[Fold](), dict[tuple[Any, ...], int]()
     for item in items:
         if "ranks" not in item:
@@ -62,6 +72,10 @@ def folded(items: Iterable[Fold]) -> list[Fold]:
             out.append(item)
         else:
             out[at[key]] = merged(out[at[key]], item)
+    places = [place for key, place in at.items() if key[0] == "step"]
+    steps = sorted((out[place] for place in places), key=lambda fold: (fold["generation"], fold["step"]))
+    for place, fold in zip(sorted(places), steps, strict=True):
+        out[place] = fold
     return out
 
 
@@ -96,59 +110,73 @@ def _first(fold: Fold) -> int:
 
 
 def _step(rank: int, said: Fold) -> Fold:
-    time_s = float(said["time_s"])
+    time_s, spent = float(said["time_s"]), said.get("phases", {})
+    own_s = phases.work_s(spent) or time_s
     return {
         "generation": int(said.get("generation", 0)),
         "step": int(said["step"]),
         "lr": said["lr"],
         "time_s": time_s,
         "time_min_s": time_s,
-        "slowest_rank": rank,
+        "slowest": [[own_s, rank]],
         "bins": {str(round(math.log(time_s) / BIN)): 1} if time_s > 0 else {},
-        "times": {str(rank): time_s},
+        "times": [1, {str(rank): own_s}],
         "norms": {float(said["grad_norm"]).hex(): [[rank, rank + 1]]},
         "data_wait_s": said.get("data_wait_s", 0.0),
         "data_ready": said.get("data_ready", 0),
-        "phases": said.get("phases", {}),
+        "phases": spent,
+        "held": said.get("held", {}),
         "served": said.get("served", {}),
         "whole": said["whole"],
     }
 
 
 def _merge_steps(a: Fold, b: Fold) -> Fold:
-    slower = b if b["time_s"] > a["time_s"] else a
     norms = dict(a["norms"])
     for norm, ranks in b["norms"].items():
         if norm in norms or len(norms) < MOST_NORMS:
             norms[norm] = union(norms.get(norm, []) + ranks)
     return {
         **a,
-        "time_s": slower["time_s"],
-        "slowest_rank": slower["slowest_rank"],
+        "time_s": max(a["time_s"], b["time_s"]),
+        "slowest": sorted(a["slowest"] + b["slowest"], key=lambda each: (-each[0], each[1]))[:SLOWEST],
         "time_min_s": min(a["time_min_s"], b["time_min_s"]),
         "bins": _sum(a["bins"], b["bins"]),
-        "times": _times(a, b),
+        "times": merged_times(a["times"], b["times"]),
         "norms": norms,
         "data_wait_s": max(a["data_wait_s"], b["data_wait_s"]),
         "data_ready": min(a["data_ready"], b["data_ready"]),
-        "phases": _phases(a["phases"], b["phases"]),
+        "phases": phases.merged(a["phases"], b["phases"]),
+        "held": {tier: min(step, b["held"][tier]) for tier, step in a["held"].items() if tier in b["held"]},
         "served": _sum(a["served"], b["served"]),
+        "readings": readings.merged(a.get("readings", {}), b.get("readings", {})),
         "whole": a["whole"] or b["whole"],
     }
 
 
-def _times(a: Fold, b: Fold) -> dict[str, float]:
-    """By rank; none of any, where there are many."""
-    both = {**a["times"], **b["times"]}
-    return both if a["times"] and b["times"] and len(both) <= MOST_TIMES else {}
+def merged_times(a: Times, b: Times) -> Times:
+    """Of the ranks of both, or of blocks of ranks with the longest time of each, where there are many."""
+    block, longest = max(a[0], b[0]), dict[str, float]()
+    for of, times in (a, b):
+        _add_blocks(longest, times, block // of)
+    while len(longest) > MOST_TIMES:
+        block, finer, longest = block * BLOCKS, longest, {}
+        _add_blocks(longest, finer, BLOCKS)
+    return [block, longest]
 
 
-def _phases(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
-    """Seconds of the step before, by phase. Ranks that are early wait in the reduction for the last one, so that one's
-    time is what the reduction takes."""
-    if not a or not b:
-        return a or b
-    return {name: (min if name == "reduce" else max)(a[name], b[name]) for name in a}
+def block_of(ranks: int) -> int:
+    """How many ranks a block has when all of so many are folded."""
+    block = 1
+    while -(-ranks // block) > MOST_TIMES:
+        block *= BLOCKS
+    return block
+
+
+def _add_blocks(longest: dict[str, float], times: dict[str, float], by: int) -> None:
+    for number, time_s in times.items():
+        at = str(int(number) // by) if by > 1 else number
+        longest[at] = max(longest.get(at, 0.0), time_s)
 
 
 def _sum(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
@@ -191,10 +219,41 @@ def _merge_done(a: Fold, b: Fold) -> Fold:
     return {**a, "memory_bytes": max(a["memory_bytes"], b["memory_bytes"]), "digests": digests}
 
 
-_MAKE: dict[str, Callable[[int, Fold], Fold]] = {"step": _step, "facts": _facts, "entered": _entered, "done": _done}
+# -- a validation
+
+
+def _validation(rank: int, said: Fold) -> Fold:
+    return dict(said)
+
+
+def _merge_validations(a: Fold, b: Fold) -> Fold:
+    lost = [name for name in a["sums"] if None in (a["sums"][name], b["sums"][name])]
+    sums = _sum(*({name: total or 0 for name, total in each["sums"].items()} for each in (a, b)))
+    return {
+        **a,
+        "sums": {**sums, **dict.fromkeys(lost)},
+        "tokens": _sum(a["tokens"], b["tokens"]),
+        "time_s": max(a["time_s"], b["time_s"]),
+    }
+
+
+def loss_of(fold: Fold, name: str) -> float:
+    """Nats per token of one set; NaN: some rank's was not finite."""
+    total, tokens = fold["sums"][name], fold["tokens"][name]
+    return math.nan if total is None or not tokens else total / (LOSS_UNITS * tokens)
+
+
+_MAKE: dict[str, Callable[[int, Fold], Fold]] = {
+    "step": _step,
+    "facts": _facts,
+    "entered": _entered,
+    "done": _done,
+    "validation": _validation,
+}
 _MERGE: dict[str, Callable[[Fold, Fold], Fold]] = {
     "step": _merge_steps,
     "facts": _merge_facts,
     "entered": _merge_entered,
     "done": _merge_done,
+    "validation": _merge_validations,
 }

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.observe.readings import READINGS
+
 About = dict[str, Any]
 PREFIX = "phalanx"
 
@@ -35,6 +37,12 @@ def _good(key: str) -> Callable[[About], Iterable[tuple[tuple[str, ...], Any]]]:
     return lambda about: [((), about["goodput"][key])]
 
 
+def _readings(name: str) -> Callable[[About], Iterable[tuple[tuple[str, ...], Any]]]:
+    return lambda about: [
+        ((stat,), about["readings"][name][stat]) for stat in ("mean", "min", "max") if name in about["readings"]
+    ]
+
+
 METRICS = (
     Metric("step", "Committed steps.", _plain("step"), panel="Step"),
     Metric("steps_planned", "Steps that the job asks for.", _plain("steps")),
@@ -44,6 +52,14 @@ METRICS = (
     Metric("tokens_per_second", "Tokens per second of the last step.", _plain("tokens_per_s"), panel="Throughput"),
     Metric("mfu_ratio", "Model FLOPs utilisation of the last step.", _plain("mfu"), unit="percentunit", panel="MFU"),
     Metric("step_duration_seconds", "Median of the last steps.", _plain("step_s"), unit="s", panel="Step time"),
+    Metric(
+        "step_phase_seconds",
+        "Phases of a step, median of the last ones: the longest work of a rank, the shortest wait.",
+        lambda about: [((phase,), took) for phase, took in about["phases"].items()],
+        ("phase",),
+        unit="s",
+        panel="Phases of a step",
+    ),
     Metric("ranks", "Ranks of the layout.", _plain("ranks")),
     Metric(
         "goodput_ratio",
@@ -69,6 +85,10 @@ METRICS = (
         lambda about: [((), about["durable"]["time"])] if about["durable"] else [],
         unit="dateTimeAsIso",
         panel="Last durable checkpoint",
+    ),
+    *(
+        Metric(known.metric, known.help, _readings(name), ("stat",), known.unit, known.help.rstrip("."))
+        for name, known in READINGS.items()
     ),
     Metric("running", "1: it trains now.", lambda about: [((), int(about["state"] == "running"))]),
     Metric(

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.observe import fold
+
 if TYPE_CHECKING:
     from phalanx.observe.tiles import TileWriter
 
@@ -64,14 +66,17 @@ class RunRecord:
     def event(self, event: Row) -> None:
         self._append("events", {"time": time.time(), **event})
 
-    def rank_times(self, step: int, times_s: dict[int, float], ranks: int) -> None:
-        """Keep the step time of each rank; those that did not report are shown as absent."""
+    def rank_times(self, step: int, times: fold.Times, ranks: int) -> None:
+        """Keep how long each rank, or block of ranks, took; those that did not report are shown as absent."""
         from phalanx.observe.tiles import FOLDER, TileWriter
 
+        block = fold.block_of(ranks)
+        longest = fold.merged_times([block, {}], times)[1]
+        rows = -(-ranks // block)
         try:
             if self._ranks is None:
-                self._ranks = TileWriter(self.path / FOLDER, ranks, step)
-            self._ranks.add(step, [times_s.get(rank, math.nan) for rank in range(ranks)])
+                self._ranks = TileWriter(self.path / FOLDER, rows, step, block, ranks)
+            self._ranks.add(step, [longest.get(str(row), math.nan) for row in range(rows)])
         except OSError:
             self._lost += 1
 

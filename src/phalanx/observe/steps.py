@@ -5,20 +5,31 @@ generation. Memory holds the steps that some ranks have not reported yet, nothin
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 from phalanx.core.ledger import mean_loss
 from phalanx.observe.fold import Fold, median, members, merged, size
+from phalanx.observe.readings import row_of
 
 Row = dict[str, Any]
-PATIENCE = 3  # rows that are held back for an older one, which nobody may be left to report
+PATIENCE_S = 60.0  # that rows are held back for an older one, which nobody may be left to report
 NOBODY: dict[str, Any] = {"loss_sums": [math.nan], "tokens": 0, "data_digest": "0"}
 
 
 class StepTable:
     """`flops_per_token` and `peak_flops` (of all ranks together, FLOP/s) give the MFU; 0: not known yet."""
 
-    def __init__(self, world_size: int, tokens_per_step: int, flops_per_token: float = 0, peak_flops: float = 0):
+    def __init__(
+        self,
+        world_size: int,
+        tokens_per_step: int,
+        flops_per_token: float = 0,
+        peak_flops: float = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._clock, self._owed_at = clock, 0.0  # since when something is owed
         self.world_size, self.tokens_per_step = world_size, tokens_per_step
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.events: list[Row] = []  # what was noticed on the way; the caller takes them out
@@ -27,6 +38,11 @@ class StepTable:
         self._next: int | None = None  # the first step without a row
         self._owed: dict[int, Fold | None] = {}  # steps that counted, and whose loss nobody has told yet
         self._held: list[Row] = []  # rows that come after those
+
+    @property
+    def unrecorded(self) -> Collection[tuple[int, int]]:
+        """Generations and steps that some ranks have reported, and that have no row yet."""
+        return self._open.keys()
 
     def settle(self, generation: int, step: int, world_size: int) -> list[Row]:
         """Continue from `step` in a new generation, with so many ranks. Steps before it count, also if somebody who is
@@ -41,6 +57,7 @@ class StepTable:
             if fold and fold["whole"]:
                 out += self._emit(fold)
             else:
+                self._owed_at = self._owed_at if self._owed else self._clock()
                 self._owed[at] = fold
         self._open = {key: fold for key, fold in self._open.items() if key[0] >= generation and key[1] >= step}
         self._next = step
@@ -48,7 +65,7 @@ class StepTable:
 
     def complete(self) -> list[Row]:
         """Rows of the new generation whose reports were there before anybody said that it had begun."""
-        return [row for key in sorted(self._open) for row in self._close(key)]
+        return [row for key in sorted(self._open) if key in self._open for row in self._close(key)]
 
     def add(self, fold: Fold) -> list[Row]:
         """Take reports of a step. Returns the rows that they complete."""
@@ -58,8 +75,8 @@ class StepTable:
             fold = merged(known, fold) if known else fold
             self._owed[key[1]] = fold
             return self._pay(key[1]) if fold["whole"] else []
-        if key[0] < self._since[0] or key[1] < self._since[1]:
-            return []  # it has its row
+        if key < (self._since[0], self._next or 0):
+            return []  # it has its row, or never happened; who did not hear that it was recorded says it again
         known = self._open.get(key)
         self._open[key] = merged(known, fold) if known else fold
         return self._close(key)
@@ -72,7 +89,10 @@ class StepTable:
         if key[0] > self._since[0] or size(self._open[key]["ranks"]) < self.world_size:
             return []
         self._next = key[1] + 1
-        return self._emit(self._open.pop(key))
+        row = self._emit(self._open.pop(key))
+        # Ranks say steps in their order: an older one that is still open here was recorded elsewhere.
+        self._open = {k: fold for k, fold in self._open.items() if k[0] != key[0] or k[1] > key[1]}
+        return row
 
     def _emit(self, fold: Fold) -> list[Row]:
         """In the order of the steps, as far as those before it can be had."""
@@ -80,7 +100,7 @@ class StepTable:
         if not self._owed:
             return [row]
         self._held.append(row)
-        return self.finish() if len(self._held) > PATIENCE else []
+        return self.finish() if self._clock() > self._owed_at + PATIENCE_S else []
 
     def _pay(self, at: int) -> list[Row]:
         fold = self._owed.pop(at)
@@ -106,17 +126,21 @@ class StepTable:
             "time_s": time_s,
             "time_min_s": fold["time_min_s"],
             "time_median_s": min(time_s, max(fold["time_min_s"], median(fold["bins"]))),
-            "slowest_rank": fold["slowest_rank"],
+            "slowest_rank": fold["slowest"][0][1],
+            "slowest": fold["slowest"],
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * self.flops_per_token / self.peak_flops if self.peak_flops else None,
             "data_wait_s": fold["data_wait_s"],
             "phases": fold["phases"],
+            "held": fold["held"],
+            "readings": row_of(fold.get("readings", {})),
             "data_ready": fold["data_ready"],
             "data_digest": whole["data_digest"],
             "generation": fold["generation"],
             "record": whole.get("record", ""),
-            "rank_times": {int(rank): time_s for rank, time_s in fold["times"].items()},
+            "rank_times": fold["times"],
             "served": fold["served"],
+            **({"skipped": whole["skipped"]} if "skipped" in whole else {}),
         }
 
     def _nobody(self, at: int) -> Row:
@@ -124,13 +148,15 @@ class StepTable:
         empty: Row = {
             "norms": {"nan": []},
             "bins": {},
-            "times": {},
+            "times": [1, {}],
+            "slowest": [[0.0, -1]],
             "phases": {},
+            "held": {},
             "served": {},
             "whole": None,
             "lr": 0.0,
         }
-        times = {"time_s": 0.0, "time_min_s": 0.0, "slowest_rank": -1, "data_wait_s": 0.0, "data_ready": 0}
+        times = {"time_s": 0.0, "time_min_s": 0.0, "data_wait_s": 0.0, "data_ready": 0}
         return self._row({"step": at, "generation": self._since[0], **empty, **times})
 
     def _compare_norms(self, fold: Fold) -> None:

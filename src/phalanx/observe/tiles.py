@@ -101,10 +101,12 @@ class TileWriter:
     """Takes one row for each step, in order; a step that is done again replaces the one that was abandoned. A disk that
     is full costs rows, never a step: they are counted."""
 
-    def __init__(self, folder: Path, ranks: int, first_step: int = 0):
+    def __init__(self, folder: Path, ranks: int, first_step: int = 0, each: int = 1, in_all: int = 0):
+        """`ranks`: rows of the table; each is of `each` ranks, of `in_all` (0: those of all rows)."""
         folder.mkdir(parents=True, exist_ok=True)
         self.ranks, self.first, self.dropped = ranks, first_step, 0
-        about = {"ranks": ranks, "first_step": first_step, "factor": FACTOR, "least": LEAST, "most": MOST}
+        about: dict[str, float] = {"ranks": ranks, "each": each, "in_all": in_all or ranks * each}
+        about |= {"first_step": first_step, "factor": FACTOR, "least": LEAST, "most": MOST}
         (folder / "tiles.json").write_text(json.dumps(about))
         self.widths = [-(-ranks // FACTOR**i) for i in range(levels(ranks))]
         self._folder = folder
@@ -191,8 +193,10 @@ class TileReader:
 
     def __init__(self, folder: Path):
         about = json.loads((folder / "tiles.json").read_bytes())
-        self.folder, self.ranks, self.first = folder, int(about["ranks"]), int(about["first_step"])
-        if about["factor"] != FACTOR or self.ranks < 1:
+        self.folder, self._rows_in_all, self.first = folder, int(about["ranks"]), int(about["first_step"])
+        self.each = int(about.get("each", 1))  # ranks of a row
+        self.ranks = int(about.get("in_all", self._rows_in_all))
+        if about["factor"] != FACTOR or min(self._rows_in_all, self.each, self.ranks) < 1:
             raise ValueError(f"{folder} was written with blocks of {about['factor']}; this version reads {FACTOR}")
 
     @property
@@ -206,12 +210,13 @@ class TileReader:
     def picture(self, ranks: tuple[int, int], steps: tuple[int, int], height: int, width: int) -> dict[str, Any]:
         """The largest value in each cell of a picture of these ranks (rows) and steps (columns). `ranks` and `steps`
         are half-open; they come back widened to whole blocks."""
-        count = self.steps
-        low = (max(0, min(ranks[0], self.ranks - 1)), max(0, min(steps[0] - self.first, count - 1)))
-        high = (max(low[0] + 1, min(ranks[1], self.ranks)), max(low[1] + 1, min(steps[1] - self.first, count)))
+        count, each, last = self.steps, self.each, self._rows_in_all
+        low = (max(0, min(ranks[0] // each, last - 1)), max(0, min(steps[0] - self.first, count - 1)))
+        high = (max(low[0] + 1, min(-(-ranks[1] // each), last)), max(low[1] + 1, min(steps[1] - self.first, count)))
         if not count:
-            return {"ranks": [low[0], high[0]], "steps": [self.first, self.first], "codes": np.zeros((0, 0), np.uint8)}
-        level = _level(high[0] - low[0], height, self.ranks)
+            none = np.zeros((0, 0), np.uint8)
+            return {"ranks": [low[0] * each, high[0] * each], "steps": [self.first, self.first], "codes": none}
+        level = _level(high[0] - low[0], height, last)
         number = _level(high[1] - low[1], width, count)
         rows, columns = FACTOR**level, FACTOR**number  # of a block
         r0, r1 = low[0] // rows, -(-high[0] // rows)
@@ -219,7 +224,7 @@ class TileReader:
         table = self._rows(level, number, s0, s1, r0, r1, count)
         codes = _pooled(_pooled(table, min(width, len(table))).T, min(height, r1 - r0))
         return {
-            "ranks": [r0 * rows, min(self.ranks, r1 * rows)],
+            "ranks": [r0 * rows * each, min(self.ranks, r1 * rows * each)],
             "steps": [self.first + s0 * columns, self.first + min(count, s1 * columns)],
             "codes": codes,
         }
@@ -244,7 +249,7 @@ class TileReader:
         """A rectangle of a table."""
         if s1 <= s0:
             return np.zeros((0, r1 - r0), np.uint8)
-        width = -(-self.ranks // FACTOR**level)
+        width = -(-self._rows_in_all // FACTOR**level)
         blocks = -(-width // SIDE)
         c0, c1, b0, b1 = s0 // SIDE, -(-s1 // SIDE), r0 // SIDE, -(-r1 // SIDE)
         pages = np.zeros((c1 - c0, b1 - b0, SIDE, SIDE), np.uint8)

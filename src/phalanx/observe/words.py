@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from phalanx.observe.incidents import figure, money, plural, seconds
+from phalanx.observe.phases import PHASES
 from phalanx.observe.story import Story
 
 RECENT = 200  # steps that the pace is taken from
@@ -43,8 +44,11 @@ def overview(story: Story) -> dict[str, Any]:
         "lr": last.get("lr"),
         "tokens_per_s": last.get("tokens_per_s"),
         "mfu": last.get("mfu"),
+        "readings": last.get("readings") or {},
         "mfu_convention": part.meta.get("mfu_convention"),
         "step_s": _median(story),
+        "phases": _median_phases(story),
+        "slowest": last.get("slowest") or [],
         "plan": part.meta.get("forecast"),
         "off_plan": _off_plan(story),
         "eta": eta,
@@ -111,6 +115,13 @@ def forecast_end(story: Story) -> dict[str, Any] | None:
 def _median(story: Story) -> float | None:
     times = [row["time_s"] for row in story.rows[-RECENT:] if isinstance(row.get("time_s"), float)]
     return statistics.median(times) if times else None
+
+
+def _median_phases(story: Story) -> dict[str, float]:
+    """Seconds of the last steps, by phase; records of older versions know fewer of them."""
+    known = [row["phases"] for row in story.rows[-RECENT:] if isinstance(row.get("phases"), dict)]
+    found = {name: [p[name] for p in known if isinstance(p.get(name), float)] for name in PHASES}
+    return {name: statistics.median(values) for name, values in found.items() if values}
 
 
 def _off_plan(story: Story) -> float | None:

@@ -61,6 +61,14 @@ def apply_context_parallel(model: nn.Module, layout: Layout, group: dist.Process
             value=layout.cp,
             remedy="call phalanx.Attend for the attention, or set layout.cp = 1",
         )
+    bent = [m for m in found if m.window or m.softcap]
+    if bent and layout.cp_style == "ring":
+        raise UserError(
+            "the ring's kernels know no window and no softcap, which the model's attention has",
+            field="layout.cp_style",
+            value="ring",
+            remedy='set layout.cp_style = "ulysses"',
+        )
     for module in found:
         module.__class__ = RingAttend if layout.cp_style == "ring" else UlyssesAttend
         module.layout, module.group = layout, group
@@ -83,6 +91,9 @@ class UlyssesAttend(Attend):
             k_BKLE, v_BKLE = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k_BKLE, v_BKLE))
         q, k, v = (_Swap.apply(t, 1, 2, self.group) for t in (q_BHLE, k_BKLE, v_BKLE))
         return _Swap.apply(super().forward(q, k, v, batch), 2, 1, self.group)
+
+    def whole_length(self, length: int) -> int:
+        return length * self.group.size()
 
 
 class _Swap(torch.autograd.Function):

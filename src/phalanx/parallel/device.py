@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.core.errors import UserError
+from phalanx.core.memory import num_cores
 
 ATTENTION = [
     SDPBackend.CUDNN_ATTENTION,
@@ -48,7 +49,7 @@ class Device:
             wanted = accelerator.type if accelerator else "cpu"
         if wanted == "cpu":
             avoid_broken_amx()
-            cores = len(os.sched_getaffinity(0))
+            cores = num_cores()
             return Device(torch.device("cpu"), "gloo", min(1.0, cores / (torch.get_num_threads() * ranks)))
         if accelerator is None or accelerator.type != wanted:
             found = accelerator.type if accelerator else "none"

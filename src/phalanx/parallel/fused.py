@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ def apply_kernels(model: nn.Module, units: list[nn.Module], job: Job, device: De
         if isinstance(module, Attend):
             module.packed = packed
             module.two_kernels = packed and job.deterministic and device.has_cudnn
+            module.flexible = not device.is_cpu and job.train.precision != "fp64"  # for which Triton has no products
     if job.layout.splits_backward:
         return
     low = job.train.precision == "fp8"
@@ -38,13 +39,13 @@ def apply_kernels(model: nn.Module, units: list[nn.Module], job: Job, device: De
             remedy='set train.precision = "bf16"',
         )
     for module in [m for unit in units for m in unit.modules()]:
-        if isinstance(module, FeedForward):
+        if isinstance(module, FeedForward) and module.activation == "silu" and module.w1.bias is None:
             module.__class__ = FusedFeedForward
             module.function = feed_forward_fp8 if low else swiglu.feed_forward
         elif isinstance(module, Experts):
             module.__class__ = FusedExperts
         elif low and isinstance(module, Attention):
-            module.__class__ = Fp8Attention
+            module.multiply = projections_fp8
         elif low and isinstance(module, nn.Linear):
             module.multiply = multiply_fp8
             if type(module) is nn.Linear:
@@ -64,12 +65,11 @@ class FusedExperts(Experts):
         return grouped_feed_forward(x_ND, self.w1, self.w2, self.w3, counts_E)
 
 
-class Fp8Attention(Attention):
-    def project(self, x_BLD: Tensor) -> list[Tensor]:
-        layers = (self.wq, self.wk, self.wv)
-        if all(fp8.fits(_rows(x_BLD), layer.weight) for layer in layers):
-            return fp8.linears(x_BLD, *(layer.weight for layer in layers))
-        return super().project(x_BLD)
+def projections_fp8(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
+    if not all(fp8.fits(_rows(x), layer.weight) for layer in layers):
+        return [layer(x) for layer in layers]
+    outs = fp8.linears(x, *(layer.weight for layer in layers))
+    return [y if layer.bias is None else y + layer.bias for y, layer in zip(outs, layers, strict=True)]
 
 
 def multiply_fp8(x: Tensor, weight: Tensor) -> Tensor:

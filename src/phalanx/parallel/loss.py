@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.core.errors import UserError
 from phalanx.core.shape import ModelConfig, even_bounds, loss_rows
-from phalanx.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from phalanx.kernels.cross_entropy import Bend, cross_entropy, linear_cross_entropy
 from phalanx.model.family import Batch
 from phalanx.model.head import Head
 from phalanx.parallel.collectives import all_reduce
@@ -24,11 +24,12 @@ Loss = tuple[Tensor, Tensor]  # scaled for the step, and summed over the target 
 class LossHead(Head):
     tp: dist.ProcessGroup
     vocab_size: int
+    z_loss: float
 
     def forward(self, x_BLD: Tensor, batch: Batch) -> Loss:
         rows = loss_rows(self.vocab_size, self.tp.size(), x_BLD.element_size())
-        split = _split(self.tp, self.vocab_size)
-        return linear_cross_entropy(x_BLD, self.weight, self.bias, *_wanted(batch), rows=rows, **split)
+        split, bend = _split(self.tp, self.vocab_size), Bend(self.softcap, self.z_loss)
+        return linear_cross_entropy(x_BLD, self.weight, self.bias, *_wanted(batch), rows=rows, bend=bend, **split)
 
 
 def apply_loss(model: nn.Module, tp: dist.ProcessGroup, config: ModelConfig) -> None:
@@ -43,12 +44,12 @@ def apply_loss(model: nn.Module, tp: dist.ProcessGroup, config: ModelConfig) -> 
         )
     for module in heads:
         module.__class__ = LossHead
-        module.tp, module.vocab_size = tp, config.vocab_size
+        module.tp, module.vocab_size, module.z_loss = tp, config.vocab_size, config.z_loss
 
 
-def loss_of_logits(logits: Tensor, batch: Batch, tp: dist.ProcessGroup, vocab_size: int) -> Loss:
+def loss_of_logits(logits: Tensor, batch: Batch, tp: dist.ProcessGroup, config: ModelConfig) -> Loss:
     """For a model that does something of its own with them."""
-    return cross_entropy(logits, *_wanted(batch), **_split(tp, vocab_size))
+    return cross_entropy(logits, *_wanted(batch), bend=Bend(z_loss=config.z_loss), **_split(tp, config.vocab_size))
 
 
 def _wanted(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

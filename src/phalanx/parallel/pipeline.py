@@ -39,6 +39,16 @@ def order(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
     return _add_send_recv(compute, layout.rank_of_stage, layout.num_stages)
 
 
+@cache
+def forward_order(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
+    """The same for a pass without a backward: stage after stage of a rank."""
+    compute = {
+        rank: [_Action(stage, Kind.FORWARD, m) for stage in sorted(layout.stages_of(rank)) for m in range(num_micro)]
+        for rank in range(layout.pp)
+    }
+    return compute if layout.pp == 1 else _add_send_recv(compute, layout.rank_of_stage, layout.num_stages)
+
+
 def receive_early(actions: list[_Action]) -> list[_Action]:
     """Every receive before the work that precedes it: Gloo sends nothing before the receiver is ready for
     it, so the message travels while that work goes on."""
@@ -152,9 +162,9 @@ class Stages:
         self.inputs: dict[tuple[int, int], Tensor] = {}  # from a stage on this same rank
         self.grads: dict[tuple[int, int], Tensor] = {}
 
-    def run(self, num_micro: int) -> None:
+    def run(self, num_micro: int, *, backward: bool = True) -> None:
         last = self.layout.num_stages - 1
-        actions = order(self.layout, num_micro)[self.rank]
+        actions = (order if backward else forward_order)(self.layout, num_micro)[self.rank]
         for action in receive_early(actions) if self.pipe.on_gloo else actions:
             stage, kind, micro = action.stage_index, action.computation_type, action.microbatch_index
             assert micro is not None
@@ -176,6 +186,8 @@ class Stages:
                 assert kind == Kind.SEND_B, action
                 self.pipe.send(Kind.RECV_B, stage - 1, micro, self.grads.pop((stage - 1, micro)))
         self.pipe.finish()
+        if not backward:
+            self.running.clear()
         assert not (self.running or self.inputs or self.grads), "the schedule left something over"
 
     def _back(self, stage: int, micro: int, half: str) -> None:

@@ -243,6 +243,12 @@ class Reducer:
             self.groups.cross.commit()
         self.drop()
 
+    def skip(self) -> None:
+        """The step counts, and its gradients were not applied: nothing of them is owed to the next."""
+        if self.groups.cross:
+            self.groups.cross.forget()
+        self.drop()
+
     def drop(self) -> None:
         """Forget what was computed of this step."""
         for unit in self._units:

@@ -77,3 +77,15 @@ def set_half(model: nn.Module, zero: int, half: str, last: bool) -> None:
         return
     model.set_requires_gradient_sync(half == "weights")
     model.set_reshard_after_backward(zero == 3 or (half == "weights" and last))
+
+
+def end_forward(model: nn.Module) -> None:
+    """After passes without a backward: free what was gathered, which the next update makes stale, and forget the order
+    of the units, by which FSDP2 would prefetch in the next backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            state = module._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            if state._fsdp_param_group:
+                state._fsdp_param_group._post_forward_indices.clear()

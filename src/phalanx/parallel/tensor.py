@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from phalanx.core.errors import UserError
 from phalanx.core.shape import even_bounds
+from phalanx.model.dense import Attention
 from phalanx.model.family import Family
-from phalanx.parallel.collectives import all_gather, reduce_scatter
+from phalanx.model.rms import SplitNorm
+from phalanx.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
-SPLIT_DIM = {"column": 0, "head": 0, "vocab": 0, "row": 1, "input": 1}
+SPLIT_DIM = {"column": 0, "head": 0, "vocab": 0, "norm": 0, "row": 1, "input": 1}
 SEQUENCE_DIM = 1
 
 
@@ -44,6 +46,30 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather(grad, SEQUENCE_DIM, ctx.group), None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    """Put the ranks' features together; each rank's use of them has a share in their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, x.dim() - 1, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grad, grad.dim() - 1, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, "sum", ctx.group), None
 
 
 class OpenLinear(nn.Linear):
@@ -78,6 +104,28 @@ class InputLinear(RowLinear):
         return super().forward(x.narrow(-1, self.start, self.weight.shape[1]))
 
 
+class SummedNorm(SplitNorm):
+    """Features split; the squares of all of them count."""
+
+    tp: dist.ProcessGroup
+
+    def sum_squares(self, x: Tensor) -> Tensor:
+        return _Sum.apply(super().sum_squares(x), self.tp)
+
+
+class SharedKeys(Attention):
+    """More ranks than key/value heads. A head's projection is split over the ranks that need it, like any other; what
+    comes out is put together, and each rank takes the head that its queries look at."""
+
+    tp: dist.ProcessGroup
+
+    def whole_heads(self, y_BLF: Tensor) -> Tensor:
+        rank, width = self.tp.rank(), self.tp.size()
+        all_BLF = _GatherFeatures.apply(y_BLF, self.tp)
+        head = rank * all_BLF.shape[-1] // (width * self.head_dim)
+        return all_BLF.narrow(-1, head * self.head_dim, self.head_dim)
+
+
 class VocabEmbedding(nn.Embedding):
     """Rows [start, start + rows) of the vocabulary; other ids contribute zeros to the sum."""
 
@@ -102,6 +150,8 @@ def apply_tensor_parallel(model: nn.Module, family: Family, tp: dist.ProcessGrou
             module.register_forward_pre_hook(lambda _, args: (_Gather.apply(args[0], tp), *args[1:]))
         if style in SPLIT_DIM:
             _split_module(module, style, tp, cut)
+        if isinstance(module, Attention) and module.num_kv_heads % tp.size():
+            module.__class__, module.tp = SharedKeys, tp
 
 
 def _split_module(module: nn.Module, style: str, tp: dist.ProcessGroup, cut: dict[int, nn.Parameter]) -> None:
@@ -125,6 +175,8 @@ def _split_module(module: nn.Module, style: str, tp: dist.ProcessGroup, cut: dic
     if style == "row":
         module.__class__ = RowLinear
         module.tp = tp
+    elif style == "norm":
+        module.__class__, module.tp = SummedNorm, tp
     elif style in ("vocab", "input"):
         module.__class__ = VocabEmbedding if style == "vocab" else InputLinear
         module.tp, module.start = tp, start

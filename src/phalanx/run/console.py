@@ -70,6 +70,15 @@ def spent(run_dir: Path) -> dict[str, str]:
     return out
 
 
+def _validated(summary: dict[str, Any]) -> dict[str, str]:
+    if not (last := summary.get("validation")):
+        return {}
+    bits = f", {last['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in last else ""
+    best = summary["best_validation"]
+    more = f"; best {best['loss']:.4f} after step {best['step']:,}" if best and best["step"] != last["step"] else ""
+    return {"validation": f"{last['loss']:.4f} nats per token, perplexity {last['perplexity']:.2f}{bits}{more}"}
+
+
 class Console:
     """`forecast`: what the planner expects of the run."""
 
@@ -122,17 +131,16 @@ class Console:
             self._last_plain = time.monotonic()
             self._line("  ".join(f"{name} {value}" for name, value in self._cells(row, eta).items()))
 
+    def measure(self, row: dict[str, Any]) -> None: ...
+
+    def checkpoint(self, event: dict[str, Any]) -> None: ...
+
+    def validation(self, event: dict[str, Any]) -> None: ...
+
     def finished(self, s: dict[str, Any]) -> None:
         self._stop_live()
-        below = s["unigram_entropy"] - s["last_loss"]
-        compared = f"{below:.3f} below" if below > 0 else f"{-below:.3f} ABOVE"
-        speed = f"{s['tokens_per_s']:,.0f} tokens/s, median step {s['median_step_s'] * 1e3:,.0f} ms"
-        averaged = min(10, s["steps"])
         rows = {
-            "loss": f"{s['first_loss']:.3f} -> {s['last_loss']:.3f} nats per token (mean of the last {averaged})",
-            "unigram entropy": f"{s['unigram_entropy']:.3f} nats; the loss is {compared} it",
-            "speed": speed + (f", MFU {percent(s['mfu'])}" if "mfu" in s else ""),
-            **({"forecast": self.forecast.compared(s)} if self.forecast else {}),
+            **(self._learned(s) if s["steps"] else {"steps": "all of them are in the record of another controller"}),
             "time": f"{duration(s['wall_s'])}, of which {s['start_s']:.1f} s to start the ranks",
             **spent(Path(s["run_dir"])),
             "determinism": self.job.promise,
@@ -149,6 +157,19 @@ class Console:
         for row in rows.items():
             table.add_row(*row)
         self.out.print(table)
+
+    def _learned(self, s: dict[str, Any]) -> dict[str, str]:
+        below, averaged = s["unigram_entropy"] - s["last_loss"], min(10, s["steps"])
+        compared = f"{below:.3f} below" if below > 0 else f"{-below:.3f} ABOVE"
+        entropy = {"unigram entropy": f"{s['unigram_entropy']:.3f} nats; the loss is {compared} it"}
+        speed = f"{s['tokens_per_s']:,.0f} tokens/s, median step {s['median_step_s'] * 1e3:,.0f} ms"
+        return {
+            "loss": f"{s['first_loss']:.3f} -> {s['last_loss']:.3f} nats per token (mean of the last {averaged})",
+            **_validated(s),
+            **(entropy if s["unigram_entropy"] else {}),  # 0: another controller has read the data
+            "speed": speed + (f", MFU {percent(s['mfu'])}" if "mfu" in s else ""),
+            **({"forecast": self.forecast.compared(s)} if self.forecast else {}),
+        }
 
     # -- drawing -----------------------------------------------------------------------------------
 

@@ -6,46 +6,109 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.job import Job
-from phalanx.observe.record import RunRecord
+from phalanx.engines.table import ask_to_stop, state_of
+from phalanx.observe.record import RunRecord, run_folders
 from phalanx.run.console import Console
 from phalanx.runtime import kernel
 
 LOOK_S = 0.2
+QUEUE_S, ENGINE_S = 2.0, 10.0  # between two questions to an engine: about a run that waits, and one that goes
 TOLD = "told"  # an event: what the listener was told in words
-STARTER = "PHALANX_STARTER"  # in the environment: a descriptor to which it says which record it keeps
-HEAD = "head.json"  # which process keeps the record
+STARTER = "PHALANX_STARTER"  # in the environment: the descriptor by which the process of a run tells its starter
+LAUNCHED = "launched"
+HEAD, HEAD_LOG = "head.json", "head.log"  # which process keeps the record; what it writes once nobody else listens
+REFUSED = 2
 
 
-def write_head(folder: Path) -> None:
-    (folder / HEAD).write_text(json.dumps({"pid": os.getpid(), "began": _began(os.getpid())}))
+class Starter:
+    """The process that started this one and shows what the record says, if there is one. It may die at any time."""
+
+    def __init__(self) -> None:
+        self._fd = int(os.environ.pop(STARTER, "-1"))
+
+    def show(self, folder: Path) -> None:
+        """From now on the starter speaks to the terminal; this process is heard only if it is refused."""
+        if self._fd >= 0:
+            _point(1, Path(os.devnull))
+            self._tell(str(folder))
+
+    def let_go(self, folder: Path) -> None:
+        """The ranks are about to start: nothing needs the terminal any more."""
+        if self._fd >= 0:
+            _point(2, folder / "logs" / HEAD_LOG)
+            self._tell(LAUNCHED)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._fd, f"{line}\n".encode())
 
 
-def tell_head(folder: Path) -> None:
-    """To the process that started this one, if it waits to hear which record is kept."""
-    fd = os.environ.pop(STARTER, "")
-    if fd:
-        os.write(int(fd), f"{folder}\n".encode())
-        os.close(int(fd))
+def _point(fd: int, path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, fd)
+    os.close(file)
 
 
-def head_of(folder: Path) -> int:
-    """The process that keeps the record; 0: none of this machine."""
+def write_head(folder: Path, reference: dict[str, str]) -> None:
+    """`reference`: by which other hosts find the run on its engine; {}: they cannot."""
+    said = {"pid": os.getpid(), "began": began(os.getpid()), "host": socket.gethostname(), "engine": reference}
+    (folder / HEAD).write_text(json.dumps(said))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What keeps a record: a process of this machine (0: none does), or a run on an engine."""
+
+    pid: int = 0
+    engine: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_there(self) -> bool:
+        return self.pid > 0 or bool(state_of(self.engine))
+
+    def ask_to_stop(self, now: bool) -> None:
+        if self.pid:
+            for _ in range(2 if now else 1):
+                os.kill(self.pid, signal.SIGTERM)
+                time.sleep(0.1)
+        else:
+            ask_to_stop(self.engine, now)
+
+
+def head_of(folder: Path) -> Head:
     with contextlib.suppress(OSError, ValueError, KeyError):
         said = json.loads((folder / HEAD).read_bytes())
-        if _began(said["pid"]) == said["began"]:
-            return int(said["pid"])
-    return 0
+        if said["host"] != socket.gethostname():
+            return Head(engine=said["engine"])
+        if began(said["pid"]) == said["began"]:
+            return Head(said["pid"])
+    return Head()
 
 
-def _began(pid: int) -> str:
+def record_of(run_dir: Path, job: str, reference: dict[str, str]) -> Path | None:
+    """The newest record of a job that a run on an engine keeps."""
+    for folder in run_folders(run_dir, job):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if json.loads((folder / HEAD).read_bytes())["engine"] == reference:
+                return folder
+    return None
+
+
+def began(pid: int) -> str:
     """When it did, in ticks since the machine's start: with the pid, no other process has it."""
-    if not kernel.stat(pid)[0]:
+    if kernel.stat(pid)[0] in ("", "Z"):
         return ""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
@@ -69,13 +132,17 @@ class Tail:
 
 
 def follow(record: RunRecord) -> int:
-    """Show the run until it is over; the exit code that its own process would have."""
+    """Show the run until it is over; the exit code that its own process has."""
     job, folder = Job.from_dict(record.job["job"]), record.path
     events, rows = Tail(folder / "events.jsonl"), Tail(folder / "metrics.jsonl")
+    ask_at, is_there = 0.0, True
     with Console(job) as console:
         console.starting(folder)
         while True:
-            is_over = record.summary is not None or not head_of(folder)
+            if time.monotonic() >= ask_at:
+                head = head_of(folder)
+                is_there, ask_at = head.is_there, time.monotonic() + (ENGINE_S if head.engine else LOOK_S)
+            is_over = record.summary is not None or not is_there
             for event in events.look():
                 if event["type"] == TOLD:
                     console.note(event["text"])
@@ -87,11 +154,33 @@ def follow(record: RunRecord) -> int:
                 break
             time.sleep(LOOK_S)
         summary = record.summary
-        if summary is None:
-            console.note("the process that kept its record has died: continue with --resume auto")
-            return 1
-        if summary["status"] == "done":
+        if summary and summary["status"] == "done":
             console.finished(summary)
             return 0
-        console.note(f"{summary['status']}: {summary['reason']}")
-        return 130 if summary["status"] == "stopped" else 1
+    if not folder.exists():
+        return REFUSED  # it has said why
+    if summary is None:
+        summary = {"status": "failed", "reason": f"the process that kept its record died; see {record.logs / HEAD_LOG}"}
+    stopped = summary["status"] == "stopped"
+    print(f"{'' if stopped else 'error: '}{summary['reason']}", file=sys.stderr)
+    return 130 if stopped else 1
+
+
+def follow_submitted(job: Job, reference: dict[str, str]) -> int:
+    """Show a run from the queue to its end, also when the engine starts it again: each start has a record."""
+    shown, said, code = None, "", 1
+    while True:
+        folder = record_of(Path(job.run.dir), job.name, reference)
+        if folder and folder != shown:
+            shown, said, code = folder, "", follow(RunRecord.open(folder))
+            continue
+        state = state_of(reference)
+        if not state:
+            if shown is None:
+                where = f"is {job.run.dir} a folder that this host shares with the nodes? The job's output says more"
+                print(f"{reference['on']} job {reference['id']} is over and left no record: {where}", file=sys.stderr)
+            return code
+        if state != said:
+            print(f"{reference['on']} job {reference['id']}: {state}", flush=True)
+            said = state
+        time.sleep(QUEUE_S)

@@ -3,6 +3,7 @@ refused by the spec (`core.compat`)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,34 +13,38 @@ from phalanx.core.image import MAX_CLASSES, SYNTHETIC_IMAGES
 from phalanx.core.job import Job
 from phalanx.core.layout import num_nodes
 from phalanx.core.memory import limit_bytes
-from phalanx.runtime.launch import Where
+from phalanx.runtime.launch import Adapter
 from phalanx.runtime.spawner import SLOTS
 
 GIB = 2**30
 LEAST_MEMLOCK = 1 << 30
+CLOCK_S = 60.0  # between the clocks of two hosts
 MOST_NODES = 32  # that one host plays: each has processes of its own
 # Device nodes of drivers: where one is, the ranks may not run in host memory.
+GPUS = Path("/proc/driver/nvidia/gpus")
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def refuse(job: Job) -> None:
     _classes(job)
+    _devices(job)
     _ranks(job)
     _memory(job)
 
 
-def refuse_hosts(job: Job, where: Where) -> None:
+def refuse_hosts(job: Job, adapter: Adapter) -> None:
     """What several hosts cannot do."""
     _classes(job)
     layout, need = job.layout, num_nodes(job.layout)
     if layout.ranks_per_node == 0:
         remedy = "set it to the number of accelerators of a host"
         raise UserError("how many ranks does a host have?", field="layout.ranks_per_node", value=0, remedy=remedy)
-    if where.hosts and len(where.hosts) < need:
+    seats = adapter.seats(need + job.recovery.spares)
+    if seats and len(seats) < need:
         raise UserError(
             f"the layout asks for {need} hosts of {layout.ranks_per_node} ranks",
-            field="--hosts",
-            value=", ".join(where.hosts),
+            field="hosts",
+            value=", ".join(seat.name for seat in seats),
             remedy="name more hosts (those beyond the layout's need are spares), or lower layout.replica",
         )
     if job.checkpoint.every_steps >= 0 and not job.checkpoint.dir:
@@ -58,6 +63,12 @@ def warnings(node: dict[str, Any]) -> Iterator[str]:
             f"node {node['node']} may lock only {node['memlock_bytes'] / 2**20:.0f} MiB of memory, and RDMA and pinned "
             "buffers need more: raise it there, as by `ulimit -l unlimited` or LimitMEMLOCK=infinity of sshd's unit"
         )
+    off_s = node["clock_s"] - time.time()
+    if abs(off_s) > CLOCK_S:
+        yield (
+            f"the clock of node {node['node']} is {abs(off_s):,.0f} s {'ahead of' if off_s > 0 else 'behind'} this "
+            "host's: no decision compares them, but S3 refuses requests that are 15 minutes off: set it, as by chrony"
+        )
 
 
 def _classes(job: Job) -> None:
@@ -67,6 +78,25 @@ def _classes(job: Job) -> None:
             field="model.vocab_size",
             value=job.model.vocab_size,
             remedy=f"set model.vocab_size to the number of classes, {MAX_CLASSES} at most",
+        )
+
+
+def _devices(job: Job) -> None:
+    """As far as it can be seen without torch, so that nothing is built for ranks that cannot start."""
+    if job.run.device == "cuda" and not any(Path(node).exists() for node in ACCELERATORS):
+        raise UserError(
+            "this host has no such device, or its driver is not loaded",
+            field="run.device",
+            value=job.run.device,
+            remedy='set run.device = "auto" or "cpu"; in a container, let it see the devices',
+        )
+    found = len(list(GPUS.glob("*"))) if job.run.device in ("auto", "cuda") else 0
+    if 0 < found < job.layout.world_size and not job.run.share_devices:
+        raise UserError(
+            f"{job.layout.world_size} ranks would share {found} devices",
+            field="run.share_devices",
+            value=False,
+            remedy="lower the degrees in [layout], or set run.share_devices = true, which is slow",
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
+from phalanx.core.memory import num_cores
 from phalanx.spec import Resolved, from_mapping, load
 
 if TYPE_CHECKING:
@@ -58,20 +59,23 @@ class Forecast:
 
     def expected(self) -> dict[str, Any]:
         """What the record of a run keeps of the plan: its identity and its predictions."""
+        from phalanx.plan.cost.feedback import by_phase
+
         plan = self.plan
         names = ("hash", "step_s", "step_low_s", "step_high_s", "tokens_per_s", "memory_bytes", "seconds", "hardware")
-        return {name: getattr(plan, name) for name in names}
+        return {**{name: getattr(plan, name) for name in names}, "phases": by_phase(plan.seconds)}
 
     def record(self, summary: dict[str, Any]) -> Record:
         """Predicted beside measured. The prediction is as if no earlier run had corrected it. Memory is that of the
         device's allocator; a process on a CPU has no such figure."""
+        from phalanx.observe.phases import as_planned
         from phalanx.plan.cost.feedback import Record, by_phase
 
         plan = self.plan
         plain = by_phase({name: seconds / plan.pace for name, seconds in plan.seconds.items()})
         return Record(
             plan.hardware, plan.used, plan.model, plan.step_s / plan.pace, summary["median_step_s"], plain,
-            summary.get("phases", {}), plan.memory_bytes - plan.memory["context"] - plan.memory["buffers"],
+            as_planned(summary.get("phases", {})), plan.memory_bytes - plan.memory["context"] - plan.memory["buffers"],
             0.0 if plan.hardware.startswith("cpu") else float(summary.get("peak_memory_bytes", 0.0)),
         )  # fmt: skip
 
@@ -282,7 +286,7 @@ def cluster_of(measured: Any, ranks: int) -> Cluster:
 
 
 def _cores(ranks: int) -> Cluster:
-    cores = len(os.sched_getaffinity(0)) / ranks
+    cores = num_cores() / ranks
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
     return _one_node(
         "cpu", ranks, CORE_FLOPS * cores, CORE_FLOPS * cores, memory, CORE_BYTES_PER_S * cores, 1, LINK_BYTES_PER_S,

@@ -12,13 +12,15 @@ from phalanx.checkpoint.catalog import OWNER, Catalog, Found
 from phalanx.checkpoint.files import Reader
 from phalanx.core import lease
 from phalanx.core.checkpoint import NAME, BadCheckpoint, Manifest
-from phalanx.core.errors import UserError
+from phalanx.core.errors import UserError, together
 from phalanx.core.job import Job
 from phalanx.core.store import Store, open_store
 from phalanx.observe.record import RunRecord, run_folders
 
 FOLDER = "checkpoints"
 AUTO, NEW = "auto", "new"
+# Fields of [model] that do not shape its weights: losses, and positions, which change when a context is extended.
+MAY_CHANGE = ("balance_", "z_loss", "context", "rope_")
 OnEvent = Callable[[dict[str, Any]], None]
 Candidate = tuple[Catalog, Found]
 
@@ -48,18 +50,27 @@ class Start:
 
 
 def find_start(asked: str, job: Job, on_event: OnEvent) -> Start | None:
-    """`asked`: auto, new, or the path of a checkpoint, of a run, or of a folder or bucket of checkpoints. None: begin
-    with first weights."""
-    if asked in ("", NEW):
-        return None
+    """`asked`: auto, new, or the path of a checkpoint, of a run, or of a folder or bucket of checkpoints. A run that
+    continues nothing begins with checkpoint.start; None: with first weights."""
+    if asked == AUTO:
+        found = _find(lambda: _auto(job, on_event), "--resume", asked)
+        if found:
+            return found
+    elif asked not in ("", NEW):
+        return _find(lambda: _named(asked, job, on_event), "--resume", asked)
+    start = job.checkpoint.start
+    return _find(lambda: _named(start, job, on_event), "checkpoint.start", start) if start else None
+
+
+def _find(find: Callable[[], Start | None], field: str, value: str) -> Start | None:
     try:
-        return _auto(job, on_event) if asked == AUTO else _named(asked, job, on_event)
+        return find()
     except FileNotFoundError:
         remedy = "name a checkpoint, a run's folder, or `auto` for the newest of this job; `phalanx checkpoint ls`"
-        raise UserError("there is no good checkpoint", field="--resume", value=asked, remedy=remedy) from None
+        raise UserError("there is no good checkpoint", field=field, value=value, remedy=remedy) from None
     except (BadCheckpoint, OSError) as error:
         remedy = "name another, or a run's folder, whose newest good one is taken; `phalanx checkpoint ls` lists them"
-        raise UserError(f"it cannot be loaded: {error}", field="--resume", value=asked, remedy=remedy) from None
+        raise UserError(f"it cannot be loaded: {error}", field=field, value=value, remedy=remedy) from None
 
 
 def _named(asked: str, job: Job, on_event: OnEvent) -> Start:
@@ -214,19 +225,25 @@ def check_fits(start: Start, job: Job) -> None:
     """That the checkpoint is of this model; the layout may be any."""
     saved = start.manifest.job.get("model", {})
     here = job.to_dict()["model"]
-    shaping = [k for k in here if k in saved and saved[k] != here[k] and k not in ("balance_loss", "balance_bias")]
-    if shaping:
-        field = shaping[0]
-        raise UserError(
-            f"the checkpoint {start.reader.name} has {field} = {saved[field]!r}",
+    shaping = [k for k in here if k in saved and saved[k] != here[k] and not k.startswith(MAY_CHANGE)]
+    name = start.reader.name
+    wrong = [
+        UserError(
+            f"the checkpoint {name} has {field} = {saved[field]!r}",
             field=f"model.{field}",
             value=here[field],
             remedy=f"set model.{field} to that, or name a checkpoint of this model",
         )
+        for field in shaping
+    ]
     if start.manifest.step >= job.train.steps:
-        raise UserError(
-            f"the checkpoint {start.reader.name} is of step {start.manifest.step:,} already",
-            field="train.steps",
-            value=job.train.steps,
-            remedy="raise train.steps, or name an earlier checkpoint",
+        wrong.append(
+            UserError(
+                f"the checkpoint {name} is of step {start.manifest.step:,} already",
+                field="train.steps",
+                value=job.train.steps,
+                remedy="raise train.steps, or name an earlier checkpoint",
+            )
         )
+    if wrong:
+        raise together(wrong)

@@ -1,7 +1,9 @@
-"""Ctrl-C, SIGTERM, a closed terminal and the end of a time limit ask a run for an orderly stop."""
+"""Ctrl-C, SIGTERM, a closed terminal and the end of a time limit ask a run for an orderly stop. So does SIGUSR1, by
+which an engine says that the time it has given ends soon: the run may then be started again."""
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -12,21 +14,33 @@ from typing import Any
 
 class Stop:
     """While it is entered the first signal asks the run to save and to leave within its grace period; the second asks
-    it to leave at once, though still in order. `limit_s`: after which the run stops by itself; 0: none."""
+    it to leave at once, though still in order. `limit_s`: after which the run stops by itself; 0: none. `left_s`: after
+    which the engine wants it to leave."""
 
-    def __init__(self, limit_s: float = 0.0) -> None:
-        self.at_limit = time.monotonic() + limit_s if limit_s else float("inf")
+    def __init__(self, limit_s: float = 0.0, left_s: float = math.inf) -> None:
+        self.at_limit = time.monotonic() + limit_s if limit_s else math.inf
+        self.at_end = time.monotonic() + left_s
         self.hurried = False
+        self.number = 0  # of the first signal
         self._signalled = False
+        self._warned = False
         self._raises = False
         self._before: dict[int, Any] = {}
 
     @property
     def asked(self) -> bool:
-        return self._signalled or time.monotonic() > self.at_limit
+        return self._signalled or self._warned or time.monotonic() > min(self.at_limit, self.at_end)
+
+    @property
+    def is_time_up(self) -> bool:
+        """Whether nobody but the engine asks for it, whose time is over."""
+        over = self._warned or time.monotonic() > self.at_end
+        return over and not self._signalled and time.monotonic() <= self.at_limit
 
     @property
     def why(self) -> str:
+        if self.is_time_up:
+            return "stopped before the engine's time limit"
         return "stopped" if self._signalled or not self.asked else "stopped by run.time_limit_s"
 
     @contextmanager
@@ -47,12 +61,16 @@ class Stop:
             try:
                 self._before[number] = signal.signal(number, self._ask)
             except ValueError:  # not the main thread: the caller handles signals
-                break
+                return self
+        self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._warn)
         return self
+
+    def _warn(self, number: int, frame: FrameType | None) -> None:
+        self._warned = True
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         first, self._signalled = not self._signalled, True
-        self.hurried = not first
+        self.hurried, self.number = not first, self.number or number
         if first and self._raises:
             raise KeyboardInterrupt
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import math
 import platform
 import secrets
 import shutil
+import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,24 +23,29 @@ from phalanx.checkpoint.catalog import Catalog, Found
 from phalanx.control.messages import Failure
 from phalanx.control.verdict import remedy
 from phalanx.core.checkpoint import BadCheckpoint, Facts
-from phalanx.core.errors import RunFailed, UserError
+from phalanx.core.errors import RunFailed, TimeUp, UserError
 from phalanx.core.job import Job
 from phalanx.core.lease import Lease
+from phalanx.core.memory import num_cores
 from phalanx.core.shape import MFU_CONVENTION, MFU_EXPERTS
 from phalanx.core.store import open_store
 from phalanx.data import source
+from phalanx.data.order import Order
 from phalanx.data.selection import Position, RunData
-from phalanx.observe import fold
+from phalanx.data.validation import ValidationSet
+from phalanx.observe import fold, traces
 from phalanx.observe.provenance import provenance
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
-from phalanx.run.follow import TOLD, tell_head, write_head
+from phalanx.run.follow import TOLD, Starter, write_head
 from phalanx.run.host import refuse, refuse_hosts, warnings
 from phalanx.run.planned import Forecast, rates
 from phalanx.run.start import AUTO, FOLDER, Start, check_fits, check_room, find_start, next_generation, take_place
 from phalanx.run.stop import Stop
-from phalanx.runtime.cluster import Begin, Cluster, Entries
-from phalanx.runtime.launch import Where
+from phalanx.run.validations import Validations, told
+from phalanx.runtime.cluster import Begin, Cluster, Entries, Shared, Superseded
+from phalanx.runtime.journal import JournalError
+from phalanx.runtime.launch import Adapter, Local
 
 WORKER = "phalanx.train.worker:main"
 KEEPER = "phalanx.checkpoint.keeper:main"
@@ -65,7 +71,10 @@ class Listener(Protocol):
     def status(self, text: str) -> None: ...  # what is being waited for
     def note(self, text: str) -> None: ...
     def facts(self, facts: dict[str, Any]) -> None: ...
+    def measure(self, row: dict[str, Any]) -> Mapping[str, float] | None: ...  # what is recorded with the row
     def step(self, row: dict[str, Any]) -> None: ...
+    def checkpoint(self, event: dict[str, Any]) -> None: ...  # it is committed
+    def validation(self, event: dict[str, Any]) -> None: ...
     def finished(self, summary: dict[str, Any]) -> None: ...
 
 
@@ -75,29 +84,36 @@ def run_job(
     listener: Listener,
     resume: str = "",
     forecast: Forecast | None = None,
-    where: Where | None = None,
+    adapter: Adapter | None = None,
+    listen: str = "",
+    secret: Path | None = None,
+    shared: Shared | None = None,
 ) -> dict[str, Any]:
     """Train to the end, from the checkpoint that `resume` names; the summary that is also in the record, with the
-    forecast beside what was measured. Raises UserError, RunFailed or KeyboardInterrupt, each after everything has been
-    cleaned up and recorded."""
-    where = where or Where()
-    if where.is_one_machine:
+    forecast beside what was measured. `adapter` starts the agents, which join at `listen`. Raises UserError, RunFailed
+    or KeyboardInterrupt (TimeUp), each after everything has been cleaned up and recorded."""
+    adapter = adapter or Local()
+    if adapter.is_one_machine:
         refuse(job)
     else:
-        refuse_hosts(job, where)
-    with Stop(job.run.time_limit_s) as stop:
+        refuse_hosts(job, adapter)
+    with Stop(job.run.time_limit_s, adapter.time_left_s(job)) as stop:
         noticed: list[dict[str, Any]] = []
-        start = find_start(resume, job, noticed.append)
+        continues = shared is not None and shared.kept is not None
+        start = None if continues else find_start(resume, job, noticed.append)
         if start and resume == AUTO and start.manifest.step == job.train.steps:
             listener.note(f"{start.place['url']}/{start.reader.name} is of the last step: nothing is left to do")
             return {"status": "done", "steps": 0}
         if start:
             check_fits(start, job)
-        check_room(start, job, resume)
+        if not continues:
+            check_room(start, job, resume)
         record = _create_record(job, origins, forecast)
-        write_head(record.path)
+        write_head(record.path, adapter.reference())
+        starter = Starter()
+        starter.show(record.path)
         listener = _Recorded(listener, record)
-        run = _Run(job, record, listener, stop, start, noticed, where)
+        run = _Run(job, record, listener, stop, start, noticed, adapter, listen, starter, secret, shared)
         try:
             summary = run.go(resume)
             if forecast:
@@ -121,6 +137,8 @@ class _Recorded:
         self._record, self._note = record, listener.note
         self.starting, self.status, self.facts = listener.starting, listener.status, listener.facts
         self.step, self.finished = listener.step, listener.finished
+        self.checkpoint, self.validation = listener.checkpoint, listener.validation
+        self.measure = listener.measure
 
     def note(self, text: str) -> None:
         self._record.event({"type": TOLD, "text": text})
@@ -144,7 +162,7 @@ def _create_record(job: Job, origins: dict[str, str], forecast: Forecast | None)
         **provenance(),
         "rates": rates(job),
         "forecast": forecast.expected() if forecast else None,
-        "host": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0))},
+        "host": {"system": platform.platform(), "cores": num_cores()},
         "job_digest": job.digest(),
         "promise": job.promise,
         "mfu_convention": MFU.get(job.model.family, MFU_CUSTOM),
@@ -174,45 +192,58 @@ class _Run:
         record: RunRecord,
         listener: Listener,
         stop: Stop,
-        start: Start | None = None,
-        noticed: Sequence[dict[str, Any]] = (),
-        where: Where | None = None,
+        start: Start | None,
+        noticed: Sequence[dict[str, Any]],
+        adapter: Adapter,
+        listen: str,
+        starter: Starter,
+        secret: Path | None,
+        shared: Shared | None,
     ):
-        self.job, self.record, self.listener, self.stop = job, record, listener, stop
-        self.where = where or Where()
-        self.start, self.noticed = start, noticed
+        self.secret, self.shared, self.kept = secret, shared, shared.kept if shared else None
+        self.job, self.record, self.listener, self.stop, self.starter = job, record, listener, stop, starter
+        self.adapter, self.listen, self.start, self.noticed = adapter, listen, start, noticed
         self.attempts = 0  # to start from a checkpoint
         self.place = job.checkpoint.dir or str(record.path / FOLDER)  # of its checkpoints
         self.mark = secrets.token_hex(8)
         own = start is not None and start.manifest.job.get("name", job.name) == job.name
         self.lineage = (start.manifest.lineage if start and own else "") or secrets.token_hex(4)
+        if self.kept:  # it is the run that others began
+            args = self.kept.spec["worker"]["args"]
+            self.mark, self.lineage, self.place = args["keeper"]["run"], args["facts"]["lineage"], args["checkpoints"]
         self.lease: Lease | None = None
         self.data: RunData | None = None
-        self.launched = False
+        self.launched = self.over = False
         self.running: set[int] = set()
         self.facts: fold.Fold = {}  # of all ranks that have said what they run on
         self.form: dict[str, Any] = {"generation": 0, "replicas": range(job.layout.replica)}  # of the last generation
         self.memory = ""  # why no recovery can go on from snapshots in memory
         self.incidents = 0  # generations that a failure has ended
         self.table = StepTable(job.layout.world_size, job.tokens_per_step)
-        self.num_steps, self.first_loss = 0, 0.0
+        self.num_steps, self.skips, self.first_loss = 0, 0, 0.0
         self.rows: deque[dict[str, Any]] = deque(maxlen=1000)  # the latest; all of them are in the record
         self.entropy = 0.0
+        self.validations: Validations | None = None
 
     def go(self, resume: str) -> dict[str, Any]:
         started = time.monotonic()
         self.listener.starting(self.record.path)
         for event in self.noticed:
             self._on_checkpoint_event(event)
-        if resume == AUTO and not self.start:
+        if resume == AUTO and not self.start and not self.kept:
             self.listener.note("no earlier checkpoint of this job was found: starting from the beginning")
         with self.stop.at_once():
-            self._build_source()
+            if self.kept:
+                self.data = RunData(**self.kept.spec["services"]["data"]["args"]["data"])
+                self.data.write(self.record.path)
+            else:
+                self._build_source()
             if self.saves:
                 store = open_store(self.place)
                 self.lease = take_place(store, self.job, self.lineage, self.mark, self.listener.note)
+            self._prepare_validation()
         self.launched = True
-        tell_head(self.record.path)
+        self.starter.let_go(self.record.path)
         while True:
             try:
                 ended = self._launch()
@@ -224,6 +255,7 @@ class _Run:
             "status": "done",
             "durable": saved.step if saved else 0,
             **self.figures(),
+            **self._last_validation(),
             "wall_s": time.monotonic() - started,
             "start_s": ended["start_s"],
             "digests": [d["digest"] for d in ended["done"]],
@@ -258,19 +290,33 @@ class _Run:
             facts=dataclasses.asdict(facts),
             run=self.mark,
             data=dataclasses.asdict(data),
-            where=self.where,
+            validation=[each.to_dict() for each in self.validations.sets] if self.validations else (),
+            adapter=self.adapter,
+            listen=self.listen,
+            secret=self.secret,
+            shared=self.shared,
+            hands_over=self._hands_over,
+            unrecorded=lambda: self.table.unrecorded,
         )
         if self.attempts:
             cluster.folder = self.record.path / f"control-{self.attempts}"  # another beginning, another journal
         self.attempts += 1
         try:
             out = cluster.run(begin)
+        except KeyboardInterrupt:
+            self.over = True  # whoever asked for it does not want others to continue
+            raise
         finally:
             cluster.close()
+            self.over |= bool(cluster.ended)
             for row in self.table.finish():
                 self._on_row(row)
         self._judge(out["ended"])
         return out
+
+    def _hands_over(self) -> bool:
+        """Whether this process was asked to leave, and others continue the run."""
+        return self.shared is not None and self.shared.standby and self.stop.number == signal.SIGTERM
 
     def _judge(self, ended: dict[str, Any]) -> None:
         """Raise what a run that was not done is told to its user."""
@@ -290,7 +336,8 @@ class _Run:
 
     def _fall_back(self, reason: str) -> None:
         """To the next older checkpoint: the one that was to be loaded is damaged."""
-        assert self.start is not None
+        if self.start is None:  # others have chosen it, and it is not known here what they would take next
+            raise RunFailed(reason, remedy="begin again with --resume auto, from another checkpoint")
         self.start = self.start.next(reason, self._on_checkpoint_event)
         self.facts = {}
         self.table = StepTable(self.job.layout.world_size, self.job.tokens_per_step)
@@ -321,6 +368,9 @@ class _Run:
     def close(self) -> None:
         if self.lease:
             self.lease.close()
+        if self.shared:
+            with contextlib.suppress(JournalError):  # then others find out by its silence
+                self.shared.journal.leave(done=self.over)
 
     def end(self, error: BaseException) -> BaseException:
         """Record how far the run came; returns what the caller is told. A run that was refused before
@@ -331,12 +381,15 @@ class _Run:
             with contextlib.suppress(OSError):
                 self.record.path.parent.rmdir()  # if it is empty, it was made for this run
             return error
-        stopped = isinstance(error, KeyboardInterrupt | BrokenPipeError) or self.stop.asked
+        handed = isinstance(error, Superseded)
+        stopped = isinstance(error, KeyboardInterrupt | BrokenPipeError) or self.stop.asked or handed
         saved = self._saved() if self.launched else None
-        if stopped and not isinstance(error, BrokenPipeError):
+        if stopped and not handed and not isinstance(error, BrokenPipeError):
             done = self.num_steps + (self.start.manifest.step if self.start else 0)
-            error = KeyboardInterrupt(f"{self.stop.why} after step {done} of {self.job.train.steps}; {_words(saved)}")
-        elif isinstance(error, RunFailed):
+            # A start that came no further, or saved nothing, would not either when it is repeated.
+            kind = TimeUp if self.stop.is_time_up and self.num_steps and saved else KeyboardInterrupt
+            error = kind(f"{self.stop.why} after step {done} of {self.job.train.steps}; {_words(saved)}")
+        elif isinstance(error, RunFailed) and not handed:
             error = RunFailed(
                 f"{error.reason}; {_words(saved)}", rank=error.rank, log_tail=error.log_tail, remedy=error.remedy
             )
@@ -351,14 +404,19 @@ class _Run:
     def figures(self) -> dict[str, Any]:
         """What is known of the run so far."""
         rows = list(self.rows)
+        losses = [row["loss"] for row in rows[-10:] if "skipped" not in row] or [math.nan]
         out: dict[str, Any] = {"steps": self.num_steps, "unigram_entropy": self.entropy}
+        if self.data and rows:
+            out["epochs"] = Order.from_dict(self.data.order).epochs(self.data.cursor(rows[-1]["step"] + 1))
+        if self.skips:
+            out["skipped_steps"] = self.skips
         if self.memory:
             out["recovery_from_memory"] = self.memory
         if rows:
             middle = sorted(r["time_s"] for r in rows)[len(rows) // 2]
             out |= {
                 "first_loss": self.first_loss,
-                "last_loss": sum(r["loss"] for r in rows[-10:]) / len(rows[-10:]),
+                "last_loss": sum(losses) / len(losses),
                 "median_step_s": middle,
                 "phases": _median_phases(rows),
                 "tokens_per_s": self.job.tokens_per_step / middle,
@@ -375,6 +433,42 @@ class _Run:
         self.data = RunData.read(self.record.path)
         self.listener.note(built)
 
+    def _prepare_validation(self) -> None:
+        if not self.job.validation.on:
+            return
+        assert self.data
+
+        def on_progress(size_bytes: int) -> None:
+            self.listener.status(f"reading what to validate on: {size_bytes / 1e6:.1f} MB")
+
+        if self.kept:
+            sets = [ValidationSet.from_dict(each) for each in self.kept.spec["worker"]["args"]["validation"]]
+        else:
+            sets = source.prepare_validation(self.job, self.record.path, on_progress, self.data)
+        best = open_store(self.place) if self.saves and self.job.validation.keep_best else None
+        self.validations = Validations(sets, self.job.validation.every_steps, self.lineage, best)
+        for each in sets:
+            self.listener.note(f"validation: {each.count:,} sequences of {each.name}")
+
+    def _on_validation(self, said: fold.Fold) -> None:
+        assert self.validations
+        size = len(self.form["replicas"]) * self.job.layout.replica_size
+        if not (event := self.validations.add(said, size)):
+            return
+        self.record.event(event)
+        self.listener.note(told(event))
+        self.listener.validation(event)
+        try:
+            self.validations.remember()
+        except OSError as error:
+            self.listener.note(f"which checkpoint is the best could not be written to {self.place}: {error}")
+
+    def _last_validation(self) -> dict[str, Any]:
+        v = self.validations
+        if v and (not v.last or v.last["step"] < self.job.train.steps):
+            self.listener.note("the validation at the end is not complete: a replica was lost during it")
+        return {"validation": v.last, "best_validation": v.best} if v and v.last else {}
+
     def _on_event(self, event: dict[str, Any]) -> None:
         if event["type"].startswith(("checkpoint", "retention", "buddy")):
             event.pop("rank" if event["rank"] < 0 else "", None)
@@ -389,6 +483,9 @@ class _Run:
         if event["type"] == "step":
             self._on_step(event)
             return
+        if event["type"] == "validation":
+            self._on_validation(event)
+            return
         if event["type"] != "message":
             self.record.event(event)
             if event["type"] == "started" and event["rank"] >= 0:
@@ -397,7 +494,7 @@ class _Run:
             elif event["type"] == "node" and event["what"] == "joined":
                 for text in warnings(event):
                     self.listener.note(text)
-            elif event["type"] == "listening" and not self.where.is_one_machine:
+            elif event["type"] == "listening" and not self.adapter.is_one_machine:
                 self._tell_where(event)
             return
         body, rank = event["body"], event["rank"]
@@ -408,6 +505,11 @@ class _Run:
                 self.listener.note(f"data: shard {body['shard']}, chunk {body['chunk']}: {body['reason']}; replaced")
         elif kind == "resumed":
             self.record.event({**body, "rank": rank})
+        elif kind == "trace":
+            try:
+                traces.receive(self.record.path, rank, body)
+            except (OSError, ValueError, KeyError, TypeError) as error:  # a full disk must not end the run
+                self.listener.note(f"the trace of rank {rank} is lost: {error}")
 
     def _tell_where(self, event: dict[str, Any]) -> None:
         address, secret = f"{event['host']}:{event['port']}", self.record.path / "control" / "secret"
@@ -455,6 +557,7 @@ class _Run:
             size, stall_ms = event["bytes"] / 1e6, event["stall_s"] * 1e3
             took = f"{size:,.1f} MB in {event['drain_s']:.2f} s, training waited {stall_ms:.1f} ms"
             self.listener.note(f"checkpoint of step {event['step']:,}: {took}")
+            self.listener.checkpoint(event)
 
     def _starting(self) -> None:
         of = f"of {self.job.layout.world_size}"
@@ -473,11 +576,17 @@ class _Run:
         assert self.data
         row["cursor"] = self.data.cursor(row["step"] + 1)
         line, times = row.pop("record"), row.pop("rank_times")
+        if self.validations and (loss := self.validations.take()) is not None:
+            row["validation_loss"] = loss
         if line:
             self.record.ledger(line)
         else:  # that no step is missing is checked elsewhere; here it must not end the run
             self.record.event({"type": "ledger gap", "step": row["step"]})
             self.listener.note(f"step {row['step']}: no rank that knows its loss has reported it; the ledger has a gap")
+        if skipped := row.get("skipped"):
+            self._note_skip(row["step"], skipped)
+        if own := self.listener.measure(row):
+            row["own"] = {str(name): float(value) for name, value in own.items()}
         self.record.metric(row)
         if times:
             self.record.rank_times(row["step"], times, self.job.layout.world_size)
@@ -485,6 +594,15 @@ class _Run:
         self.num_steps += 1
         self.rows.append(row)
         self.listener.step(row)
+
+    def _note_skip(self, step: int, skipped: dict[str, Any]) -> None:
+        self.skips += 1
+        self.record.event({"type": "step skipped", "step": step, **skipped})
+        places = ", ".join(f"{first} to {end - 1}" for first, end in skipped["places"])
+        self.listener.note(
+            f"step {step:,} was SKIPPED: {skipped['reason']}; suspected samples: places {places} "
+            f"(`phalanx data where {self.record.path} --step {step}`)"
+        )
 
     def _on_facts(self, said: fold.Fold) -> None:
         """What ranks run on; those that take the place of others say it again."""

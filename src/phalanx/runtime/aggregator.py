@@ -1,7 +1,10 @@
 """The aggregator: a process between some hundred agents and the controller. Heartbeats end here: it keeps who is alive
-and where it stands as soft state, and passes on edges and, now and then, a summary. What agents post it passes on as
-it is, and acknowledges when the controller has; commands go the other way. It holds a lease of the controller's and
+and where it stands as soft state, and passes on edges. What agents post it passes on as it is, and acknowledges when
+the controller has; commands go the other way. It holds a lease of the controller's, which it renews by a ping, and
 passes on what is left of it with every beat.
+
+What a step costs the controller does not grow with the fleet: it says when the next ping is due, and one aggregator
+alone tells it which steps are done.
 
 It may be killed at any time. Agents connect again, to it or to another, and send again what was not acknowledged. The
 controller says whom it expects there, so that a node that died meanwhile is missed. What came twice, by two ways, has
@@ -10,14 +13,11 @@ the same number of the same agent, and `control.liveness.Roster`, the controller
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
@@ -25,19 +25,17 @@ from phalanx.control.messages import EVERYONE
 from phalanx.gate.hub import Hub, Item
 from phalanx.runtime import kernel
 from phalanx.runtime.reports import Folder
-from phalanx.runtime.secret import Identity, Secret, load_secret
+from phalanx.runtime.secret import NAME, Identity, Secret
 from phalanx.runtime.transport import Link, Loop, Server, Session, key_of
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 BEAT_S = 5.0
 TICK_S = 0.1
-PING_S = 1.0  # between two words to the controller, which renew the lease
+PING_S = 1.0  # between two words to the controller, which renew the lease, unless it says otherwise
 STALL_S = 1.0  # between two ticks: beyond that it was not the nodes that were silent
-SUMMARY_S = 5.0
 BUNDLE_S = 0.002  # in which reports are gathered
 BUNDLE = 500  # reports
 JOINS_S = 0.5  # in which joins are gathered, at most
-NAMED = 8  # nodes in a summary
 MERGED = ("Formed", "Parted")  # what all replicas say at once
 COLUMNS = ("replicas", "worlds")  # of those
 
@@ -59,25 +57,26 @@ COMMANDS: Schemas = {
 }
 #: To one that would join. `final`: it need not ask again.
 WELCOME: Schemas = {"serve": {"incarnation": int, "spec": dict}, "refused": {"reason": str, "final": bool}}
-#: To the controller: reports are posted; summaries, pings, joins and what groups meet by are told.
+#: To the controller: reports are posted; pings (the furthest step here), joins and what groups meet by are told.
 PASSED: Schemas = {
     "joins": {"items": list},
     "store": {"items": list},
     "reports": {"items": list},
-    "ping": {"sent_ns": int},
-    "summary": {"nodes": int, "suspect": int, "steps": list, "behind": list, "step_ns": list, "slowest": str},
+    "ping": {"sent_ns": int, "generation": int, "step": int},
 }
 ITEMS: Schemas = {
-    "edge": {"node": str, "incarnation": int, "visit": int, "edge": str, "silent_ns": int},
+    "edge": {"node": str, "incarnation": int, "visit": int, "edge": str},
     "event": {"node": str, "incarnation": int, "number": int, "event": dict},
     "many": {"said": list, "event": dict},  # what replicas said alike; by whom: node, incarnation and number
 }
-#: From the controller: commands for many nodes; whom it expects there, name -> incarnation; a lease, counted from when
-#: the ping that it answers was sent; what agents are to serve, and where the record is kept; who may join.
+#: From the controller: commands for many nodes; whom it expects there, name -> incarnation, and how long they may be
+#: silent beyond the usual; a lease, counted from when
+#: the ping that it answers was sent, when the next ping is due, and whether to say which steps are done; what agents
+#: are to serve, and where the record is kept; who may join.
 ORDERS: Schemas = {
     "commands": {"items": list},
-    "expect": {"nodes": dict},
-    "lease": {"ns": int, "sent_ns": int},
+    "expect": {"nodes": dict, "grace_ns": int},
+    "lease": {"ns": int, "sent_ns": int, "again_ns": int, "speaks": bool},
     "spec": {"spec": dict, "recorder": list},
     "admitted": {"items": list},
     "store": {"items": list},
@@ -125,6 +124,7 @@ class Aggregator:
         self.beats: dict[str, Message] = {}  # the last of each node
         self._beat_s = beat_s
         self._lease_ns = 0  # until when the controller is known to listen
+        self._ping_s, self._speaks = PING_S, True
         self._loop, self._closed = loop, False
         self._bundle: list[tuple[Message, Session | None]] = []  # reports, and the agents who wait for an answer
         self._steps = (0, -1)  # generation, step: the last that was passed on
@@ -155,7 +155,6 @@ class Aggregator:
         )
         loop.after(TICK_S, self._tick)
         loop.after(0.0, self._ping)
-        loop.after(SUMMARY_S, self._summarise)
 
     def close(self) -> None:
         self._closed = True
@@ -176,6 +175,8 @@ class Aggregator:
             self._join(agent, body)
         elif body["type"] == "said":
             upto = body["upto"]
+            if not all(isinstance(item, dict) and item.get("node", node) == node for item in body["items"]):
+                raise WireError(f"{node} speaks for another node")
             self.folder.take(node, body["items"], lambda: agent.tell({"type": "recorded", "upto": upto}))
         elif body["type"] == "beat":
             self.beats[node] = body
@@ -195,6 +196,10 @@ class Aggregator:
     def _join(self, agent: Session, body: Message) -> None:
         if not self._spec:
             return  # it asks again
+        if not NAME.fullmatch(agent.peer.name):
+            reason = f"its name {agent.peer.name!r} is none: give it one of letters, digits, '.', '_' and '-' by --name"
+            agent.tell({"type": "refused", "reason": reason, "final": True})
+            return
         ours, theirs = self._spec["version"], body["version"]
         if ours != theirs:
             reason = f"it runs phalanx {theirs}, and the controller runs {ours}: install the same code on both"
@@ -219,6 +224,8 @@ class Aggregator:
 
     def _learn(self, spec: Message, recorder: list[Any]) -> None:
         self._spec = spec
+        self._beat_s = float(spec.get("beat_s", self._beat_s))
+        self.liveness.beat_ns = round(self._beat_s * 1e9)
         if (recorder or self._recorder) and not self.folder.upstream:
             at = [self._recorder or (str(recorder[0]), int(recorder[1]))]
             refuse = lambda session, number, body: None  # noqa: E731  (it says nothing)
@@ -230,8 +237,9 @@ class Aggregator:
 
     def _found(self, controller: Session) -> None:
         """The controller may have taken all nodes here for lost."""
-        self._post(self.liveness.all(self._now_ns()))
-        self.link.tell({"type": "ping", "sent_ns": time.monotonic_ns()})
+        self._post(self.liveness.all())
+        self._speaks = True
+        self._say_ping()
         self.hub.resync()
 
     def _raise(self, item: Item) -> None:
@@ -246,8 +254,12 @@ class Aggregator:
 
     def _ping(self) -> None:
         if not self._closed:
-            self._loop.after(PING_S, self._ping)
-            self.link.tell({"type": "ping", "sent_ns": time.monotonic_ns()})
+            self._loop.after(self._ping_s, self._ping)
+            self._say_ping()
+
+    def _say_ping(self) -> None:
+        generation, step = max(((beat["generation"], beat["step"]) for beat in self.beats.values()), default=(0, 0))
+        self.link.tell({"type": "ping", "sent_ns": time.monotonic_ns(), "generation": generation, "step": step})
 
     def _ended(self, agent: Session) -> None:
         """A connection is lost. An agent that lives is back before its next beat is due."""
@@ -267,7 +279,7 @@ class Aggregator:
             return
         if (seen.incarnation, seen.visit) == (incarnation, visit):
             del self.liveness.nodes[node]
-            self._post([Edge(node, incarnation, visit, GONE, self._now_ns() - seen.last_ns)])
+            self._post([Edge(node, incarnation, visit, GONE)])
 
     def _acked(self, number: int) -> None:
         while self._passed and self._passed[0][0] <= number:
@@ -281,7 +293,7 @@ class Aggregator:
                     raise WireError(f"expect.nodes[{node!r}] = {incarnation!r}: expected an incarnation")
                 known = self.liveness.nodes.get(node)
                 if known is None or known.incarnation < incarnation:
-                    self.liveness.expect(node, incarnation, self._now_ns())
+                    self.liveness.expect(node, incarnation, self._now_ns() + body["grace_ns"])
             return
         if body["type"] == "store":
             for item in body["items"]:
@@ -289,6 +301,7 @@ class Aggregator:
             return
         if body["type"] == "lease":
             self._lease_ns = max(self._lease_ns, body["sent_ns"] + body["ns"])
+            self._ping_s, self._speaks = body["again_ns"] / 1e9, body["speaks"]
             return
         if body["type"] == "spec":
             self._learn(body["spec"], body["recorder"])
@@ -324,11 +337,12 @@ class Aggregator:
             self._send()
 
     def _is_known(self, event: Message) -> bool:
-        """All nodes say which steps are done: it is passed on once."""
+        """All nodes say which steps are done: it is passed on once, and the first of a generation by everybody."""
         generation, step = event.get("generation"), event.get("step")
         if not isinstance(generation, int) or not isinstance(step, int):
             return False  # the controller refuses it
-        known, self._steps = (generation, step) <= self._steps, max((generation, step), self._steps)
+        known = (generation, step) <= self._steps or (generation == self._steps[0] and not self._speaks)
+        self._steps = max((generation, step), self._steps)
         return known
 
     def _send(self) -> None:
@@ -376,13 +390,6 @@ class Aggregator:
         self._send()
         self._loop.after(TICK_S, self._tick)
 
-    def _summarise(self) -> None:
-        if self._closed:
-            return
-        self._loop.after(SUMMARY_S, self._summarise)
-        if self.beats:
-            self.link.tell(summary(self.beats, sum(seen.suspect for seen in self.liveness.nodes.values())))
-
 
 def merged(items: list[Message]) -> list[Message]:
     """Make one of what replicas said alike: when a gang parts or forms all of them speak. Nobody overtakes himself: an
@@ -416,51 +423,3 @@ def _has_columns(event: Message) -> bool:
     columns: list[Any] = [event.get(name) for name in COLUMNS]
     whole = all(isinstance(column, list) and {*map(type, column)} == {int} for column in columns)
     return whole and len({*map(len, columns)}) == 1
-
-
-def summary(beats: dict[str, Message], suspect: int) -> Message:
-    """Fold the last beats. Steps are [generation, step] of the last and the first node; times the median and the
-    longest."""
-    at = {node: [beat["generation"], beat["step"]] for node, beat in beats.items()}
-    last, first = min(at.values()), max(at.values())
-    behind = sorted(node for node, step in at.items() if step == last) if last < first else []
-    times = {node: beat["step_ns"] for node, beat in beats.items()}
-    slowest = max(times, key=times.__getitem__)
-    return {
-        "type": "summary",
-        "nodes": len(beats),
-        "suspect": suspect,
-        "steps": [last, first],
-        "behind": behind[:NAMED],
-        "step_ns": [statistics.median_low(times.values()), times[slowest]],
-        "slowest": slowest,
-    }
-
-
-def main() -> None:
-    """Prints its address, as JSON, and serves until it is killed."""
-    parser = argparse.ArgumentParser(prog="python -m phalanx.runtime.aggregator")
-    parser.add_argument("--secret", type=Path, required=True, help="the file with the cluster's secret")
-    parser.add_argument("--name", required=True, help="the same through all restarts")
-    parser.add_argument("--controller", nargs="+", required=True, metavar="HOST:PORT")
-    parser.add_argument("--host", default="127.0.0.1", help="where it listens")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--beat-s", type=float, default=BEAT_S, help="between two heartbeats of an agent")
-    parser.add_argument("--relay", default="", metavar="HOST:PORT", help="to which reports go, if not to the record")
-    args = parser.parse_args()
-    kernel.allow_files()
-    split = lambda text: (text.rpartition(":")[0], int(text.rpartition(":")[2]))  # noqa: E731
-    controllers, relay = [split(text) for text in args.controller], split(args.relay) if args.relay else None
-    loop, me = Loop(), Identity("aggregator", args.name, time.time_ns())
-    secret = load_secret(args.secret, create=False)
-    seed = me.incarnation
-    served = Aggregator(
-        loop, secret, me, controllers, args.host, args.port, seed=seed, beat_s=args.beat_s, recorder=relay
-    )
-    print(json.dumps(served.server.address), flush=True)
-    while True:
-        loop.turn()
-
-
-if __name__ == "__main__":
-    main()

@@ -108,12 +108,7 @@ class BareClient:
         return event
 
     def fileno(self) -> int:
-        """Readable when there is an event that is not in `unread` yet."""
         return self._conn.fileno()
-
-    @property
-    def unread(self) -> bool:
-        return self._conn.has_messages
 
     def close(self) -> bool:
         """End everything. Returns whether every process of the tree is known to be gone."""

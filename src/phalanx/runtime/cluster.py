@@ -1,6 +1,6 @@
-"""Start a run's processes: a controller, and agents that join it, on this machine or on others (`runtime.launch`). It
-decides nothing about the run: it starts again what dies, as a supervisor would, tells the controller which nodes are
-proven dead, and hears what is said for the record.
+"""Start a run's processes: a controller, and agents that join it, on this machine or wherever an adapter starts them
+(`runtime.launch`). It decides nothing about the run: it starts again what dies, as a supervisor would, tells the
+controller which nodes are proven dead, and hears what is said for the record.
 
 If this process ends, what it started does too: agents and controller end with their standard input.
 """
@@ -15,10 +15,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.control import codec
 from phalanx.control.fold import Plan
 from phalanx.control.messages import NodeDead, Stop
 from phalanx.control.policy import Policy, S, beat_ns
@@ -29,25 +30,27 @@ from phalanx.gate.proof import KEY_BYTES
 from phalanx.gate.tls import Certificate, is_loopback
 from phalanx.observe import fold
 from phalanx.runtime import controller, inventory, logs
-from phalanx.runtime.launch import HAND, AgentProcess, Where, start_agent
+from phalanx.runtime.journal import Fenced, JournalError
+from phalanx.runtime.journal_server import JournalServer, Kept
+from phalanx.runtime.launch import Adapter, Call, Local, Seat, Started
 from phalanx.runtime.reports import Recorder
-from phalanx.runtime.secret import READ, Identity, load_secret
+from phalanx.runtime.secret import READ, Identity, Secret, copy_secret, load_secret
 from phalanx.runtime.transport import Link, Loop
 from phalanx.runtime.wire import Message
 
 POLL_S = 0.1
 LOOK_S = 0.5
 MORE_NODES, MOST_ADDED = "more-nodes", 64
+STOP = "stop"  # the file by which a user asks for the end of a run that would else be handed over
 SPARE_S = 60.0  # after which spares are started at the latest
 CONTROLLER_S = 30.0  # for the controller to start
 MOST_DEATHS = 8  # of the controller, or of a node process before the run has begun, one soon after the other
 SOON_S = 30.0
+FAR_S = 30.0  # between two attempts to start an agent on a host that is lost
 SILENT_S = 10.0  # a controller that gives no sign of life for so long is ended and started again
 LAST_WORDS_S = 5.0  # from an orderly stop to the last word of all agents
 LEAVE_LIMIT_S = 60.0  # from the end of the run to the last word of all ranks
 SILENCE_BEATS = 12  # in which nodes fall silent "at once"
-LOOPBACK = "127.0.0.1"
-REFUSED = 2  # the exit code of an agent that may not join
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +62,23 @@ class Entries:
     data: str = ""
     keeper: str = ""
     preload: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shared:
+    """A journal that several controllers of a run share. `kept`: the run that this one continues; None: it begins one.
+    `standby`: others are there, and SIGTERM hands the run over to them."""
+
+    journal: JournalServer
+    kept: Kept | None = None
+    standby: bool = False
+
+
+class Superseded(RunFailed):
+    """Another controller acts, or may: this process has nothing more to say in the run, which continues. `is_final`: it
+    was asked to leave."""
+
+    is_final = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,35 +128,32 @@ def environment() -> dict[str, str]:
     }
 
 
-def check_free(host: str, port: int) -> None:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        remedy = "name another port, or none; `ss -ltnp` shows who has it"
-        text = f"nothing can listen there: {error.strerror}"
-        raise UserError(text, field="--listen", value=f"{host}:{port}", remedy=remedy) from None
+def check_free(hosts: list[str], port: int) -> None:
+    for host in hosts:
+        try:
+            socket.create_server((host, port)).close()
+        except OSError as error:
+            remedy = "name another port, or none; `ss -ltnp` shows who has it"
+            text = f"nothing can listen there: {error.strerror}"
+            raise UserError(text, field="--listen", value=f"{host}:{port}", remedy=remedy) from None
 
 
-def listen_at(where: Where) -> tuple[str, int]:
-    """Where the controller listens; port 0: any. On one machine loopback, else the address that other hosts reach."""
-    if where.listen:
-        host, _, port = where.listen.rpartition(":") if ":" in where.listen else (where.listen, "", "0")
-        if not port.isdigit():
-            raise UserError("expected HOST or HOST:PORT", field="--listen", value=where.listen, remedy="10.0.0.1:7700")
-        return inventory.resolve(host, "--listen"), int(port)
-    if where.is_one_machine:
-        return LOOPBACK, 0
-    if not where.hosts:
-        remedy = "name the address of this host that the others reach, as 10.0.0.1:7700"
-        raise UserError("it is not known where agents join", field="--listen", value="", remedy=remedy)
-    return inventory.address_towards(inventory.resolve(next(iter(where.hosts)), "--hosts")), 0
+def listen_at(listen: str, adapter: Adapter) -> tuple[str, int]:
+    """Where the controller listens: at `listen`, HOST or HOST:PORT, or where the nodes reach this host. Port 0: any."""
+    if not listen:
+        return adapter.address(), 0
+    host, _, port = listen.rpartition(":") if ":" in listen else (listen, "", "0")
+    if not port.isdigit():
+        raise UserError("expected HOST or HOST:PORT", field="--listen", value=listen, remedy="10.0.0.1:7700")
+    return inventory.resolve(host, "--listen"), int(port)
 
 
 class Cluster:
     """`on_event` hears {"type": "started" | "exit", "rank", "pid", ...}, {"type": "hang", "rank", "reason", ...},
     {"type": "ready", "start_s"} once all ranks are, {"type": "message", "rank", "body"}, what ranks say alike
     (`observe.fold`), {"type": "node", "node", "what"}, and what the controller decides. When `stop()`, the run ends;
-    when `gently()`, its state is saved first."""
+    when `gently()`, its state is saved first; when it `hands_over()`, others continue it. `unrecorded()`: generations
+    and steps that are not all in the record: where others may continue the run, nodes keep what they said of them."""
 
     def __init__(
         self,
@@ -151,16 +168,24 @@ class Cluster:
         facts: dict[str, Any] | None = None,
         run: str = "",
         data: dict[str, Any] | None = None,
-        where: Where | None = None,
+        validation: Sequence[dict[str, Any]] = (),
+        adapter: Adapter | None = None,
+        listen: str = "",
+        secret: Path | None = None,
+        shared: Shared | None = None,
+        hands_over: Callable[[], bool] = lambda: False,
+        unrecorded: Callable[[], Collection[tuple[int, int]]] = tuple,
     ):
+        self.shared, self.hands_over, self.unrecorded = shared, hands_over, unrecorded
+        self._given = secret  # the file of one that others know already
         self.job, self.run_dir, self.entries, self.on_event = job, run_dir.absolute(), entries, on_event
         self.stop, self.gently = stop, gently
         self.folder = self.run_dir / "control"
         self.checkpoints, self.facts, self.mark = checkpoints, facts or {}, run or secrets.token_hex(8)
-        self.data, self.where = data or {}, where or Where()
-        self.host, self.port = listen_at(self.where)
+        self.data, self.validation, self.adapter = data or {}, list(validation), adapter or Local()
+        self.host, self.port = listen_at(listen, self.adapter)
         self.loop = Loop()
-        self.nodes_up: dict[str, AgentProcess] = {}
+        self.nodes_up: dict[str, Started] = {}
         self.incarnations: dict[str, int] = {}
         self.results: list[Message] = []  # what ranks said last, folded
         self.form: Message = {}  # of the generation that was formed last
@@ -168,6 +193,7 @@ class Cluster:
         self._left: set[str] = set()  # nodes that have said so
         self.start_s = 0.0
         self.added = 0  # nodes, since the run began
+        self.seats = self._find_seats()
         self._began = time.monotonic()
         self._look_at = 0.0
         self._leave_by = float("inf")
@@ -177,23 +203,20 @@ class Cluster:
         self._heard_at = 0.0  # the last sign of life of the controller
         self._trouble: tuple[float, str] = (0.0, "")  # since when, and why, the controller cannot write its journal
         self._deaths: dict[str, list[float]] = {}  # what died -> when, of the latest
+        self._failures: dict[str, int] = {}  # node -> how often it ended since it joined
         self._first_commit = 0  # the last generation that had one
         self._link: Link | None = None
         self._recorder: Recorder | None = None
         self.session = secrets.token_hex(16)  # in the environment of all processes of this machine
 
-    @property
-    def nodes(self) -> list[str]:
-        """That are started from here."""
-        if self.where.on == HAND:
-            return []
-        if self.where.hosts:
-            return list(self.where.hosts)
-        return [f"node-{i}" for i in range(num_nodes(self.job.layout) + self.job.recovery.spares + self.added)]
+    def _find_seats(self) -> dict[str, Seat]:
+        """Where agents are started from here, by name."""
+        wanted = num_nodes(self.job.layout) + self.job.recovery.spares + self.added
+        return {seat.name: seat for seat in self.adapter.seats(wanted)}
 
     @property
     def num_nodes(self) -> int:
-        return max(len(self.nodes), num_nodes(self.job.layout) + self.job.recovery.spares)
+        return max(len(self.seats), num_nodes(self.job.layout) + self.job.recovery.spares)
 
     # -- from the first process to the last
 
@@ -201,14 +224,12 @@ class Cluster:
         """To the end of the run: {"ended": how, "start_s", "wall_s", "done": what each rank said last}.
         KeyboardInterrupt when `stop()`; RunFailed when the controller cannot be started."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.secret = secret = load_secret(self.folder / "secret")
-        policy = policy_of(self.job, bool(self.entries.keeper), self.num_nodes)
-        plan = Plan(self.job.layout, self.job.train.steps, begin.step, begin.generation, policy)
-        controller.write_plan(self.folder, plan)
-        controller.write_spec(self.folder, self._spec(begin))
+        self.secret = secret = self._load_secret()
+        self._write_down(begin)
         if self.port:
-            check_free(self._bound, self.port)
-        self._recorder = Recorder(self.loop, secret, LOOPBACK, 0, self._heard)
+            check_free(self._addresses(), self.port)
+        unrecorded = self.unrecorded if self.shared else tuple
+        self._recorder = Recorder(self.loop, secret, self.host, 0, self._heard, unrecorded)
         self._start_controller()
         deadline = time.monotonic() + CONTROLLER_S
         while not (address := controller.read_address(self.folder))["aggregators"]:
@@ -216,6 +237,8 @@ class Cluster:
                 remedy = f"see {self.run_dir / 'logs' / 'controller.log'}"
                 raise KeyboardInterrupt if self.stop() else RunFailed("the controller did not start", remedy=remedy)
             time.sleep(0.01)
+        if self.shared:
+            self.shared.journal.rest()
         port = int(address["aggregators"][0][1])
         self.join = [(host, port) for host in self._addresses()]
         self.on_event(
@@ -225,9 +248,10 @@ class Cluster:
         at = [(address["host"], address["port"])]
         self._link = Link(self.loop, secret, me, at, controller.ANSWERS, lambda *_: None)
         first = num_nodes(self.job.layout)
-        for name in self.nodes[:first]:
+        names = list(self.seats)
+        for name in names[:first]:
             self._start_node(name)
-        self._again |= dict.fromkeys(self.nodes[first:], self._began + SPARE_S)  # or once the others are ready
+        self._again |= dict.fromkeys(names[first:], self._began + SPARE_S)  # or once the others are ready
         while not self.ended:
             self._turn()
         if self.stop():
@@ -241,6 +265,28 @@ class Cluster:
         wall_s = time.monotonic() - self._began
         return {"ended": self.ended, "start_s": self.start_s, "wall_s": wall_s, "done": done}
 
+    def _load_secret(self) -> Secret:
+        path = self.folder / "secret"
+        return copy_secret(self._given, path) if self._given else load_secret(path)
+
+    def _write_down(self, begin: Begin) -> None:
+        """What the controller starts from. Of several that share a journal, the one that begins the run says it."""
+        policy = policy_of(self.job, bool(self.entries.keeper), self.num_nodes)
+        homes = tuple(self.seats)[: num_nodes(self.job.layout)]
+        plan = Plan(self.job.layout, self.job.train.steps, begin.step, begin.generation, policy, homes)
+        spec = self._spec(begin)
+        if self.shared and self.shared.kept:
+            plan, spec = codec.decode(Plan, self.shared.kept.plan, "plan"), self.shared.kept.spec
+        elif self.shared:
+            try:
+                self.shared.journal.begin(self.job.name, codec.encode(plan), spec)
+            except Fenced as error:
+                raise Superseded(str(error)) from None
+            except JournalError as error:
+                raise RunFailed(str(error)) from None
+        controller.write_plan(self.folder, plan)
+        controller.write_spec(self.folder, spec)
+
     def _hear_last_words(self) -> None:
         """Until every agent has said that it leaves, which it says last: what its ranks did is in the record then."""
         deadline = time.monotonic() + LAST_WORDS_S
@@ -251,11 +297,6 @@ class Cluster:
         """By which hosts reach this one: with several networks, by each of them."""
         more = [address for network in self.job.run.networks for address in inventory.inside(network).values()]
         return list(dict.fromkeys([self.host, *more]))
-
-    @property
-    def _bound(self) -> str:
-        """The address that is listened at."""
-        return "0.0.0.0" if len(self._addresses()) > 1 else self.host  # noqa: S104
 
     @property
     def _crew(self) -> set[int]:
@@ -281,6 +322,7 @@ class Cluster:
             "ledger": begin.ledger,
             "checkpoints": self.checkpoints,
             "facts": self.facts,
+            "validation": self.validation,
             "keeper": {"run": self.mark},
         }
         services: dict[str, Any] = {"store": {"entry": e.store, "args": {}}}
@@ -323,6 +365,7 @@ class Cluster:
             self.loop.watch(agent, 0)
             agent.close()
         self.nodes_up.clear()
+        self.adapter.close()
         if self._recorder:
             self._recorder.close()
         if self._controller:
@@ -337,11 +380,13 @@ class Cluster:
         logs = self.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "phalanx.runtime.controller", "--dir", str(self.folder)]
-        command += ["--secret", str(self.folder / "secret"), "--aggregate", "--attached", "--host", self._bound]
+        command += ["--secret", str(self.folder / "secret"), "--aggregate", "--attached"]
+        command += ["--host", ",".join(self._addresses())]
         command += ["--beat-s", str(beat_s(self.job, self.num_nodes)), "--join-port", str(self.port)]
         assert self._recorder
-        host, port = self._recorder.server.address
-        command += ["--recorder", f"{host}:{port}"]
+        command += ["--recorder", f"{self.host}:{self._recorder.server.address[1]}"]  # aggregators may be elsewhere
+        if self.shared:
+            command += ["--journal", self.shared.journal.url, "--holder", self.shared.journal.holder]
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         with (logs / "controller.log").open("ab") as log:
             self._controller = subprocess.Popen(
@@ -359,7 +404,8 @@ class Cluster:
         self._tell_node("controller", "started", pid=self._controller.pid)
 
     def _start_node(self, name: str) -> None:
-        agent = start_agent(self.where, name, self.join, self.secret, self.run_dir, {"PHALANX_SESSION": self.session})
+        env = {"PHALANX_SESSION": self.session}
+        agent = self.adapter.start(Call(self.seats[name], self.join, self.secret, self.run_dir, env))
         self.nodes_up[name] = agent
         self.loop.watch(agent, READ, lambda mask: self._lose_node(name))
         self._tell_node(name, "started", **({"pid": agent.pid} if agent.proves else {}))
@@ -389,10 +435,17 @@ class Cluster:
             raise RunFailed(f"the controller cannot go on: {why}", remedy="make room, or name another run.dir")
 
     def _stop(self, now: float) -> None:
-        """At once, or when the state is saved and all have left."""
-        if not self.gently() or not self.start_s or now > self._leave_by:
+        """At once, or when the state is saved and all have left; also when nobody is left who could save it. Not at all
+        if others continue the run."""
+        if self.hands_over() and not (self.folder / STOP).exists() and not self.ended:
+            handed = Superseded("the run is handed over")
+            handed.is_final = True
+            raise handed
+        leaving = self._leave_by < float("inf")
+        deserted = leaving and self.seats and not self.nodes_up and not self._left
+        if not self.gently() or not self.start_s or now > self._leave_by or deserted:
             raise KeyboardInterrupt
-        if self._leave_by == float("inf"):
+        if not leaving:
             grace_s = min(self.job.recovery.grace_s, 86_400.0)
             self._leave_by = now + grace_s + 5.0
             self._ask(Stop(int(grace_s * S)))
@@ -411,7 +464,9 @@ class Cluster:
             return
         while self.added < min(wanted, MOST_ADDED):
             self.added += 1
-            self._start_node(self.nodes[-1])
+            before, self.seats = self.seats, self._find_seats()
+            for name in self.seats.keys() - before:
+                self._start_node(name)
 
     def _on_controller(self) -> None:
         assert self._controller and self._controller.stdout
@@ -427,6 +482,9 @@ class Cluster:
             code = self._controller.wait()
             self._lines = b""
             self._tell_node("controller", f"died ({code})")
+            if code == controller.FENCED and not self.ended:
+                said = (self.run_dir / "logs" / "controller.log").read_text(errors="replace").splitlines()
+                raise Superseded(said[-1] if said else "another controller acts")
             self._restart("controller", self.job.recovery.restart_s / 10, f"the controller ended with code {code}")
 
     def _decided(self, said: Message) -> None:
@@ -445,6 +503,7 @@ class Cluster:
             self.form = said
         elif kind == "joined":
             self.incarnations[said["node"]] = said["incarnation"]
+            self._failures.pop(said["node"], None)
             self._tell_node(said["node"], "joined", incarnation=said["incarnation"], **said["about"])
             return
         elif kind == "started":
@@ -494,10 +553,14 @@ class Cluster:
         self._tell_node(name, f"died: {reason}")
         if gone and name in self.incarnations:
             self._ask(NodeDead(name, self.incarnations[name], "its processes have ended"))
-        if not self.ended:
-            if agent.process.returncode == REFUSED and not self.start_s:
-                raise RunFailed(f"node {name} {reason}", remedy=f"see {agent.log}")
+        if agent.was_refused() and not self.ended and not self.start_s:
+            raise RunFailed(f"node {name} {reason}", remedy=f"see {agent.log}")
+        if not self.ended and (agent.proves or self._leave_by == float("inf")):  # of other hosts many leave at once
             self._restart(name, self.job.recovery.restart_s, f"{name} {reason}")
+            failures = self._failures[name] = self._failures.get(name, 0) + 1
+            if not agent.proves and self.start_s:  # it may be away for long
+                late_s = min(self.job.recovery.restart_s * 2 ** min(failures - 1, 30), FAR_S)
+                self._again[name] = max(self._again[name], time.monotonic() + late_s)
 
     def _restart(self, name: str, after_s: float, why: str) -> None:
         """Start it again after a while, which grows. A controller that does not stay up, or a node that dies before the

@@ -5,14 +5,18 @@ repeats what was not answered. An entry on which the state machine raises is set
 without it.
 
 In its folder: `gang.json` and `serve.json` (what agents that join are told), which are written before the first start;
-`journal.db`; and `controller.json`, where it listens. What it decides is printed as JSON, one line each, and a line
-every second that it is alive.
+`journal.db`, unless the journal is on a server; and `controller.json`, where it listens. What it decides is printed as
+JSON, one line each, and a line every second that it is alive.
+
+Where several controllers share a journal, the one that acts holds a lease on it (`journal_server`). It says nothing to
+anybody once that may have ended, and leaves when it has lost all its nodes at once: another controller may reach them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -30,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.control import codec, messages
-from phalanx.control.fold import Plan, Poison, State
+from phalanx.control.fold import Plan, Poison, State, fences, form
 from phalanx.control.gang import Gang
 from phalanx.control.liveness import DEAD, Liveness, Orphans, Roster
 from phalanx.control.messages import Command, Event, Form
@@ -39,7 +43,8 @@ from phalanx.core.store import sync_folder
 from phalanx.gate.hub import Hub
 from phalanx.runtime import kernel
 from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, PING_S, Aggregator, Sending
-from phalanx.runtime.journal import Entry, Fenced, Journal, JournalError
+from phalanx.runtime.journal import Entry, Fenced, Journal, JournalError, Tables
+from phalanx.runtime.journal_server import JournalServer
 from phalanx.runtime.secret import READ, Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
@@ -49,12 +54,14 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 TIDY_S = 15.0
 RETRY_S = 1.0  # while the journal cannot be written
 TICK_S = 0.25  # between two looks at who is silent
+PINGS = 16  # a second, from all aggregators together
 ALIVE_S = 1.0  # between two signs of life
 TEXT_CHARS = 1000  # of a reason, where it is printed
 UNREAD_LINES = 1000  # that nobody takes from standard output
 SNAPSHOT_EVERY = 10_000  # entries
 LATE = 4  # times as many, and a snapshot does not wait for a quiet moment any longer
 ASIDE_S = 10.0  # for the journal, when an entry is set aside
+FENCED = 3  # the exit code of a controller that another has replaced, or may
 MOST_ASIDE = 100  # entries that may be set aside, before something is wrong with the program
 
 #: From users. Posted, and answered by "done" or "refused"; "status" is answered by "status".
@@ -104,7 +111,7 @@ def read_address(folder: Path) -> Message:
 def _write(path: Path, body: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     near = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with near.open("w") as file:
+    with open(os.open(near, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # the spec has a key in it
         json.dump(body, file)
         file.flush()
         os.fsync(file.fileno())
@@ -172,6 +179,10 @@ class Printer:
 # -- the process
 
 
+def _tells_steps(item: Message) -> bool:
+    return item["type"] == "event" and item["event"].get("kind") == "StepsDone"
+
+
 @dataclass
 class Heard:
     """What was said, on its way through the journal."""
@@ -203,6 +214,7 @@ class Controller:
         printer: Printer | None = None,
         join_port: int = 0,
         recorder: tuple[str, int] | None = None,
+        tables: Tables | None = None,
     ):
         self.folder, self.loop, self.printer = Path(folder), Loop(), printer or Printer()
         path = self.folder / "serve.json"
@@ -210,9 +222,11 @@ class Controller:
         self._recorder = list(recorder or ())
         self._given: dict[str, int] = {}  # node -> the last incarnation that it was given
         self._joined: dict[str, tuple[str, str]] = {}  # node -> its life and address
+        self._torch = ""  # the version that the nodes have
         self.over = ""  # why it ends
+        self.fenced = False  # another controller acts, or may
         self.plan = read_plan(self.folder)
-        self.journal = Journal(self.folder / "journal.db", snapshot_every)
+        self.journal = Journal(tables or self.folder / "journal.db", snapshot_every, form=form())
         self.aside: dict[int, str] = {}  # entries that the state machine raised on, and why
         self.state = self._fold()
         self.state.check(codec.encode(self.plan))
@@ -220,8 +234,10 @@ class Controller:
         self._waiting: deque[tuple[int, Heard]] = deque()  # until an entry is durable
         self._unwritten: deque[Heard] = deque()  # while the journal takes none
         self._trouble = self._complained = ""
-        self._seen_steps: dict[str, list[int]] = {}  # aggregator -> the furthest [generation, step] there
+        self._seen_steps: dict[str, tuple[int, int]] = {}  # aggregator -> the furthest generation and step there
+        self._speaker = (-1, "")  # in which generation which aggregator says the steps that are done
         self._told = (self.gang.generation, self.gang.phase in ("running", "ended"), False)
+        self._began_ns, self._has_nodes = time.monotonic_ns(), False
         self._beat_ns = round(beat_s * 1e9)
         self._homes = Liveness(round(PING_S * 1e9))  # of aggregators
         self._orphans = Orphans(self.state.roster, self._beat_ns)
@@ -261,6 +277,8 @@ class Controller:
             gang = self.gang
             about = {"phase": gang.phase, "generation": gang.generation, "step": gang.committed}
             self.printer.say("state", **about, at_ns=self.state.time_ns)
+            if tables and gang.form:
+                self._tell_again(gang.form)
             if gang.phase == "ended":
                 for last in gang.outstanding():
                     self._tell(last, self.state.time_ns)
@@ -271,6 +289,7 @@ class Controller:
                 "port": self.server.address[1],
                 "pid": os.getpid(),
                 "aggregators": [self.aggregator.server.address] if self.aggregator else [],
+                "recorder": self._recorder,
             },
         )
 
@@ -291,7 +310,10 @@ class Controller:
         plan = self.plan
         while len(self.aside) <= MOST_ASIDE:
             with contextlib.suppress(Poison):
-                return self.journal.recover(lambda data: State.from_bytes(data) if data else State.of(plan), take)
+                state = self.journal.recover(lambda data: State.from_bytes(data) if data else State.of(plan), take)
+                if state.aside > MOST_ASIDE:
+                    break
+                return state
         raise JournalError(f"the state machine raises on more than {MOST_ASIDE} entries of the journal")
 
     @property
@@ -323,7 +345,8 @@ class Controller:
             self._orphans.find(name)
             if self._spec:
                 session.post({"type": "spec", "spec": self._spec, "recorder": self._recorder})
-            session.post({"type": "expect", "nodes": self.state.roster.expected(name)})
+            expected = {"nodes": self.state.roster.expected(name), "grace_ns": self._grace_ns()}
+            session.post({"type": "expect", **expected})
             said = orders(self.gang.outstanding(), self.state.roster).get(name)
             if said:
                 session.post({"type": "commands", "items": said})
@@ -335,11 +358,18 @@ class Controller:
             self.hub.lose(session.peer.name)
             self._lose_home(session.peer.name)
         self._seen_steps.pop(session.peer.name, None)
+        if self._speaker[1] == session.peer.name:
+            self._speaker = (-1, "")
+
+    def _grace_ns(self) -> int:
+        """How much longer than usual nodes may be silent: they may still wait for a controller that was cut off."""
+        since_ns = time.monotonic_ns() - self._began_ns
+        return max(0, self.gang.policy.lease_ns // 2 - since_ns) if self.journal.tables.lease_s else 0
 
     def _lose_home(self, name: str) -> None:
         """An aggregator is gone: its nodes speak to another one soon, or are dead."""
         self._homes.forget(name)
-        self._orphans.lose(name, time.monotonic_ns())
+        self._orphans.lose(name, time.monotonic_ns() + self._grace_ns())
 
     def _lose_absent(self) -> None:
         """Aggregators that nodes speak to, until they say that they are there."""
@@ -352,12 +382,35 @@ class Controller:
             return
         self.loop.after(TICK_S, self._tick)
         now_ns = time.monotonic_ns()
+        if self.journal.tables.lease_s:
+            self._check_lease()
         for edge in list(self._homes.tick(now_ns)):
             if edge.edge == DEAD:
                 self.server.forget(edge.node)
                 self._lose_home(edge.node)
         for home, item in self._orphans.tick(now_ns):
             self._take("reports", {"from": home, "items": [item]})
+
+    def _check_lease(self) -> None:
+        """End this controller if another may act, or should: before it takes nodes for dead that it has lost all at
+        once. One that never heard of any stays, so that controllers do not pass a dead fleet to each other for ever."""
+        if not self.journal.is_held:
+            self._step_down("the lease on the journal has ended: another controller may have taken over")
+            return
+        if self.aggregator is None:
+            return
+        near = [seen for seen in self.aggregator.liveness.nodes.values() if seen.visit]
+        if any(not seen.suspect for seen in near):
+            self._has_nodes = True
+        elif (
+            self._has_nodes
+            and self.gang.phase != "ended"
+            and any(not node.dead for node in self.gang.members.nodes.values())
+        ):
+            self._step_down("no node is heard of here any more: another controller may reach them")
+
+    def _step_down(self, why: str) -> None:
+        self.over, self.fenced = self.over or why, True
 
     def _say_alive(self) -> None:
         if not self.over:
@@ -370,23 +423,35 @@ class Controller:
             raise WireError(f"{kind} from a peer with the role {role!r}")
         if kind == "reports":
             items = [check(item, ITEMS) for item in body["items"]]
+            if self._speaker[0] != self.gang.generation and any(map(_tells_steps, items)):
+                self._speaker = (self.gang.generation, session.peer.name)
             self._take("reports", {"from": session.peer.name, "items": items}, session, number)
         elif kind == "ping":
-            for _ in self._homes.beat(session.peer.name, session.peer.incarnation, 1, time.monotonic_ns()):
-                pass
-            session.tell({"type": "lease", "ns": self.gang.policy.lease_ns, "sent_ns": body["sent_ns"]})
+            self._pinged(session, body)
         elif kind == "joins":
             session.tell({"type": "admitted", "items": [self._admit(item) for item in body["items"]]})
         elif kind == "store":
             for item in body["items"]:
                 self.hub.take(session.peer.name, item)
-        elif kind == "summary":
-            self._seen_steps[session.peer.name] = body["steps"][1]
         elif kind == "status":
             session.post(self.status())
             session.ack(number)
         else:
             self._ask(session, number, body["event"])
+
+    def _pinged(self, session: Session, body: Message) -> None:
+        """Renew a lease. However many aggregators there are, a few pings come in a second, several in a lease."""
+        if not self.journal.is_held:
+            return
+        name, lease_ns = session.peer.name, self.gang.policy.lease_ns
+        self._seen_steps[name] = (body["generation"], body["step"])
+        again_ns = round(min(max(PING_S, len(self._seen_steps) / PINGS) * 1e9, max(PING_S * 1e9, lease_ns / 4)))
+        self._homes.beat_ns = again_ns
+        for _ in self._homes.beat(name, session.peer.incarnation, 1, time.monotonic_ns()):
+            pass
+        speaks = self._speaker[0] != self.gang.generation or self._speaker[1] == name
+        about = {"ns": lease_ns, "sent_ns": body["sent_ns"], "again_ns": again_ns, "speaks": speaks}
+        session.tell({"type": "lease", **about})
 
     def _admit(self, join: Message) -> Message:
         """Give a node that joins its incarnation: greater than all before it, whoever had its name."""
@@ -399,6 +464,11 @@ class Controller:
                 "or wait until that one is given up"
             )
             return {**asker, "type": "refused", "reason": reason, "final": False}
+        torch = str(about.get("torch", ""))
+        if torch != (self._torch or torch):
+            reason = f"it runs torch {torch}, and the other nodes run {self._torch}: install the same on all of them"
+            return {**asker, "type": "refused", "reason": reason, "final": True}
+        self._torch = torch
         number = self._given[node] = max(known.incarnation if known else 0, self._given.get(node, 0)) + 1
         self._joined[node] = (life, address)
         self.printer.say("joined", node=node, incarnation=number, about=about)
@@ -472,8 +542,10 @@ class Controller:
                 self._set(command)
             self._orphans = Orphans(self.state.roster, self._beat_ns)
             self._lose_absent()
+            if len(items) < 2:
+                self._post([*fences(body), *self.gang.outstanding()])
         except (TimeoutError, JournalError) as error:
-            self.over = f"an event was set aside, and the journal cannot be written: {error}"
+            self.over = f"an event was set aside, and the rest cannot be folded: {error}"
             return
         if len(items) > 1:
             for item in items[:-1]:
@@ -508,23 +580,28 @@ class Controller:
         if self._complained and not self._trouble and self._waiting and self._waiting[0][0] <= durable:
             self._complained = ""
             self.printer.say("trouble", text="")
-        while self._waiting and self._waiting[0][0] <= durable:
+        while self._waiting and self._waiting[0][0] <= durable and self.journal.is_held:
             _, heard = self._waiting.popleft()
             for command in heard.commands:
                 self._tell(command, heard.time_ns)
-            for home, items in orders(heard.commands, self.state.roster).items():
-                if home in self.server.sessions:
-                    self.server.sessions[home].post({"type": "commands", "items": items})
+            self._post(heard.commands)
             if heard.session:
                 if heard.session.peer.role == "user":
-                    heard.session.post({"type": "done"})
+                    failed = heard.kind == "aside"
+                    answer = {"type": "refused", "reason": heard.entry["why"]} if failed else {"type": "done"}
+                    heard.session.post(answer)
                 heard.session.ack(heard.number)
         return None
+
+    def _post(self, commands: list[Command]) -> None:
+        for home, items in orders(commands, self.state.roster).items():
+            if home in self.server.sessions:
+                self.server.sessions[home].post({"type": "commands", "items": items})
 
     def _troubled(self, error: JournalError) -> None:
         """Nothing more is said, and no sender is told that it was heard, until the journal can be written."""
         if isinstance(error, Fenced):
-            self.over = str(error)
+            self._step_down(str(error))
         elif not self._trouble:
             self.loop.after(RETRY_S, self._retry)
             if str(error) != self._complained:
@@ -569,6 +646,13 @@ class Controller:
         elif isinstance(command, messages.Ended) and not ended:
             self._told = (generation, started, True)
             self.printer.say("ended", **codec.encode(command), at_ns=at_ns)
+
+    def _tell_again(self, form: Form) -> None:
+        """To a process that starts to keep the record: what others were told of the generation that stands."""
+        self._told = (form.generation - 1, False, False)
+        self._tell(dataclasses.replace(form, branch=False, rung=-1), self.state.time_ns)
+        if self.gang.phase == "running":
+            self._tell(messages.Started(form.generation), self.state.time_ns)
 
 
 def ask(folder: Path, secret: Secret, message: Message, timeout_s: float = 10.0) -> Message:
@@ -615,6 +699,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--aggregate", action="store_true", help="serve agents too, for a small cluster")
     parser.add_argument("--join-port", type=int, default=0, help="where agents join; 0: as the last time")
     parser.add_argument("--recorder", default="", metavar="HOST:PORT", help="where the run's record is kept")
+    parser.add_argument("--journal", default="", metavar="URL", help="of a PostgreSQL server; default: in --dir")
+    parser.add_argument("--holder", default="", help="of the journal: the same through all restarts")
     parser.add_argument("--beat-s", type=float, default=BEAT_S, help="between two heartbeats of an agent")
     parser.add_argument("--attached", action="store_true", help="end when standard input does")
     args = parser.parse_args(argv)
@@ -630,7 +716,11 @@ def main(argv: list[str] | None = None) -> None:
             args.beat_s,
             join_port=args.join_port,
             recorder=(recorder_host, int(recorder_port)) if recorder_host else None,
+            tables=JournalServer(args.journal, args.holder or str(os.getpid())) if args.journal else None,
         )
+    except Fenced as error:
+        print(error, file=sys.stderr)
+        sys.exit(FENCED)
     except (JournalError, UserError, OSError) as error:
         sys.exit(f"the controller cannot start: {error}")
     tidy(controller)
@@ -655,6 +745,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.attached:
         controller.loop.watch(0, READ, hear)
     controller.run()
+    if controller.fenced:
+        print(controller.over, file=sys.stderr)
+        sys.exit(FENCED)
     if controller.over not in [number.name for number in ENDING]:
         sys.exit(controller.over)
 

@@ -93,6 +93,7 @@ def _run(channel: Channel) -> int:
     start = channel.recv()
     if start is None:
         return 1
+    _take_title(start)
     try:
         entry(start["entry"])(channel, start["args"])
     except SystemExit as e:
@@ -106,6 +107,14 @@ def _run(channel: Channel) -> int:
             channel.send({"type": "error", "kind": type(e).__name__, "text": str(e)[:65536]})
         return 1
     return 0
+
+
+def _take_title(start: Message) -> None:
+    """Be found by `ps` and `top`: as "phalanx rank 3", "phalanx keeper". The kernel keeps 15 characters."""
+    module = str(start["entry"]).partition(":")[0].rpartition(".")[2]
+    name = f"rank {start['args']['rank']}" if "rank" in start["args"] else module
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(f"phalanx {name}"[:15])
 
 
 def entry(name: str) -> Callable[..., object]:

@@ -28,6 +28,8 @@ class Health:
         self._nvml, self._devices, self._turn = nvml, list[Any](), 0
         self._last: dict[tuple[str, int], int] = {}  # sign and device -> what it had counted
         self._xids: Any = None
+        self._samples: dict[int, Any] = {}  # of GPM, by device: those of the last look
+        self._without_gpm: set[int] = set()
         with contextlib.suppress(Exception):  # no package, no driver, no device: nothing to say
             self._nvml = nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
@@ -47,6 +49,59 @@ class Health:
         for sign, count in self.counts.items():
             if count > before[sign]:
                 yield sign, count
+
+    def readings(self) -> list[dict[str, float]]:
+        """What each device says of its load: see `observe.readings`. What it cannot say is left out."""
+        try:
+            return list(self._read())
+        except AttributeError:  # a release of the package with other names
+            return []
+
+    def _read(self) -> Iterator[dict[str, float]]:
+        n = self._nvml
+        for device in self._devices:
+            found: dict[str, float] = {}
+            if (use := self._get(n.nvmlDeviceGetUtilizationRates, device)) is not None:
+                found["device_busy"] = use.gpu / 100
+            if (memory := self._get(n.nvmlDeviceGetMemoryInfo, device)) is not None:
+                found["device_memory"] = memory.used / memory.total
+            if (milliwatts := self._get(n.nvmlDeviceGetPowerUsage, device)) is not None:
+                found["device_power"] = milliwatts / 1e3
+            if (heat := self._get(n.nvmlDeviceGetTemperature, device, n.NVML_TEMPERATURE_GPU)) is not None:
+                found["device_heat"] = float(heat)
+            if (megahertz := self._get(n.nvmlDeviceGetClockInfo, device, n.NVML_CLOCK_SM)) is not None:
+                found["device_clock"] = megahertz * 1e6
+            if (tensor := self._tensor(device)) is not None:
+                found["device_tensor"] = tensor
+            yield found
+
+    def _tensor(self, device: Any) -> float | None:
+        """Share of time since the last look in which the tensor cores computed: NVML's GPM, of Hopper and newer. Busy
+        only says that some kernel ran."""
+        n, number = self._nvml, self._devices.index(device)
+        if not hasattr(n, "nvmlGpmSampleAlloc") or number in self._without_gpm:
+            return None
+        support = self._get(n.nvmlGpmQueryDeviceSupport, device)
+        if support is None or not support.isSupportedDevice:
+            self._without_gpm.add(number)
+            return None
+        before, now = self._samples.pop(number, None), self._get(n.nvmlGpmSampleAlloc)
+        if now is None or self._get(n.nvmlGpmSampleGet, device, now) is None:
+            return None
+        self._samples[number] = now
+        if before is None:
+            return None
+        wanted = n.c_nvmlGpmMetricsGet_t()
+        wanted.version, wanted.numMetrics, wanted.sample1, wanted.sample2 = (
+            n.NVML_GPM_METRICS_GET_VERSION,
+            1,
+            before,
+            now,
+        )
+        wanted.metrics[0].metricId = n.NVML_GPM_METRIC_ANY_TENSOR_UTIL
+        got = self._get(n.nvmlGpmMetricsGet, wanted)
+        self._get(n.nvmlGpmSampleFree, before)
+        return float(got.metrics[0].value) / 100 if got is not None else None
 
     def _count(self) -> None:
         for number, device in enumerate(self._devices):

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib
+import importlib.metadata
 import ipaddress
 import os
 import platform
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.core.memory import limit_bytes
+from phalanx.core.memory import limit_bytes, num_cores
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 NUMA = Path("/sys/devices/system/node")
@@ -107,8 +108,9 @@ def rails(networks: list[str], address: str) -> list[dict[str, str]]:
     return out
 
 
-def about(address: str) -> dict[str, Any]:
-    """What the controller is told, and the run's record keeps."""
+def about(address: str, topology: str = "") -> dict[str, Any]:
+    """What the controller is told, and the run's record keeps. `topology`: as its starter knows it; "": as Slurm says,
+    whose last name is the host's."""
     devices, domain = _devices()
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
@@ -116,15 +118,24 @@ def about(address: str) -> dict[str, Any]:
         "interfaces": interfaces(),
         "devices": devices,
         "domain": domain,  # of NVLink; empty: the host is one by itself
-        "topology": os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
-        "cores": len(os.sched_getaffinity(0)),
+        "topology": topology or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],
+        "cores": num_cores(),
         "memory_bytes": limit_bytes(),
         "numa_nodes": len(list(NUMA.glob("node[0-9]*"))) or 1,
         "memlock_bytes": -1 if soft == resource.RLIM_INFINITY else soft,
         "system": platform.platform(),
         "python": platform.python_version(),
+        "torch": _version_of("torch"),
         "pid": os.getpid(),
     }
+
+
+def _version_of(package: str) -> str:
+    """Without importing it; empty: it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _devices() -> tuple[list[str], str]:

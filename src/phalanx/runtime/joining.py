@@ -3,6 +3,7 @@ what to serve. It asks until it is answered; a refusal that asking again cannot 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,19 +43,23 @@ class Joiner:
         about: dict[str, Any],
         on_served: Callable[[int, Message], object],
         give_up_s: float,
+        known: dict[str, int] | None = None,
     ):
         """`about`: life, version and about, as REPORTS in `runtime.aggregator` has them."""
         self._about, self._on_served, self._said = about, on_served, ""
         self._loop, self._done = loop, False
         me = Identity("agent", name, 0)
         opened = lambda session: self._ask()  # noqa: E731
-        self._link = Link(loop, secret, me, addresses, WELCOME, self._answered, on_open=opened, retry_s=AGAIN_S)
+        self._link = Link(
+            loop, secret, me, addresses, WELCOME, self._answered, on_open=opened, retry_s=AGAIN_S, known=known
+        )
         loop.after(AGAIN_S, self._again)
         loop.after(give_up_s, self._give_up)
         self._give_up_s = give_up_s
 
     def _ask(self) -> None:
-        self._link.tell({"type": "join", **self._about})
+        about = {**self._about["about"], "clock_s": time.time()}
+        self._link.tell({"type": "join", **self._about, "about": about})
 
     def _again(self) -> None:
         if not self._done:

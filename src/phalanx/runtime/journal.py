@@ -1,49 +1,42 @@
-"""The journal: what a controller heard and what it decided, in one SQLite file. State is the fold of it, so a command
-may take effect only when the entries that led to it are durable. One writer; anybody may `read` beside it.
+"""The journal: what a controller heard and what it decided. State is the fold of it, so a command may take effect only
+when the entries that led to it are durable. One writer; anybody may `read` beside it.
 
-SQLite runs in WAL mode with synchronous=FULL: each commit ends with an fsync of the WAL, and what was acknowledged is
-there after a power failure. (With NORMAL, which syncs only when the WAL is folded into the file, a power failure takes
-the last commits with it; a killed process loses nothing in either.) As an fsync takes milliseconds, a thread commits
-whatever was appended while the commit before it ran, all at once.
+Its tables are in one file of SQLite (`journal_file`), or on a PostgreSQL server where several controllers stand by
+(`journal_server`). As a commit takes milliseconds, a thread commits whatever was appended while the commit before it
+ran, all at once. Every commit names the term of its writer, and fails if that is not the last one.
 
 Each entry carries a hash over itself and the hash before it, and the head of that chain is kept beside them: an entry
-that was changed, lost or cut off is found and named. What SQLite itself throws away cannot be: a WAL that was damaged
-from outside before it was folded ends, for SQLite, where the damage begins.
+that was changed, lost or cut off is found and named.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import sqlite3
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-from phalanx.core.store import sync_folder
+from typing import Any, Protocol, TypeVar
 
 GENESIS = bytes(16)  # the hash before the first entry
 KEPT_SNAPSHOTS = 2
 PACKED_BYTES = 1024  # and more: compressed
-RETRY_S = 1.0  # between attempts to write to a disk that is full
-VERSION = 1
+RETRY_S = 1.0  # between attempts to write, where that fails
+CLOSE_S = 5.0  # for the last commit, where a lease may end first
+RESTORE = "restore it from a backup, or begin a new one"
 
 _HEAD = struct.Struct(">qqq")
-_SCHEMA = """
-CREATE TABLE entry (number INTEGER PRIMARY KEY, time_ns INTEGER NOT NULL, term INTEGER NOT NULL,
-                    kind TEXT NOT NULL, body TEXT NOT NULL, hash BLOB NOT NULL);
-CREATE TABLE snapshot (number INTEGER PRIMARY KEY, chain BLOB NOT NULL, state BLOB NOT NULL, hash BLOB NOT NULL);
-CREATE TABLE head (term INTEGER NOT NULL, number INTEGER NOT NULL, hash BLOB NOT NULL);
-"""
+_SNAPSHOT = """INSERT INTO snapshot VALUES (?, ?, ?, ?) ON CONFLICT (number)
+               DO UPDATE SET chain = excluded.chain, state = excluded.state, hash = excluded.hash"""
 
 S = TypeVar("S")
+Row = tuple[Any, ...]
 
 
 class JournalError(RuntimeError):
@@ -58,6 +51,25 @@ class Damaged(JournalError):
     """What is in the file is not what was written."""
 
 
+class Tables(Protocol):
+    """Where the rows of a journal are. Statements have `?` for their values; `errors` are what they raise."""
+
+    name: str
+    errors: type[Exception]
+    lease_s: float  # after which another may take it over, unless it is renewed; 0: held as long as this process lives
+    renewal: str  # what a commit changes in the head, beside number and hash
+
+    def open(self, read_only: bool = False) -> Any: ...
+    def run(self, db: Any, text: str, values: Any = ()) -> Any: ...
+    def insert(self, db: Any, text: str, rows: list[Row]) -> None: ...
+    def take(
+        self, db: Any, form: int
+    ) -> None: ...  # in one transaction: make the tables if there are none, and begin a new term
+    def interrupt(self, db: Any) -> None: ...  # whoever waits for an answer
+    def explained(self, error: Exception, more: str = "") -> JournalError: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     number: int  # from 1
@@ -68,50 +80,58 @@ class Entry:
 
 
 class Journal:
-    """`snapshot_every`: entries after which `snapshot_due`. `prune`: drop entries that no kept snapshot needs.
+    """`place`: the path of its file, or the tables themselves. `snapshot_every`: entries after which `snapshot_due`.
+    `prune`: drop entries that no kept snapshot needs. `form`: what entries and snapshots look like; a journal that was
+    begun with another is refused.
 
     `term` grows with every opening, and every commit checks that it is still the last one: a controller that was
-    believed dead and goes on writes nothing any more. A selector may wait on the journal itself: it is readable when
+    believed dead and continues writes nothing any more. A selector may wait on the journal itself: it is readable when
     `settled()` has news."""
 
-    def __init__(self, path: Path, snapshot_every: int = 10_000, prune: bool = False):
-        self.path, self.snapshot_every, self.prune = Path(path), snapshot_every, prune
+    def __init__(self, place: Path | Tables, snapshot_every: int = 10_000, prune: bool = False, form: str = ""):
+        self.tables = tables_of(place)
+        self.snapshot_every, self.prune = snapshot_every, prune
+        self._form = zlib.crc32(form.encode()) >> 1 or 1  # a positive number is all that SQLite keeps of it
         self.damaged_snapshots: list[int] = []  # that `recover` had to pass over
         self._news = threading.Condition()
-        self._rows: list[tuple[Any, ...]] = []  # not yet given to a commit
-        self._snapshots: list[tuple[Any, ...]] = []
+        self._rows: list[Row] = []  # not yet given to a commit
+        self._snapshots: list[Row] = []
         self._trouble: JournalError | None = None
         self._closing = False
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = _lock(self.path)
-        except OSError as error:
-            raise JournalError(f"the journal {path} cannot be written: {error}; {_REMEDY}") from None
+        self._db: Any = None
+        since = time.monotonic()
         with contextlib.ExitStack() as undo:
-            undo.callback(os.close, self._lock_fd)
+            undo.callback(self.tables.close)
             try:
-                self._db = undo.enter_context(contextlib.closing(_open(self.path)))
+                self._db = undo.enter_context(contextlib.closing(self.tables.open()))
                 self.term, self._number, self._hash = self._take_over()
-                self.snapshot_number = self._db.execute("SELECT max(number) FROM snapshot").fetchone()[0] or 0
-            except sqlite3.Error as error:
-                raise _explained(self.path, error) from None
+                newest = self.tables.run(self._db, "SELECT max(number) FROM snapshot").fetchone()[0]
+            except self.tables.errors as error:
+                raise self.tables.explained(error) from None
             undo.pop_all()
+        self.snapshot_number = newest or 0
         self._durable = self._number
+        self._held_until = since + self.tables.lease_s
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="phalanx-journal")
         self._thread.start()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether nobody else can have taken it over: by this host's clock, from before the last renewal was sent."""
+        return not self.tables.lease_s or time.monotonic() < self._held_until
+
     def recover(self, load: Callable[[bytes | None], S], apply: Callable[[S, Entry], object]) -> S:
-        """The state at the end of the journal: `load` makes it of the newest good snapshot, or of nothing, and
+        """Fold the state at the end of the journal: `load` makes it of the newest good snapshot, or of nothing, and
         `apply` folds each later entry into it. To be called before the first append."""
         try:
-            with contextlib.closing(_open(self.path, read_only=True)) as db:
+            with contextlib.closing(self.tables.open(read_only=True)) as db:
                 number, chain, data = self._newest_snapshot(db)
                 state = load(data)
-                for entry in _entries(db, number, chain):
+                for entry in _entries(self.tables, db, number, chain):
                     apply(state, entry)
-        except sqlite3.Error as error:
-            raise _explained(self.path, error) from None
+        except self.tables.errors as error:
+            raise self.tables.explained(error) from None
         return state
 
     def append(self, kind: str, body: dict[str, Any], time_ns: int) -> int:
@@ -146,7 +166,7 @@ class Journal:
         return self._event
 
     def settled(self) -> int:
-        """All entries up to this number are durable. JournalError while the file cannot be written."""
+        """All entries up to this number are durable. JournalError while nothing can be written."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         with self._news:
@@ -168,11 +188,15 @@ class Journal:
         with self._news:
             self._closing = True
             self._news.notify_all()
-        self._thread.join()
-        with contextlib.suppress(sqlite3.Error):  # folding the WAL is no more than tidiness
-            self._db.close()
+        self._thread.join(CLOSE_S if self.tables.lease_s else None)
+        if self._thread.is_alive():  # it waits for a server that does not answer
+            self.tables.interrupt(self._db)
+            self._thread.join(CLOSE_S)
+        with contextlib.suppress(self.tables.errors):  # folding the WAL is no more than tidiness
+            if self._db is not None:
+                self._db.close()
         os.close(self._event)
-        os.close(self._lock_fd)
+        self.tables.close()
         if self._durable < self._number:
             self._raise_trouble()
 
@@ -185,21 +209,24 @@ class Journal:
     # -- the thread that commits
 
     def _serve(self) -> None:
-        rows: list[tuple[Any, ...]] = []
-        snapshots: list[tuple[Any, ...]] = []
+        rows: list[Row] = []
+        snapshots: list[Row] = []
+        beat_s = self.tables.lease_s / 4 or None
         while True:
             with self._news:
-                if rows or snapshots:  # the last attempt failed
+                if self._trouble:  # the last attempt failed
                     self._news.wait_for(lambda: self._closing, RETRY_S)
                 else:
-                    self._news.wait_for(lambda: self._closing or self._rows or self._snapshots)
+                    self._news.wait_for(lambda: self._closing or self._rows or self._snapshots, beat_s)
                 rows, self._rows = rows + self._rows, []
                 snapshots, self._snapshots = snapshots + self._snapshots, []
-            if rows or snapshots:
+            if rows or snapshots or (beat_s and not self._closing):
+                since = time.monotonic()
                 trouble = self._commit(rows, snapshots)
                 with self._news:
                     self._trouble = trouble
                     if trouble is None:
+                        self._held_until = since + self.tables.lease_s
                         self._durable = rows[-1][0] if rows else self._durable
                         rows, snapshots = [], []
                     self._news.notify_all()
@@ -209,34 +236,52 @@ class Journal:
             if self._closing and not self._rows and not self._snapshots:
                 return
 
-    def _commit(self, rows: list[tuple[Any, ...]], snapshots: list[tuple[Any, ...]]) -> JournalError | None:
-        """What went wrong: then nothing of it is in the file."""
-        db = self._db
-        number, chain = (rows[-1][0], rows[-1][-1]) if rows else snapshots[-1][:2]
+    def _commit(self, rows: list[Row], snapshots: list[Row]) -> JournalError | None:
+        """What went wrong: then nothing of it is there, or all of it if the answer was lost. Without rows and
+        snapshots it renews the lease."""
+        run, renewal = self.tables.run, self.tables.renewal
         try:
-            db.execute("BEGIN IMMEDIATE")
-            same = db.execute("UPDATE head SET number = ?, hash = ? WHERE term = ?", (number, chain, self.term))
+            if self._db is None:
+                self._db = self.tables.open()
+            db = self._db
+            run(db, "BEGIN" if self.tables.lease_s else "BEGIN IMMEDIATE")
+            if rows or snapshots:
+                number, chain = (rows[-1][0], rows[-1][-1]) if rows else snapshots[-1][:2]
+                changes = f"UPDATE head SET number = ?, hash = ?{renewal} WHERE term = ?"  # noqa: S608
+                same = run(db, changes, (number, chain, self.term))
+            else:
+                same = run(db, "UPDATE head SET beat = beat + 1 WHERE term = ?", (self.term,))
             if same.rowcount != 1:
-                raise Fenced(f"the journal {self.path} was taken over: term {self.term} is over, this controller ends")
-            packed = ((*row[:4], _packed(row[4]), row[5]) for row in rows)
-            db.executemany("INSERT INTO entry VALUES (?, ?, ?, ?, ?, ?)", packed)
+                raise Fenced(f"{self.tables.name} was taken over: term {self.term} is over, this controller ends")
+            # A row that is there already was written before an answer was lost.
+            packed = [(*row[:4], _packed(row[4]), row[5]) for row in rows]
+            self.tables.insert(db, "INSERT INTO entry VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING", packed)
             if snapshots:
-                db.executemany("INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?)", snapshots)
-                kept = db.execute(
-                    "SELECT number FROM snapshot ORDER BY number DESC LIMIT ?", (KEPT_SNAPSHOTS,)
-                ).fetchall()
-                db.execute("DELETE FROM snapshot WHERE number < ?", kept[-1])
+                self.tables.insert(db, _SNAPSHOT, snapshots)
+                newest = "SELECT number FROM snapshot ORDER BY number DESC LIMIT ?"
+                kept = run(db, newest, (KEPT_SNAPSHOTS,)).fetchall()
+                run(db, "DELETE FROM snapshot WHERE number < ?", kept[-1])
                 if self.prune and len(kept) == KEPT_SNAPSHOTS:
-                    db.execute("DELETE FROM entry WHERE number <= ?", kept[-1])
-            db.execute("COMMIT")
+                    run(db, "DELETE FROM entry WHERE number <= ?", kept[-1])
+            run(db, "COMMIT")
         except Exception as error:
-            with contextlib.suppress(sqlite3.Error):
-                db.execute("ROLLBACK")
+            self._roll_back()
             if isinstance(error, JournalError):
                 return error
             waiting = f"{len(rows)} entries wait in memory and are written as soon as they can be"
-            return _explained(self.path, error, waiting)
+            return self.tables.explained(error, waiting)
         return None
+
+    def _roll_back(self) -> None:
+        """On a server the next attempt has a connection of its own."""
+        if self._db is None:
+            return
+        with contextlib.suppress(self.tables.errors):
+            self.tables.run(self._db, "ROLLBACK")
+        if self.tables.lease_s:
+            with contextlib.suppress(self.tables.errors):
+                self._db.close()
+            self._db = None
 
     def _raise_trouble(self) -> None:
         if self._trouble:
@@ -246,102 +291,74 @@ class Journal:
 
     def _take_over(self) -> tuple[int, int, bytes]:
         """A term of its own, durable before anything is done in it; the head."""
-        db = self._db
-        db.execute("BEGIN IMMEDIATE")
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if not version:
-            for statement in filter(str.strip, _SCHEMA.split(";")):
-                db.execute(statement)
-            db.execute("INSERT INTO head VALUES (0, 0, ?)", (GENESIS,))
-            db.execute(f"PRAGMA user_version = {VERSION}")
-        elif version != VERSION:
-            raise JournalError(f"the journal {self.path} has format {version}, and this release reads {VERSION}")
-        db.execute("UPDATE head SET term = term + 1")
-        head = db.execute("SELECT * FROM head").fetchall()
+        self.tables.take(self._db, self._form)
+        head = self.tables.run(self._db, "SELECT term, number, hash FROM head").fetchall()
         if len(head) != 1:
-            raise Damaged(f"the journal {self.path} has {len(head)} heads instead of one; {_RESTORE}")
-        db.execute("COMMIT")
-        sync_folder(self.path.parent)
+            raise Damaged(f"{self.tables.name} has {len(head)} heads instead of one; {RESTORE}")
         return head[0]
 
-    def _newest_snapshot(self, db: sqlite3.Connection) -> tuple[int, bytes, bytes | None]:
-        for number, chain, state, digest in db.execute("SELECT * FROM snapshot ORDER BY number DESC"):
+    def _newest_snapshot(self, db: Any) -> tuple[int, bytes, bytes | None]:
+        for number, chain, state, digest in self.tables.run(db, "SELECT * FROM snapshot ORDER BY number DESC"):
             if digest == _digest(chain, number, state):
                 return number, chain, state
             self.damaged_snapshots.append(number)
         return 0, GENESIS, None
 
 
-def read(path: Path, after: int = 0) -> Iterator[Entry]:
+def check_form(name: str, found: int, here: int) -> None:
+    if found != here:
+        raise JournalError(
+            f"{name} was written by another release (format {found}, here {here}): continue the run with that one, or "
+            "begin a new run from its checkpoint"
+        )
+
+
+def tables_of(place: Path | Tables) -> Tables:
+    from phalanx.runtime.journal_file import JournalFile
+
+    if isinstance(place, Path):
+        return JournalFile(place)
+    return place
+
+
+def read(place: Path | Tables, after: int = 0) -> Iterator[Entry]:
     """Verified, beside a controller that may be writing. Entries that were pruned are passed over."""
+    tables = tables_of(place)
     try:
-        with contextlib.closing(_open(Path(path), read_only=True)) as db:
-            first = db.execute("SELECT min(number) FROM entry WHERE number > ?", (after,)).fetchone()[0]
+        with contextlib.closing(tables.open(read_only=True)) as db:
+            first = tables.run(db, "SELECT min(number) FROM entry WHERE number > ?", (after,)).fetchone()[0]
             if first is None:
                 return
-            before = db.execute(
-                "SELECT hash FROM entry WHERE number = ?1 UNION ALL SELECT chain FROM snapshot WHERE number = ?1",
-                (first - 1,),
+            before = tables.run(
+                db,
+                "SELECT hash FROM entry WHERE number = ? UNION ALL SELECT chain FROM snapshot WHERE number = ?",
+                (first - 1, first - 1),
             ).fetchone()
-            yield from _entries(db, first - 1, before[0] if before else GENESIS)
-    except sqlite3.Error as error:
-        raise _explained(Path(path), error) from None
+            yield from _entries(tables, db, first - 1, before[0] if before else GENESIS)
+    except tables.errors as error:
+        raise tables.explained(error) from None
 
 
-_REMEDY = "make room or give write permission there, or name another place"
-_RESTORE = "restore it from a backup, or begin a new one"
-
-
-def _open(path: Path, read_only: bool = False) -> sqlite3.Connection:
-    uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
-    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    if read_only:
-        db.text_factory = bytes  # a flipped bit need not leave text
-    else:
-        if db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
-            raise JournalError(f"the journal {path} lies on a file system without shared memory; name a local disk")
-        db.execute("PRAGMA synchronous = FULL")
-    return db
-
-
-def _lock(path: Path) -> int:
-    """A file beside it, locked for as long as this process lives; its text is the process."""
-    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-    except BlockingIOError:
-        pid = os.pread(fd, 32, 0).decode(errors="replace") or "unknown"
-        os.close(fd)
-        raise JournalError(
-            f"the journal {path} is held by the controller with pid {pid}; stop that one, or name another journal"
-        ) from None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _entries(db: sqlite3.Connection, number: int, chain: bytes) -> Iterator[Entry]:
+def _entries(tables: Tables, db: Any, number: int, chain: bytes) -> Iterator[Entry]:
     """After `number`, each verified, up to the head."""
-    db.execute("BEGIN")  # head and entries of one moment
-    head_term, head_number, head_hash = db.execute("SELECT * FROM head").fetchone()
-    for row in db.execute("SELECT * FROM entry WHERE number > ? ORDER BY number", (number,)):
+    # Head and entries of one moment.
+    tables.run(db, "BEGIN ISOLATION LEVEL REPEATABLE READ" if tables.lease_s else "BEGIN")
+    head_term, head_number, head_hash = tables.run(db, "SELECT term, number, hash FROM head").fetchone()
+    for row in tables.run(db, "SELECT * FROM entry WHERE number > ? ORDER BY number", (number,)):
         found, time_ns, term, kind, text, said = row
         if found != number + 1:
-            raise Damaged(f"entries {number + 1} to {found - 1} of the journal are missing; {_RESTORE}")
+            raise Damaged(f"entries {number + 1} to {found - 1} of the journal are missing; {RESTORE}")
         try:
             text = text if text.startswith(b"{") else zlib.decompress(text)
             chain = _hash(chain, found, time_ns, term, kind, text)
         except (AttributeError, TypeError, struct.error, zlib.error):  # not even of the right form
             chain = b""
         if chain != said or term > head_term:
-            raise Damaged(f"entry {found} of the journal was changed: its hash does not hold; {_RESTORE}")
+            raise Damaged(f"entry {found} of the journal was changed: its hash does not hold; {RESTORE}")
         number = found
         yield Entry(number, time_ns, term, kind.decode(), json.loads(text))
     if number < head_number:
-        raise Damaged(f"entries {number + 1} to {head_number} of the journal are missing; {_RESTORE}")
+        raise Damaged(f"entries {number + 1} to {head_number} of the journal are missing; {RESTORE}")
     if (number, chain) != (head_number, head_hash):
         raise Damaged(f"the head of the journal was changed: it names entry {head_number}, the last is {number}")
 
@@ -358,12 +375,3 @@ def _hash(before: bytes, number: int, time_ns: int, term: int, kind: bytes, text
 
 def _digest(chain: bytes, number: int, state: bytes) -> bytes:
     return hashlib.blake2b(chain + str(number).encode() + b"\0" + state, digest_size=16).digest()
-
-
-def _explained(path: Path, error: Exception, more: str = "") -> JournalError:
-    text = str(error)
-    if "malformed" in text or "not a database" in text or "no such table" in text:
-        return Damaged(f"the journal {path} is damaged: {text}; {_RESTORE}")
-    return JournalError(
-        "; ".join(filter(None, [f"the journal {path} cannot be opened or written: {text}", _REMEDY, more]))
-    )

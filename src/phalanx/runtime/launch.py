@@ -1,60 +1,121 @@
-"""Where a run's agents come from: processes of this machine, other hosts by ssh, or anybody who starts `phalanx agent`
-there. All of them join by the same door."""
+"""How the agents of a run are started. An adapter knows one engine: it says which nodes there are, and starts `phalanx
+agent` on one of them. `Local` plays all nodes on this machine, `Hand` leaves it to people; the others are in
+`phalanx.engines`. All agents join by the same door."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
-import shlex
 import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from phalanx.core.errors import UserError
+from phalanx.core.job import Job
 from phalanx.runtime import kernel
 from phalanx.runtime.secret import Secret, token_text, write_token
 
-LOCAL, SSH, HAND = "local", "ssh", "hand"
 CLOSE_S = 5.0
 TAIL_LINES = 4  # of an agent's log, for people
-SSH_COMMAND = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+LOOPBACK = "127.0.0.1"
+REFUSED = 2  # the exit code of an agent that may not join
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """`hosts`: by name, the command that runs another one there, if not the usual; none: nodes of this machine."""
+class Seat:
+    """A node on which an agent can be started. `topology`: where it stands in the network, from the top: spine.leaf3;
+    "": the agent may know."""
 
-    on: str = LOCAL
-    hosts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    listen: str = ""  # HOST or HOST:PORT of the controller; "": found out
-    python: str = sys.executable  # on the other hosts
+    name: str
+    topology: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An agent that is to be started."""
+
+    seat: Seat
+    join: Sequence[tuple[str, int]]
+    secret: Secret
+    run_dir: Path
+    env: dict[str, str]  # for processes of this machine
+
+    def command(self, python: str) -> list[str]:
+        """The agent, without its secret: `token` is written to its standard input, or a file names it. It ends when
+        its standard input does."""
+        join = ",".join(f"{host}:{port}" for host, port in self.join)
+        command = [python, "-P", "-m", "phalanx.runtime.node", "--join", join, "--name", self.seat.name, "--attached"]
+        return command + (["--topology", self.seat.topology] if self.seat.topology else [])
 
     @property
-    def is_one_machine(self) -> bool:
-        return self.on == LOCAL
+    def token(self) -> str:
+        return token_text(self.secret, "agent", self.seat.name)
+
+    @property
+    def log(self) -> Path:
+        """What the agent says of itself."""
+        return self.run_dir / "logs" / f"{self.seat.name}.log"
 
 
-def hosts_of(text: str) -> dict[str, tuple[str, ...]]:
-    """`a,b,c`, or a file with a host per line: its name and, if it is not `ssh NAME`, the command that runs another
-    one there."""
-    path = Path(text)
-    lines = path.read_text().splitlines() if path.is_file() else text.split(",")
-    found: dict[str, tuple[str, ...]] = {}
-    for line in lines:
-        name, *prefix = shlex.split(line, comments=True) or [""]
-        if name in found:
-            raise UserError(f"{name} is named twice", field="--hosts", value=text, remedy="name each host once")
-        if name:
-            found[name] = tuple(prefix)
-    if not found or any("/" in name for name in found):
-        remedy = "write a,b,c, or the path of a file with a host per line"
-        raise UserError("it names no hosts", field="--hosts", value=text, remedy=remedy)
-    return found
+class Started(Protocol):
+    """An agent that was started. `proves`: when `close` says so, every process of the node is gone."""
+
+    pid: int
+    proves: bool
+    running: dict[int, int]  # worker -> pid
+    log: Path
+
+    def fileno(self) -> int: ...  # readable when it has ended
+    def let_go(self) -> None: ...  # tell it to end
+    def close(self) -> bool: ...  # end everything; whether every process is known to be gone
+    def how_it_ended(self) -> str: ...  # in words
+    def was_refused(self) -> bool: ...  # it may not join, and asking again does not help
+
+
+class Adapter(ABC):
+    """One engine. It decides nothing about the run: `runtime.cluster` starts again what dies."""
+
+    is_one_machine = False
+    restarted = False  # the engine has started this run before
+
+    @abstractmethod
+    def seats(self, count: int) -> list[Seat]:
+        """The nodes, in the order in which ranks are given to them; those that the layout does not need are spares.
+        `count`: how many are wanted, where nodes can be had at will; []: agents are started by others."""
+
+    @abstractmethod
+    def address(self) -> str:
+        """Where the controller listens, as the nodes reach this host."""
+
+    @abstractmethod
+    def start(self, call: Call) -> Started: ...
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what the engine has lent."""
+
+    def describe(self) -> str:
+        """What would be asked of the engine, for people; "": nothing."""
+        return ""
+
+    def time_left_s(self, job: Job) -> float:
+        """Until the run must begin to leave, so that it is gone when the engine ends it."""
+        return math.inf
+
+    def run_again(self) -> str:
+        """Ask the engine to start the run again, after its time was over. In words, what it will do; "": nothing."""
+        return ""
+
+    def reference(self) -> dict[str, str]:
+        """How `engines.table` finds the run on the engine from another host: on, id."""
+        return {}
 
 
 class AgentProcess:
@@ -76,7 +137,7 @@ class AgentProcess:
                 start_new_session=True,  # Ctrl-C in the terminal reaches this process only
             )
         os.close(held)
-        self.log, self.proves = log, proves
+        self.log, self.proves, self.pid = log, proves, self.process.pid
         self.running: dict[int, int] = {}  # worker -> pid
         assert self.process.stdin
         if token:
@@ -84,10 +145,6 @@ class AgentProcess:
                 self.process.stdin.write(f"{token}\n".encode())
                 self.process.stdin.flush()
         self._pidfd = os.pidfd_open(self.process.pid)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
 
     def fileno(self) -> int:
         """Readable when it has ended."""
@@ -128,20 +185,45 @@ class AgentProcess:
         lines = self.log.read_text(errors="replace").splitlines()
         return f"{how}: {' '.join(map(str.strip, lines[-TAIL_LINES:]))[-600:]}" if lines and code > 0 else how
 
+    def was_refused(self) -> bool:
+        return self.process.returncode == REFUSED
 
-def start_agent(
-    where: Where, name: str, join: Sequence[tuple[str, int]], secret: Secret, run_dir: Path, env: dict[str, str]
-) -> AgentProcess:
-    logs, address = run_dir / "logs", ",".join(f"{host}:{port}" for host, port in join)
-    command = [where.python, "-P", "-m", "phalanx.runtime.node", "--join", address, "--name", name, "--attached"]
-    prefix = where.hosts.get(name, ())
-    if where.is_one_machine:
-        folder = run_dir / "control" / name
-        token = write_token(folder / "token", secret, "agent", name)
-        command += ["--secret", str(token), "--dir", str(folder), "--logs", str(logs / name), "--shared"]
+
+class Local(Adapter):
+    """All nodes are processes of this machine. `hosts`: their names, if others are wanted, and the command that runs
+    another one in the namespace of each."""
+
+    is_one_machine = True
+
+    def __init__(self, hosts: dict[str, tuple[str, ...]] | None = None):
+        self.hosts = hosts or {}
+
+    def seats(self, count: int) -> list[Seat]:
+        return [Seat(name) for name in self.hosts or (f"node-{i}" for i in range(count))]
+
+    def address(self) -> str:
+        return LOOPBACK
+
+    def start(self, call: Call) -> AgentProcess:
+        name, logs = call.seat.name, call.run_dir / "logs"
+        folder = call.run_dir / "control" / name
+        token = write_token(folder / "token", call.secret, "agent", name)
+        options = ["--secret", str(token), "--dir", str(folder), "--logs", str(logs / name), "--shared"]
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        whole = {**os.environ, **env, "PYTHONPATH": path}
-        return AgentProcess([*prefix, *command], "", logs / f"{name}.log", whole, proves=True)
-    there = shlex.join([*command, "--secret", "-"])
-    start = [*prefix, there] if prefix else [*SSH_COMMAND, name, there]
-    return AgentProcess(start, token_text(secret, "agent", name), logs / f"{name}.log", dict(os.environ), proves=False)
+        env = {**os.environ, **call.env, "PYTHONPATH": path}
+        command = [*self.hosts.get(name, ()), *call.command(sys.executable), *options]
+        return AgentProcess(command, "", call.log, env, proves=True)
+
+
+class Hand(Adapter):
+    """People, or a scheduler, start `phalanx agent` on each node."""
+
+    def seats(self, count: int) -> list[Seat]:
+        return []
+
+    def address(self) -> str:
+        remedy = "name the address of this host that the others reach, as 10.0.0.1:7700"
+        raise UserError("it is not known where agents join", field="--listen", value="", remedy=remedy)
+
+    def start(self, call: Call) -> Started:
+        raise AssertionError("nobody is asked to start one")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.runtime.secret import NAME
 from phalanx.runtime.wire import Message
 
 PIECE_BYTES = 64 << 10  # of a file, in one look
@@ -38,8 +39,9 @@ class Logs:
 
 
 def write(folder: Path, node: str, item: Message) -> None:
-    """Add a piece to the record's copy."""
-    place = folder / Path(node).name
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / Path(str(item["file"])).name).open("a") as file:
-        file.write(str(item["text"]))
+    """Add a piece to the record's copy. Names that lead elsewhere are not followed."""
+    name = str(item["file"])
+    if NAME.fullmatch(node) and NAME.fullmatch(name):
+        (folder / node).mkdir(parents=True, exist_ok=True)
+        with (folder / node / name).open("a") as file:
+            file.write(str(item["text"]))

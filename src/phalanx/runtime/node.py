@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from phalanx.control import codec, messages
 from phalanx.control.agent import Agent, Service
 from phalanx.control.messages import Command, Failure
 from phalanx.control.pace import Pace
+from phalanx.control.policy import MISSED_BEATS
 from phalanx.core.carrier import is_up
 from phalanx.core.errors import UserError
 from phalanx.observe.fold import fold_of
@@ -39,6 +40,7 @@ from phalanx.runtime.logs import Logs
 from phalanx.runtime.reports import Reporter
 from phalanx.runtime.secret import READ, Identity, Keys, load_keys, read_token
 from phalanx.runtime.spawner import Spawner, Stop, Worker
+from phalanx.runtime.telemetry import Telemetry
 from phalanx.runtime.transport import Link, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
@@ -108,6 +110,8 @@ class Options:
     logs: Path | None = None  # in the run's record, if that is on this host
     attached: bool = False  # it ends when standard input does
     shared: bool = False  # the job's other nodes are on this machine too: ranks divide its cores and devices
+    topology: str = ""  # where it stands in the network, if its starter knows
+    pulse: Path | None = None  # a file that is touched with every beat, for those who watch the process
     give_up_s: float = GIVE_UP_S
 
 
@@ -116,19 +120,22 @@ class Node(Host):
         super().__init__()
         self.options, self.name, self.life = options, options.name, secrets.token_hex(8)
         self.address = inventory.address_towards(options.join[0][0])
-        self.about = inventory.about(self.address)
+        self.about = inventory.about(self.address, options.topology)
         self.agent: Agent | None = None
         self.link: Link | None = None
         self.health: Health | None = None
+        self.telemetry: Telemetry | None = None
         self.ranks: dict[int, int] = {}  # worker -> rank
         self.rails: dict[str, bool] = {}  # interface -> whether it is up; of several
         self.reporter = Reporter(self.loop, self.life, self._tell_record, self._check_done)
         self.logs = options.logs or options.folder / "logs"
         self.shipped = None if options.logs else Logs(self.logs)
         self._granted = 0  # the incarnation that it may have next
+        self._terms: dict[str, int] = {}  # of controllers: nobody with an older one is heard
         self._leaving = self._joining = False
         self._sent_ns = 0  # when the last beat was
         self._heard_at = time.monotonic()  # the last time that there was a connection
+        self._leased_at = time.monotonic()  # the last time that somebody spoke over it
         self.logs.mkdir(parents=True, exist_ok=True)
         self._join()
 
@@ -150,7 +157,7 @@ class Node(Host):
         self._joining = True
         about = {"life": self.life, "version": inventory.version(), "about": self.about}
         o = self.options
-        Joiner(self.loop, o.secret, self.name, o.join, about, self._served, o.give_up_s)
+        Joiner(self.loop, o.secret, self.name, o.join, about, self._served, o.give_up_s, self._terms)
 
     def _served(self, incarnation: int, spec: Message) -> None:
         self._granted, self._joining = incarnation, False
@@ -178,7 +185,7 @@ class Node(Host):
         self.spawner = Spawner(self, [str(name) for name in spec["preload"]])
         times: dict[str, Any] = {f"{key.removesuffix('_s')}_ns": int(v * 1e9) for key, v in spec["limits"].items()}
         pace = Pace(int(spec["hang_s"] * 1e9), int(self.beat_s * 1e9))
-        domain = self.about["domain"] or self.name
+        domain = ".".join(filter(None, (self.about["topology"], self.about["domain"]))) or self.name
         known = {key: Service() for key in services}
         self.agent = Agent(self.name, domain, known, pace, self.address, **times)
         self.agent.begin(time.monotonic_ns())
@@ -316,6 +323,7 @@ class Node(Host):
             on_ack=self.agent.acknowledged,
             seed=hash((self.agent.name, incarnation)),
             retry_s=self.beat_s,  # an aggregator that is back must hear of this node before it takes it for dead
+            known=self._terms,
         )
         self.loop.after(self.beat_s, partial(self._beat, incarnation))
         self._act()
@@ -324,6 +332,7 @@ class Node(Host):
 
     def _opened(self, session: Session) -> None:
         assert self.agent
+        self._leased_at = time.monotonic()
         self._tell_beat()  # before anything else: it says where this node can be reached
         self.reporter.opened()
         assert self.spawner
@@ -341,12 +350,16 @@ class Node(Host):
             return
         self.loop.after(self.beat_s, partial(self._beat, incarnation))
         self._tell_beat()
+        if self.options.pulse:
+            self.options.pulse.touch()
         self._check_alone()
         if self.shipped and self.reporter.size_bytes < FULL_BYTES:
             for item in self.shipped.look():
                 self._say(item)
-        if self.health is None:
+        if self.health is None or self.telemetry is None:
             self.health = Health()
+            self.telemetry = Telemetry(self.health)
+        self.telemetry.look()
         for sign, count in self.health.look():
             self.agent.warn(sign, count)
         self._act()
@@ -356,6 +369,8 @@ class Node(Host):
         now = time.monotonic()
         if self.link.session:
             self._heard_at = now
+            if len(self.options.join) > 1 and now - self._leased_at > MISSED_BEATS * self.beat_s:
+                self.link.drop("nobody answers there, and there are other addresses")
         elif now - self._heard_at > self.options.give_up_s:
             raise Refusal(f"no controller was heard of for {self.options.give_up_s:g} s: {self.link.trouble}")
 
@@ -378,6 +393,7 @@ class Node(Host):
             self.spawner.send(machine.SERVICES["store"], body)
             return
         if body["type"] == "lease":
+            self._leased_at = time.monotonic()
             until_ns = self._sent_ns + body["ns"]
             self.agent.renew(time.monotonic_ns(), until_ns)
             self._set_lease(until_ns)
@@ -435,7 +451,8 @@ class Node(Host):
             self.agent.worker_said(now_ns, w.number, check(body, REPORTS) if kind in REPORTS else body)
         for_agent = kind == service or kind in KEPT if service else kind in machine.REPORTS
         if not for_agent:
-            fold = fold_of(self.ranks[w.number], body) if w.number in self.ranks else None
+            read = self.telemetry.values if self.telemetry else None
+            fold = fold_of(self.ranks[w.number], body, read) if w.number in self.ranks else None
             if fold:
                 self.reporter.say(fold)
             else:
@@ -490,6 +507,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--attached", action="store_true", help="end when standard input does")
     parser.add_argument("--shared", action="store_true", help="the job's other nodes are on this machine too")
     parser.add_argument(
+        "--topology", default="", metavar="SPINE.LEAF", help="where it stands in the network, from the top"
+    )
+    parser.add_argument(
+        "--pulse", type=Path, metavar="FILE", help="touch it with every beat, once this node has joined"
+    )
+    parser.add_argument(
         "--give-up-s", type=float, default=GIVE_UP_S, help="without a controller (default: %(default)g)"
     )
     args = parser.parse_args(argv)
@@ -499,7 +522,8 @@ def main(argv: list[str] | None = None) -> int:
             join = [inventory.parse_address(each, "--join") for each in args.join.split(",")]
             folder = args.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-")))
             name = args.name or socket.gethostname()
-            node = Node(Options(join, secret, name, folder, args.logs, args.attached, args.shared, args.give_up_s))
+            options = Options(join, secret, name, folder, args.logs, args.attached, args.shared, args.topology)
+            node = Node(replace(options, pulse=args.pulse, give_up_s=args.give_up_s))
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

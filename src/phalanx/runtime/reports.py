@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from phalanx.observe.fold import folded
@@ -23,6 +23,7 @@ GATHER_S = 0.005  # in which an agent gathers
 FOLD_S = 0.01  # and an aggregator, events
 STEPS_S = 0.1  # and steps, which nobody waits for: enough for all nodes to have said theirs
 RETRY_S = 0.25
+AGGREGATORS = ("aggregator",)  # who may speak for the record
 
 #: To a keeper of records, or to another aggregator before it.
 SAID: Schemas = {"said": {"items": list}}
@@ -139,7 +140,7 @@ class Relay:
 
     def __init__(self, loop: Loop, secret: Secret, me: Identity, upstream: tuple[str, int], host: str, port: int = 0):
         self.folder = Folder(loop)
-        self.server = Server(loop, secret, me, SAID, self._heard, host=host, port=port)
+        self.server = Server(loop, secret, me, SAID, self._heard, host=host, port=port, roles=AGGREGATORS)
         says_nothing = lambda session, number, body: None  # noqa: E731
         self.folder.upstream = Link(loop, secret, me, [upstream], {}, says_nothing, on_ack=self.folder.acked)
 
@@ -148,18 +149,26 @@ class Relay:
 
 
 class Recorder:
-    """The end of the way: each item goes to `on_item` once, and is acknowledged when that returns."""
+    """The end of the way: each item goes to `on_item` once, and is acknowledged when that returns. Steps that are in
+    `unrecorded()` then are acknowledged later: until then those who said them keep them."""
 
-    def __init__(self, loop: Loop, secret: Secret, host: str, port: int, on_item: Callable[[Message], Any]):
+    def __init__(
+        self,
+        loop: Loop,
+        secret: Secret,
+        host: str,
+        port: int,
+        on_item: Callable[[Message], Any],
+        unrecorded: Callable[[], Collection[tuple[int, int]]] = tuple,
+    ):
         self.messages = 0
-        self._on_item = on_item
+        self._on_item, self._unrecorded = on_item, unrecorded
         self._numbers: dict[str, int] = {}  # by life: the last that was recorded
+        self._owed: deque[tuple[Session, int, set[tuple[int, int]]]] = deque()  # messages, and the steps in them
         me = Identity("recorder", "recorder", 1)
-        self.server = Server(loop, secret, me, SAID, self._heard, host=host, port=port)
+        self.server = Server(loop, secret, me, SAID, self._heard, host=host, port=port, roles=AGGREGATORS)
 
     def _heard(self, session: Session, number: int, body: Message) -> None:
-        if session.peer.role != "aggregator":
-            raise WireError(f"a report from a peer with the role {session.peer.role!r}")
         self.messages += 1
         for item in body["items"]:
             if "life" in item:
@@ -168,7 +177,12 @@ class Recorder:
                     continue
                 self._numbers[life] = n
             self._on_item(item)
-        session.ack(number)
+        steps = {(item["generation"], item["step"]) for item in body["items"] if item["type"] == "step"}
+        self._owed.append((session, number, steps))
+        unrecorded = self._unrecorded()
+        while self._owed and self._owed[0][2].isdisjoint(unrecorded):
+            session, number, _ = self._owed.popleft()
+            session.ack(number)
 
     def close(self) -> None:
         self.server.close()

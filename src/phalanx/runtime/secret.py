@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import re
 import secrets
 import stat
 import struct
@@ -29,6 +30,7 @@ from phalanx.gate.tls import binding_of
 from phalanx.runtime.wire import Conn, Message, WireError, encode
 
 FRAME_BYTES = 8 << 20
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")  # of a node, or of a file of its logs
 _LENGTH, _NUMBER, _TAG_BYTES = struct.Struct(">I"), struct.Struct(">Q"), 16
 
 
@@ -38,6 +40,12 @@ def load_secret(path: Path, create: bool = True) -> Secret:
     if create and not path.exists():
         _create(path, secrets.token_hex(KEY_BYTES))
     return Secret(path, _key_of(path, _read(path)))
+
+
+def copy_secret(source: Path, path: Path) -> Secret:
+    """Take over a secret that several controllers share; `source` is made if it is not there."""
+    _create(path, load_secret(source).key.hex(), replace=True)
+    return load_secret(path, create=False)
 
 
 def load_keys(path: Path) -> Secret | Token:

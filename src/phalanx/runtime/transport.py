@@ -252,7 +252,8 @@ class Server:
 class Link:
     """To one of several addresses, each in its turn until one answers, and again whenever the connection ends; the
     pauses grow up to `retry_s`, and `seed` spreads those of many links. What it is handed over it acknowledges at once;
-    `on_ack` hears up to which number the other end has acknowledged."""
+    `on_ack` hears up to which number the other end has acknowledged. `known`: the latest incarnations of servers, by
+    name; several links of one process may share it."""
 
     def __init__(
         self,
@@ -269,6 +270,7 @@ class Link:
         seed: int = 0,
         handshake_s: float = HANDSHAKE_S,
         retry_s: float = BACKOFF_S[1],
+        known: dict[str, int] | None = None,
     ):
         self.me, self.addresses, self.outbox = me, addresses, Outbox()
         self.session: Session | None = None  # while there is a connection
@@ -278,7 +280,7 @@ class Link:
         self._on_message, self._on_open, self._on_close, self._on_ack = on_message, on_open, on_close, on_ack
         self._handshake_s, self._retry_s = handshake_s, min(retry_s, BACKOFF_S[1])
         self._dice = random.Random(seed)  # noqa: S311  (it spreads load, it keeps no secret)
-        self._incarnations: dict[str, int] = {}  # of servers, by name
+        self._incarnations: dict[str, int] = {} if known is None else known  # of servers, by name
         self._attempts = self._failures = 0
         self._closed = False
         self._sock: socket.socket | None = None

@@ -107,11 +107,6 @@ class Conn:
             self._inbox.extend(self.pull())
         return self._inbox.popleft() if self._inbox else None
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether `recv` has one without reading."""
-        return bool(self._inbox)
-
     def close(self) -> None:
         self.sock.close()
 

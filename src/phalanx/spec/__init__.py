@@ -2,7 +2,7 @@
 Nothing behind this package sees pydantic or TOML."""
 
 from phalanx.spec.describe import Row, explain, schema
-from phalanx.spec.load import Resolved, from_mapping, load
+from phalanx.spec.load import Resolved, folder_of_runs, from_mapping, load
 from phalanx.spec.presets import PRESETS
 
-__all__ = ["PRESETS", "Resolved", "Row", "explain", "from_mapping", "load", "schema"]
+__all__ = ["PRESETS", "Resolved", "Row", "explain", "folder_of_runs", "from_mapping", "load", "schema"]

@@ -77,6 +77,8 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
     "cp, Ulysses": {"layout": {"cp": 2, "cp_style": "ulysses"}},
     "ep": {"layout": {"ep": 2}, "model": {"family": "moe"}},
     "tied": {"model": {"tied": True}},
+    "window": {"model": {"window": 64}},
+    "softcap": {"model": {"attention_softcap": 50.0}},
     "exact": {"train": {"reduction": "exact"}},
     "compress": {"train": {"compress": "bf16"}},
     "recompute": {"train": {"recompute": "full"}},

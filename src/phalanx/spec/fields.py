@@ -25,13 +25,14 @@ from phalanx.core.job import (
     RecoveryConfig,
     RunConfig,
     TrainConfig,
+    ValidationConfig,
 )
 from phalanx.core.layout import Layout
 from phalanx.core.shape import FAMILIES, ModelConfig
 from phalanx.spec.presets import PRESETS
 
 JOB, MODEL, LAYOUT, TRAIN = Job(), ModelConfig(), Layout(), TrainConfig()
-COLLECTIVES, CHECKPOINT = CollectivesConfig(), CheckpointConfig()
+COLLECTIVES, CHECKPOINT, VALIDATION = CollectivesConfig(), CheckpointConfig(), ValidationConfig()
 OPTIMIZER, DATA, RUN, RECOVERY = OptimizerConfig(), DataConfig(), RunConfig(), RecoveryConfig()
 
 
@@ -93,6 +94,21 @@ def _source(source: str, info: ValidationInfo) -> str:
     return path
 
 
+def _sources(sources: list[str], info: ValidationInfo) -> list[str]:
+    return [_source(source, info) for source in sources]
+
+
+def _device(device: str) -> str:
+    if not (device.isascii() and device.isalpha() and device.islower()):
+        kind = device.partition(":")[0].lower()
+        raise _refuse(
+            "it is a kind of device, without a number: each rank takes one of its own",
+            f'write "{kind if kind.isalpha() else "cuda"}", "cpu" or "auto"; to use some of them only, set '
+            "CUDA_VISIBLE_DEVICES",
+        )
+    return device
+
+
 def _place(place: str, info: ValidationInfo) -> str:
     return place if urlsplit(place).scheme in SCHEMES else _folder(place, info)
 
@@ -130,11 +146,64 @@ class ModelSection(Section):
     num_kv_heads: int = option(
         MODEL.num_kv_heads, "Key/value heads per block; fewer than num_heads is grouped-query attention.", ge=1
     )
-    ffn_dim: int = option(MODEL.ffn_dim, "Inner width of the SwiGLU feed-forward; 8/3 dim is usual.", ge=1)
+    ffn_dim: int = option(MODEL.ffn_dim, "Inner width of the gated feed-forward; 8/3 dim is usual.", ge=1)
     head_width: int = option(MODEL.head_width, "Width of one head; 0 means dim / num_heads.", ge=0)
     tied: bool = option(MODEL.tied, "Whether the output projection shares the embedding's weights.")
     rope_theta: float = option(MODEL.rope_theta, "Base of the rotary position embedding.", gt=0)
     norm_eps: float = option(MODEL.norm_eps, "Epsilon of the RMS norms.", gt=0)
+    context: int = option(
+        MODEL.context, "Tokens of the longest sequence that the model is made for; 0 means it is not known.", ge=0
+    )
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
+        MODEL.rope_scaling, "How rotary positions are stretched for a context longer than the original one."
+    )
+    rope_factor: float = option(MODEL.rope_factor, "By how much they are stretched.", ge=1)
+    rope_original: int = option(MODEL.rope_original, "Tokens of the original context (llama3, yarn).", ge=0)
+    rope_low: float = option(
+        MODEL.rope_low,
+        "llama3: frequencies that turn less often than this in that context are stretched.",
+        gt=0,
+    )
+    rope_high: float = option(MODEL.rope_high, "llama3: those that turn more often than this stay.", gt=0)
+    rope_slow: float = option(MODEL.rope_slow, "yarn: as rope_low.", gt=0)
+    rope_fast: float = option(MODEL.rope_fast, "yarn: as rope_high.", gt=0)
+    rope_gain: float = option(
+        MODEL.rope_gain, "yarn: factor on queries and keys; 0 means 0.1 ln(rope_factor) + 1.", ge=0
+    )
+    rope_fraction: float = option(MODEL.rope_fraction, "Part of a head that is rotated.", gt=0, le=1)
+    rope_local_theta: float = option(
+        MODEL.rope_local_theta,
+        "Base of the rotary positions in layers with a window, which are not scaled then; 0 means as in the others.",
+        ge=0,
+    )
+    qk_norm: Literal["none", "head", "all"] = option(
+        MODEL.qk_norm, "RMS norm of queries and keys: of each head by itself (Qwen 3), or of all together (OLMo 2)."
+    )
+    attention_bias: Literal["none", "qkv", "all"] = option(
+        MODEL.attention_bias, "Biases in attention: on queries, keys and values (Qwen 2), or on the output too."
+    )
+    attention_scale: float = option(
+        MODEL.attention_scale, "Factor on the scores; 0 means 1 / sqrt of the head's width.", ge=0
+    )
+    attention_softcap: float = option(MODEL.attention_softcap, "Scores s become c tanh(s / c); 0 leaves them.", ge=0)
+    window: int = option(
+        MODEL.window, "Keys that a query sees, its own the last (sliding window); 0 means all before it.", ge=0
+    )
+    window_from: int = option(MODEL.window_from, "The first layer with a window, counted from 0.", ge=0)
+    full_every: int = option(
+        MODEL.full_every, "Every n-th layer has no window: 2 alternates (Gemma 2); 0 gives all layers one.", ge=0
+    )
+    norm_place: Literal["pre", "post", "both"] = option(
+        MODEL.norm_place, "Norm of what goes into attention and FFN, of what comes out (OLMo 2), or both (Gemma 2)."
+    )
+    norm_centered: bool = option(MODEL.norm_centered, "Whether norms multiply by 1 + weight (Gemma).")
+    activation: Literal["silu", "gelu"] = option(MODEL.activation, "Of the FFN's gate; gelu is its tanh form.")
+    ffn_bias: bool = option(MODEL.ffn_bias, "Whether the feed-forward layers have biases.")
+    embedding_scale: float = option(MODEL.embedding_scale, "Factor on embeddings; Gemma's is sqrt(dim).", gt=0)
+    logit_softcap: float = option(MODEL.logit_softcap, "Logits x become c tanh(x / c); 0 leaves them.", ge=0)
+    z_loss: float = option(
+        MODEL.z_loss, "Weight of logsumexp(logits)^2 beside the loss of a token; 0 leaves it out.", ge=0
+    )
     num_experts: int = option(MODEL.num_experts, "Experts in a mixture-of-experts layer (moe family).", ge=2)
     top_k: int = option(MODEL.top_k, "Experts that each token goes to.", ge=1)
     expert_dim: int = option(MODEL.expert_dim, "Inner width of one expert; 0 means ffn_dim.", ge=0)
@@ -214,6 +283,18 @@ class TrainSection(Section):
         TRAIN.compress, "Format in which gradients cross between replicas; none sends them as they are."
     )
     document_mask: bool = option(TRAIN.document_mask, "Whether attention stops at document boundaries.")
+    max_skips: int = option(
+        TRAIN.max_skips,
+        "Steps in a row that may be left out because their loss or gradient is not finite, or a spike; one more ends "
+        "the run.",
+        ge=0,
+    )
+    spike: float = option(
+        TRAIN.spike,
+        "A step is left out if its loss is so many standard deviations above the mean of the last 64; 6 is usual, 0 "
+        "leaves none out.",
+        ge=0,
+    )
     compile: Literal["auto", "none", "inductor", "aot_eager"] = option(
         TRAIN.compile,
         "Compiler for each block: auto takes inductor on accelerators and none on CPUs; aot_eager only traces, to see "
@@ -325,11 +406,38 @@ class DataSection(Section):
     )
 
 
+class ValidationSection(Section):
+    """Loss on data that is not trained on, for the whole gang; it changes nothing that is trained. Without sources and
+    without a held-out share there is none."""
+
+    sources: Annotated[list[str], AfterValidator(_sources)] = option(
+        VALIDATION.sources, "Data sets that are validated on, each named as data.source is."
+    )
+    held_out: float = option(
+        VALIDATION.held_out,
+        "Share of the training data, at the end of each source, that is validated on and not trained on. It stays for "
+        "the whole run.",
+        ge=0,
+        lt=1,
+    )
+    every_steps: int = option(VALIDATION.every_steps, "Steps between validations; 0: at the end alone.", ge=0)
+    sequences: int = option(
+        VALIDATION.sequences, "Sequences of each set that are read, evenly spread over it; 0: all.", ge=0
+    )
+    keep_best: bool = option(
+        VALIDATION.keep_best, "Whether each step that is validated is saved as well, and the best of them is kept."
+    )
+
+
 class CheckpointSection(Section):
     """How often the state is saved, and where. What is not given follows from what a checkpoint costs here."""
 
     dir: Annotated[str, AfterValidator(_place)] = option(
         CHECKPOINT.dir, "Folder or URL of a bucket that checkpoints go to; empty means `checkpoints` in the run record."
+    )
+    start: Annotated[str, AfterValidator(_place)] = option(
+        CHECKPOINT.start,
+        "Checkpoint, or folder or URL of them, that a run begins with if it continues nothing; empty: first weights.",
     )
     every_steps: int = option(
         CHECKPOINT.every_steps,
@@ -383,10 +491,9 @@ class RunSection(Section):
     dir: Annotated[str, AfterValidator(os.path.expanduser)] = option(
         RUN.dir, "Folder that holds the records of runs; a relative one starts from the current folder.", min_length=1
     )
-    device: str = option(
+    device: Annotated[str, AfterValidator(_device)] = option(
         RUN.device,
         'A torch device type such as "cpu"; "auto" takes the accelerator if there is one.',
-        pattern="^[a-z]+$",
     )
     threads: int = option(
         RUN.threads,
@@ -423,6 +530,7 @@ class JobFile(Section):
     optimizer: OptimizerSection = OptimizerSection()
     collectives: CollectivesSection = CollectivesSection()
     data: DataSection = DataSection()
+    validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     recovery: RecoverySection = RecoverySection()
     run: RunSection = RunSection()

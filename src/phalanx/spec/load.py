@@ -61,6 +61,18 @@ def from_mapping(job: Mapping[str, Any], sets: Sequence[str] = ()) -> Resolved:
     return _resolve(given)
 
 
+def folder_of_runs(job: Mapping[str, Any] | str | Path | None, sets: Sequence[str] = ()) -> Path:
+    """Where the records of a job go, before the job is checked."""
+    given: dict[KeyPath, Given] = {}
+    if isinstance(job, Mapping):
+        _lay_over(given, ((path, Given(value, "given", Path())) for path, value in _flatten(job)))
+    else:
+        _lay_over(given, _read(None if job is None else Path(job)))
+    _lay_over(given, (item for text in sets for item in _parse_set(text)))
+    asked = given.get(("run", "dir"))
+    return Path(os.path.expanduser(asked.value if asked and isinstance(asked.value, str) else Job().run.dir))
+
+
 def _flatten(table: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     for key, value in table.items():
         path = (*prefix, str(key))

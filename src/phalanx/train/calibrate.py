@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job, OptimizerConfig, TrainConfig
 from phalanx.core.layout import Coord
+from phalanx.core.memory import num_cores
 from phalanx.core.shape import ModelConfig
 from phalanx.kernels import fp8
 from phalanx.model.family import Batch, load_family
@@ -274,7 +275,7 @@ def describe(device: Device, ranks: int) -> dict[str, Any]:
         "host": _processor(),
         "backend": device.backend,
         "ranks": ranks,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": total,  # of one rank
         "units": units,  # that tiles of a product are dealt to
@@ -306,14 +307,14 @@ def probe(channel: Any, args: dict[str, Any]) -> None:
         count = 0 if device.is_cpu else torch.accelerator.device_count()
     except UserError as error:
         refused = error.message
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     channel.send({"type": "probe", "accelerators": count, "cores": cores, "refused": refused})
     channel.send({"type": "done"})
 
 
 def main(channel: Any, args: dict[str, Any]) -> None:
     rank, ranks = args["rank"], args["ranks"]
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(max(1, num_cores() // ranks))
     device = Device.pick(args["device"], rank, ranks)
     if ranks > 1:
         store = MeetingStore(args["store"], ("calibrate", 1))

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,13 +37,25 @@ from phalanx.parallel.pipeline import Pipe, Stages
 from phalanx.parallel.reduce import Reducer
 from phalanx.parallel.replica import Cross
 from phalanx.parallel.schema import describe
-from phalanx.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, set_half, set_micro_batch
+from phalanx.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, end_forward, set_half, set_micro_batch
 from phalanx.parallel.stages import Absent, end_modules
 from phalanx.train.schedule import learning_rate
+from phalanx.train.skips import remembered
 from phalanx.train.state import State
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _no_mark(phase: Phase, *, step: int = 0, micro: int = 0) -> None: ...
+
+
+class Pass(NamedTuple):
+    """One forward or backward of a micro-batch through a stage of this rank."""
+
+    phase: Phase
+    begin: Moment
+    end: Moment
 
 
 @dataclass(slots=True)
@@ -54,9 +69,12 @@ class StepResult:
     grad_norm: Tensor
     lr: float
     passed: Moment  # forward and backward are done; what is not reduced yet was not hidden behind them
+    passes: list[Pass] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
     clip: Tensor | None = None  # what the update multiplies them with
     loads: dict[str, Tensor] = field(default_factory=dict)  # of the experts, by the name of their bias
+    loss: float = math.nan  # per token of the whole batch, when it is known
+    skip: str = ""  # why it must not be applied
 
 
 class Engine:
@@ -72,6 +90,7 @@ class Engine:
     ):
         self.job, self.family, self.coord, self.groups = job, family, coord, groups
         self.state, self.device, self.mark = state, device, mark
+        self.span: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()  # names work in a trace
         device.choose_kernels(job.deterministic)
         self._deferred = WeightGradients()
         self.stages = parallelize(job, family, coord, groups, self._deferred, device)
@@ -87,6 +106,7 @@ class Engine:
         uncounted = set(whole) if coord.tp else set()
         self._counted = [i.name for i in state.infos if i.name not in uncounted]
         self.num_params = sum(i.numel for i in describe(family, job.model))
+        self._even = torch.tensor(1.0 / job.tokens_per_step, dtype=torch.float64, device=device.torch)
         self._forget_step()
 
     def _bind(self) -> None:
@@ -112,7 +132,7 @@ class Engine:
             if isinstance(module, MoE) and module.bias is not None
         }
         modules = [m for model in self.stages.values() for m in model.modules()]
-        self._attends = {m.causal: m for m in modules if isinstance(m, Attend)}
+        self._attends = {m.kind: m for m in modules if isinstance(m, Attend)}
         self._named = {name: p for model in self.stages.values() for name, p in model.named_parameters()}
         for name, param in self._named.items():
             if isinstance(param, DTensor):  # FSDP2 pads uneven slices into its own
@@ -164,7 +184,8 @@ class Engine:
         ]
         self._first = 0
         for count in self.job.layout.passes(len(batches)):
-            Stages(self.job.layout, self.coord.pp, self._pipe(), self._forward, self._backward).run(count)
+            forward, backward = self._timed(Phase.forward, self._forward), self._timed(Phase.backward, self._backward)
+            Stages(self.job.layout, self.coord.pp, self._pipe(), forward, backward).run(count)
             self._first += count
         self._batches.clear()
         self._passed = self.device.moment()
@@ -175,15 +196,48 @@ class Engine:
         """Sum over the replicas. StepFailed: that was not possible. All ranks of the replica say so then, and
         what they have computed is whole: `rejoin`, and compute what is missing."""
         self.mark(Phase.reduce, step=self.state.step)
-        self.reducer.finish()
-        loads = self._sum_loads()
-        self.reducer.agree()
+        with self.span("reduce"):
+            self.reducer.finish()
+            loads = self._sum_loads()
+            self.reducer.agree()
         grads = self._take_gradients()
         norm, clip = self._norm(grads)
         lr = learning_rate(self.job.optimizer, self.state.step, self.job.train.steps)
         loss_sums = torch.stack(self._loss_sums) if self._loss_sums else torch.zeros(0)
         counts = (self._local_tokens, self._tokens)
-        return StepResult(list(self._indices), loss_sums, *counts, norm, lr, self._passed, grads, clip, loads)
+        passed = (self._passed, self._passes)
+        return StepResult(list(self._indices), loss_sums, *counts, norm, lr, *passed, grads, clip, loads)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """The summed loss of each micro-batch; none but in the last stage of a pipeline. Nothing that belongs to a step
+        is touched. All ranks of the replica must have as many batches."""
+        one = torch.ones((), dtype=torch.float64, device=self.device.torch)
+        documents = [_several(batch.documents_BL) for batch in batches]
+        ready = [self._prepare(batch, several, one) for batch, several in zip(batches, documents, strict=True)]
+        sums: list[Tensor] = []
+
+        def forward(stage: int, micro: int, x: Tensor | None) -> Tensor:
+            self.mark(Phase.forward, step=self.state.step, micro=micro)
+            for attend in self._attends.values():
+                attend.prepare(ready[micro], documents[micro], self.device.put)
+            out = self.stages[stage](ready[micro]) if x is None else self.stages[stage](ready[micro], x)
+            if stage < self.job.layout.num_stages - 1:
+                return out
+            _, total = self._loss(out, ready[micro])
+            sums.append(total)
+            return total
+
+        for model in self.stages.values():
+            model.eval()
+        try:
+            passes = Stages(self.job.layout, self.coord.pp, self._pipe(), forward, _no_backward)
+            passes.run(len(batches), backward=False)
+        finally:
+            for model in self.stages.values():
+                model.train()
+                end_forward(model)
+        return torch.stack(sums).to(torch.float64) if sums else torch.zeros(0, dtype=torch.float64)
 
     def rejoin(self, cross: Cross | None) -> None:
         """Go on with these replicas; what was computed of the step stays."""
@@ -202,6 +256,7 @@ class Engine:
     def _forget_step(self) -> None:
         self._indices: list[int] = []
         self._loss_sums: list[Tensor] = []
+        self._passes: list[Pass] = []
         self._local_tokens = 0
         for module in self._balanced.values():
             module.load_E = None
@@ -226,13 +281,23 @@ class Engine:
             targets, weights = (targets, weights) if last else (targets[:0], weights[:0])
             batch = Batch(tokens if first else tokens[:0], targets, weights, batch.documents_BL, batch.positions_L)
         batch = batch.map(self.device.put)
-        batch.scale = scale
+        batch.scale, batch.even = scale, self._even
         return batch
 
     def _pipe(self) -> Pipe:
         layout, train = self.job.layout, self.job.train
         shape = (train.micro_batch, train.seq_len // (layout.cp * layout.tp), self.family.width(self.job.model))
         return Pipe(layout, self.groups.axis("pp"), self.device, shape, COMPUTE_DTYPE[train.precision])
+
+    def _timed(self, phase: Phase, run: Callable[P, T]) -> Callable[P, T]:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            begin = self.device.moment()
+            with self.span(phase.name):
+                out = run(*args, **kwargs)
+            self._passes.append(Pass(phase, begin, self.device.moment()))
+            return out
+
+        return timed
 
     def _forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
         micro += self._first
@@ -283,7 +348,10 @@ class Engine:
 
     def update(self, result: StepResult) -> None:
         apply(self.job, self.state, result)
-        self.reducer.commit()
+        if result.skip:
+            self.reducer.skip()
+        else:
+            self.reducer.commit()
         self._forget_step()
 
     def _loss(self, output: Tensor | Loss, batch: Batch) -> Loss:
@@ -291,7 +359,7 @@ class Engine:
         if not isinstance(output, Tensor):
             return output
         if self.family.loss is None:
-            return loss_of_logits(output, batch, self.groups.tp, self.job.model.vocab_size)
+            return loss_of_logits(output, batch, self.groups.tp, self.job.model)
         total = self.family.loss(output, batch, self.groups.tp)
         assert batch.scale is not None
         return total * batch.scale.to(total.dtype), total
@@ -339,6 +407,9 @@ class Engine:
         gc.collect()
 
 
+def _no_backward(stage: int, micro: int, run: Callable[[], None], half: str) -> None: ...
+
+
 def _tokens(batches: Sequence[Batch]) -> int:
     return sum(int(b.weights_BL.sum()) for b in batches)  # on the host, where they come from
 
@@ -351,7 +422,14 @@ def _several(documents_BL: Tensor | None) -> Tensor | None:
 
 
 def apply(job: Job, state: State, result: StepResult) -> None:
-    """The update, for which no group is needed. A step whose norm is not finite is not applied."""
+    """The update, for which no group is needed. A step that is to be skipped leaves everything as it was, and does not
+    count as an update of the optimizer. Where the host has not looked, the device still applies no norm that is not
+    finite."""
+    state.recent = remembered(job.train, state.recent, result.loss, bool(result.skip))
+    state.step += 1
+    if result.skip:
+        result.grads.clear()
+        return
     good = torch.isfinite(result.grad_norm)
     grads = {state.params[name]: grad for name, grad in result.grads.items()}
     state.optimizer.update(grads, result.lr, result.clip, good)
@@ -359,5 +437,4 @@ def apply(job: Job, state: State, result: StepResult) -> None:
         bias = state.buffers[name]
         bias.copy_(torch.where(good, next_bias(bias, load, job.model.balance_bias), bias))
     result.grads.clear()  # the caller keeps the rest; this must not live that long
-    state.step += 1
     state.updates += 1

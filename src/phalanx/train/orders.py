@@ -27,6 +27,7 @@ class Commands:
         self.halted = self.left = -1  # worlds
         self.parting = self.pausing = -1  # generations
         self.interval = (0, 0, 0)  # version, steps between durable checkpoints, and between snapshots in memory
+        self.profile: tuple[int, int, list[int]] = (0, 0, [])  # steps, from and until, and ranks that are to be traced
         self._interruptible = False
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -98,6 +99,8 @@ class Commands:
                         self._lose_link(message["interface"])
                 elif kind == "interval":
                     self.interval = (int(message["version"]), int(message["steps"]), int(message["memory_steps"]))
+                elif kind == "profile":
+                    self.profile = (int(message["first"]), int(message["last"]), list(message["ranks"]))
                 else:
                     if kind == "halt":
                         self._halt(int(message["world"]))

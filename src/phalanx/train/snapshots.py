@@ -72,20 +72,21 @@ class Saver:
         self._gap *= 2
 
     def before_update(self) -> dict[str, Any]:
-        """What the last snapshot has cost, for the step's report."""
+        """For the step's report: what is held in memory, and what the last snapshot has cost."""
+        held = {"held": self.snapshots.held()}
         if not self._under_way:
-            return {}
+            return held
         self.channel.progress.mark(Phase.idle)  # if the disk is slow, the snapshot may have had to wait for a slot
         self.snapshots.wait()
         self.channel.progress.mark(Phase.optimizer)
         said = {"snapshot": {"step": self._under_way, "stall_s": self.snapshots.stall_ns / 1e9}}
         self._under_way = 0
-        return said
+        return held | said
 
     def after_update(self, norm: torch.Tensor, known: bool) -> None:
         """`known`: all ranks have heard of the same interval, as their votes for the step said."""
-        step, last = self.state.step, self.state.step >= self.job.train.steps
-        durable = last or step >= self.next_durable
+        step, last, v = self.state.step, self.state.step >= self.job.train.steps, self.job.validation
+        durable = last or step >= self.next_durable or (v.keep_best and v.is_due(step, self.job.train.steps))
         if not durable and step < self.next_memory:
             return
         self.channel.progress.mark(Phase.idle)
@@ -108,7 +109,8 @@ class Saver:
     def _about(self) -> dict[str, Any]:
         """What the manifest says of the step; all ranks must say the same."""
         cursor = self.facts.cursor(self.state.step, self.job.train.global_batch)
-        return {"cursor": cursor, "ledger": self.state.ledger, "updates": self.state.updates}
+        state = self.state
+        return {"cursor": cursor, "ledger": state.ledger, "updates": state.updates, "recent": state.recent}
 
     def close(self) -> None:
         """When what is under way is written."""
@@ -139,7 +141,7 @@ def resume(
         size = load(reader, state.entries, job.layout, coord, got)
 
     state.restore(fill, m.step, m.updates)
-    state.ledger = m.ledger or GENESIS
+    state.ledger, state.recent = m.ledger or GENESIS, list(m.recent)
     rank = job.layout.rank(coord)
     if m.layout == job.layout and (rng := reader.file(rank).rng):
         set_rng_state(device, rng)
@@ -178,6 +180,6 @@ def resume_from_memory(layout: Layout, coord: Coord, state: State, device: Devic
     about = json.loads(header["seal"])
     fill = partial(load_slot, slot, state.entries, layout, coord)
     state.restore(fill, header["step"], int(about["updates"]))
-    state.ledger = str(about.get("ledger", GENESIS))
+    state.ledger, state.recent = str(about.get("ledger", GENESIS)), list(about.get("recent", []))
     set_rng_state(device, base64.b64decode(header["rng"]))
     return state.step

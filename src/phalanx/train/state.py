@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from phalanx.parallel.recompute import compiler, importing
 from phalanx.parallel.schema import describe, describe_buffers
 from phalanx.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE
 from phalanx.train.optimizer import MOMENTS, Optimizer, build_optimizer
+from phalanx.train.skips import Recent
 
 DIGEST_LIMIT_BYTES = 1 << 28
 
@@ -38,6 +39,7 @@ class State:
     step: int = 0
     updates: int = 0  # of the optimizer
     ledger: str = GENESIS  # the hash of the last committed step
+    recent: Recent = field(default_factory=list)  # what the next step is judged by
 
     @staticmethod
     def create(

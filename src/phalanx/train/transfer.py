@@ -67,6 +67,7 @@ class Giver:
         held = state.names()
         sizes = [_bytes_of(state.get(name)) for name in held]
         about = {"rng": rng_state(self._device).hex(), "updates": state.updates, "ledger": state.ledger}
+        about["recent"] = state.recent
         conn.send({"error": "", **about, "names": held, "sizes": sizes})
         for name in held:
             data = as_bytes(state.get(name).detach()).cpu().numpy()
@@ -115,7 +116,7 @@ def take(
                 progress()
 
         state.restore(fill, step, int(reply["updates"]))
-        state.ledger = str(reply["ledger"])
+        state.ledger, state.recent = str(reply["ledger"]), list(reply["recent"])
     set_rng_state(device, bytes.fromhex(reply["rng"]))
     return received
 

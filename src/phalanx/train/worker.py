@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import os
 import time
 import traceback
 from typing import Any
@@ -33,12 +31,14 @@ from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.ledger import GENESIS, Record, bits, mean_loss
+from phalanx.core.memory import num_cores
 from phalanx.data.feed import Feed
 from phalanx.gate.peers import Peers
 from phalanx.model.family import check_family, load_family
+from phalanx.observe.phases import VOTE
 from phalanx.observe.progress import Phase, Reading
 from phalanx.parallel import rails
-from phalanx.parallel.device import Device, Moment, avoid_broken_amx
+from phalanx.parallel.device import Device, avoid_broken_amx
 from phalanx.parallel.groups import Door, Groups, form_cross
 from phalanx.parallel.reduce import StepFailed
 from phalanx.parallel.rendezvous import MeetingStore
@@ -47,8 +47,12 @@ from phalanx.train import transfer
 from phalanx.train.batches import Batches
 from phalanx.train.engine import Engine, StepResult, apply
 from phalanx.train.orders import Commands, Halted
+from phalanx.train.skips import in_a_row, suspects, why_skip
 from phalanx.train.snapshots import Saver, resume, resume_from_checkpoint, resume_from_memory
 from phalanx.train.state import State
+from phalanx.train.timed import Timed
+from phalanx.train.tracer import Tracer
+from phalanx.train.validation import Validator
 
 
 def main(channel: Any, args: dict[str, Any]) -> None:
@@ -84,6 +88,7 @@ class Worker:
         self.peers = Peers(**args["peers"], host=args["host"])
         self.giver = transfer.Giver(self.peers, self.device)
         self.commands = Commands(channel)
+        self.validator = Validator(job, coord, args.get("validation", ()), channel.send)
         self.groups: Groups | None = None
         self.engine: Engine | None = None
         self.dealt: Deal | None = None  # of every step of this generation
@@ -93,7 +98,8 @@ class Worker:
         self.result: StepResult | None = None  # of the step that was voted for and is not applied yet
         self.report: dict[str, Any] = {}  # of that
         self.record: Record | None = None  # of that, for the ledger
-        self.moments: list[Moment] = []  # of the last step, between its phases
+        self.timed: Timed | None = None  # the last step
+        self.tracer = Tracer(self.rank, channel.send)
         self.told_facts = False
 
     def _move(self) -> None:
@@ -273,6 +279,7 @@ class Worker:
         assert self.groups
         coord, mark = self.job.layout.coord(self.rank), self.channel.progress.mark
         self.engine = Engine(self.job, self.family, coord, self.groups, self.state, self.device, mark=mark)
+        self.engine.span = self.tracer.span
         if not self.told_facts:
             self.told_facts = True
             self.channel.send({"type": "facts", **_facts(self.job, self.engine, self.device)})
@@ -456,7 +463,12 @@ class Worker:
         try:
             self.giver.withdraw()
             while m.phase == "running":
-                self._step()
+                step = self.state.step
+                self.tracer.begin(step, self.commands.profile)
+                with self.tracer.span(f"step {step}"):
+                    self._step()
+                if self.state.step > step:
+                    self.tracer.end(step)
         except Exception as error:
             self._leave_by(error)
 
@@ -464,45 +476,77 @@ class Worker:
         m, state, channel, engine = self.member, self.state, self.channel, self.engine
         dealt = self.redo or self.dealt
         assert engine and self.source and self.groups and dealt
+        self._validate()
         began, step = time.perf_counter(), state.step
         channel.progress.mark(Phase.loading, step=step)
-        batches, fed = self.source.take(step, self._indices(dealt))
+        with self.tracer.span("data"):
+            batches, fed = self.source.take(step, self._indices(dealt))
         try:
             with self.commands.interruptible():
-                moments = [self.device.moment()]
+                begin = self.device.moment()
                 result = engine.gradients(batches, dealt)
-                moments += [result.passed, self.device.moment()]
-            self.report = self._tell_of(step, result, fed) | {"phases": self._phases()}
+                reduced = self.device.moment()
+            self.report = self._tell_of(step, result, fed) | self._phases()
         except StepFailed:  # all ranks of the replica say so
             self._depart_with(dealt)
             return
         may = not channel.progress.lease_ended and self.commands.parting < m.generation
-        wants_pause, version = self.commands.pausing >= m.generation, self.commands.interval[0]
+        wants_pause, version = False, self.commands.interval[0]
         if may:
             self.result = result
-            wants_pause = m.vote() or wants_pause
-        seen = self._total(self._numbers(may, wants_pause, version, version**2))
+            m.ask_pause(self.commands.pausing)
+            wants_pause = m.vote()
+        with self.tracer.span(VOTE):
+            seen = self._total(self._numbers(may, wants_pause, version, version**2))
         if seen is None or seen[0] < len(dealt.replicas) * self.job.layout.replica_size:
             self._depart_with(dealt)
             return
         votes, pauses, total, squares = seen
         channel.progress.mark(Phase.optimizer)
+        voted = time.perf_counter()
         if self.saver:
-            self.report |= self.saver.before_update()
-        moments.append(self.device.moment())
-        engine.update(result)
-        self.moments = [*moments, self.device.moment()]
+            with self.tracer.span("checkpoint"):
+                self.report |= self.saver.before_update()
+        saved_s, updating = time.perf_counter() - voted, self.device.moment()
+        with self.tracer.span("optimizer"):
+            engine.update(result)
+        updated = self.device.moment()
         self._enter_ledger()
         self.result = self.redo = None
         go_on = m.commit(pauses > 0)
+        applied = time.perf_counter()
         if self.saver:
-            self.saver.after_update(result.grad_norm, known=total**2 == votes * squares)
-        channel.send(self.report | {"time_s": time.perf_counter() - began})
+            with self.tracer.span("checkpoint"):
+                self.saver.after_update(result.grad_norm, known=total**2 == votes * squares)
+        saved_s += time.perf_counter() - applied
+        marks = (begin, result.passed, reduced, updating, updated)
+        self.timed = Timed(step, fed["data_wait_s"], result.passes, marks, saved_s)
+        self.report["time_s"] = time.perf_counter() - began
+        if state.step >= self.job.train.steps:
+            self._validate()  # before anybody hears that the last step is done: the run may end then
+        channel.send(self.report)
         if not go_on:
             channel.progress.mark(Phase.idle)
             self._shut_door()
             self.groups.agree(self._numbers(0))  # all ranks of the replica have applied it
             self._say()
+
+    def _validate(self) -> None:
+        """If it is time to. It ends early when the generation does, or is to: then the first step of the next one is
+        where to begin again."""
+        m, step = self.member, self.state.step
+        if not self.validator.is_due(step):
+            return
+        assert self.engine and self.groups and self.dealt
+        groups = self.groups
+
+        def may_go_on() -> bool:
+            over = max(self.commands.parting, self.commands.pausing) >= m.generation
+            return bool(groups.agree(self._numbers(not over))[0])
+
+        said = self.validator.run(self.engine, self.dealt.replicas, may_go_on)
+        if said:
+            self.channel.send({"type": "validation", "step": step, "generation": m.generation, **said})
 
     def _depart_with(self, dealt: Deal) -> None:
         """Leave the generation. The gradients are kept if all that was dealt to the replica is in them."""
@@ -519,17 +563,12 @@ class Worker:
         link = self.engine.reducer.link
         return self.groups.total(values, link.does if link else lambda work: True)
 
-    def _phases(self) -> dict[str, float]:
+    def _phases(self) -> dict[str, Any]:
         """Seconds of the last step's phases. This one's are not over on the device, and nobody is to wait for them."""
-        if not self.moments:
+        last, self.timed = self.timed, None
+        if last is None or last.step != self.state.step - 1:
             return {}
-        begin, passed, reduced, updating, updated = self.moments
-        between = self.device.seconds_between
-        return {
-            "passes": between(begin, passed),
-            "reduce": between(passed, reduced),
-            "optimizer": between(updating, updated),
-        }
+        return {"phases": last.phases(self.device.seconds_between)}
 
     def _enter_ledger(self) -> None:
         """The step that was just applied, in the chain of those before it."""
@@ -556,24 +595,27 @@ class Worker:
             raise StepFailed("other replicas were lost before the losses were exchanged")
         digest, *words = told
         losses = [float(x) for x in torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()]
-        norm = float(result.grad_norm)
-        if not (math.isfinite(norm) and all(map(math.isfinite, losses))):
-            raise FloatingPointError(
-                f"step {step}: the loss is {math.fsum(losses)} and the gradient norm {norm}; "
-                "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the samples of this step"
-            )
-        tokens, batch = int(result.tokens), job.train.global_batch
-        whole = {"loss_sums": losses, "tokens": tokens, "data_digest": f"{digest % (1 << 64):016x}"}
+        norm, tokens, batch = float(result.grad_norm), int(result.tokens), job.train.global_batch
+        whole: dict[str, Any] = {
+            "loss_sums": losses,
+            "tokens": tokens,
+            "data_digest": f"{digest % (1 << 64):016x}",
+        }
+        result.loss = mean_loss(losses, tokens)
+        result.skip = why_skip(job.train, self.state.recent, result.loss, norm)
+        if result.skip:
+            whole["skipped"] = self._skipped(step, result.skip, losses)
         self.record = Record(
             step=step,
             previous="",
             samples=(self.facts.cursor(step, batch), self.facts.cursor(step + 1, batch)),
             data_version=self.facts.data_version,
-            loss_bits=bits(mean_loss(losses, tokens)),
+            loss_bits=bits(result.loss),
             norm_bits=bits(norm),
             layout=self.job.to_dict()["layout"],
             generation=self.member.generation,
             rng="",
+            skipped=result.skip,
         )
         speaks = job.layout.inside(coord) == 0  # for its replica
         return {
@@ -589,6 +631,19 @@ class Worker:
             "served": fed["served"] if not (coord.tp or coord.cp or coord.pp) else {},
             "whole": whole if speaks else None,
         }
+
+    def _skipped(self, step: int, reason: str, losses: list[float]) -> dict[str, Any]:
+        """What is said of a step that is not applied: why, and the places of the samples that are suspected."""
+        train, layout = self.job.train, self.job.layout
+        if in_a_row(self.state.recent) >= train.max_skips:
+            raise FloatingPointError(
+                f"step {step}: {reason}; train.max_skips = {train.max_skips} steps in a row may be skipped; "
+                "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the samples of this step "
+                f"(`phalanx data where --step {step}`)"
+            )
+        first, size = self.facts.cursor(step, train.global_batch), train.micro_batch
+        bad = suspects(losses, layout.cp)[:8]
+        return {"reason": reason, "places": [[first + i * size, first + (i + 1) * size] for i in bad]}
 
     def _end(self) -> None:
         self.channel.progress.mark(Phase.done)
@@ -610,7 +665,7 @@ def num_threads(job: Job, local_ranks: int) -> int:
     not let them follow the number of ranks."""
     if job.run.threads or job.train.reduction == "exact":
         return job.run.threads or 1
-    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+    return max(1, num_cores() // local_ranks)
 
 
 def survivable(error: Exception) -> bool:

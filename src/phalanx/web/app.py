@@ -16,13 +16,13 @@ from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, StreamingResponse
 from starlette.middleware.gzip import GZipMiddleware
 
-from phalanx.web.shelf import Shelf
+from phalanx.web.shelf import REPORTS, Shelf
 
 STATIC = Path(__file__).parent / "static"
 FILES = {
     "app.css": "text/css",
     "icon.svg": "image/svg+xml",
-    **dict.fromkeys(("main.js", "dom.js", "chart.js", "heat.js", "pages.js"), "text/javascript"),
+    **{path.name: "text/javascript" for path in STATIC.glob("*.js")},
 }
 COOKIE = "phalanx_token"
 LOOPBACK = {"localhost", "127.0.0.1", "[::1]", "::1"}
@@ -32,6 +32,11 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
+}
+# A report is a page that was written to a file: no script of it runs, and it reaches nothing.
+REPORT_HEADERS = {
+    "Content-Security-Policy": "sandbox allow-popups; default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }
 LIVE_S, BEAT_S = 0.5, 10.0
 Next = Callable[[Request], Awaitable[Response]]
@@ -52,7 +57,8 @@ def create_app(shelf: Shelf, token: str = "") -> FastAPI:
             response.set_cookie(COOKIE, token, httponly=True, samesite="strict", max_age=30 * 86_400)
         else:
             response = await call_next(request)
-        response.headers.update(HEADERS)
+        for header, value in HEADERS.items():
+            response.headers.setdefault(header, value)
         return response
 
     @app.exception_handler(KeyError)
@@ -90,6 +96,14 @@ def create_app(shelf: Shelf, token: str = "") -> FastAPI:
     ) -> Any:
         return shelf.heat(run, (r0, r1), (s0, s1), h, w) or {"rows": 0, "columns": 0}
 
+    @app.get("/api/runs/{run}/fleet")
+    def fleet(run: str) -> Any:
+        return shelf.fleet(run)
+
+    @app.get("/api/runs/{run}/mixture")
+    def mixture(run: str) -> Any:
+        return shelf.mixture(run)
+
     @app.get("/api/runs/{run}/incidents/{number}")
     def incident(run: str, number: int) -> Any:
         return shelf.incident(run, number)
@@ -111,6 +125,22 @@ def create_app(shelf: Shelf, token: str = "") -> FastAPI:
         await asyncio.to_thread(shelf.get, run)
         return StreamingResponse(_live(shelf, run, request), media_type="text/event-stream")
 
+    @app.get("/api/runs/{run}/traces")
+    def traces(run: str) -> Any:
+        return {"traces": shelf.traces(run)}
+
+    @app.get("/api/runs/{run}/traces/{name}")
+    def trace(run: str, name: str) -> Response:
+        return FileResponse(shelf.trace(run, name), media_type="application/gzip", filename=f"{run}-{name}")
+
+    @app.get("/api/reports")
+    def reports() -> Any:
+        return {"folder": str(shelf.root / REPORTS), "reports": shelf.reports()}
+
+    @app.get("/reports/{name}")
+    def report(name: str) -> Response:
+        return FileResponse(shelf.report(name), media_type="text/html; charset=utf-8", headers=REPORT_HEADERS)
+
     @app.get("/metrics")
     def metrics() -> Response:
         from phalanx.observe.prometheus import exposition
@@ -125,6 +155,7 @@ def create_app(shelf: Shelf, token: str = "") -> FastAPI:
 
     @app.get("/")
     @app.get("/compare")
+    @app.get("/reports")
     @app.get("/runs/{rest:path}")
     def page(rest: str = "") -> Response:
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")

@@ -7,9 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.observe.phases import PHASES
+from phalanx.observe.readings import READINGS, worst
 from phalanx.observe.story import Story
 
-NAMES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "time_s", "data_wait_s")
+PHASE, HELD = "phase_", "held_"  # before the name of one
+NAMES = (
+    "loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "mfu", "time_s", "data_wait_s", "data_ready",
+    *(PHASE + name for name in PHASES), *(HELD + tier for tier in ("memory", "buddy")), *READINGS,
+)  # fmt: skip
 BREAK = 5.0  # a pause of so many usual steps is a gap in a line
 MOST_POINTS = 4000
 BLOCK = 64  # rows that are folded once and for all, for charts of long histories
@@ -23,6 +29,7 @@ class Columns:
         self._names = ("time", "step", *NAMES)
         self._data = np.empty((len(self._names), 1024))
         self._blocks = _folded(np.empty((len(self._names), 0, 1)))
+        self._used = np.zeros(len(self._names), bool)  # columns that any row had a number for
 
     def update(self, story: Story) -> None:
         if len(story.branches) != self.branches:
@@ -32,7 +39,7 @@ class Columns:
         while self.count + len(rows) > self._data.shape[1]:
             self._data = np.concatenate([self._data, np.empty_like(self._data)], axis=1)
         for number, name in enumerate(self._names):
-            values = [_number(row.get(name)) for row in rows]
+            values = [_number(_value(row, name)) for row in rows]
             self._data[number, self.count : self.count + len(rows)] = values
         self.extend(len(rows))
 
@@ -42,6 +49,7 @@ class Columns:
         self.count += count
         times = self._data[0, first : self.count]
         np.maximum.accumulate(times, out=times)
+        self._used |= ~np.isnan(self._data[:, first : self.count]).all(axis=1)
         known, ready = self._blocks[0].shape[1], self.count // BLOCK
         if ready > known:
             new = _folded(self._data[:, known * BLOCK : ready * BLOCK].reshape(len(self._names), -1, BLOCK))
@@ -68,7 +76,9 @@ class Columns:
         last = min(self.count, int(np.searchsorted(times, end, "right")) + 1)
         if last <= first:
             return {"time": [], "step": [], "breaks": [], "series": {}}
-        low, high, total, many = self._rows(first, last, points)
+        named = [name for name in names if self._used[self._names.index(name)]]
+        columns = [0, 1, *(self._names.index(name) for name in named)]  # time, step, and those that are drawn
+        low, high, total, many = self._rows(columns, first, last, points)
         times, steps = high[0], high[1]
         if len(times) <= points:
             edges = np.arange(len(times))
@@ -77,8 +87,7 @@ class Columns:
             edges = np.unique(np.searchsorted(times, slots))
             edges = edges[edges < len(times)]
         out: dict[str, Any] = {}
-        for name in names:
-            number = self._names.index(name)
+        for number, name in enumerate(named, 2):
             count = np.add.reduceat(many[number], edges)
             if not count.any():
                 continue
@@ -101,15 +110,15 @@ class Columns:
             "rows": last - first,
         }
 
-    def _rows(self, first: int, last: int, points: int) -> tuple[np.ndarray, ...]:
+    def _rows(self, columns: list[int], first: int, last: int, points: int) -> tuple[np.ndarray, ...]:
         """Smallest, largest, sum and count of each column: of every row, or of blocks of rows where a point takes many
         of them."""
         if last - first < points * BLOCK * 2:
-            return _folded(self._data[:, first:last, None])
+            return _folded(self._data[columns, first:last, None])
         a, b = first // BLOCK, min(self._blocks[0].shape[1], -(-last // BLOCK))
-        parts = tuple(block[:, a:b] for block in self._blocks)
+        parts = tuple(block[columns, a:b] for block in self._blocks)
         if b * BLOCK < last:
-            rest = _folded(self._data[:, None, b * BLOCK : last])
+            rest = _folded(self._data[columns, None, b * BLOCK : last])
             parts = tuple(np.concatenate(pair, axis=1) for pair in zip(parts, rest, strict=True))
         return parts
 
@@ -138,6 +147,16 @@ def _folded(rows: np.ndarray) -> tuple[np.ndarray, ...]:
         np.where(known, rows, 0.0).sum(axis=2),
         known.sum(axis=2),
     )
+
+
+def _value(row: dict[str, Any], name: str) -> object:
+    if name in READINGS:
+        return worst(row, name)
+    for prefix, group in ((PHASE, "phases"), (HELD, "held")):
+        if name.startswith(prefix):
+            found = row.get(group)
+            return found.get(name.removeprefix(prefix)) if isinstance(found, dict) else None
+    return row.get(name)
 
 
 def _number(value: object) -> float:

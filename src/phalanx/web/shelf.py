@@ -3,6 +3,9 @@ a run is found only by the name of a record that is really in the folder."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -10,8 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.observe import traces
+from phalanx.observe.durability import headline as safe
+from phalanx.observe.durability import place, tiers
+from phalanx.observe.fleet import fleet
+from phalanx.observe.fleet import headline as told
 from phalanx.observe.goodput import NS
 from phalanx.observe.incidents import Incident
+from phalanx.observe.mixture import mixture
 from phalanx.observe.story import NAME, Story, find_runs
 from phalanx.observe.tiles import FOLDER, TileReader
 from phalanx.observe.words import describe
@@ -21,6 +30,9 @@ LOOK_S = 0.5  # a record is read no more often than that, however many look at i
 COST = 10  # and no more often than this many times as long as it takes
 MOST_OPEN = 16  # runs whose steps are kept in memory
 MOST_SEGMENTS = 2000
+REPORTS = "reports"  # folder beside the runs
+REPORT, TRACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.html"), re.compile(r"\d+-\d+\.json\.gz")
+LAST = 16  # steps that the map of ranks looks back
 
 
 @dataclass
@@ -107,9 +119,47 @@ class Shelf:
                 "checkpoints": [e for e in events if e.get("type") == "checkpoint"],
                 "changes": [c for part in story.parts for c in part.incidents.changes],
                 "segments": segments(story),
+                "saved": {"tiers": (found := tiers(story)), "place": place(story), "headline": safe(found, story.done)},
                 "record": {"job": story.part.job, "meta": story.part.meta, "summary": story.part.summary},
                 "has_ranks": (story.path / FOLDER / "tiles.json").is_file(),
             }
+
+    def fleet(self, name: str) -> dict[str, Any]:
+        """The nodes and ranks of a run, with how slow each rank was over the last steps."""
+        import base64
+
+        one = self.get(name)
+        with one.lock:
+            found = fleet(one.story.part)
+            done = one.story.done
+        codes, each = b"", 1
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            reader = TileReader(one.story.path / FOLDER)
+            each = reader.each
+            rows = -(-reader.ranks // each)
+            found_codes = reader.picture((0, reader.ranks), (max(0, done - LAST), done), rows, LAST)["codes"]
+            codes = found_codes.max(axis=1, initial=0).tobytes()
+        return {**found, "headline": told(found), "codes": base64.b64encode(codes).decode(), "each": each, "last": LAST}
+
+    def mixture(self, name: str) -> dict[str, Any]:
+        one = self.get(name)
+        with one.lock:
+            return mixture(one.story)
+
+    def traces(self, name: str) -> list[dict[str, Any]]:
+        """Merged traces of a run: see `phalanx trace`."""
+        folder = self.get(name).story.path / traces.FOLDER
+        return _files(folder, TRACE)
+
+    def trace(self, name: str, file: str) -> Path:
+        return _inside(self.get(name).story.path / traces.FOLDER, file, TRACE)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Pages that `phalanx plan --html` and `phalanx simulate --html` have written beside the runs."""
+        return sorted(_files(self.root / REPORTS, REPORT), key=lambda one: -one["time"])
+
+    def report(self, file: str) -> Path:
+        return _inside(self.root / REPORTS, file, REPORT)
 
     def incident(self, name: str, number: int) -> dict[str, Any]:
         """KeyError: there is no such incident."""
@@ -154,6 +204,25 @@ class Shelf:
             "ends": ends,
             "codes": base64.b64encode(codes.tobytes()).decode(),
         }
+
+
+def _files(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
+    """Those of the folder itself whose names are of a kind."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if pattern.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                about = entry.stat()
+                found.append({"name": entry.name, "bytes": about.st_size, "time": about.st_mtime})
+    return sorted(found, key=lambda one: one["name"])
+
+
+def _inside(folder: Path, name: str, pattern: re.Pattern[str]) -> Path:
+    """A file of the folder itself. KeyError: there is none of this name."""
+    path = folder / name
+    if not pattern.fullmatch(name) or path.is_symlink() or not path.is_file():
+        raise KeyError(name)
+    return path
 
 
 def brief(one: Incident) -> dict[str, Any]:

@@ -187,6 +187,11 @@ class Faults:
             controller.hang(self.world.ms(1000, 30000))
         return "hangs"
 
+    def do_poison(self):
+        """The controller's own code raises on some of the next entries."""
+        self.world.controller.poisoned += [""] * self.rng.randrange(1, 4)
+        return "soon"
+
     def do_aggregator(self):
         home = self.rng.choice(list(self.world.homes.values()))
         if home.alive:
@@ -242,6 +247,26 @@ class Faults:
         node = self._node()
         node.hang_up()
         return node.name
+
+    def do_overflow(self):
+        """Nobody has listened to a node for very long: what it had to say is too much."""
+        node = self._node()
+        if node.alive and node.incarnation:
+            node.agent.reset()
+            node.act()
+        return node.name
+
+    def do_link(self):
+        """A node loses one of its networks for a while."""
+        node = self._node()
+        self._change_link(node, False)
+        self.world.after(self.world.ms(1000, 30000), self._change_link, node, True)
+        return node.name
+
+    def _change_link(self, node, up):
+        if node.alive and node.incarnation:
+            node.agent.link_changed("eth1", up)
+            node.act()
 
     def do_slow(self):
         self.world.slow = True

@@ -134,8 +134,8 @@ def _products(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, to
 def _attention(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, tokens: Num) -> tuple[Num, Num]:
     """Half of the scores when causal. A ring works on pieces of a sequence, which are short, and merges a part per
     hop."""
-    seen = shape.context * np.where(shape.causal, 0.5, 1.0)
-    scores = 2 * tokens * seen * (shape.q_width + shape.v_width) / c.tp * shape.attention_layers
+    seen = shape.keys * np.where(shape.causal, 0.5, 1.0)
+    scores = 2 * tokens * seen * (shape.q_width + shape.v_width) / c.tp
     piece = shape.context / np.where(c.cp > 1, 2 * c.cp, 1)
     speed = piece / (piece + profile.length_half) * shape.head_dim / (shape.head_dim + profile.width_half)
     merged = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.shape import CONVENTIONS, ModelConfig, training_flops
+from phalanx.core.shape import CONVENTIONS, ModelConfig, training_flops, window_keys
 
 Num = Any  # a number, or a numpy column of them
 __all__ = ["CONVENTIONS", "ModelShape", "Num", "hardware_flops_sc21"]
@@ -28,6 +28,9 @@ class ModelShape:
     gated: Num = True  # SwiGLU: three matrices in the FFN and in every expert, else two
     tied: Num = False
     causal: Num = True
+    window: Num = 0  # keys that a query sees in windowed_layers of the layers that attend
+    windowed_layers: Num = 0
+    vectors: Num = 0  # elements of all layers that are in no matrix, beyond two norms in each
     attended: Num = 0.0  # sum of squared document lengths / seq, when documents are packed; 0: seq
     # Mixture of experts: in the layers that are not dense_layers (and have an FFN at all).
     experts: Num = 0
@@ -72,6 +75,9 @@ class ModelShape:
         return cls.of(
             config.num_layers, config.dim, config.num_heads, config.ffn_dim, config.vocab_size, seq,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, tied=config.tied,
+            window=config.window, windowed_layers=config.windowed_layers,
+            vectors=config.num_layers * (config.layer_vectors - 2 * config.dim)
+            + (config.dense_layers if moe else config.num_layers) * config.ffn_vectors,
             experts=config.num_experts if moe else 0, top_k=config.top_k if moe else 0,
             expert_ffn=config.expert_width if moe else 0,
             shared_ffn=config.shared_experts * config.expert_width if moe else 0,
@@ -91,6 +97,13 @@ class ModelShape:
     def context(self) -> Num:
         """Keys that a token would see without causality."""
         return np.where(np.asarray(self.attended) > 0, self.attended, self.seq)
+
+    @property
+    def keys(self) -> Num:
+        """The same, summed over all layers that attend."""
+        window = np.maximum(self.window, 1)
+        seen = np.minimum(window_keys(window, self.seq), self.context)
+        return (self.attention_layers - self.windowed_layers) * self.context + self.windowed_layers * seen
 
     @property
     def q_width(self) -> Num:
@@ -153,6 +166,7 @@ class ModelShape:
             + self.moe_layers * self.moe_fixed_params
             + self.mamba_layers * self.mamba_params
             + self.layers * 2 * self.hidden
+            + self.vectors
         )
 
     @property
@@ -180,13 +194,13 @@ class ModelShape:
     def scores(self) -> Num:
         """Elements of all layers' scores and of their use that one token has, no causality: keys x (queries +
         values)."""
-        return self.attention_layers * self.context * (self.q_width + self.v_width)
+        return self.keys * (self.q_width + self.v_width)
 
     @property
     def matmul_params(self) -> Num:
         """Weights of products that one token meets: of the routed experts its own; the embedding look-up is none. Scans
         of Mamba-2 count as theirs, in chunks of 256: state in and out, and within the chunk."""
-        norms = self.layers * 2 * self.hidden
+        norms = self.layers * 2 * self.hidden + self.vectors
         layers = self.dense_params - norms + self.moe_layers * self.top_k * self.expert_params
         scans = self.mamba_layers * self.mamba_inner * (2 * self.mamba_state + 256)
         return layers * (1 + self.mtp / self.layers) + self.head_params * (1 + self.mtp) + scans

@@ -137,8 +137,8 @@ class _Step:
         runs = int(forward_runs(train.recompute == "full"))
         size = self.tokens * c.dim * self.compute
         first, last = stage == 0, stage == layout.num_stages - 1
-        norms = [h for h in self.held if h.stage == stage and h.name.endswith("attention_norm.weight")]
-        layers = [int(h.name.split(".")[1]) for h in norms]
+        attending = [h for h in self.held if h.stage == stage and h.name.endswith("attention.wq.weight")]
+        layers = [int(h.name.split(".")[1]) for h in attending]
         routed = [layer for layer in layers if has_experts(c, layer)]
         m = self.micro
         # Tensor parallelism: a gather's backward is a scatter, and the other way round.
@@ -146,8 +146,9 @@ class _Step:
             pairs = 1 + (layer not in routed or c.shared_experts > 0)
             self._add("all-gather", "tp", m * pairs * tensor_pairs(runs), size)
             # The scatter that ends a layer is not run twice if nothing in backward needs what comes after it.
-            idle = (runs - 1) * (layer not in routed)
+            idle = (runs - 1) * (layer not in routed and c.norm_place == "pre")
             self._add("reduce-scatter", "tp", m * (pairs * tensor_pairs(runs) - idle), size)
+            self._keys(m, runs)
         for holds in (first, last):  # embedding: scattered; head: gathered
             self._add("all-gather", "tp", m * holds, size)
             self._add("reduce-scatter", "tp", m * holds, size)
@@ -162,9 +163,22 @@ class _Step:
         for _ in routed:
             self._experts(m, runs)
 
+    def _keys(self, times: int, runs: int) -> None:
+        """What the tp ranks tell each other inside attention: keys and values where they share heads, and sums of
+        squares where a norm spans them."""
+        c, layout = self.model, self.layout
+        if c.num_kv_heads % layout.tp:
+            size = self.tokens * c.num_kv_heads * c.head_dim * self.compute
+            self._add("all-gather", "tp", times * 2 * runs, size)
+            self._add("reduce-scatter", "tp", times * 2, size)
+        if c.qk_norm == "all":
+            again = 2 if self.job.train.recompute == "selective" else runs  # which keeps no all-reduce
+            self._add("all-reduce", "tp", times * 2 * (again + 1), self.tokens * max(4, self.compute))
+
     def _attention(self, times: int, runs: int) -> None:
         c, layout = self.model, self.layout
-        keys = self.tokens * (c.num_kv_heads // layout.tp) * c.head_dim  # elements of a rank's keys
+        kv_heads = max(1, c.num_kv_heads // layout.tp)
+        keys = self.tokens * kv_heads * c.head_dim  # elements of a rank's keys
         queries = self.tokens * (c.num_heads // layout.tp) * c.head_dim
         runs = 2 if self.job.train.recompute == "selective" else runs  # it keeps no result of these
         if layout.cp_style == "ring":
@@ -173,7 +187,7 @@ class _Step:
                 self._add(kind, "cp", times * held, 2 * keys * self.compute)
                 self._add(kind, "cp", times * int(returned), 2 * keys * max(4, self.compute))
             return
-        if (c.num_kv_heads // layout.tp) % layout.cp:
+        if kv_heads % layout.cp:
             keys = queries  # too few heads to deal out, so every query head brings its own
         for numel in (queries, keys, keys, queries):
             self._add("all-to-all", "cp", times * (runs + 1), numel * self.compute)

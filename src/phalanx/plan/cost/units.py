@@ -70,14 +70,28 @@ def tensors(model: ModelConfig, layout: Layout) -> list[Held]:
 def _layer(c: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...], int | None, int]]:
     """Name, shape, the dim that TP splits, and how many experts' rows it has."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    yield "attention_norm.weight", (c.dim,), None, 0
-    yield "attention.wq.weight", (q, c.dim), 0, 0
-    yield "attention.wk.weight", (kv, c.dim), 0, 0
-    yield "attention.wv.weight", (kv, c.dim), 0, 0
+    before, after = c.norm_place != "post", c.norm_place != "pre"
+    norms = {"attention_norm": before, "attention_post_norm": after, "ffn_norm": before, "ffn_post_norm": after}
+    for name in ("attention_norm", "attention_post_norm"):
+        if norms[name]:
+            yield f"{name}.weight", (c.dim,), None, 0
+    for name, rows in (("wq", q), ("wk", kv), ("wv", kv)):
+        yield f"attention.{name}.weight", (rows, c.dim), 0, 0
+        if c.attention_bias != "none":
+            yield f"attention.{name}.bias", (rows,), 0, 0
     yield "attention.wo.weight", (c.dim, q), 1, 0
-    yield "ffn_norm.weight", (c.dim,), None, 0
+    if c.attention_bias == "all":
+        yield "attention.wo.bias", (c.dim,), None, 0
+    for name, rows in (("q", q), ("k", kv)):
+        if c.qk_norm == "head":
+            yield f"attention.{name}_norm.weight", (c.head_dim,), None, 0
+        elif c.qk_norm == "all":
+            yield f"attention.wide_{name}_norm.weight", (rows,), 0, 0
+    for name in ("ffn_norm", "ffn_post_norm"):
+        if norms[name]:
+            yield f"{name}.weight", (c.dim,), None, 0
     if not has_experts(c, layer):
-        yield from _ffn("ffn", c.dim, c.ffn_dim)
+        yield from _ffn("ffn", c.dim, c.ffn_dim, c.ffn_bias)
         return
     width, number = c.expert_width, c.num_experts
     yield "moe.gate.weight", (number, c.dim), None, 0
@@ -87,10 +101,11 @@ def _layer(c: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...], i
         yield from _ffn("moe.shared", c.dim, c.shared_experts * width)
 
 
-def _ffn(name: str, dim: int, inner: int) -> Iterator[tuple[str, tuple[int, ...], int | None, int]]:
-    yield f"{name}.w1.weight", (inner, dim), 0, 0
-    yield f"{name}.w2.weight", (dim, inner), 1, 0
-    yield f"{name}.w3.weight", (inner, dim), 0, 0
+def _ffn(name: str, dim: int, inner: int, bias: bool = False) -> Iterator[tuple[str, tuple[int, ...], int | None, int]]:
+    for leaf, rows, cols, tp_dim in (("w1", inner, dim, 0), ("w2", dim, inner, 1), ("w3", inner, dim, 0)):
+        yield f"{name}.{leaf}.weight", (rows, cols), tp_dim, 0
+        if bias:
+            yield f"{name}.{leaf}.bias", (rows,), None if tp_dim else 0, 0
 
 
 def has_experts(c: ModelConfig, layer: int) -> bool:

@@ -120,7 +120,8 @@ function cursor(parts, view, tell) {
 }
 
 // `data()`: {time, step, breaks, series: {name: {min, max, mean}}}. `band()`: [low, high] that was predicted, or null.
-export function lineChart(view, { title, unit, name, data, marks = () => [], band = () => null, smooth = false, log = false, height = 160, note = "", format = figure }) {
+// `dots`: another series, of which each value is a dot of its own.
+export function lineChart(view, { title, unit, name, dots = "", data, marks = () => [], band = () => null, smooth = false, log = false, height = 160, note = "", format = figure }) {
   const options = { log };
   const logButton = log === null ? null : h("button", { type: "button", "aria-pressed": false, title: "Logarithmic scale (l)", "data-log": true,
     onclick: () => { options.log = !options.log; logButton.setAttribute("aria-pressed", options.log); draw(); } }, "log");
@@ -179,6 +180,7 @@ export function lineChart(view, { title, unit, name, data, marks = () => [], ban
     if (smooth) lines.append(s("path", { class: "raw", d: raw }));
     lines.append(s("path", { class: "smooth", d: strong }));
     if (d.time.length < 3) for (const i of inside) if (known(one.mean[i])) lines.append(s("circle", { cx: x[i], cy: y(one.mean[i]), r: 2.5, fill: "var(--productive)" }));
+    for (const i of inside) if (known(d.series[dots]?.mean[i])) lines.append(s("circle", { cx: x[i], cy: y(d.series[dots].mean[i]), r: 3.5, fill: "var(--checkpoint)" }, s("title", {}, `${dots.replace("_", " ")} ${figure(d.series[dots].mean[i])}`)));
     pointer = cursor(parts, view, (t) => {
       const i = nearest(d.time, t);
       if (i < 0 || !known(one.mean[i])) return null;
@@ -251,4 +253,4 @@ export function ribbon(view, { segments, incidents, checkpoints, spikes, href })
   return { figure: parts.figure, draw };
 }
 
-export { LEFT, RIGHT };
+export { LEFT, RIGHT, TOP, BOTTOM, frame, show, axis, cursor };

@@ -60,13 +60,14 @@ export const STATES = {
   recovery: "standing still: something failed or changed", out: "ranks that take no part", rollback: "steps that were abandoned",
   between: "between steps", end: "saving and leaving",
 };
-const HATCHED = { recovery: "45", out: "135", rollback: "90" };
+const HATCHED = { recovery: "45", out: "135", rollback: "90", gaps: "45", reduce: "135", vote: "90" };
+const PLAIN = new Set([...Object.keys(STATES), "forward", "backward", "optimizer"]);
 export function patterns() {
   return s("defs", {}, Object.entries(HATCHED).map(([state, angle]) =>
     s("pattern", { id: `p-${state}`, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: `rotate(${angle})` },
       s("rect", { width: 6, height: 6, fill: `var(--${state})` }), s("line", { x1: 0, y1: 0, x2: 0, y2: 6, class: "pattern-lines" }))));
 }
-export const paint = (state) => (state in HATCHED ? `url(#p-${state})` : `var(--${state in STATES ? state : "between"})`);
+export const paint = (state) => (state in HATCHED ? `url(#p-${state})` : `var(--${PLAIN.has(state) ? state : "between"})`);
 export const swatch = (state) => s("svg", { width: 12, height: 12, "aria-hidden": true }, patterns(), s("rect", { width: 12, height: 12, fill: paint(state) }));
 
 // The state of a run: a shape and a word, not colour alone.

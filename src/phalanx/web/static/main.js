@@ -1,6 +1,7 @@
 // Routes, keys, theme and the live connection. A page in the background costs nothing: its connection is closed.
 import { h, clock } from "./dom.js";
 import { runsPage, runPage, incidentPage, comparePage } from "./pages.js";
+import { reportsPage } from "./reports.js";
 
 const main = document.getElementById("main"), link = document.getElementById("link"), help = document.getElementById("help");
 const state = { page: null, source: null, timer: null, busy: false, latest: null, turn: 0, heard: 0 };
@@ -13,6 +14,7 @@ async function route(quietly = false) {
     if (kind === "runs" && name && tab === "incidents" && number) page = await incidentPage(name, Number(number));
     else if (kind === "runs" && name) page = await runPage(name, tab || "", query);
     else if (kind === "compare") page = await comparePage(query);
+    else if (kind === "reports") page = await reportsPage();
     else page = await runsPage();
   } catch (error) {
     page = { title: "Not found", crumbs: [], element: h("div", {}, h("h1", {}, "This cannot be shown."), h("div", { class: "note bad" }, error.message, ". ", h("a", { href: "/" }, "Back to the runs"))) };
@@ -73,7 +75,7 @@ document.getElementById("theme").addEventListener("click", flip);
 
 // -- keys
 
-const KEYS = [["j, k", "next, previous row"], ["Enter", "open it"], ["/", "filter"], ["g r", "all runs"], ["g o, g g, g h, g i", "overview, goodput, heat map, incidents"], ["l", "logarithmic loss"], ["0", "the whole run"], ["+, −", "zoom"], ["← →", "move"], ["t", "light or dark"], ["y", "copy a link to this view"], ["?", "this help"]];
+const KEYS = [["j, k", "next, previous row"], ["Enter", "open it"], ["/", "filter"], ["g r", "all runs"], ["g o, g s, g g, g h", "overview, steps, goodput, heat map"], ["g t, g i, g c", "map of nodes, incidents, checkpoints"], ["g p", "plans and simulations"], ["l", "logarithmic loss"], ["0", "the whole run"], ["+, −", "zoom"], ["← →", "move"], ["t", "light or dark"], ["y", "copy a link to this view"], ["?", "this help"]];
 function showHelp() {
   help.replaceChildren(h("h2", {}, "Keyboard"), h("table", {}, h("tbody", {}, KEYS.map(([key, text]) => h("tr", {}, h("td", {}, h("kbd", {}, key)), h("td", {}, text))))), h("form", { method: "dialog" }, h("button", { autofocus: true }, "Close")));
   help.showModal();
@@ -87,7 +89,7 @@ addEventListener("keydown", (event) => {
   const key = lead + event.key;
   lead = "";
   if (key === "g") { lead = "g"; setTimeout(() => { lead = ""; }, 1200); return; }
-  const tabs = { gr: "/", go: run && `/runs/${run}`, gg: run && `/runs/${run}/goodput`, gh: run && `/runs/${run}/ranks`, gi: run && `/runs/${run}/incidents` };
+  const tabs = { gr: "/", gp: "/reports", gs: run && `/runs/${run}/steps`, gt: run && `/runs/${run}/map`, gc: run && `/runs/${run}/checkpoints`, go: run && `/runs/${run}`, gg: run && `/runs/${run}/goodput`, gh: run && `/runs/${run}/ranks`, gm: run && `/runs/${run}/hosts`, gi: run && `/runs/${run}/incidents` };
   if (tabs[key]) { navigate(tabs[key]); event.preventDefault(); return; }
   const zoom = (by) => { const middle = (view.begin + view.end) / 2, half = ((view.end - view.begin) / 2) * by; view.set(middle - half, middle + half); };
   const shift = (by) => { const d = by * (view.end - view.begin); if (view.begin + d >= view.min && view.end + d <= view.max) view.set(view.begin + d, view.end + d); };
@@ -113,7 +115,7 @@ addEventListener("click", (event) => {
   if (!anchor || event.button || event.metaKey || event.ctrlKey || event.shiftKey) return;
   const href = typeof anchor.href === "string" ? anchor.href : anchor.href.baseVal;  // of an SVG link
   const url = new URL(href, location.href);
-  if (url.origin !== location.origin || url.hash || url.protocol === "blob:") return;
+  if (url.origin !== location.origin || url.hash || url.protocol === "blob:" || anchor.hasAttribute("download") || anchor.target) return;
   event.preventDefault();
   navigate(url.pathname + url.search);
 });

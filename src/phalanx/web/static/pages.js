@@ -1,10 +1,13 @@
 // One question per page, answered in its first line; the evidence is below. A page returns its element, and perhaps what
 // to do when the run goes on.
 import { h, s, get, figure, count, percent, money, seconds, clock, date, known, STATES, swatch, runState, paint, patterns } from "./dom.js";
-import { View, lineChart, ribbon } from "./chart.js";
+import { lineChart, ribbon } from "./chart.js";
 import { heatMap } from "./heat.js";
-
-const at = (run, tab = "") => `/runs/${encodeURIComponent(run)}${tab ? `/${tab}` : ""}`;
+import { at, makeView, seriesOf } from "./parts.js";
+import { stepsTab } from "./steps.js";
+import { mapTab } from "./map.js";
+import { checkpointsTab } from "./saved.js";
+import { dataTab } from "./mixture.js";
 
 // -- the list
 
@@ -46,7 +49,7 @@ export async function runsPage() {
 
 // -- a run
 
-const TABS = { "": "Overview", goodput: "Goodput", ranks: "Ranks", incidents: "Incidents", checkpoints: "Checkpoints", logs: "Logs", record: "Record" };
+const TABS = { "": "Overview", steps: "Steps", goodput: "Goodput", ranks: "Ranks", map: "Map", hosts: "Hosts", incidents: "Incidents", checkpoints: "Checkpoints", data: "Data", logs: "Logs", record: "Record" };
 
 function figures(run) {
   const good = run.goodput, saved = run.durable;
@@ -79,7 +82,7 @@ export async function runPage(name, tab, query) {
   const tabs = h("nav", { class: "tabs", "aria-label": "Pages of this run" }, Object.entries(TABS).map(([key, text]) =>
     h("a", { href: at(name, key), "aria-current": key === tab ? "page" : null }, key === "incidents" && run.incidents ? `${text} (${run.incidents})` : text)));
   const body = h("div", {});
-  const makers = { "": overview, goodput: goodputTab, ranks: ranksTab, incidents: incidentsTab, checkpoints: checkpointsTab, logs: logsTab, record: recordTab };
+  const makers = { "": overview, steps: stepsTab, goodput: goodputTab, ranks: ranksTab, map: mapTab, hosts: hostsTab, incidents: incidentsTab, checkpoints: checkpointsTab, data: dataTab, logs: logsTab, record: recordTab };
   const part = await (makers[tab] || overview)(name, run, query);
   body.append(...[part.element].flat(4).filter(Boolean));
   return {
@@ -98,46 +101,19 @@ export async function runPage(name, tab, query) {
 
 const legend = (states) => h("div", { class: "legend" }, states.map((state) => h("span", { class: "state" }, swatch(state), `${state}: ${STATES[state]}`)));
 
-function makeView(run, query) {
-  const view = new View(run.began, Math.max(run.began + 1e-3, run.ended));
-  view.ranks = run.ranks;
-  const a = Number(query.get("from")), b = Number(query.get("to"));
-  if (a && b && b > a) { view.begin = Math.max(view.min, a); view.end = Math.min(view.max, b); view.follows = false; }
-  view.on(() => {
-    const url = new URL(location.href);
-    if (view.begin <= view.min && view.end >= view.max) { url.searchParams.delete("from"); url.searchParams.delete("to"); }
-    else { url.searchParams.set("from", view.begin.toFixed(3)); url.searchParams.set("to", view.end.toFixed(3)); }
-    history.replaceState(null, "", url);
-  });
-  return view;
-}
-
 async function overview(name, run, query) {
   const view = makeView(run, query);
-  let data = null, timer = null;
-  const load = async () => {
-    const points = Math.min(2000, Math.max(200, innerWidth));
-    data = await get(`/api/runs/${encodeURIComponent(name)}/series?begin=${view.begin}&end=${view.end}&points=${points}`);
-  };
-  await load();
+  const { load, data } = await seriesOf(name, view, () => charts.forEach((c) => c.draw()));
   const marks = () => run.incident_list.filter((one) => one.stops);
-  const plan = run.plan, shared = { data: () => data, marks };
-  const spikeTimes = () => run.spikes.map((one) => ({ ...one, time: data.time[data.step.findIndex((v) => v >= one.step)] })).filter((one) => one.time);
+  const plan = run.plan, shared = { data, marks };
+  const spikeTimes = () => run.spikes.map((one) => ({ ...one, time: data().time[data().step.findIndex((v) => v >= one.step)] })).filter((one) => one.time);
   const charts = [
     ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: spikeTimes, href: (n) => at(name, `incidents/${n}`) }),
-    lineChart(view, { ...shared, title: "Loss", unit: "nats per token", name: "loss", smooth: true, height: 224, note: "faint: every step, with its smallest and largest; strong: smoothed" }),
+    lineChart(view, { ...shared, title: "Loss", unit: "nats per token", name: "loss", dots: "validation_loss", smooth: true, height: 224, note: "faint: every step, with its smallest and largest; strong: smoothed; dots: validation" }),
     lineChart(view, { ...shared, title: "Throughput", unit: "tokens/s", name: "tokens_per_s", log: false, band: () => (plan?.step_high_s && run.step_s && run.tokens_per_s ? [plan.step_s * plan.tokens_per_s / plan.step_high_s, plan.step_s * plan.tokens_per_s / plan.step_low_s] : null), note: plan ? "green: what the plan predicts" : "" }),
     lineChart(view, { ...shared, title: "Step time", unit: "s", name: "time_s", band: () => (plan?.step_high_s ? [plan.step_low_s, plan.step_high_s] : null), note: "of the slowest rank" }),
     lineChart(view, { ...shared, title: "Gradient norm", unit: "", name: "grad_norm" }),
   ];
-  let drawn = `${view.begin},${view.end}`;
-  view.on(() => {
-    const now = `${view.begin},${view.end}`;
-    if (now === drawn) return;
-    drawn = now;
-    clearTimeout(timer);
-    timer = setTimeout(async () => { await load(); charts.forEach((c) => c.draw()); }, 80);
-  });
   const used = Object.keys(STATES).filter((state) => run.goodput.states.some((row) => row.state === state && row.gpu_s > 0));
   const empty = run.step ? null : h("div", { class: "note" }, run.state === "running" ? "The ranks are starting. Charts fill with the first step." : "This run ended before its first step. Its log says why: ", run.state === "running" ? null : h("a", { href: at(name, "logs") }, "logs"));
   const heading = h("h2", {}, "Where the GPU-seconds went"), bars = h("div", {}, waterfall(run));
@@ -160,13 +136,9 @@ function waterfall(run) {
 }
 
 function goodputTab(name, run) {
-  const good = run.goodput, plan = run.plan?.seconds, bars = h("div", {}, waterfall(run));
-  const phases = run.record.summary?.phases;
-  const predicted = plan && phases ? h("div", {}, h("h2", {}, "A step, predicted and measured"), h("div", { class: "scroll" }, h("table", {},
-    h("thead", {}, h("tr", {}, h("th", {}, "predicted term"), h("th", { class: "n" }, "seconds"))), h("tbody", {}, Object.entries(plan).map(([term, value]) => h("tr", {}, h("td", {}, term), h("td", { class: "n" }, seconds(value)))),
-      Object.entries(phases).map(([term, value]) => h("tr", {}, h("td", {}, `measured: ${term}`), h("td", { class: "n" }, seconds(value)))))))) : null;
+  const good = run.goodput, bars = h("div", {}, waterfall(run));
   return {
-    element: [h("p", { class: "sub" }, `Every GPU-second of the run is in exactly one state: ${figure(good.gpu_s)} GPU-seconds, ${good.ranks} ranks for ${seconds(good.wall_s)}. The shares add up to 100 %.`), bars, predicted,
+    element: [h("p", { class: "sub" }, `Every GPU-second of the run is in exactly one state: ${figure(good.gpu_s)} GPU-seconds, ${good.ranks} ranks for ${seconds(good.wall_s)}. The shares add up to 100 %.`), bars,
       h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name}`))],
     heard: (next) => bars.replaceChildren(waterfall(next)),
   };
@@ -186,6 +158,31 @@ async function ranksTab(name, run, query) {
   const band = ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: () => [], href: (n) => at(name, `incidents/${n}`) });
   const where = rank === null ? null : h("p", { class: "sub" }, `Rank ${count(rank)} alone. `, h("a", { href: at(name, "ranks") }, "All ranks"));
   return { view, element: [where, band.figure, map.figure], async heard(next) { run = next; view.grow(run.ended); data = await get(`/api/runs/${encodeURIComponent(name)}/series?points=4000`); band.draw(); map.load(); } };
+}
+
+// What nodes have read of their hosts and devices. Charts show the end at which trouble shows first.
+const READINGS = {
+  host_cpu: ["Cores of the busiest host", "busy", percent], host_memory: ["Memory of the fullest host", "used", percent],
+  host_network: ["Network of the busiest host", "bytes/s"], device_busy: ["The least busy device", "of the time", percent],
+  device_memory: ["Memory of the fullest device", "used", percent], device_power: ["Power of the hungriest device", "W"],
+  device_heat: ["The hottest device", "°C"], device_clock: ["Clock of the slowest device", "Hz"],
+  device_tensor: ["Tensor cores of the least busy device", "of the time", percent], device_throttle: ["Throttled: the most on a node", "looks"],
+  device_ecc: ["ECC errors: the most on a node", "weighted"], device_link_errors: ["Link errors: the most on a node", ""],
+};
+
+async function hostsTab(name, run, query) {
+  const view = makeView(run, query);
+  const { load, data } = await seriesOf(name, view, () => charts.forEach((c) => c.draw()));
+  const read = Object.keys(READINGS).filter((key) => data().series[key]);
+  const marks = () => run.incident_list.filter((one) => one.stops);
+  const charts = read.map((key) => lineChart(view, { data, marks, title: READINGS[key][0], unit: READINGS[key][1], format: READINGS[key][2] || figure, name: key, height: 128 }));
+  const table = () => h("div", { class: "scroll" }, h("table", { "data-table": "readings" },
+    h("thead", {}, h("tr", {}, ["last step", "mean", "least", "of rank", "most", "of rank"].map((text, i) => h("th", { class: i ? "n" : "" }, text)))),
+    h("tbody", {}, read.filter((key) => run.readings[key]).map((key) => { const one = run.readings[key], text = READINGS[key][2] || figure; return h("tr", {}, h("td", {}, key.replace("_", " ")),
+      [text(one.mean), text(one.min), count(one.min_rank), text(one.max), count(one.max_rank)].map((text) => h("td", { class: "n" }, text))); }))));
+  const last = h("div", {}, table());
+  const none = h("div", { class: "note" }, "No node has read anything yet: the first readings come with the first steps after a heartbeat.");
+  return { view, element: read.length ? [last, h("h2", {}, "Over time"), charts.map((c) => c.figure)] : none, async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); last.replaceChildren(table()); } };
 }
 
 function phasesBar(one) {
@@ -219,12 +216,6 @@ export async function incidentPage(name, number) {
     element: h("div", {}, h("h1", { id: "headline" }, `${one.subject} ${one.what}.`), h("p", {}, one.verdict), h("p", { class: "sub" }, `${one.kind}, at step ${count(one.step)}${one.rung >= 0 ? `, rung ${one.rung} of the recovery ladder` : ""}, noticed ${date(one.at)}`),
       phases.length ? [h("h2", {}, "Where the time went"), bars] : null, h("h2", {}, "Evidence"), h("p", { class: "sub" }, "Lines of events.jsonl, as they were written."),
       h("pre", {}, one.evidence.map((event) => `${clock(event.time)}  ${JSON.stringify(event)}\n`))) };
-}
-
-function checkpointsTab(name, run) {
-  if (!run.checkpoints.length) return { element: h("div", { class: "note" }, "No checkpoint is durable yet. How far apart they are is derived from what they cost and how often nodes fail; ", h("code", {}, "checkpoint.every_steps"), " overrides it.") };
-  return { element: h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["step", "durable at", "size", "written in", "training waited", "name"].map((text, i) => h("th", { class: i < 5 ? "n" : "" }, text)))),
-    h("tbody", {}, run.checkpoints.toReversed().map((one) => h("tr", {}, h("td", { class: "n" }, count(one.step)), h("td", { class: "n" }, clock(one.time)), h("td", { class: "n" }, `${figure(one.bytes / 1e6)} MB`), h("td", { class: "n" }, seconds(one.drain_s)), h("td", { class: "n" }, seconds(one.stall_s + one.slowdown_s)), h("td", {}, one.checkpoint)))))) };
 }
 
 async function logsTab(name) {

@@ -1,0 +1,46 @@
+"""Which checkpoint has the best validation loss, in a file beside the checkpoints of its lineage. The run writes it
+after each validation, the keeper reads it before it removes anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+
+from phalanx.core import document
+from phalanx.core.store import Store
+
+FILE = "best.json"
+
+
+@dataclass
+class Best:
+    lineage: str
+    every_steps: int = 0  # validated are multiples of it
+    step: int = -1  # the best; -1: none yet
+    loss: float = math.inf
+    judged: int = -1  # the last step that was validated
+
+    def judge(self, step: int, loss: float) -> None:
+        self.judged = max(self.judged, step)
+        if loss < self.loss or step == self.step:
+            self.step, self.loss = step, loss
+
+    def spares(self, step: int) -> bool:
+        """Whether the checkpoint of a step stays: it is the best, or may turn out to be."""
+        return step == self.step or (step > self.judged and self.every_steps > 0 and step % self.every_steps == 0)
+
+    @staticmethod
+    def read(store: Store) -> Best | None:
+        """None: there is none, or it cannot be understood. OSError: it cannot be read now."""
+        try:
+            body = json.loads(store.read(FILE))
+            return document.make(Best, {**body, "loss": math.inf if body["loss"] is None else float(body["loss"])})
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None
+
+    def write(self, store: Store) -> None:
+        """OSError."""
+        body = dataclasses.asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
+        store.write(FILE, json.dumps(body).encode())

@@ -1,0 +1,33 @@
+"""`phalanx generate`: let a checkpoint continue a text."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run or folder whose newest good one is taken."),
+    ],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text that is continued.")] = "",
+    tokens: Annotated[int, typer.Option(help="Tokens at most.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0.0)] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Choose among so many; 0: among all.", min=0)] = 50,
+    seed: Annotated[int, typer.Option(help="Of the choice: the same seed writes the same text.", min=0)] = 0,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="byte|FILE", help="Where the checkpoint does not know its own.")
+    ] = "",
+) -> None:
+    """Let a model write: `phalanx generate runs/quickstart-... "def main("`."""
+    from phalanx.cli.checkpoint import newest
+
+    where = newest(path)
+    from phalanx.train.sampler import Sampler
+
+    print(prompt, end="", flush=True)
+    for piece in Sampler(where, tokenizer).write(prompt, tokens, temperature, top_k, seed):
+        print(piece, end="", flush=True)
+    print()

@@ -1,0 +1,1 @@
+"""The gang scheduler: which gang runs where and when. Pure, like all of `control`."""

@@ -1,0 +1,92 @@
+"""Who is next. Gangs that wait stand in lines, a line for each tenant and shape: if the first of a line does not fit,
+none behind it does. So a decision looks at lines, not at gangs.
+
+The order: higher priority; then gangs that are overdue, the oldest first; then gangs that have had less service, so
+that short ones, which nobody knows to be short, are done soon; then the tenant that has used less of its share.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from phalanx.control.schedule.asks import Rules
+from phalanx.control.schedule.gangs import WAITING, Account, Gang
+
+Line = tuple[object, ...]
+Rank = tuple[int, ...]
+
+
+class Lines:
+    def __init__(self, rules: Rules, accounts: dict[str, Account]):
+        self.rules, self.accounts = rules, accounts
+        self.lines: dict[Line, list[tuple[Rank, int, Gang]]] = {}
+        self.blocked: set[Line] = set()  # their first does not fit, as far as is known
+        self.stuck: set[Line] = set()  # and nobody makes room for it
+        self.count = 0
+        self._entries: dict[int, Rank] = {}  # by gang: the entry that counts
+        self._oldest: list[tuple[int, int, Gang]] = []  # (since when it waits, number): who may become overdue
+
+    def line_of(self, gang: Gang) -> Line:
+        return (gang.ask.tenant, gang.ask.priority, gang.ask.limit_ns if gang.ask.limit_ns else 0, gang.ask.shape)
+
+    def add(self, now_ns: int, gang: Gang) -> None:
+        line, late = self.line_of(gang), gang.overdue(now_ns, self.rules)
+        if gang.number not in self._entries:
+            self.count += 1
+        first = (0, gang.since_ns) if late else (1, gang.level)
+        rank = (*first, gang.submitted_ns)
+        self._entries[gang.number] = rank
+        heap = self.lines.setdefault(line, [])
+        heappush(heap, (rank, gang.number, gang))
+        if heap[0][2] is gang:
+            self.free(line)
+        if not late:
+            heappush(self._oldest, (gang.since_ns, gang.number, gang))
+
+    def remove(self, gang: Gang) -> None:
+        if self._entries.pop(gang.number, None) is not None:
+            self.count -= 1
+            self.free(self.line_of(gang))
+
+    def free(self, line: Line) -> None:
+        """Look at a line again: it has another first."""
+        self.blocked.discard(line)
+        self.stuck.discard(line)
+
+    def age(self, now_ns: int) -> None:
+        """Move gangs that have become overdue."""
+        while self._oldest and now_ns - self._oldest[0][0] >= self.rules.patience_ns:
+            since_ns, number, gang = heappop(self._oldest)
+            if number in self._entries and gang.since_ns == since_ns and self._entries[number][0]:
+                self.add(now_ns, gang)
+
+    def head(self, line: Line) -> Gang | None:
+        heap = self.lines[line]
+        while heap:
+            rank, number, gang = heap[0]
+            if gang.state == WAITING and self._entries.get(number) == rank:
+                return gang
+            heappop(heap)
+        del self.lines[line]
+        self.free(line)
+        return None
+
+    def heads(self, free: int) -> list[tuple[Line, Gang]]:
+        """The first of each line that is worth a look: not of those that are known to be blocked, nor of those that
+        nobody makes room for and that need more than the `free` GPUs."""
+        found = []
+        for line in [line for line in self.lines if line not in self.blocked]:
+            gang = self.head(line)
+            if gang and not (line in self.stuck and gang.ask.fewest * gang.ask.replica_gpus > free):
+                found.append((line, gang))
+        return found
+
+    def order(self, gang: Gang) -> tuple[int, ...]:
+        rank = self._entries[gang.number]
+        share = self.accounts[gang.ask.tenant].share if rank[0] else 0
+        return (-gang.ask.priority, *rank[:2], share, rank[-1], gang.number)
+
+    def waiting(self) -> list[Gang]:
+        """All that wait, in order; for people."""
+        gangs = {number: gang for heap in self.lines.values() for _, number, gang in heap if number in self._entries}
+        return sorted((gang for gang in gangs.values() if gang.state == WAITING), key=self.order)

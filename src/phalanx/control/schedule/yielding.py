@@ -1,0 +1,157 @@
+"""Who makes room for whom. A gang yields a replica at a time while it can (the others train on), and as a whole after
+that, with time to save. Nobody yields where that would not let the other one start, and of those that might, the fewest
+do.
+
+A gang yields
+ * to a higher priority, at any time;
+ * to a tenant that is within its quota, if its own tenant borrows and still has its quota afterwards: so two tenants
+   cannot take turns at evicting each other;
+ * to an overdue gang of its priority, unless it is safe;
+ * to a gang of its priority that has had less service by a level, unless it is safe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phalanx.control.schedule.asks import Rules
+from phalanx.control.schedule.cells import Cells, Placing, Spot
+from phalanx.control.schedule.gangs import CLAIMING, Account, Gang
+
+
+@dataclass(slots=True)
+class Sacrifice:
+    """Gangs to stop, and replicas to give up; and where the other one will be."""
+
+    placing: Placing
+    spares: list[int]
+    stops: list[Gang] = field(default_factory=list)
+    shrinks: dict[str, tuple[Gang, list[int]]] = field(default_factory=dict)
+
+
+NEVER = 1 << 100
+Step = tuple[Gang, int, list[Spot]]  # a gang, the replica that it gives up (-1: all), and what that frees
+
+
+def make_room(
+    head: Gang,
+    running: list[Gang],
+    cells: Cells,
+    accounts: dict[str, Account],
+    rules: Rules,
+    now_ns: int,
+    later: bool = False,
+) -> Sacrifice | None:
+    """Find the fewest that must yield. The cells are as they were when this returns. `later`: in time, those too that
+    are safe for now, and those that only end by themselves."""
+    ask, replicas = head.ask, head.ask.fewest
+    need = ask.replica_gpus * replicas + ask.spares * ask.gpus
+    steps = _steps(head, running, accounts, rules, now_ns)
+    if later:
+        steps += _later(head, running, {gang.number for gang, replica, _ in steps if replica < 0})
+    if not steps:
+        return None
+    free = cells.free_gpus
+    if free + sum(gpus for _, _, spots in steps for node, gpus in spots if not cells.closed[node]) < need:
+        return None
+    used, found = list[Step](), None
+    for step in steps:
+        cells.give(step[2])
+        used.append(step)
+        free += sum(gpus for node, gpus in step[2] if not cells.closed[node])
+        if free >= need and (found := cells.place(ask, replicas)):
+            break
+    if found:
+        for step in [*used[:-1]]:  # the last one is needed; of the others, the dearest may be let off last
+            cells.take(step[2])
+            near = cells.place(ask, replicas)
+            if near:
+                found = near
+                used.remove(step)
+            else:
+                cells.give(step[2])
+        found = cells.place(ask, replicas)
+    for step in used:
+        cells.take(step[2])
+    if not found:
+        return None
+    out = Sacrifice(*found)
+    for gang, replica, _ in used:
+        if replica < 0:
+            out.stops.append(gang)
+        else:
+            out.shrinks.setdefault(gang.job, (gang, []))[1].append(replica)
+    for gang in out.stops:
+        out.shrinks.pop(gang.job, None)
+    return out
+
+
+def _steps(head: Gang, running: list[Gang], accounts: dict[str, Account], rules: Rules, now_ns: int) -> list[Step]:
+    """All that could be given up for this gang: replicas that others can do without first, then whole gangs; of both,
+    what matters least first."""
+    shrinks, stops = list[Step](), list[Step]()
+    left = {name: account.used - account.tenant.quota for name, account in accounts.items()}
+    able = [g for g in running if g.ask.priority <= head.ask.priority and (g.ask.least or g.ask.preemptible)]
+    may = Claim(head, accounts, rules, now_ns)
+    able = [g for g in able if g.ask.least or may.displace(g)]
+    for gang in sorted(able, key=lambda g: _worth(g, accounts)):
+        numbers = sorted(gang.replicas)
+        for replica in numbers[: gang.ask.fewest - 1 : -1]:
+            shrinks.append((gang, replica, gang.replicas[replica]))
+        if gang.ask.preemptible and may.displace(gang) and may.leaves(gang, left):
+            rest = [spot for number in numbers[: gang.ask.fewest] for spot in gang.replicas[number]]
+            stops.append((gang, -1, rest + [(node, gang.ask.gpus) for node in gang.spares]))
+    return shrinks + stops
+
+
+def _later(head: Gang, running: list[Gang], named: set[int]) -> list[Step]:
+    """The other gangs, those first that are known to leave soon."""
+    left = [g for g in running if g.number not in named and g.ask.priority <= head.ask.priority]
+
+    def leaves_ns(gang: Gang) -> tuple[int, int]:
+        limit = gang.began_ns + gang.ask.limit_ns if gang.ask.limit_ns else NEVER
+        return min(limit, gang.safe_ns if gang.ask.preemptible else NEVER), gang.number
+
+    out = list[Step]()
+    for gang in sorted(left, key=leaves_ns):
+        kept = sorted(gang.replicas)[: gang.ask.fewest]
+        rest = [spot for number in kept for spot in gang.replicas[number]]
+        out.append((gang, -1, rest + [(node, gang.ask.gpus) for node in gang.spares]))
+    return out
+
+
+def _worth(gang: Gang, accounts: dict[str, Account]) -> tuple[int, ...]:
+    """Sort gangs: the one that matters least first."""
+    account = accounts[gang.ask.tenant]
+    borrows = account.used > account.tenant.quota
+    return (gang.ask.priority, -borrows, -gang.level, -gang.since_ns, -gang.number)
+
+
+class Claim:
+    """What a gang that waits may take from others."""
+
+    def __init__(self, head: Gang, accounts: dict[str, Account], rules: Rules, now_ns: int):
+        self.head, self.accounts, self.now_ns = head, accounts, now_ns
+        need = 0 if head.state == CLAIMING else head.ask.fewest * head.ask.replica_gpus
+        self.owns = accounts[head.ask.tenant].owns(need)
+        self.late = head.late or head.overdue(now_ns, rules)
+
+    def displace(self, gang: Gang) -> bool:
+        if gang.ask.priority != self.head.ask.priority:
+            return gang.ask.priority < self.head.ask.priority
+        if self.reclaims(gang):
+            return True
+        return self.now_ns >= gang.safe_ns and (self.late or gang.level > self.head.level)
+
+    def reclaims(self, gang: Gang) -> bool:
+        account = self.accounts[gang.ask.tenant]
+        return self.owns and gang.ask.tenant != self.head.ask.tenant and account.used > account.tenant.quota
+
+    def leaves(self, gang: Gang, left: dict[str, int]) -> bool:
+        """Whether a tenant keeps its quota, if it is only for its quota that the other one may take the place. `left`:
+        per tenant, how many GPUs it may still lose so."""
+        same = gang.ask.priority == self.head.ask.priority
+        if not same or (self.now_ns >= gang.safe_ns and (self.late or gang.level > self.head.level)):
+            return True
+        left[gang.ask.tenant] -= gang.gpus
+        return left[gang.ask.tenant] >= 0

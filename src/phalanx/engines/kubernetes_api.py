@@ -1,0 +1,226 @@
+"""What is asked of the API of Kubernetes: make the objects of a run, watch its pods, read what its controller says, and
+delete it. Needs the `kubernetes` client (`pip install 'phalanx[kubernetes]'`).
+
+The objects belong to the run's controller Job, or to its JobSet: deleting that deletes them all."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from phalanx.core.errors import RunFailed, UserError
+from phalanx.engines.manifests import INDEX, ROLE_LABEL, RUN_LABEL, Manifest
+
+STRICT = "Strict"  # the server refuses fields that it does not know
+WATCH_S = 60  # of one watch
+TRIES, PAUSE_S = 5, 0.5  # of a request; the pause doubles
+BUSY, GONE = (429, 500, 502, 503, 504), 410
+PLURALS = {
+    "Secret": "secrets",
+    "ConfigMap": "configmaps",
+    "Service": "services",
+    "NetworkPolicy": "networkpolicies",
+    "Job": "jobs",
+    "JobSet": "jobsets",
+    "PodGroup": "podgroups",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a watch says of a pod. `index`: of the node; "": of a controller."""
+
+    what: str  # ADDED, MODIFIED, DELETED
+    pod: str
+    index: str
+    phase: str
+    why: str
+
+
+def _path(api: str, namespace: str, kind: str, name: str = "") -> str:
+    root = f"/api/{api}" if "/" not in api else f"/apis/{api}"
+    return f"{root}/namespaces/{namespace}/{PLURALS[kind]}" + (f"/{name}" if name else "")
+
+
+class Cluster:
+    """One namespace of a cluster. `api`: an ApiClient of `kubernetes`."""
+
+    def __init__(self, namespace: str, api: Any):
+        self.namespace, self._api = namespace, api
+
+    @staticmethod
+    def connect(namespace: str) -> Cluster:
+        """With the kubeconfig of this user, or as a pod."""
+        try:
+            from kubernetes import client, config
+        except ImportError:
+            remedy = "pip install 'phalanx[kubernetes]', or --dry-run and kubectl apply -f -"
+            raise UserError(
+                "the kubernetes client is not installed", field="--on", value="kubernetes", remedy=remedy
+            ) from None
+        try:
+            config.load_config()
+        except config.ConfigException as error:
+            remedy = "name it in KUBECONFIG; `kubectl cluster-info` uses the same"
+            raise UserError(
+                f"no cluster is configured: {error}", field="--on", value="kubernetes", remedy=remedy
+            ) from None
+        return Cluster(namespace, client.ApiClient())
+
+    def create(self, manifests: list[Manifest]) -> None:
+        """All or nothing: the owner first, so that what was made goes with it if the rest cannot be."""
+        owner = next(m for m in manifests if m["kind"] in ("Job", "JobSet"))  # the controller's is the first Job
+        made = self._make(owner)
+        reference = {
+            "apiVersion": owner["apiVersion"],
+            "kind": owner["kind"],
+            "name": owner["metadata"]["name"],
+            "uid": made["metadata"]["uid"],
+        }
+        try:
+            for manifest in manifests:
+                if manifest is not owner:
+                    self._make({**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [reference]}})
+        except BaseException:
+            self.delete(owner["apiVersion"], owner["kind"], owner["metadata"]["name"])
+            raise
+
+    def _make(self, manifest: Manifest) -> Manifest:
+        path = _path(manifest["apiVersion"], manifest["metadata"]["namespace"], manifest["kind"])
+        return self._call("POST", path, [("fieldValidation", STRICT)], manifest)
+
+    def delete(self, api: str, kind: str, name: str) -> None:
+        """With all that belongs to it; nothing, if it is not there."""
+        body = {"propagationPolicy": "Foreground"}
+        self._call("DELETE", _path(api, self.namespace, kind, name), [], body)
+
+    def pods(self, run: str) -> list[Manifest]:
+        found: list[Manifest] = self._call("GET", self._pods, [("labelSelector", f"{RUN_LABEL}={run}")])["items"]
+        return found
+
+    def logs(self, run: str) -> str:
+        """What the newest controller has said."""
+        mine = [pod for pod in self.pods(run) if pod["metadata"]["labels"].get(ROLE_LABEL) == "controller"]
+        if not mine:
+            raise UserError("it has no controller", field="RUN", value=run, remedy="is it over, and deleted?")
+        newest = max(mine, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
+        path = f"{self._pods}/{newest['metadata']['name']}/log"
+        return str(self._call("GET", path, [("container", "controller")], text=True))
+
+    @property
+    def _pods(self) -> str:
+        return f"/api/v1/namespaces/{self.namespace}/pods"
+
+    def watch(self, run: str, stop: Callable[[], bool]) -> Iterator[Seen]:
+        """What happens to the pods of a run, from now on. A watch that ends is begun again where it was, or, if the
+        server has forgotten that, with the pods that are there."""
+        version, select = "", ("labelSelector", f"{RUN_LABEL}={run}")
+        while not stop():
+            if not version:
+                found = self._call("GET", self._pods, [select])
+                version = found["metadata"].get("resourceVersion", "")
+                yield from (_seen("ADDED", pod) for pod in found["items"])
+            about = [("watch", "true"), ("resourceVersion", version), ("allowWatchBookmarks", "true")]
+            for event in self._stream(self._pods, [select, *about, ("timeoutSeconds", str(WATCH_S))]):
+                if event["type"] == "ERROR":  # as a rule, what was asked for is too old
+                    version = ""
+                    break
+                version = event["object"]["metadata"].get("resourceVersion", version)
+                if event["type"] != "BOOKMARK":
+                    yield _seen(event["type"], event["object"])
+                if stop():
+                    return
+
+    # -- requests
+
+    def _stream(self, path: str, query: list[tuple[str, str]]) -> Iterator[Manifest]:
+        """The events of one watch, until it ends."""
+        from urllib3.exceptions import HTTPError
+
+        try:
+            answer, rest = self._request("GET", path, query, stream=True), b""
+            try:
+                if answer.status >= 400 and answer.status not in (*BUSY, GONE):
+                    raise _refused(answer.status, answer.read(), "GET", path)
+                if answer.status >= 400:
+                    time.sleep(PAUSE_S)
+                    yield {"type": "ERROR"}
+                    return
+                for part in answer.stream(4096):
+                    *lines, rest = (rest + part).split(b"\n")
+                    yield from (json.loads(line) for line in lines if line.strip())
+            finally:
+                answer.close()
+        except HTTPError:  # the next one finds out, by its first request, whether the server is there
+            time.sleep(PAUSE_S)
+            yield {"type": "ERROR"}
+
+    def _call(self, method: str, path: str, query: list[tuple[str, str]], body: Any = None, text: bool = False) -> Any:
+        """What was answered. A request that fails for no fault of its own is made again a few times."""
+        from urllib3.exceptions import HTTPError
+
+        for attempt in range(TRIES):
+            is_last = attempt + 1 == TRIES
+            try:
+                answer = self._request(method, path, query, body)
+            except HTTPError as error:
+                if is_last or method == "POST":  # it may have been heard
+                    raise RunFailed(
+                        f"the API server cannot be reached: {error}", remedy="kubectl cluster-info"
+                    ) from None
+            else:
+                if answer.status == 404 and method == "DELETE":
+                    return {}
+                if answer.status < 400:
+                    return answer.data.decode(errors="replace") if text else json.loads(answer.data)
+                may_be_made = method == "POST" and answer.status not in (429, 503)
+                if is_last or may_be_made or answer.status not in BUSY:
+                    raise _refused(answer.status, answer.data, method, path)
+            time.sleep(PAUSE_S * 2**attempt)
+        raise AssertionError
+
+    def _request(
+        self, method: str, path: str, query: list[tuple[str, str]], body: Any = None, stream: bool = False
+    ) -> Any:
+        """With the client's configuration: its host, certificates, proxy and token."""
+        from urllib3 import Timeout
+
+        known = self._api.configuration
+        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        headers |= {each["key"]: each["value"] for each in known.auth_settings().values() if each["in"] == "header"}
+        return self._api.rest_client.pool_manager.request(
+            method,
+            f"{known.host}{path}?{urlencode(query)}",
+            body=None if body is None else json.dumps(body).encode(),
+            headers=headers,
+            preload_content=not stream,
+            timeout=Timeout(connect=10.0, read=2.0 * WATCH_S if stream else 30.0),
+            retries=False,
+        )
+
+
+def _seen(what: str, pod: Manifest) -> Seen:
+    status, about = pod.get("status", {}), pod["metadata"]
+    why = status.get("reason") or next(
+        (c.get("reason", "") for c in status.get("conditions", ()) if c["type"] == "DisruptionTarget"), ""
+    )
+    return Seen(what, about["name"], about.get("labels", {}).get(INDEX, ""), status.get("phase", ""), why)
+
+
+def _refused(status: int, body: bytes, method: str, path: str) -> UserError:
+    """In the server's own words."""
+    try:
+        said = str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        said = f"status {status}"
+    remedies = {
+        401: "log in again: kubectl cluster-info",
+        403: "docs/kubernetes.md lists the rights that are needed",
+        404: "is the namespace there, and is the CRD installed (JobSet, Volcano)?",
+        409: "there is a run of that name: choose another with --engine name=…",
+    }
+    return UserError(f"Kubernetes refused {method} {path}: {said}", remedy=remedies.get(status, "see the message"))

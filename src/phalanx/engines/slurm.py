@@ -1,0 +1,291 @@
+"""Slurm. Outside of an allocation the run is submitted: one batch job with the spares inside, whose script is the same
+command; inside of one, that command is the run, and starts an agent on each node by srun. A node that fails ends its
+step, not the job (--no-kill). Before the time limit the run saves, and puts itself back into the queue.
+
+A heterogeneous job has its controller on the first component, and agents on the others."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from phalanx.core.errors import RunFailed, UserError
+from phalanx.core.job import Job
+from phalanx.core.layout import num_nodes
+from phalanx.engines.hostlist import expand, paths
+from phalanx.engines.table import Where
+from phalanx.runtime import inventory
+from phalanx.runtime.launch import Adapter, AgentProcess, Call, Seat
+
+COMMAND_S = 60.0  # for a command of Slurm to answer
+LEAVE_S = 30.0  # beside recovery.grace_s, from the warning to the end: all leave, and the job is queued again
+LATE_S = 60.0  # by so much earlier than asked Slurm may send its signal
+LEAST_S = 60.0  # to train
+JOB = "SLURM_JOB_ID"  # in the environment: this is inside of an allocation
+TASK = "SLURM_ARRAY_TASK_ID"
+REQUEUE = "requeue"  # the one option that is not sbatch's
+OURS = {
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "no-kill",
+    "no-requeue",
+    "signal",
+    "wrap",
+    "parsable",
+    "wait",
+    "open-mode",
+}
+HEAD = "head."  # before a key: of the component of the controller, in a heterogeneous job
+SHARED = ("time", "account", "qos", "reservation")  # that the components of a job have in common
+#: Options that take the whole node, and those by which a user says otherwise.
+WHOLE = {
+    ("exclusive", ""): {"exclusive", "cpus-per-task", "oversubscribe"},
+    ("mem", "0"): {"mem", "mem-per-cpu", "mem-per-gpu"},
+}
+SRUN = ("--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--unbuffered", "--export=ALL")
+#: Slurm warns the batch process; until it listens, the warning is not to end it.
+SCRIPT = """#!/bin/bash
+trap '' USR1
+exec {command}
+"""
+LEFT_OUT = ("--detach", "--dry-run")  # of the command, when the job runs it
+GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-task"}
+KEY = re.compile(r"[a-z][a-z0-9-]*")
+OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "")
+
+
+def ask(*command: str, given: str = "") -> str:
+    """What a command of Slurm prints. `given`: its standard input."""
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=COMMAND_S)
+    except FileNotFoundError:
+        remedy = f"run this where {command[0]} is, or choose another --on"
+        raise UserError(f"{command[0]} was not found", field="--on", value="slurm", remedy=remedy) from None
+    except subprocess.TimeoutExpired:
+        remedy = "is slurmctld up? `scontrol ping` says so"
+        raise RunFailed(f"{shlex.join(command)} did not answer in {COMMAND_S:g} s", remedy=remedy) from None
+    if done.returncode:
+        remedy = "see what Slurm says; `sinfo` shows its nodes and partitions"
+        raise UserError(f"{command[0]}: {done.stderr.strip()}", field="--on", value="slurm", remedy=remedy)
+    return done.stdout.strip()
+
+
+def seconds(text: str) -> float:
+    """A time as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if not match:
+        remedy = "write minutes, hours:minutes:seconds or days-hours, as sbatch takes it"
+        raise UserError("it is not a time", field="--engine time", value=text, remedy=remedy)
+    has_days, has_hours = match[1] is not None, match[4] is not None
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    hours, minutes, secs = (first, second, third) if has_days or has_hours else (0, first, second)
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + secs
+
+
+def lead_s(job: Job) -> int:
+    """How long before its end a run must know of it."""
+    return math.ceil(job.recovery.grace_s + LEAVE_S)
+
+
+# -- outside of an allocation
+
+
+@dataclass(frozen=True)
+class Submission:
+    """`sbatch`'s options, and the script that it reads from its standard input."""
+
+    options: list[str]
+    script: str
+    is_array: bool
+
+    def text(self) -> str:
+        return f"{shlex.join(['sbatch', *self.options])} <<'PHALANX'\n{self.script}PHALANX"
+
+    def send(self) -> str:
+        return ask("sbatch", *self.options, given=self.script).partition(";")[0]  # the cluster's name may follow
+
+
+def sets(where: Where, given: Sequence[str]) -> list[str]:
+    """Put the number of the task of a job array in the place of %a. The tasks of an array are different runs: their
+    names and the places of their checkpoints must differ."""
+    task = os.environ.get(TASK, "")
+    if task or "array" in where.options:
+        for field, example in (("name", "NAME-%a"), ("checkpoint.dir", "DIR/%a")):
+            if not any(each.startswith(f"{field}=") and "%a" in each for each in given):
+                message = "the tasks of a job array would all have the same"
+                raise UserError(message, field=field, remedy=f"say --set {field}={example}: %a is the task's number")
+    return [each.replace("%a", task or "0") for each in given]
+
+
+def submission(where: Where, job: Job, arguments: Sequence[str]) -> Submission | None:
+    if where.hosts:
+        raise UserError("Slurm chooses the nodes", field="--hosts", value=where.hosts, remedy="say --engine nodelist=")
+    given, head = _options(where)
+    if JOB in os.environ:
+        return None
+    lead = lead_s(job)
+    if "time" in given and seconds(given["time"]) < lead + LATE_S + LEAST_S:
+        raise UserError(
+            f"a run is told to save {lead} s before its end (recovery.grace_s, and {LEAVE_S:g} s to leave), or up to "
+            f"{LATE_S:g} s earlier: too little is left to train",
+            field="--engine time",
+            value=given["time"],
+            remedy=f"ask for {math.ceil((lead + LATE_S + LEAST_S) / 60)} minutes at least, or lower recovery.grace_s",
+        )
+    is_array = "array" in given
+    output = Path(job.run.dir).absolute() / ("slurm-%A_%a.out" if is_array else "slurm-%j.out")
+    ours = {
+        "parsable": "",
+        "job-name": job.name,
+        "output": str(output.parent).replace("%", "%%") + f"/{output.name}",
+        "open-mode": "append",
+        "requeue" if where.options.get(REQUEUE, "yes") == "yes" else "no-requeue": "",
+        "signal": f"B:USR1@{lead}",
+    }
+    nodes = {"nodes": str(num_nodes(job.layout) + job.recovery.spares), "ntasks-per-node": "1", "no-kill": ""}
+    agents = {**nodes, **_whole(given), **_gpus(job, given), **given}
+    if head:
+        shared = {key: given[key] for key in SHARED if key in given}
+        first = {"nodes": "1", "ntasks": "1", "no-kill": "", **shared, **head}
+        options = [*_words({**ours, **first}), ":", *_words(agents)]
+    else:
+        options = _words({**ours, **agents})
+    command = [sys.executable, "-P", "-m", "phalanx.cli.main", *(each for each in arguments if each not in LEFT_OUT)]
+    return Submission(options, SCRIPT.format(command=shlex.join(command)), is_array)
+
+
+def _options(where: Where) -> tuple[dict[str, str], dict[str, str]]:
+    """What the user says to sbatch: of the agents' nodes, and of the controller's if it is to have one of its own."""
+    agents, head = dict[str, str](), dict[str, str]()
+    for name, value in where.options.items():
+        key = name.removeprefix(HEAD)
+        if name == REQUEUE:
+            if value not in ("yes", "no"):
+                raise UserError("expected yes or no", field=f"--engine {REQUEUE}", value=value, remedy="choose one")
+            continue
+        if not KEY.fullmatch(key) or key in OURS:
+            why = "the layout and the job say that" if key in OURS else "it is no option of sbatch"
+            remedy = "name a long option of sbatch without its dashes: partition=gpu, or exclusive= if it has no value"
+            raise UserError(why, field="--engine", value=f"{name}={value}", remedy=remedy)
+        (agents if key == name else head)[key] = value
+    if head and "array" in agents:
+        raise UserError(
+            "Slurm has no arrays of heterogeneous jobs",
+            field="--engine array",
+            value=agents["array"],
+            remedy=f"leave out what begins with {HEAD}",
+        )
+    return agents, head
+
+
+def _whole(given: dict[str, str]) -> dict[str, str]:
+    """Whole nodes, where the user says nothing else."""
+    return {key: value for (key, value), others in WHOLE.items() if others.isdisjoint(given)}
+
+
+def _gpus(job: Job, given: dict[str, str]) -> dict[str, str]:
+    wanted = job.run.device == "cuda" and GPUS.isdisjoint(given)
+    return {"gpus-per-node": str(job.layout.ranks_per_node)} if wanted else {}
+
+
+def _words(options: dict[str, str]) -> list[str]:
+    return [f"--{key}={value}" if value else f"--{key}" for key, value in options.items()]
+
+
+def state(reference: str) -> str:
+    """Of a job, in Slurm's words; "": it is over."""
+    try:
+        said = ask("squeue", "--noheader", "--states=all", f"--jobs={reference}", "--format=%T (%r)")
+    except UserError as error:
+        if "Invalid job id" in str(error):
+            return ""
+        raise
+    word = said.partition("\n")[0]
+    return "" if word.partition(" ")[0] in OVER else word
+
+
+def stop(reference: str, now: bool) -> None:
+    """Ask the run to save and end; a job that has not begun is cancelled."""
+    if now or state(reference).startswith("PENDING"):
+        ask("scancel", reference)
+    else:
+        ask("scancel", "--batch", "--signal=TERM", reference)
+
+
+# -- inside of one
+
+
+def adapter(where: Where, job: Job) -> Slurm:
+    return Slurm(where.options.get(REQUEUE, "yes") == "yes")
+
+
+class Slurm(Adapter):
+    """The allocation that this process is in. `requeues`: whether the job may go back into the queue."""
+
+    def __init__(self, requeues: bool = True):
+        self.id, self.requeues = os.environ[JOB], requeues
+        if task := os.environ.get(TASK, ""):  # by its number alone, the last task of an array is the whole array
+            self.id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
+        self.restarted = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+
+    @cached_property
+    def groups(self) -> dict[str, str]:
+        """The nodes for agents, and the component of a heterogeneous job that each is in; "": there is but one."""
+        components = int(os.environ.get("SLURM_HET_SIZE", "1"))
+        if components == 1:
+            return dict.fromkeys(expand(os.environ["SLURM_JOB_NODELIST"]), "")
+        lists = {str(i): os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"] for i in range(1, components)}
+        return {name: group for group, text in lists.items() for name in expand(text)}
+
+    @cached_property
+    def _seats(self) -> list[Seat]:
+        found = paths(ask("scontrol", "show", "topology"), self.groups)
+        return sorted((Seat(name, found[name]) for name in self.groups), key=lambda seat: seat.topology)
+
+    def seats(self, count: int) -> list[Seat]:
+        """Neighbours in the network are neighbours here; below one switch, as Slurm numbers them."""
+        return self._seats
+
+    def address(self) -> str:
+        said = ask("scontrol", "--oneliner", "show", "node", next(iter(self.groups)))
+        fields = dict(part.partition("=")[::2] for part in said.split())
+        return inventory.address_towards(inventory.resolve(fields["NodeAddr"], "the first node of the allocation"))
+
+    def start(self, call: Call) -> AgentProcess:
+        name = call.seat.name
+        step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={name}", *SRUN, f"--job-name=agent-{name}"]
+        if self.groups[name]:
+            step.append(f"--het-group={self.groups[name]}")
+        command = [*step, "--", *call.command(sys.executable), "--secret", "-"]
+        return AgentProcess(command, call.token, call.log, {**os.environ, **call.env}, proves=False)
+
+    def time_left_s(self, job: Job) -> float:
+        said = ask("squeue", "--noheader", f"--jobs={self.id}", "--format=%L").split()  # of each component
+        left_s = min((seconds(text) for text in said if text not in ("INVALID", "NOT_SET")), default=math.inf)
+        free_s = left_s - lead_s(job)
+        if free_s < LEAST_S:
+            remedy = "ask for more, as by --engine time=4:00:00, or lower recovery.grace_s"
+            text = f"the allocation ends in {left_s:g} s, and to save and leave takes {lead_s(job)} s"
+            raise UserError(text, field="the time limit", value=f"{left_s:g} s", remedy=remedy)
+        return free_s
+
+    def run_again(self) -> str:
+        about = ask("scontrol", "--oneliner", "show", "job", self.id).split()
+        if not self.requeues or "BatchFlag=1" not in about or "Requeue=1" not in about:
+            return ""
+        ask("scontrol", "requeue", self.id)
+        return f"job {self.id} is in the queue again"
+
+    def reference(self) -> dict[str, str]:
+        return {"on": "slurm", "id": self.id}

@@ -1,0 +1,42 @@
+"""The phases of a step: their names, and how those of many ranks become one. Some are a rank's own work; in the others
+it waits for its peers, so the time of the rank that waits least is what the phase takes."""
+
+from __future__ import annotations
+
+Phases = dict[str, float]  # seconds
+
+#: phase -> what it means, in the order of a step and of every table and chart.
+PHASES = {
+    "data": "waits for samples",
+    "forward": "computes forward",
+    "backward": "computes backward; reductions are hidden behind it",
+    "gaps": "between passes: copies inputs, waits for pipeline neighbours",
+    "reduce": "sums gradients that the passes did not hide, or waits for slower ranks",
+    "vote": "exchanges losses and agrees that the step counts",
+    "optimizer": "updates the weights",
+    "checkpoint": "takes a snapshot, or waits for one",
+}
+VOTE = "vote"
+WAITS = frozenset({"gaps", "reduce", VOTE})  # for other ranks
+
+
+def merged(a: Phases, b: Phases) -> Phases:
+    """Of all ranks of both: the longest work and the shortest wait, which together are about the step."""
+    if not a or not b:
+        return a or b
+    return {name: (min if name in WAITS else max)(a[name], b[name]) for name in a if name in b}
+
+
+def work_s(phases: Phases) -> float:
+    """What a rank did itself. Ranks of a step end it together, so this tells the slow one from those that wait."""
+    return sum(seconds for name, seconds in phases.items() if name not in WAITS)
+
+
+def as_planned(phases: Phases) -> Phases:
+    """By the terms that a plan predicts; data and checkpoints are in none of them."""
+    terms = dict.fromkeys(("forward", "backward", "gaps"), "passes") | {"vote": "between"}
+    out: Phases = {}
+    for name, seconds in phases.items():
+        term = terms.get(name, name)
+        out[term] = out.get(term, 0.0) + seconds
+    return out

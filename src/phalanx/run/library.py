@@ -1,0 +1,184 @@
+"""Phalanx from Python: `phalanx.train`, and the `Run` that it returns. The same run as by `phalanx train`, in processes
+of its own; hooks are called in the caller's process, between two events of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from phalanx.core.job import Job
+    from phalanx.model.family import Family
+    from phalanx.run.planned import Forecast
+
+Row = dict[str, Any]
+OnStep = Callable[[Row], Mapping[str, float] | None]
+OnEvent = Callable[[Row], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    step: int
+    path: str
+    best: bool  # of those that were validated
+
+
+class Run:
+    """What a run has left behind, as plain Python. `Run("runs/...")` opens one that ran earlier."""
+
+    def __init__(self, path: str | Path):
+        from phalanx.observe.record import RunRecord
+
+        self.path = Path(path)
+        try:
+            self._record = RunRecord.open(self.path)
+        except FileNotFoundError as error:
+            remedy = "name the folder of a run; `phalanx runs` lists them"
+            raise UserError(str(error), field="path", value=str(path), remedy=remedy) from None
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {self.summary.get('status', 'running')})"
+
+    @property
+    def summary(self) -> Row:
+        """The figures of the run's end; empty while it runs, and after a crash."""
+        return self._record.summary or {}
+
+    @property
+    def metrics(self) -> list[Row]:
+        """A row for each step: loss, grad_norm, lr, tokens_per_s, ..., and `own` for what on_step returned."""
+        return list(self._record.metrics())
+
+    @property
+    def validations(self) -> list[Row]:
+        return [event for event in self._record.events() if event.get("type") == "validation"]
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The good ones, the newest first."""
+        from phalanx.checkpoint.best import Best
+        from phalanx.checkpoint.catalog import Catalog
+        from phalanx.core.store import open_store
+        from phalanx.run.start import FOLDER
+
+        place = self._record.job["job"]["checkpoint"]["dir"] or str(self.path / FOLDER)
+        store = open_store(place)
+        best = Best.read(store)
+        step = best.step if best else -1
+        return [Checkpoint(f.step, f"{store.url}/{f.name}", f.step == step) for f in Catalog(store).good()]
+
+    def weights(self, checkpoint: Checkpoint | None = None) -> dict[str, Tensor]:
+        """The whole model of a checkpoint, by default the newest, as a state dict of the family's own module."""
+        from phalanx.checkpoint.torch_foreign import state_dict
+
+        chosen = checkpoint or next(iter(self.checkpoints), None)
+        if chosen is None:
+            remedy = "let it make some: checkpoint.every_steps must not be -1"
+            raise UserError("the run has no checkpoint", field="run", value=str(self.path), remedy=remedy)
+        return state_dict(chosen.path)
+
+
+def train(
+    job: Mapping[str, Any] | str | Path | None = None,
+    sets: Sequence[str] = (),
+    *,
+    resume: str | Path | Run | Checkpoint = "",
+    family: Family | str | None = None,
+    on_step: OnStep | None = None,
+    on_checkpoint: OnEvent | None = None,
+    on_validation: OnEvent | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Run a job on this machine to its end.
+
+    `job`: a mapping in the shape of the job file, the path of one, or None for the quickstart. `sets`: settings over
+    it, as "train.steps=100". `resume`: "auto", "new", or what to continue: a run, a checkpoint, or the path of either.
+    `family`: a model of your own, as an object or as "file.py:NAME". `on_step` gets each row of the metrics, and may
+    return numbers of its own, which are recorded with it; `on_checkpoint` and `on_validation` get the event. `quiet`
+    prints nothing. UserError: the job is wrong; RunFailed: the run ended early, and says why.
+    """
+    import phalanx.model.family as families
+    from phalanx.run.console import Console
+    from phalanx.run.planned import resolve
+    from phalanx.run.training import run_job
+
+    if families.being_imported:
+        raise UserError(
+            "phalanx.train was called by the file of the model, which each rank imports",
+            field="model.family",
+            value=families.being_imported[-1],
+            remedy='call it under `if __name__ == "__main__":`, or from another file',
+        )
+    given = list(sets)
+    if family is not None:
+        given.append(f"model.family={_reference(job, given, family)}")
+    resolved, forecast = resolve(job if isinstance(job, Mapping) or job is None else Path(job), given)
+    place = resume.path if isinstance(resume, Run | Checkpoint) else resume
+    with Console(resolved.job, forecast) as console:
+        hooks = _Hooks(resolved.job, forecast, console, on_step, on_checkpoint, on_validation, quiet)
+        summary = run_job(resolved.job, resolved.origins, hooks, str(place), forecast)
+    if "run_dir" in summary:
+        return Run(summary["run_dir"])
+    from phalanx.observe.record import run_folders  # nothing was left to do
+
+    return Run(run_folders(Path(resolved.job.run.dir), resolved.job.name)[0])
+
+
+def _reference(job: Mapping[str, Any] | str | Path | None, sets: Sequence[str], family: Family | str) -> str:
+    """As a job file names it."""
+    if isinstance(family, str):
+        return family
+    from phalanx.run.notebook import reference_of
+    from phalanx.spec import folder_of_runs
+
+    return reference_of(family, folder_of_runs(job, sets) / ".families")
+
+
+class _Hooks:
+    """The listener of a run that also calls the user's functions."""
+
+    def __init__(
+        self,
+        job: Job,
+        forecast: Forecast | None,
+        console: Any,
+        on_step: OnStep | None,
+        on_checkpoint: OnEvent | None,
+        on_validation: OnEvent | None,
+        quiet: bool,
+    ):
+        self._on_step, self._on_checkpoint, self._on_validation = on_step, on_checkpoint, on_validation
+        said = _Silence() if quiet else console
+        self.starting, self.status, self.note = said.starting, said.status, said.note
+        self.facts, self.step, self.finished = said.facts, said.step, said.finished
+
+    def measure(self, row: Row) -> Mapping[str, float] | None:
+        return self._on_step(row) if self._on_step else None
+
+    def checkpoint(self, event: Row) -> None:
+        if self._on_checkpoint:
+            self._on_checkpoint(event)
+
+    def validation(self, event: Row) -> None:
+        if self._on_validation:
+            self._on_validation(event)
+
+
+class _Silence:
+    def starting(self, run_dir: Path) -> None: ...
+
+    def status(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def facts(self, facts: Row) -> None: ...
+
+    def step(self, row: Row) -> None: ...
+
+    def finished(self, summary: Row) -> None: ...

@@ -1,0 +1,269 @@
+"""A queue of jobs for the nodes of this machine: the gang scheduler (`control.schedule`) decides, and each job is a
+`phalanx train` of its own. What is heard is journaled before anything is done about it, so that the queue may be killed
+at any moment: the next one folds the journal, finds the runs that still go, and continues.
+
+Users speak to it by files in its folder: requests in inbox/, what is known in state.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from phalanx.control import codec
+from phalanx.control.schedule import asks
+from phalanx.control.schedule.asks import Ask, Rules, S
+from phalanx.control.schedule.cells import Cells
+from phalanx.control.schedule.explain import why
+from phalanx.control.schedule.gangs import ENDED, LEAVING, RUNNING, Gang
+from phalanx.control.schedule.scheduler import Scheduler
+from phalanx.core.errors import RunFailed, UserError
+from phalanx.core.job import Job
+from phalanx.core.store import sync_folder
+from phalanx.observe.record import run_folders
+from phalanx.run.follow import began, head_of
+from phalanx.runtime import controller
+from phalanx.runtime.journal import Entry, Journal, JournalError
+from phalanx.runtime.secret import load_secret
+
+POLL_S = 0.5
+MOST_CRASHES = 3  # of a job's own process, without a word
+INBOX, JOBS, STATE = "inbox", "jobs", "state.json"
+
+
+def write_whole(path: Path, value: Any) -> None:
+    """So that nobody reads half of it, and it is there after a power failure."""
+    near = path.with_name(f".{path.name}.{os.getpid()}")
+    with near.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(near, path)
+    sync_folder(path.parent)
+
+
+def ask_of(name: str, job: Job, node_gpus: int, tenant: str, priority: int) -> Ask:
+    """What a job asks of the scheduler: as many replicas as its layout has; it can do with recovery.min_replicas."""
+    size, least = job.layout.replica_size, job.recovery.min_replicas
+    whole, rest = divmod(size, node_gpus)
+    elastic = job.recovery.on and least < job.layout.replica
+    fewest = least if elastic else 0
+    if whole:
+        return Ask(name, tenant, priority, job.layout.replica, fewest, nodes=whole, gpus=node_gpus, rest=rest)
+    return Ask(name, tenant, priority, job.layout.replica, fewest, gpus=rest)
+
+
+class Queue:
+    def __init__(self, folder: Path, nodes: int, node_gpus: int, rules: Rules | None = None):
+        self.folder, self.nodes, self.node_gpus = folder.absolute(), nodes, node_gpus
+        self.rules = rules or Rules(burn_ns=10 * S, look_ns=5 * S)
+        for name in (INBOX, JOBS):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        try:
+            self.journal = Journal(self.folder / "journal")
+        except JournalError as error:
+            raise RunFailed(str(error), remedy="is another `phalanx queue start` at work there?") from None
+        self.scheduler = self.journal.recover(self._fresh, self._fold)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.told: dict[str, float] = {}  # job -> when it was told to stop
+        self.scaled: dict[str, int] = {}  # job -> replicas that its controller was asked for
+        self.crashes: dict[str, int] = {}
+        self.timer_ns = self.scheduler.timer_ns
+        self.changed = True
+        for gang in list(self.scheduler.gangs.values()):
+            if gang.state in (RUNNING, LEAVING) and not self._alive(gang.job):
+                self._hear_end(gang)
+
+    def _fresh(self, data: bytes | None) -> Scheduler:
+        cells = Cells(self.node_gpus, ("machine",), [("this",)] * self.nodes)
+        return Scheduler(cells, [f"n{n}" for n in range(self.nodes)], self.rules)
+
+    def _fold(self, scheduler: Scheduler, entry: Entry) -> None:
+        scheduler.apply(entry.time_ns, codec.decode(getattr(asks, entry.kind), entry.body, entry.kind))
+
+    # -- the loop
+
+    def serve(self, stop: Callable[[], bool]) -> None:
+        while not stop():
+            self.turn()
+            time.sleep(POLL_S)
+        self.journal.close()
+
+    def turn(self) -> None:
+        for path in sorted((self.folder / INBOX).glob("*.json")):
+            self._take(path)
+        for gang in list(self.scheduler.gangs.values()):
+            if gang.state in (RUNNING, LEAVING):
+                self._look_at(gang)
+        if self.timer_ns and time.time_ns() >= self.timer_ns:
+            self.timer_ns = 0
+            self.tell(asks.Tick())
+        if self.changed:
+            self.changed = False
+            self._publish()
+
+    def tell(self, event: asks.Event) -> None:
+        """Journal an event, and carry out what follows from it."""
+        todo, self.changed = [event], True
+        while todo:
+            said = todo.pop(0)
+            now_ns = max(time.time_ns(), self.scheduler.now_ns)
+            self.journal.wait(self.journal.append(type(said).__name__, codec.encode(said), now_ns))
+            for command in self.scheduler.apply(now_ns, said):
+                self._obey(command)
+
+    def _take(self, path: Path) -> None:
+        """A request of a user. A file that is none is put aside."""
+        try:
+            body = json.loads(path.read_text())
+            event = codec.decode(getattr(asks, body["kind"]), body["event"], "event")
+            node = getattr(event, "node", "n0")
+            if not isinstance(event, asks.Event) or node not in self.scheduler.index:
+                raise ValueError(f"there is no node {node}")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            print(f"{path.name} is no request: {error}", file=sys.stderr, flush=True)
+            path.rename(path.with_suffix(".refused"))
+            return
+        self.tell(event)
+        path.unlink()
+
+    # -- what the scheduler wants
+
+    def _obey(self, command: asks.Command) -> None:
+        match command:
+            case asks.Start(job):
+                self._start(job)
+            case asks.Stop(job):
+                self._stop(job)
+            case asks.SetTimer(at_ns):
+                self.timer_ns = at_ns
+
+    def _start(self, job: str) -> None:
+        if self._alive(job):
+            return
+        home = self.folder / JOBS / job
+        with (home / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "phalanx.cli.main", "train", str(home / "job.toml"), "--resume", "auto",
+                 *self._sets(home)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=home,
+            )  # fmt: skip
+        self.processes[job] = process
+        self.scaled[job] = 0
+        write_whole(home / "process.json", {"pid": process.pid, "began": began(process.pid)})
+
+    def _sets(self, home: Path) -> list[str]:
+        sets = json.loads((home / "sets.json").read_text())
+        own = [f"run.dir={home / 'runs'}", f"checkpoint.dir={home / 'checkpoints'}"]
+        return [part for each in [*sets, *own] for part in ("--set", each)]
+
+    def _stop(self, job: str) -> None:
+        """Ask it to save and end; after the grace period to end at once."""
+        self.told.setdefault(job, time.monotonic())
+        if pid := self._alive(job):
+            os.kill(pid, signal.SIGTERM)
+
+    # -- what becomes of it
+
+    def _alive(self, job: str) -> int:
+        """The process of a job; 0: it has none."""
+        process = self.processes.get(job)
+        if process is not None:
+            return process.pid if process.poll() is None else 0
+        home = self.folder / JOBS / job
+        try:
+            said = json.loads((home / "process.json").read_text())
+            if said["began"] and began(int(said["pid"])) == said["began"]:
+                return int(said["pid"])
+        except (OSError, ValueError, KeyError):
+            pass
+        # One that was started just before the queue was killed.
+        return next((pid for run in sorted((home / "runs").glob("*")) if (pid := head_of(run).pid)), 0)
+
+    def _look_at(self, gang: Gang) -> None:
+        pid = self._alive(gang.job)
+        if not pid:
+            self._hear_end(gang)
+        elif gang.state == LEAVING:
+            since = self.told.setdefault(gang.job, time.monotonic())
+            if time.monotonic() - since > self.rules.grace_ns / S:
+                self.told[gang.job] = time.monotonic()
+                os.kill(pid, signal.SIGTERM)  # a second one ends it at once
+        elif gang.state == RUNNING and gang.ask.least:
+            self._scale(gang)
+
+    def _scale(self, gang: Gang) -> None:
+        """Bring the number of a run's replicas to what the scheduler has decided."""
+        wanted = len(gang.replicas)
+        if self.scaled.get(gang.job) == wanted and not gang.shrinking:
+            return
+        run = self._run_of(gang.job)
+        if run is None:
+            return
+        try:
+            secret = load_secret(run / "control" / "secret", create=False)
+            if self.scaled.get(gang.job) != wanted:
+                event = {"kind": "Scale", "replicas": wanted}
+                answer = controller.ask(run / "control", secret, {"type": "ask", "event": event}, 5.0)
+                if answer["type"] == "refused":
+                    return
+                self.scaled[gang.job] = wanted
+            said = controller.ask(run / "control", secret, {"type": "status"}, 5.0)
+        except (OSError, UserError, ValueError):
+            return  # it is not up yet, or is busy: at the next turn
+        if gang.shrinking and 0 < len(said["replicas"]) <= wanted:
+            self.tell(asks.Shrunk(gang.job))
+
+    def _run_of(self, job: str) -> Path | None:
+        runs = self.folder / JOBS / job / "runs"
+        going = [path for path in (runs.iterdir() if runs.is_dir() else ()) if head_of(path).pid]
+        return going[0] if going and (going[0] / "control" / "controller.json").is_file() else None
+
+    def _hear_end(self, gang: Gang) -> None:
+        job, process = gang.job, self.processes.pop(gang.job, None)
+        told = self.told.pop(job, None)
+        status = "done" if process and process.returncode == 0 else self._status(job)
+        if status == "done":
+            self.tell(asks.Ended(job))
+        elif gang.state == LEAVING:
+            self.tell(asks.Stopped(job))
+        elif status == "failed" or (process and process.returncode == 2):
+            self.tell(asks.Ended(job, ok=False))
+        elif self.crashes.get(job, 0) < MOST_CRASHES and not told:
+            self.crashes[job] = self.crashes.get(job, 0) + 1
+            self._start(job)  # it was killed: it continues from its last checkpoint
+        else:
+            self.tell(asks.Ended(job, ok=False))
+
+    def _status(self, job: str) -> str:
+        """How the newest run of a job ended, by its own word; "": it left none."""
+        home = self.folder / JOBS / job
+        name = json.loads((home / "name.json").read_text())
+        for run in run_folders(home / "runs", name)[:1]:
+            try:
+                return str(json.loads((run / "summary.json").read_text())["status"])
+            except (OSError, ValueError, KeyError):
+                return ""
+        return ""
+
+    # -- what users see
+
+    def _publish(self) -> None:
+        now_ns, scheduler = max(time.time_ns(), self.scheduler.now_ns), self.scheduler
+        jobs = {}
+        for gang in scheduler.gangs.values():
+            said = {"state": gang.state, "tenant": gang.ask.tenant, "priority": gang.ask.priority, "stops": gang.stops}
+            if gang.state == ENDED:
+                said["state"] = gang.notes[-1][1] if gang.notes else ENDED
+            nodes = sorted({scheduler.names[n] for n, _ in gang.spots()})
+            replicas = f"{len(gang.replicas)}/{gang.ask.replicas}"
+            jobs[gang.job] = {**said, "nodes": nodes, "replicas": replicas, "why": why(scheduler, gang.job, now_ns)}
+        nodes_said = {n: scheduler.wards.said(i, now_ns) for n, i in scheduler.index.items()}
+        write_whole(self.folder / STATE, {"pid": os.getpid(), "at_ns": now_ns, "nodes": nodes_said, "jobs": jobs})

@@ -1,0 +1,38 @@
+// What the pages of a run share: the address of one, its view of time, and its series between the edges of that.
+import { get } from "./dom.js";
+import { View } from "./chart.js";
+
+export const at = (run, tab = "") => `/runs/${encodeURIComponent(run)}${tab ? `/${tab}` : ""}`;
+
+export function makeView(run, query) {
+  const view = new View(run.began, Math.max(run.began + 1e-3, run.ended));
+  view.ranks = run.ranks;
+  const a = Number(query.get("from")), b = Number(query.get("to"));
+  if (a && b && b > a) { view.begin = Math.max(view.min, a); view.end = Math.min(view.max, b); view.follows = false; }
+  view.on(() => {
+    const url = new URL(location.href);
+    if (view.begin <= view.min && view.end >= view.max) { url.searchParams.delete("from"); url.searchParams.delete("to"); }
+    else { url.searchParams.set("from", view.begin.toFixed(3)); url.searchParams.set("to", view.end.toFixed(3)); }
+    history.replaceState(null, "", url);
+  });
+  return view;
+}
+
+// The series of a run between the edges of a view, loaded again when they move; then `after` draws.
+export async function seriesOf(name, view, after) {
+  let data = null, timer = null;
+  const load = async () => {
+    const points = Math.min(2000, Math.max(200, innerWidth));
+    data = await get(`/api/runs/${encodeURIComponent(name)}/series?begin=${view.begin}&end=${view.end}&points=${points}`);
+  };
+  await load();
+  let drawn = `${view.begin},${view.end}`;
+  view.on(() => {
+    const now = `${view.begin},${view.end}`;
+    if (now === drawn) return;
+    drawn = now;
+    clearTimeout(timer);
+    timer = setTimeout(async () => { await load(); after(); }, 80);
+  });
+  return { load, data: () => data };
+}

@@ -1,0 +1,60 @@
+"""The library as a user types it: the script of docs/python.md, and the promises around it."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import phalanx
+from phalanx.run.notebook import closure
+from phalanx.train.sampler import Sampler
+
+DOCS = Path(__file__).parents[2] / "docs" / "python.md"
+
+
+def test_the_script_of_the_page_runs(tmp_path):
+    script = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
+    assert len([line for line in script.splitlines() if line.strip()]) <= 30
+    (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(400)))
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    loss, *rest = done.stdout.splitlines()[-1].split()
+    assert 0 < float(loss) < 6 and "{'best_so_far':" in rest
+    first, second = (phalanx.Run(path) for path in sorted((tmp_path / "runs").glob("mine-*")))
+    assert [row["step"] for row in first.metrics + second.metrics] == list(range(9))
+    assert [event["step"] for event in first.validations] == [3, 6]
+    assert second.checkpoints[0].step == 9 and any(each.best for each in second.checkpoints)
+    weights = second.weights()
+    assert weights["embed.weight"].shape == (257, 32) and len(weights) == 7
+    sampler = Sampler(second.checkpoints[0].path)
+    once, again = ([list(sampler.write("3 times", 4, seed=seed)) for seed in range(8)] for _ in range(2))
+    assert once == again and 1 <= max(map(len, once)) <= 4  # a document may end at once
+    (file,) = (tmp_path / "runs" / ".families").iterdir()
+    assert "phalanx.train(" not in file.read_text()
+
+
+def test_importing_a_module_of_the_room_leaves_train_callable():
+    before = phalanx.train
+    room = importlib.import_module("phalanx.train.optimizer")
+    assert phalanx.train is before and callable(phalanx.train) and phalanx.train.optimizer is room
+
+
+def test_a_family_of_a_notebook_takes_what_it_reads_and_nothing_else():
+    cells = [
+        "import math\nimport torch as t\nfrom torch import nn",
+        "%matplotlib inline",
+        "WIDTH = 4\nunused = print('side effect')",
+        "class Part(nn.Module):\n    def forward(self, x):\n        run = x * WIDTH\n        return run",
+        "@staticmethod\ndef build(config):\n    return Part()",
+        "run = train(FAMILY)",
+        "FAMILY = Family(build, lambda name, c: Init(math.pi))",
+        "if __name__ == '__main__':\n    FAMILY = None",
+    ]
+    text = closure(cells, "FAMILY")
+    for part in ("import math", "from torch import nn", "WIDTH = 4", "class Part", "@staticmethod", "FAMILY = Family"):
+        assert part in text
+    for part in ("side effect", "run = train", "torch as t", "__main__", "matplotlib"):
+        assert part not in text
