@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from phalanx.control.verdict import is_echo
 from phalanx.gate.loop import Loop
 from phalanx.gate.meeting import Meeting, serve
 from phalanx.parallel.groups import Door, break_connections
@@ -96,6 +98,49 @@ def test_a_wait_ends_when_connections_are_broken(address, end):
     assert isinstance(caught[0], dist.DistNetworkError)
 
 
+class Late(MeetingStore):
+    """A peer that has said where it listens, and does not connect."""
+
+    def wait(self, keys, timeout=None):
+        self.said.set()
+        self.may.wait()
+        super().wait(keys, timeout)
+
+
+def test_forming_ends_although_a_peer_never_connects(address):
+    """Gloo waits for it without a socket that could be shut: a survivor hung there, was killed for it, and its state
+    was lost."""
+    for meeting in range(1, 30):  # who connects to whom is decided by port numbers
+        late, door, caught = Late(address, ("gang", meeting)), Door(), []
+        late.said, late.may = threading.Event(), threading.Event()
+
+        def publish(store=late):
+            with contextlib.suppress(RuntimeError):  # its connections are in this process, and shut too
+                dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=30))
+
+        def form(door=door, scope=("gang", meeting), caught=caught):
+            try:
+                door.form(lambda: dist.ProcessGroupGloo(MeetingStore(address, scope), 0, 2, timedelta(seconds=30)))
+            except dist.DistNetworkError as error:
+                caught.append(error)
+
+        peer, survivor = threading.Thread(target=publish), threading.Thread(target=form)
+        peer.start()
+        survivor.start()
+        late.said.wait()
+        survivor.join(0.3)
+        waits = survivor.is_alive()
+        door.interrupt()
+        survivor.join(10)
+        over = not survivor.is_alive()
+        late.may.set()
+        peer.join()
+        if waits:
+            assert over and is_echo("DistNetworkError", str(caught[0]))
+            return
+    raise AssertionError("nobody ever waited for a connection")
+
+
 AS_NOBODY = """
 import socket, sys
 with socket.socket(socket.AF_UNIX) as sock:
@@ -117,8 +162,6 @@ def test_a_rendezvous_that_is_gone_is_a_network_error():
 
 
 def test_a_meeting_that_is_over_is_an_error_and_reads_like_a_consequence(address):
-    from phalanx.control.verdict import is_echo
-
     old = MeetingStore(address, ("gang", 1))
     old.set("k", "v")
     MeetingStore(address, ("gang", 2)).set("k", "v")

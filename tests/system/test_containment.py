@@ -96,7 +96,8 @@ def test_the_others_go_on_and_it_joins_again(runs, case):
     events, before = runs[0][case]
     killed = {*CASES[case], *([2] if case == "one dies while another joins" else [])}
     started = {e["rank"] for e in events if e["type"] == "started" and e["rank"] >= 0}
-    assert started == killed, "the others keep their processes"
+    why = [e for e in events if e["type"] in ("control form", "failed", "lost") or "reason" in e]
+    assert started == killed, f"the others keep their processes: {why}"
     forms = [e for e in events if e["type"] == "control form" and e["generation"] > before]
     assert len(forms[0]["replicas"]) < REPLICAS and set(range(REPLICAS)) - killed <= set(forms[0]["replicas"])
     assert not any(form["branch"] for form in forms), "no step was lost"

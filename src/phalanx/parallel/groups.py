@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from phalanx.parallel.tiers import Form, Peers
 
 _standalone_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # those that torch's registry does not know
 NOT_SEEN = -(1 << 63)
+T = TypeVar("T")
 DEFAULT = CollectivesConfig()
 
 
@@ -196,19 +197,41 @@ class Door:
         self._before = _sockets()
         self._lock = threading.Lock()
         self._own: set[str] | None = None  # None: they are being opened
-        self.closed = False
+        self._over = threading.Event()  # either formed or interrupted
+        self._closed = False
 
-    def formed(self) -> None:
-        """All are there."""
+    def form(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, which forms the groups, or raise as soon as the door is interrupted.
+
+        Gloo waits for a peer that was to connect, and has no socket yet that could be shut: when that peer dies, the
+        wait lasts until the groups' time-out. So it waits in a thread of its own, which is left behind then."""
+        formed: list[T] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                formed.append(work())
+            except BaseException as error:
+                failed.append(error)
+            self._over.set()
+
+        threading.Thread(target=run, daemon=True, name="phalanx-forming").start()
+        self._over.wait()
         with self._lock:
+            if self._closed:
+                raise dist.DistNetworkError("connection closed: the generation ended while its groups formed")
             self._own = _sockets().keys() - self._before.keys()
+        if failed:
+            raise failed[0]
+        return formed[0]
 
     def interrupt(self) -> None:
         with self._lock:
-            self.closed, now = True, _sockets()
+            self._closed, now = True, _sockets()
             own = now.keys() - self._before.keys() if self._own is None else self._own
             for inode in own & now.keys():
                 _shut(now[inode])
+        self._over.set()
 
 
 def _sockets() -> dict[str, int]:

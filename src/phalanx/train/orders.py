@@ -53,6 +53,8 @@ class Commands:
         self.halted = max(self.halted, world)
         if self.halted < self.world:
             return
+        if door := self.door:
+            door.interrupt()
         break_connections()
         threading.Thread(target=self._insist, args=(world,), daemon=True).start()
         with self._lock:

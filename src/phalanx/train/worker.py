@@ -42,6 +42,7 @@ from phalanx.parallel.device import Device, avoid_broken_amx
 from phalanx.parallel.groups import Door, Groups, form_cross
 from phalanx.parallel.reduce import StepFailed
 from phalanx.parallel.rendezvous import MeetingStore
+from phalanx.parallel.replica import Cross
 from phalanx.parallel.shard import COMPUTE_DTYPE
 from phalanx.train import transfer
 from phalanx.train.batches import Batches
@@ -306,12 +307,7 @@ class Worker:
             self.giver.offer(generation, step, self.state)
         self.member.restored(step)
         restored = time.perf_counter()
-        with contextlib.closing(MeetingStore(form["store"], ("gang", generation))) as meeting:
-            if len(replicas) > 1:
-                scope = f"rails{layout.inside(coord)}"
-                self._choose_rail("cross", meeting, scope, replicas.index(coord.replica), len(replicas))
-            cross = form_cross(meeting, generation, layout, coord, self.device, self.job.collectives, replicas)
-        door.formed()
+        cross = door.form(lambda: self._form_cross(form["store"], generation, coord, replicas))
         self.engine.rejoin(cross)
         if form["joins"] and cross:
             self._compare(replicas, source is None)
@@ -325,6 +321,16 @@ class Worker:
         took = {"restore_s": restored - began, "form_s": time.perf_counter() - restored}
         from_ = source.kind if source else "kept"
         self.channel.send({"type": "entered", "generation": generation, "source": from_, **took})
+
+    def _form_cross(self, store: str, generation: int, coord: Coord, replicas: list[int]) -> Cross | None:
+        """In a thread of its own: the store has a connection per thread."""
+        self.device.use()
+        layout = self.job.layout
+        with contextlib.closing(MeetingStore(store, ("gang", generation))) as meeting:
+            if len(replicas) > 1:
+                scope = f"rails{layout.inside(coord)}"
+                self._choose_rail("cross", meeting, scope, replicas.index(coord.replica), len(replicas))
+            return form_cross(meeting, generation, layout, coord, self.device, self.job.collectives, replicas)
 
     def _compare(self, replicas: list[int], kept: bool) -> None:
         """The state with that of the other replicas. Most are right; if as many say one as the other, those that kept
