@@ -144,11 +144,23 @@ class Service:
             lane.awaited -= 1
             lane.clients[client] = step
             reply = {"slots": lane.slots, "slot_bytes": lane.slot_bytes, **self.about}
-            socket.send_fds(client, [json.dumps(reply).encode()], [lane.fd])
-            client.recv(1)  # it has taken the descriptor
-            client.send(_WORD.pack(lane.step))
+            try:
+                socket.send_fds(client, [json.dumps(reply).encode()], [lane.fd])
+                client.recv(1)  # it has taken the descriptor
+                client.send(_WORD.pack(lane.step))
+            except OSError:  # it has died meanwhile
+                self._drop(client)
+                client.close()
+                return False
             self.changed.notify()
         return True
+
+    def _drop(self, client: socket.socket) -> None:
+        lane = next(lane for lane in self.lanes if client in lane.clients)
+        del lane.clients[client]
+        if not lane.clients:
+            self.lanes.remove(lane)
+            lane.close()
 
     def _new_lane(self, places: np.ndarray, step: int, peers: int) -> Lane:
         extents = len(self.loader.manifest.extents)
@@ -163,13 +175,10 @@ class Service:
         except OSError:
             data = b""
         with self.changed:
-            lane = next(lane for lane in self.lanes if client in lane.clients)
             if len(data) < _WORD.size:
-                del lane.clients[client]
-                if not lane.clients:
-                    self.lanes.remove(lane)
-                    lane.close()
+                self._drop(client)
                 return False
+            lane = next(lane for lane in self.lanes if client in lane.clients)
             lane.clients[client] = _WORD.unpack(data)[0]
             self.changed.notify()
         return True
