@@ -60,16 +60,16 @@ class Saver:
 
     def begin(self, generation: int) -> None:
         """All ranks begin at the same step, and know nothing of what was agreed on before."""
-        self.snapshots.generation = generation
+        self.snapshots.generation, self._began = generation, self.state.step
         self.every = self.job.checkpoint.every_steps
         self.memory_every = self.job.checkpoint.memory_every_steps
-        self._gap = FIRST_STEP
-        self._plan(self.state.step)
-        self.next_memory = self.state.step + self.memory_every if self.memory_every else self.next_durable
+        self.next_durable = self._after(self.state.step, self.every)
+        self.next_memory = self._after(self.state.step, self.memory_every)
 
-    def _plan(self, step: int) -> None:
-        self.next_durable = step + (self.every or self._gap)
-        self._gap *= 2
+    def _after(self, step: int, every: int) -> int:
+        """Return the step of the next snapshot. Those of an interval are its multiples, whenever the generation began:
+        generations that are shorter than it would never take any."""
+        return step - step % every + every if every else step + max(FIRST_STEP, step - self._began)
 
     def before_update(self) -> dict[str, Any]:
         """For the step's report: what is held in memory, and what the last snapshot has cost."""
@@ -96,8 +96,8 @@ class Saver:
             if known and self.heard.interval[0]:
                 c, (_, every, memory_every) = self.job.checkpoint, self.heard.interval
                 self.every, self.memory_every = c.every_steps or every, c.memory_every_steps or memory_every
-            self._plan(step)
-        self.next_memory = step + self.memory_every if self.memory_every else self.next_durable
+            self.next_durable = self._after(step, self.every)
+        self.next_memory = self._after(step, self.memory_every)
 
     def save(self, step: int) -> None:
         """Now, unless it is on its way."""
