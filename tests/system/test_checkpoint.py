@@ -184,7 +184,7 @@ def slots_of(pid: int) -> list[str]:
 
 def memory_flipped(directory: Path) -> dict:
     """The keeper is stopped until two snapshots of each rank wait for it; then a bit of them changes."""
-    values = JOB | {"train.steps": 200, "checkpoint.every_steps": 50}
+    values = JOB | {"train.steps": 200, "checkpoint.every_steps": 50, "checkpoint.memory_every_steps": 50}
     command = Again(directory / "run", *sets(values))
     command.wait_until(lambda: command.events("ready"), PATIENCE_S)
     keeper = command.pid_of("keeper-0")
