@@ -19,6 +19,7 @@ from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.convert import convert
 from phalanx.cli.data import data_app
 from phalanx.cli.demo import demo
+from phalanx.cli.family import family_app
 from phalanx.cli.firewall import firewall
 from phalanx.cli.generate import generate
 from phalanx.cli.hardware import hardware_app
@@ -73,6 +74,7 @@ app.add_typer(chaos_app, name="chaos")
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(hardware_app, name="hardware")
 app.add_typer(plan_app, name="plan")
+app.add_typer(family_app, name="family")
 app.add_typer(runs_app, name="runs")
 app.add_typer(schedule_app, name="schedule")
 app.add_typer(queue_app, name="queue")
