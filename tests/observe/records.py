@@ -50,6 +50,7 @@ class Written:
             row |= {"data_wait_s": 0.01, "tokens_per_s": 1e3, "mfu": 0.4, "grad_norm": 1.0, "lr": 1e-3}
             row |= {"readings": READ, "phases": SPENT, "slowest": [[0.066, 1], [0.06, 0]]}
             row |= {"served": {"web": 3, "code": 1}}
+            row |= {"expert_load": 1.25, "expert_layer": "layers.1.moe", "expert_idle": 0}
             row["held"] = {"memory": step // 4 * 4, "buddy": step // 8 * 8}
             self.record.metric({"time": self.now, "generation": self.generation, **row, **more})
             value = bits(row["loss"])

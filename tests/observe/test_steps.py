@@ -191,6 +191,15 @@ def test_of_many_ranks_blocks_are_kept_and_the_slowest_is_named():
     assert times[str(777 // block)] == max(times.values()) > times["0"] and fold["slowest"][0][1] == 777
 
 
+def test_the_least_even_mixture_of_all_stages_is_told():
+    table = StepTable(world_size=3, tokens_per_step=1)
+    even, uneven = ({"load": load, "layer": f"layers.{load}.moe", "idle": 0} for load in (1.5, 3.0))
+    table.add(0, {**report(tokens=1), "experts": even})
+    table.add(1, {**report(), "experts": {}})
+    row = table.add(2, {**report(), "experts": uneven})
+    assert (row["expert_load"], row["expert_layer"], row["expert_idle"]) == (3.0, "layers.3.0.moe", 0)
+
+
 def test_only_what_all_ranks_hold_is_safe():
     said = [report(step=9) | {"held": held} for held in ({"memory": 8, "buddy": 8}, {"memory": 8, "buddy": 4})]
     (fold,) = folded([fold_of(rank, each) for rank, each in enumerate(said)])

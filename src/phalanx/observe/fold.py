@@ -127,6 +127,7 @@ def _step(rank: int, said: Fold) -> Fold:
         "phases": spent,
         "held": said.get("held", {}),
         "served": said.get("served", {}),
+        "experts": said.get("experts", {}),
         "whole": said["whole"],
     }
 
@@ -149,9 +150,15 @@ def _merge_steps(a: Fold, b: Fold) -> Fold:
         "phases": phases.merged(a["phases"], b["phases"]),
         "held": {tier: min(step, b["held"][tier]) for tier, step in a["held"].items() if tier in b["held"]},
         "served": _sum(a["served"], b["served"]),
+        "experts": _fuller(a.get("experts", {}), b.get("experts", {})),
         "readings": readings.merged(a.get("readings", {}), b.get("readings", {})),
         "whole": a["whole"] or b["whole"],
     }
+
+
+def _fuller(a: Fold, b: Fold) -> Fold:
+    """Of the mixtures of two pipeline stages. (Replicas say the same.)"""
+    return max(a, b, key=lambda each: (each.get("load", 0.0), each.get("layer", "")))
 
 
 def merged_times(a: Times, b: Times) -> Times:

@@ -48,6 +48,12 @@ METRICS = (
     Metric("steps_planned", "Steps that the job asks for.", _plain("steps")),
     Metric("loss", "Training loss of the last step, nats per token.", _plain("loss"), panel="Loss"),
     Metric("grad_norm", "Gradient norm of the last step.", _plain("grad_norm"), panel="Gradient norm"),
+    Metric(
+        "expert_load_ratio",
+        "Tokens of the busiest expert over the mean of its layer, in the last step.",
+        lambda about: [((), about["experts"]["load"])] if about["experts"] else [],
+        panel="Expert load",
+    ),
     Metric("learning_rate", "Learning rate of the last step.", _plain("lr")),
     Metric("tokens_per_second", "Tokens per second of the last step.", _plain("tokens_per_s"), panel="Throughput"),
     Metric("mfu_ratio", "Model FLOPs utilisation of the last step.", _plain("mfu"), unit="percentunit", panel="MFU"),

@@ -140,6 +140,7 @@ class StepTable:
             "record": whole.get("record", ""),
             "rank_times": fold["times"],
             "served": fold["served"],
+            **({f"expert_{name}": value for name, value in fold.get("experts", {}).items()}),
             **({"skipped": whole["skipped"]} if "skipped" in whole else {}),
         }
 

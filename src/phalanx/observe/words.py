@@ -42,6 +42,7 @@ def overview(story: Story) -> dict[str, Any]:
         "loss": last.get("loss"),
         "grad_norm": last.get("grad_norm"),
         "lr": last.get("lr"),
+        "experts": _experts(last),
         "tokens_per_s": last.get("tokens_per_s"),
         "mfu": last.get("mfu"),
         "readings": last.get("readings") or {},
@@ -65,6 +66,11 @@ def overview(story: Story) -> dict[str, Any]:
         "damaged_lines": sum(p.damaged for p in story.parts),
         "headline": "",
     }
+
+
+def _experts(row: dict[str, Any]) -> dict[str, Any]:
+    """Return how evenly a mixture's tokens were spread in a step; {}: it is none."""
+    return {name: row[f"expert_{name}"] for name in ("load", "layer", "idle") if f"expert_{name}" in row}
 
 
 def describe(story: Story) -> dict[str, Any]:

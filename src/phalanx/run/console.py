@@ -70,6 +70,14 @@ def spent(run_dir: Path) -> dict[str, str]:
     return out
 
 
+def _balanced(s: dict[str, Any]) -> dict[str, str]:
+    """How evenly the experts were used in the last step, where there are any."""
+    if not (found := s.get("experts")):
+        return {}
+    busiest = f"the busiest has {found['load']:.2f}x the mean tokens in {found['layer']}"
+    return {"experts": f"{busiest}, where {found['idle']} had none"}
+
+
 def _validated(summary: dict[str, Any]) -> dict[str, str]:
     if not (last := summary.get("validation")):
         return {}
@@ -168,6 +176,7 @@ class Console:
             **_validated(s),
             **(entropy if s["unigram_entropy"] else {}),  # 0: another controller has read the data
             "speed": speed + (f", MFU {percent(s['mfu'])}" if "mfu" in s else ""),
+            **_balanced(s),
             **({"forecast": self.forecast.compared(s)} if self.forecast else {}),
         }
 

@@ -410,6 +410,8 @@ class _Run:
             out["epochs"] = Order.from_dict(self.data.order).epochs(self.data.cursor(rows[-1]["step"] + 1))
         if self.skips:
             out["skipped_steps"] = self.skips
+        if rows and "expert_load" in rows[-1]:
+            out["experts"] = {name: rows[-1][f"expert_{name}"] for name in ("load", "layer", "idle")}
         if self.memory:
             out["recovery_from_memory"] = self.memory
         if rows:

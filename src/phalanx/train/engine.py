@@ -72,7 +72,7 @@ class StepResult:
     passes: list[Pass] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
     clip: Tensor | None = None  # what the update multiplies them with
-    loads: dict[str, Tensor] = field(default_factory=dict)  # of the experts, by the name of their bias
+    loads: dict[str, Tensor] = field(default_factory=dict)  # of the experts, by the name of their layer
     loss: float = math.nan  # per token of the whole batch, when it is known
     skip: str = ""  # why it must not be applied
 
@@ -125,11 +125,11 @@ class Engine:
                 bound[name] = tied[id(param)]
             buffers = {name: self.state.buffers[name] for name, _ in model.named_buffers()}
             model.load_state_dict({**bound, **buffers}, assign=True)
-        self._balanced = {  # the layers whose load decides their next bias, under the bias's name
-            f"{name}.bias": module
+        self._mixtures = {
+            name: module
             for model in self.stages.values()
             for name, module in model.named_modules()
-            if isinstance(module, MoE) and module.bias is not None
+            if isinstance(module, MoE)
         }
         modules = [m for model in self.stages.values() for m in model.modules()]
         self._attends = {m.kind: m for m in modules if isinstance(m, Attend)}
@@ -258,18 +258,18 @@ class Engine:
         self._loss_sums: list[Tensor] = []
         self._passes: list[Pass] = []
         self._local_tokens = 0
-        for module in self._balanced.values():
+        for module in self._mixtures.values():
             module.load_E = None
 
     def _sum_loads(self) -> dict[str, Tensor]:
         """How many tokens every expert got in the step, over all ranks: integers, so the order of the
         sum does not matter. The layers keep their own until the step is over."""
-        if not self._balanced:
+        if not self._mixtures:
             return {}
-        own = [module.load_E for module in self._balanced.values()]
+        own = [module.load_E for module in self._mixtures.values()]
         none = torch.zeros(self.job.model.num_experts, dtype=torch.int64, device=self.device.torch)
         total = self.reducer.sum_loads(torch.stack([none if load is None else load for load in own]))
-        return dict(zip(self._balanced, total, strict=True))
+        return dict(zip(self._mixtures, total, strict=True))
 
     def _prepare(self, batch: Batch, documents_BL: Tensor | None, scale: Tensor) -> Batch:
         """What this rank's stages read of it, on the device."""
@@ -434,7 +434,9 @@ def apply(job: Job, state: State, result: StepResult) -> None:
     grads = {state.params[name]: grad for name, grad in result.grads.items()}
     state.optimizer.update(grads, result.lr, result.clip, good)
     for name, load in result.loads.items():
-        bias = state.buffers[name]
+        bias = state.buffers.get(f"{name}.bias")
+        if bias is None:
+            continue
         bias.copy_(torch.where(good, next_bias(bias, load, job.model.balance_bias), bias))
     result.grads.clear()  # the caller keeps the rest; this must not live that long
     state.updates += 1

@@ -635,6 +635,7 @@ class Worker:
             "data_wait_s": fed["data_wait_s"],
             "data_ready": fed["data_ready"],
             "served": fed["served"] if not (coord.tp or coord.cp or coord.pp) else {},
+            "experts": _balance(result.loads) if not (coord.tp or coord.cp or coord.shard) else {},
             "whole": whole if speaks else None,
         }
 
@@ -699,6 +700,17 @@ def _facts(job: Job, engine: Engine, device: Device) -> dict[str, Any]:
         "num_params": engine.num_params,
         "torch": torch.__version__,
     }
+
+
+def _balance(loads: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Find the layer that spreads its tokens least evenly: those of its busiest expert over the mean, and how many
+    experts had none."""
+    if not loads:
+        return {}
+    load_LE = torch.stack(list(loads.values())).double()
+    over_L, idle_L = load_LE.amax(1) / load_LE.mean(1).clamp_min(1e-9), (load_LE == 0).sum(1)
+    worst, layer, idle = max(zip(over_L.tolist(), loads, idle_L.tolist(), strict=True))
+    return {"load": worst, "layer": layer, "idle": idle}
 
 
 def _signed(value: int) -> int:

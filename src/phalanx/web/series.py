@@ -14,6 +14,7 @@ from phalanx.observe.story import Story
 PHASE, HELD = "phase_", "held_"  # before the name of one
 NAMES = (
     "loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "mfu", "time_s", "data_wait_s", "data_ready",
+    "expert_load", "expert_idle",
     *(PHASE + name for name in PHASES), *(HELD + tier for tier in ("memory", "buddy")), *READINGS,
 )  # fmt: skip
 BREAK = 5.0  # a pause of so many usual steps is a gap in a line

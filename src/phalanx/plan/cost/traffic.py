@@ -318,7 +318,7 @@ class _Step:
         """After the last backward: loads of experts, gradients that every tp rank has a share of, the norm."""
         c, layout = self.model, self.layout
         stages = layout.stages_of(self.coord.pp)
-        if c.family == "moe" and c.balance_bias > 0:
+        if c.family == "moe":
             routed = sum(h.name.endswith("moe.gate.weight") and h.stage in stages for h in self.held)
             size = routed * c.num_experts * COUNT_BYTES
             if routed:

@@ -113,6 +113,7 @@ async function overview(name, run, query) {
     lineChart(view, { ...shared, title: "Throughput", unit: "tokens/s", name: "tokens_per_s", log: false, band: () => (plan?.step_high_s && run.step_s && run.tokens_per_s ? [plan.step_s * plan.tokens_per_s / plan.step_high_s, plan.step_s * plan.tokens_per_s / plan.step_low_s] : null), note: plan ? "green: what the plan predicts" : "" }),
     lineChart(view, { ...shared, title: "Step time", unit: "s", name: "time_s", band: () => (plan?.step_high_s ? [plan.step_low_s, plan.step_high_s] : null), note: "of the slowest rank" }),
     lineChart(view, { ...shared, title: "Gradient norm", unit: "", name: "grad_norm" }),
+    ...(run.experts ? [lineChart(view, { ...shared, title: "Expert load", unit: "x the mean", name: "expert_load", note: "of the busiest expert of all layers; 1 is even" })] : []),
   ];
   const used = Object.keys(STATES).filter((state) => run.goodput.states.some((row) => row.state === state && row.gpu_s > 0));
   const empty = run.step ? null : h("div", { class: "note" }, run.state === "running" ? "The ranks are starting. Charts fill with the first step." : "This run ended before its first step. Its log says why: ", run.state === "running" ? null : h("a", { href: at(name, "logs") }, "logs"));
