@@ -21,17 +21,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/phalanx demo --set train.steps=100
 
-# Tests that start ranks need a core and wait a lot; the others run beside them.
-RANKS := tests/system tests/train
-
-test: setup lint
-	$(MAKE) --jobs 2 --output-sync=target test-ranks test-others
+# Tests that start ranks need a core and wait a lot; the others run beside them, dry runs (test_d*) among them.
+test: setup
+	$(MAKE) --jobs 3 --output-sync=target lint test-ranks test-others
 
 test-ranks: setup
-	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/ranks $(RANKS)
+	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/ranks --ignore-glob='*/tests/train/test_d*' tests/system tests/train
 
 test-others: setup
-	$(BIN)/python -m pytest $(RANKS:%=--ignore=%)
+	$(BIN)/python -m pytest --ignore=tests/system --ignore-glob='*/tests/train/test_[!d]*'
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

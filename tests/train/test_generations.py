@@ -54,10 +54,10 @@ def clean(text, tmp_path_factory):
     return undisturbed(a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path_factory.mktemp("clean"))
 
 
-SLOW = [pytest.param(at, marks=pytest.mark.slow) for at in ("gradients", "voting")]
+SLOW = [pytest.param(at, marks=pytest.mark.slow) for at in ("gradients", "voting", "update")]
 
 
-@pytest.mark.parametrize("at", ["forward", "voted", "update", *SLOW])
+@pytest.mark.parametrize("at", ["forward", "voted", *SLOW])
 @pytest.mark.parametrize("wait_s", [0, pytest.param(60, marks=pytest.mark.slow)], ids=["at once", "at full strength"])
 def test_a_worker_dies_in_a_step_and_is_replaced(at, wait_s, text, tmp_path, clean):
     """Before the vote, between vote and update, during the update: the step is redone or counts, never torn. The other
