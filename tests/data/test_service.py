@@ -144,6 +144,11 @@ print(len(s.recv(100)))
 """
 
 
+def test_ps_says_what_the_process_is(service):
+    shown = subprocess.run(["ps", "-o", "args=", "-p", str(service.client.running[0])], capture_output=True, text=True)
+    assert shown.stdout.strip() == "phalanx data"
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become somebody else")
 def test_another_user_is_turned_away(service):
     done = subprocess.run([sys.executable, "-c", STRANGER, service.address], capture_output=True, text=True, timeout=60)

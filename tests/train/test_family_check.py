@@ -48,6 +48,11 @@ MISTAKES = {
         "        for layer in self.layers:\n            x = layer(x, batch)",
         "        x = x * 1.5\n        for layer in self.layers:\n            x = layer(x, batch)",
     ),
+    "dropout": (
+        ("tp 2", "refused", "remedy: set layout.tp = 1, or leave the dropout out"),
+        "nn.Linear(4 * dim, dim))",
+        "nn.Linear(4 * dim, dim), nn.Dropout(0.1))",
+    ),
     "a mean over the micro-batch": (
         ("cp 2, ring", "wrong", "batch.positions()"),
         "x = x + self.attention(self.norm1(x), batch)",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
-from phalanx.core.layout import Coord
+from phalanx.core.layout import Coord, Layout
 from phalanx.model.family import Family
 from phalanx.parallel.context import apply_context_parallel
 from phalanx.parallel.deferred import WeightGradients, apply_deferral
@@ -39,6 +40,7 @@ def parallelize(
     for stage in job.layout.stages_of(coord.pp):
         with torch.device("meta"):
             model = family.build(job.model).to(COMPUTE_DTYPE[job.train.precision])
+        _refuse_dropout(model, job.layout)
         where = cut_stages(family, model, job.model, job.layout)
         apply_tensor_parallel(model, family, groups.tp)
         if family.ends_in_head and family.loss is None:
@@ -61,3 +63,16 @@ def parallelize(
         apply_shard(job, model, units, experts, end_modules(family, model), groups)
         stages[stage] = model
     return stages
+
+
+def _refuse_dropout(model: nn.Module, layout: Layout) -> None:
+    """Masks are drawn anew for each micro-batch, so replicas and shards draw those of one rank; these axes do not."""
+    axis = next((axis for axis in ("tp", "cp", "pp") if getattr(layout, axis) > 1), "")
+    name = next((n for n, m in model.named_modules() if isinstance(m, _DropoutNd) and m.p > 0), "")
+    if axis and name:
+        raise UserError(
+            f"the model drops values out in {name!r}, and the ranks of this axis do not draw the masks of one rank",
+            field=f"layout.{axis}",
+            value=getattr(layout, axis),
+            remedy=f"set layout.{axis} = 1, or leave the dropout out",
+        )

@@ -4,6 +4,7 @@ it is given, and how it ends. What it works on is not known here."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -110,11 +111,19 @@ def _run(channel: Channel) -> int:
 
 
 def _take_title(start: Message) -> None:
-    """Be found by `ps` and `top`: as "phalanx rank 3", "phalanx keeper". The kernel keeps 15 characters."""
-    module = str(start["entry"]).partition(":")[0].rpartition(".")[2]
-    name = f"rank {start['args']['rank']}" if "rank" in start["args"] else module
+    """Be found by `ps` and `top`: as "phalanx rank 3", "phalanx keeper". The kernel keeps 15 characters; `ps aux` shows
+    the arguments instead, which are the zygote's, so they are written over where they lie."""
+    room, module = f".{start['entry']}".partition(":")[0].split(".")[-2:]
+    title = f"phalanx {room if module == 'service' else module}"
+    if "rank" in start["args"]:
+        title = f"phalanx rank {start['args']['rank']}"
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
-        file.write(f"phalanx {name}"[:15])
+        file.write(title[:15])
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/stat") as file:
+        first, end = map(int, file.read().rpartition(")")[2].split()[45:47])  # arg_start and arg_end: proc(5)
+        if first:
+            text = title.encode()[: end - first - 1]
+            ctypes.memmove(first, text.ljust(end - first, b"\0"), end - first)
 
 
 def entry(name: str) -> Callable[..., object]:
