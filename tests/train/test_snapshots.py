@@ -16,9 +16,9 @@ class Noted(Saver):
         self.job = SimpleNamespace(checkpoint=config, train=SimpleNamespace(steps=10**9), validation=Job().validation)
         self.state, self.heard = SimpleNamespace(step=0), SimpleNamespace(interval=heard)
         self.channel = SimpleNamespace(progress=SimpleNamespace(mark=lambda phase: None))
-        self.snapshots = SimpleNamespace(generation=0, begin=self._note)
+        self.snapshots = SimpleNamespace(generation=0, begin=self._note, wait=lambda: None)
 
-    def _note(self, step, durable, norm, about):
+    def _note(self, step, durable, norm=None, about=None):
         (self.durable if durable else self.in_memory).append(step)
 
     def _about(self):
@@ -46,6 +46,20 @@ def test_memory_has_a_snapshot_long_before_a_long_interval_ends():
     saver.begin(1)
     saver.train(1000)
     assert saver.durable == [] and saver.in_memory == [FIRST_STEP * 2**n for n in range(7)]
+
+
+def test_a_stop_saves_a_step_whose_snapshot_is_only_in_memory():
+    """It was taken for one that is on its way to the disk, and the run waited in vain."""
+    saver = Noted(CheckpointConfig(every_steps=90_000))
+    saver.begin(1)
+    saver.train(FIRST_STEP)
+    assert (saver.durable, saver.in_memory) == ([], [FIRST_STEP])
+    saver.save(FIRST_STEP)
+    saver.save(FIRST_STEP)
+    assert saver.durable == [FIRST_STEP], "once"
+    saver.begin(2)
+    saver.save(FIRST_STEP)
+    assert saver.durable == [FIRST_STEP] * 2, "nobody knows what became of that of another generation"
 
 
 def test_the_interval_that_was_announced_holds_from_the_next_checkpoint_on():

@@ -61,6 +61,7 @@ class Saver:
     def begin(self, generation: int) -> None:
         """All ranks begin at the same step, and know nothing of what was agreed on before."""
         self.snapshots.generation, self._began = generation, self.state.step
+        self._to_disk = -1  # the last step of this generation whose snapshot is to be durable
         self.every = self.job.checkpoint.every_steps
         self.memory_every = self.job.checkpoint.memory_every_steps
         self.next_durable = self._after(self.state.step, self.every)
@@ -92,6 +93,7 @@ class Saver:
         self.channel.progress.mark(Phase.idle)
         self.snapshots.begin(step, durable, norm, self._about())
         self._under_way = step
+        self._to_disk = step if durable else self._to_disk
         if durable and not last:
             if known and self.heard.interval[0]:
                 c, (_, every, memory_every) = self.job.checkpoint, self.heard.interval
@@ -100,11 +102,11 @@ class Saver:
         self.next_memory = self._after(step, self.memory_every)
 
     def save(self, step: int) -> None:
-        """Now, unless it is on its way."""
-        if self._under_way != step:
+        """Now, unless it is on its way. (One that stays in memory is not.)"""
+        if self._to_disk != step:
             self.snapshots.wait()
             self.snapshots.begin(step, durable=True, about=self._about())
-            self._under_way = step
+            self._under_way = self._to_disk = step
 
     def _about(self) -> dict[str, Any]:
         """What the manifest says of the step; all ranks must say the same."""
