@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.core.deal import Deal, deal
 from phalanx.core.held import travels_whole
@@ -85,6 +86,7 @@ class Reducer:
         self._sharded: dict[nn.Module, list[nn.Parameter]] = {}  # by model; at times FSDP2 has others in their place
         self._dtype = MASTER_DTYPE[job.train.precision]
         self._nodes: dict[int, Nodes] = {}  # by the leaves of a micro-batch; 0: see brought_by_shards
+        self._hooks: list[RemovableHandle] = []
         self._micro = 0
         self.rejoin(groups.cross)
 
@@ -110,7 +112,7 @@ class Reducer:
                 offset = sum(size for size, _ in unit.slices)
                 unit.places[param] = Place(tuple(param.shape), param.stride(), offset)
                 unit.slices.append((param.numel(), travels_whole(names[param], tuple(param.shape))))
-                param.register_post_accumulate_grad_hook(partial(self._arrived, unit))
+                self._hooks.append(param.register_post_accumulate_grad_hook(partial(self._arrived, unit)))
         self._unit_of |= owner
         self._sharded[parts[0]] = [p for p in owner if isinstance(p, DTensor)]
 
@@ -127,6 +129,9 @@ class Reducer:
             unit.out = None
 
     def close(self) -> None:
+        """Let go of the model: a cycle through a hook of a parameter is never collected, and it holds the groups."""
+        for hook in self._hooks:
+            hook.remove()
         if self.link:
             self.link.close()
 
