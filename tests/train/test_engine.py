@@ -29,8 +29,9 @@ def test_after_a_fault_in_backward_a_rebuilt_engine_gives_the_clean_gradients(po
         assert isinstance(answer, dict), answer
 
 
-def test_rebuilding_many_times_leaks_neither_threads_nor_descriptors(pool):
-    answers = pool.run(CASES + "rebuild", make_job((2, 2, 1), precision="fp32"), times=8)
+@pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 1), (1, 1, 2)], ids=["sharded", "whole", "tp"])
+def test_rebuilding_many_times_leaks_neither_threads_nor_descriptors(pool, layout):
+    answers = pool.run(CASES + "rebuild", make_job(layout, precision="fp32"), times=8 if layout == (2, 2, 1) else 3)
     for answer in answers:
         *rebuilt, without, closed = answer["resources"]
         assert rebuilt[-1] == rebuilt[0] and closed == without, answer["resources"]
