@@ -26,10 +26,10 @@ test: setup
 	$(MAKE) --jobs 3 --output-sync=target lint test-ranks test-others
 
 test-ranks: setup
-	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/ranks --ignore-glob='*/tests/train/test_d*' tests/system tests/train
+	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/ranks --ignore-glob='tests/train/test_d*' tests/system tests/train
 
 test-others: setup
-	$(BIN)/python -m pytest --ignore=tests/system --ignore-glob='*/tests/train/test_[!d]*'
+	$(BIN)/python -m pytest --ignore=tests/system --ignore-glob='tests/train/test_[!d]*'
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
