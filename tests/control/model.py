@@ -499,7 +499,7 @@ class Model:
             member.lack("it is not there")
             yield f"{number} does not get its state", self.spoke(self.put(state, number, worker, member), number)
             return
-        member.step = member.prepared = step
+        member.restored(step)
         yield f"{number} has its state", self.put(state, number, worker._replace(chain=chain, task=()), member)
 
     # -- what the ranks of a world that stands agree on

@@ -20,11 +20,13 @@ from phalanx.control.gang import Gang
 from phalanx.control.member import Member
 from phalanx.control.membership import Membership
 from phalanx.control.messages import Form, Parted
+from phalanx.control.worlds import Worlds
 from tests.control.sim import seeds
 from tests.control.sim.__main__ import attempt, main
 from tests.control.sim.nodes import Proc
 
 ROOT = Path(__file__).parents[2]
+forget = Worlds.forget
 
 
 def test_a_late_form_does_not_make_a_worker_drop_what_it_has_voted_for():
@@ -34,6 +36,17 @@ def test_a_late_form_does_not_make_a_worker_drop_what_it_has_voted_for():
     member.built()
     assert member.form(2, 1, None)
     assert not member.may_serve(2) and not member.may_serve(1) and member.may_serve(3)
+
+
+def forget_all(self, number):
+    found = self.replicas.get(number)
+    if found:
+        found.parted = -1
+    forget(self, number)
+
+
+def restored_of_nobody(self, step):
+    self.step = self.prepared = step
 
 
 def test_five_hundred_seeds():
@@ -49,6 +62,24 @@ def test_five_hundred_seeds():
     assert not failed, "\n".join(failed[:5])
     assert faults > 1500 and rungs == {-1, 0, 1, 2, 3, 4, 5, 6}, "the seeds have become tame"
     assert causes["done"] > 400 and causes["failed"] and causes["start"], causes
+
+
+@pytest.mark.parametrize(
+    "seed, without",
+    [
+        (26077, (Worlds, "unsaid", lambda self: [])),  # some ranks of a replica that parted with nothing held the step
+        (64953, (Worlds, "forget", forget_all)),  # a replica lost its node; what its other ranks held was forgotten
+        (70786, (Member, "restored", restored_of_nobody)),  # a state that was just received counted for abandoned
+        (90448, None),  # a replica left after the last step before its peer knew that it was committed
+        (93084, (Worlds, "forget", forget_all)),
+    ],
+)
+def test_what_one_world_in_twenty_thousand_has_shown(seed, without, monkeypatch):
+    seeds.run(seed)
+    if without:
+        monkeypatch.setattr(*without)
+        with pytest.raises(AssertionError, match="is abandoned, though workers have it"):
+            seeds.run(seed)
 
 
 def test_a_seed_is_the_same_world_wherever_it_runs():

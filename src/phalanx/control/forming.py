@@ -58,18 +58,19 @@ class Forming:
         missing = len(self._worlds.built) < len(self._members.wanted)
         return missing and self._desk.now_ns < self.patience_ns and not self._staff.leaving
 
-    def gather(self, attempts: int) -> Form | None:
-        """Form the next generation, if it can be. Nodes may have to be asked for what they hold first. `attempts`:
-        since the last step; after each one they meet elsewhere."""
+    def gather(self, attempts: int) -> Form | list[int]:
+        """Form the next generation, if it can be. Nodes may have to be asked for what they hold first, and worlds to be
+        halted, which are returned, before a step is given up: only their workers know. `attempts`: since the last
+        step; after each one they meet elsewhere."""
         has = self._worlds.up_to_date(self._lineage)
         chosen = self._choose(has)
         if not chosen:
-            return None
+            return []
         standing = [r for r in chosen if r in has]
         if standing and (found := self._around(chosen, standing)):
             return self._form(attempts, *found)
         if self._worlds.among(self._worlds.astir, "leaving"):
-            return None  # they may hold what is looked for
+            return []  # they may hold what is looked for
         lineage, finder = self._lineage, self._finder
         crew = {rank: worker for r in chosen for rank, worker in self._worlds.replicas[r].crew.items()}
         step, sources = finder.newest(crew, lineage.committed if lineage.certain else None)
@@ -77,7 +78,9 @@ class Forming:
         if self._gen.begun and not finder.asked and not (kept and step == lineage.committed and lineage.certain):
             self._desk.phase = "asking"
             finder.ask(self._gen.number)
-            return None
+            return []
+        if not (lineage.certain and step == lineage.committed) and (unsaid := self._worlds.unsaid()):
+            return unsaid
         return self._form(attempts, chosen, step, sources)
 
     def _choose(self, has: set[int]) -> list[int]:

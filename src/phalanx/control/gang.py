@@ -471,7 +471,8 @@ class Gang:
         assert self.form
         if self.committed > self.form.step:
             self._progress()
-        if not self.gen.quiet:
+        # Those that leave after the last step may be gone before their peers have heard that it is committed.
+        if not self.gen.quiet and self.committed < self.ending.steps:
             contained = bool(self.gen.standing())
             self.forming.be_patient(max(self.policy.wait_ns, 0 if contained else self.policy.start_ns))
             self._judge(contained=contained)
@@ -523,8 +524,12 @@ class Gang:
         if self.forming.waits:
             return
         self._take_over({})
-        if form := self.forming.gather(self.verdict.attempts):
-            self._form(form)
+        found = self.forming.gather(self.verdict.attempts)
+        if isinstance(found, Form):
+            self._form(found)
+            return
+        for number in found:
+            self._halt(number)
 
     def _form(self, form: Form) -> None:
         self.commits.keep_only(self.lineage)

@@ -84,8 +84,8 @@ class Member:
         self.lacks = {"reason": reason or "it is not there", "damaged": damaged, "groups": groups}
 
     def restored(self, step: int) -> None:
-        """The state that it was to enter with is there."""
-        self.step = self.prepared = step
+        """The state that it was to enter with is there; it counts like the steps of this generation."""
+        self.step, self.prepared, self.made = step, step, self.generation
 
     def formed(self, step: int) -> bool:
         """The state is there, and so are the groups. Returns whether there is anything left to train."""

@@ -129,8 +129,11 @@ class Worlds:
             self._members.news.add(number)
 
     def forget(self, number: int) -> None:
-        """Drop a replica whose workers are ended, and its world with them."""
-        self.replicas.pop(number, None)
+        """Drop a replica that has lost its node, and its world with it. What its other workers hold stays known."""
+        found = self.replicas.pop(number, None)
+        if found and found.parted >= 0:
+            for worker in self._members.workers.keys() & found.crew.values():
+                self._members.workers[worker].copy = found.copy
         for some in (self.astir, self.built, self.aside, self.failing):
             some.discard(number)
 
@@ -195,6 +198,11 @@ class Worlds:
 
     def nodes(self, numbers: Iterable[int]) -> set[str]:
         return {name for number in numbers for name in self.replicas[number].nodes}
+
+    def unsaid(self) -> list[int]:
+        """Return the replicas that have parted without a state of all their ranks: some of these may hold one, which
+        they say when their world is halted."""
+        return [r for r in sorted(self.built) if self.replicas[r].parted >= 0 and self.replicas[r].copy is None]
 
     def up_to_date(self, lineage: Lineage) -> set[int]:
         """Return the replicas that stand, and have the last step."""

@@ -521,7 +521,7 @@ class Proc:
         kept = not whole.every and any(r * size + self.coordinate not in whole.sources for r in whole.replicas)
         if world.flip and source and kept:
             world.flip, self.state, self.true = False, f"{state}?{self.number}", state
-        m.step, m.prepared = step, step
+        m.restored(step)
         self.waits = True
         told = (self.state, source is None)
         point = "form" if self.node.name not in world.walled else "a wall"
