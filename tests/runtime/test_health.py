@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from phalanx.control.policy import WARNINGS
-from phalanx.runtime.health import Health
+from phalanx.runtime import health
+from phalanx.runtime.health import Health, Monitor
 
 
 class NVMLError(Exception):
@@ -94,3 +96,50 @@ def test_without_devices_there_is_nothing_to_say(monkeypatch, trouble):
     nvml.nvmlInit = lambda: exec("raise NVMLError('driver not loaded')", {"NVMLError": NVMLError})
     monkeypatch.setitem(sys.modules, "pynvml", nvml if trouble == "no driver" else None)
     assert list(Health().look()) == []
+
+
+PROCESS = """
+import json, sys
+from pathlib import Path
+life = Path(sys.argv[1])
+number = int(life.read_text())
+life.write_text(str(number + 1))
+if number == 2:
+    print("null", flush=True)
+else:
+    print(json.dumps({"counts": {"ecc": 3}, "devices": [{"device_busy": 0.5}]}), flush=True)
+    if number == 0:
+        import ctypes
+        ctypes.string_at(0)  # a library that crashes
+"""
+
+
+def looks(monitor, until):
+    found = []
+    deadline = time.monotonic() + 30
+    while not until():
+        assert time.monotonic() < deadline
+        found += monitor.look()
+        time.sleep(0.01)
+    return found
+
+
+def test_a_library_that_crashes_takes_nobody_along(tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "PAUSE_S", 0.0)
+    (tmp_path / "life").write_text("0")
+    monitor = Monitor((sys.executable, "-c", PROCESS, str(tmp_path / "life")), lives=9)
+    found = looks(monitor, lambda: (tmp_path / "life").read_text() == "3" and not monitor.alive)
+    assert found == [("ecc", 3), ("ecc", 6)], "counts of the second process are added to those of the first"
+    assert monitor.readings() == [] and list(monitor.look()) == [], "it has said that there is nothing to say"
+    assert (tmp_path / "life").read_text() == "3"
+
+
+def test_a_process_that_hangs_holds_nobody_up(tmp_path):
+    monitor = Monitor((sys.executable, "-c", "import time; time.sleep(100)"), lives=1)
+    assert list(monitor.look()) == [] == monitor.readings()
+    monitor.close()
+
+
+def test_the_process_has_nothing_to_say_without_devices():
+    monitor = Monitor(lives=2)
+    assert looks(monitor, lambda: monitor.counts and not monitor.alive) == []

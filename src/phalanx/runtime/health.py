@@ -1,22 +1,122 @@
 """What the devices of a node say of themselves, as counts that only grow: the signs of `control.policy.WARNINGS` that
 NVML knows. Without its Python package, or without a GPU, there is nothing to say.
 
-Looking costs some queries per device and beat, on the agent's own thread. Counters of links are many, so each look
-reads those of one device.
+A driver's library may crash, and may hang while a device falls off the bus, so NVML is asked in a process of its own
+(`python -m phalanx.runtime.health`): a node that loses it only knows less. Counters of links are many, so each look reads
+those of one device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
+import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from phalanx.control.policy import WARNINGS
+from phalanx.runtime import kernel
 
 # NVIDIA's Xid errors that speak of the device and not of the program on it.
 XIDS_MEMORY = {48, 63, 64, 92, 94, 95}  # double-bit errors, rows that were or could not be remapped, contained errors
 XIDS_LINK = {74, 79}  # NVLink; the device fell off the bus
+
+
+LOOK_S, STALE_S = 1.0, 30.0
+LIVES, PAUSE_S = 4, 10.0  # how often the process is started, and how long the first pause is
+
+
+class Monitor:
+    """The process, as its node sees it: `look` yields (sign, count) for what has grown, `readings` what each device said
+    last. None of it waits."""
+
+    def __init__(self, command: tuple[str, ...] = (sys.executable, "-m", __name__), lives: int | None = None):
+        """`lives`: how often it is started at most; None: not at all without a device."""
+        self.counts = dict.fromkeys(WARNINGS, 0)
+        self._command, self._lives = command, (LIVES if has_devices() else 0) if lives is None else lives
+        self._process: subprocess.Popen[bytes] | None = None
+        self._again_at, self._heard_at, self._text = float("-inf"), float("-inf"), b""
+        self._last, self._devices = dict.fromkeys(WARNINGS, 0), list[dict[str, float]]()
+
+    def look(self) -> Iterator[tuple[str, int]]:
+        for said in self._hear():
+            self._heard_at, self._devices = time.monotonic(), said["devices"]
+            for sign, count in said["counts"].items():
+                grown, self._last[sign] = count - self._last[sign], count
+                if grown > 0:
+                    self.counts[sign] += grown
+                    yield sign, self.counts[sign]
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is more to hear, now or after a pause."""
+        return self._process is not None or self._lives > 0
+
+    def readings(self) -> list[dict[str, float]]:
+        return self._devices if time.monotonic() < self._heard_at + STALE_S else []
+
+    def close(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout
+            self._process.stdout.close()
+        self._process, self._lives = None, 0
+
+    def _hear(self) -> Iterator[dict[str, Any]]:
+        if self._process is None and self._lives and time.monotonic() >= self._again_at:
+            self._start()
+        if self._process is None:
+            return
+        assert self._process.stdout
+        try:
+            data = os.read(self._process.stdout.fileno(), 1 << 20)
+        except BlockingIOError:
+            return
+        *lines, self._text = (self._text + data).split(b"\n")
+        for line in lines:
+            if (said := json.loads(line)) is None:  # nothing to say, now or later
+                self._lives = 0
+            else:
+                yield said
+        if not data:
+            self._process.stdout.close()
+            self._process.wait()  # unless its node has reaped it with its other children
+            self._process, self._devices = None, []
+
+    def _start(self) -> None:
+        self._lives -= 1
+        with contextlib.suppress(OSError):  # as if it had ended at once
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            assert self._process.stdout
+            os.set_blocking(self._process.stdout.fileno(), False)
+        self._last, self._text = dict.fromkeys(WARNINGS, 0), b""
+        self._again_at = time.monotonic() + PAUSE_S * 4 ** (LIVES - self._lives)
+
+
+def has_devices() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def main() -> None:
+    """Tell what devices say, a line of JSON each second, until nobody reads it; null: nothing. Where its library crashes
+    goes to the log."""
+    kernel.die_with_parent(os.getppid())
+    faulthandler.enable()
+    health = Health()
+    with contextlib.suppress(BrokenPipeError):
+        while health.devices:
+            for _ in health.look():
+                pass
+            print(json.dumps({"counts": health.counts, "devices": health.readings()}), flush=True)
+            time.sleep(LOOK_S)
+        print("null", flush=True)
 
 
 class Health:
@@ -25,7 +125,7 @@ class Health:
 
     def __init__(self, nvml: Any = None):
         self.counts = dict.fromkeys(WARNINGS, 0)
-        self._nvml, self._devices, self._turn = nvml, list[Any](), 0
+        self._nvml, self.devices, self._turn = nvml, list[Any](), 0
         self._last: dict[tuple[str, int], int] = {}  # sign and device -> what it had counted
         self._xids: Any = None
         self._samples: dict[int, Any] = {}  # of GPM, by device: those of the last look
@@ -33,11 +133,11 @@ class Health:
         with contextlib.suppress(Exception):  # no package, no driver, no device: nothing to say
             self._nvml = nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
-            self._devices = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
+            self.devices = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
         with contextlib.suppress(Exception):  # some devices tell no events
-            if self._devices:
+            if self.devices:
                 self._xids = self._nvml.nvmlEventSetCreate()
-                for device in self._devices:
+                for device in self.devices:
                     self._nvml.nvmlDeviceRegisterEvents(device, self._nvml.nvmlEventTypeXidCriticalError, self._xids)
 
     def look(self) -> Iterator[tuple[str, int]]:
@@ -45,7 +145,7 @@ class Health:
         try:
             self._count()
         except AttributeError:  # a release of the package with other names
-            self._devices = []
+            self.devices = []
         for sign, count in self.counts.items():
             if count > before[sign]:
                 yield sign, count
@@ -59,7 +159,7 @@ class Health:
 
     def _read(self) -> Iterator[dict[str, float]]:
         n = self._nvml
-        for device in self._devices:
+        for device in self.devices:
             found: dict[str, float] = {}
             if (use := self._get(n.nvmlDeviceGetUtilizationRates, device)) is not None:
                 found["device_busy"] = use.gpu / 100
@@ -78,7 +178,7 @@ class Health:
     def _tensor(self, device: Any) -> float | None:
         """Share of time since the last look in which the tensor cores computed: NVML's GPM, of Hopper and newer. Busy
         only says that some kernel ran."""
-        n, number = self._nvml, self._devices.index(device)
+        n, number = self._nvml, self.devices.index(device)
         if not hasattr(n, "nvmlGpmSampleAlloc") or number in self._without_gpm:
             return None
         support = self._get(n.nvmlGpmQueryDeviceSupport, device)
@@ -104,12 +204,12 @@ class Health:
         return float(got.metrics[0].value) / 100 if got is not None else None
 
     def _count(self) -> None:
-        for number, device in enumerate(self._devices):
+        for number, device in enumerate(self.devices):
             self._grown("ecc", number, self._ecc(device))
             self.counts["throttle"] += self._throttled(device)
-        if self._devices:
-            number = self._turn = (self._turn + 1) % len(self._devices)
-            self._grown("link_errors", number, self._link_errors(self._devices[number]))
+        if self.devices:
+            number = self._turn = (self._turn + 1) % len(self.devices)
+            self._grown("link_errors", number, self._link_errors(self.devices[number]))
             self._hear_xids()
 
     def _grown(self, sign: str, device: int, count: int | None) -> None:
@@ -167,3 +267,7 @@ class Health:
             return call(*args)
         except self._nvml.NVMLError:
             return None
+
+
+if __name__ == "__main__":
+    main()

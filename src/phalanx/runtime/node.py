@@ -33,7 +33,7 @@ from phalanx.core.errors import UserError
 from phalanx.observe.fold import fold_of
 from phalanx.runtime import inventory, kernel
 from phalanx.runtime.aggregator import COMMANDS
-from phalanx.runtime.health import Health
+from phalanx.runtime.health import Monitor
 from phalanx.runtime.hosting import Host
 from phalanx.runtime.joining import Joiner, Refusal
 from phalanx.runtime.logs import Logs
@@ -123,8 +123,8 @@ class Node(Host):
         self.about = inventory.about(self.address, options.topology)
         self.agent: Agent | None = None
         self.link: Link | None = None
-        self.health: Health | None = None
-        self.telemetry: Telemetry | None = None
+        self.health = Monitor()
+        self.telemetry = Telemetry(self.health)
         self.ranks: dict[int, int] = {}  # worker -> rank
         self.rails: dict[str, bool] = {}  # interface -> whether it is up; of several
         self.reporter = Reporter(self.loop, self.life, self._tell_record, self._check_done)
@@ -356,12 +356,9 @@ class Node(Host):
         if self.shipped and self.reporter.size_bytes < FULL_BYTES:
             for item in self.shipped.look():
                 self._say(item)
-        if self.health is None or self.telemetry is None:
-            self.health = Health()
-            self.telemetry = Telemetry(self.health)
-        self.telemetry.look()
         for sign, count in self.health.look():
             self.agent.warn(sign, count)
+        self.telemetry.look()
         self._act()
 
     def _check_alone(self) -> None:
@@ -451,8 +448,7 @@ class Node(Host):
             self.agent.worker_said(now_ns, w.number, check(body, REPORTS) if kind in REPORTS else body)
         for_agent = kind == service or kind in KEPT if service else kind in machine.REPORTS
         if not for_agent:
-            read = self.telemetry.values if self.telemetry else None
-            fold = fold_of(self.ranks[w.number], body, read) if w.number in self.ranks else None
+            fold = fold_of(self.ranks[w.number], body, self.telemetry.values) if w.number in self.ranks else None
             if fold:
                 self.reporter.say(fold)
             else:

@@ -7,13 +7,13 @@ from pathlib import Path
 from statistics import mean
 
 from phalanx.observe.readings import READINGS
-from phalanx.runtime.health import Health
+from phalanx.runtime.health import Health, Monitor
 
 
 class Telemetry:
     """`values`: what was read last. Of several devices the mean, or what tells of trouble first."""
 
-    def __init__(self, health: Health, proc: Path = Path("/proc"), every_s: float = 5.0):
+    def __init__(self, health: Health | Monitor, proc: Path = Path("/proc"), every_s: float = 5.0):
         self.values: dict[str, float] = {}
         self._health, self._proc, self._every_s = health, proc, every_s
         self._at = float("-inf")
