@@ -2,8 +2,8 @@
 NVML knows. Without its Python package, or without a GPU, there is nothing to say.
 
 A driver's library may crash, and may hang while a device falls off the bus, so NVML is asked in a process of its own
-(`python -m phalanx.runtime.health`): a node that loses it only knows less. Counters of links are many, so each look reads
-those of one device.
+(`python -m phalanx.runtime.health`): a node that loses it only knows less. Counters of links are many, so each look
+reads those of one device.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from phalanx.runtime import kernel
 XIDS_MEMORY = {48, 63, 64, 92, 94, 95}  # double-bit errors, rows that were or could not be remapped, contained errors
 XIDS_LINK = {74, 79}  # NVLink; the device fell off the bus
 
-
 LOOK_S, STALE_S = 1.0, 30.0
 LIVES, PAUSE_S = 4, 10.0  # how often the process is started, and how long the first pause is
 
 
 class Monitor:
-    """The process, as its node sees it: `look` yields (sign, count) for what has grown, `readings` what each device said
-    last. None of it waits."""
+    """The process, as its node sees it: `look` yields (sign, count) for what has grown, `readings` what each device
+    said last. None of it waits."""
 
     def __init__(self, command: tuple[str, ...] = (sys.executable, "-m", __name__), lives: int | None = None):
         """`lives`: how often it is started at most; None: not at all without a device."""
@@ -105,8 +104,8 @@ def has_devices() -> bool:
 
 
 def main() -> None:
-    """Tell what devices say, a line of JSON each second, until nobody reads it; null: nothing. Where its library crashes
-    goes to the log."""
+    """Tell what devices say, a line of JSON each second, until nobody reads it; null: nothing. Where its library
+    crashes goes to the log."""
     kernel.die_with_parent(os.getppid())
     faulthandler.enable()
     health = Health()

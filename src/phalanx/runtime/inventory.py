@@ -4,6 +4,7 @@ runs. Nothing here asks anybody."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import importlib
@@ -149,8 +150,8 @@ def _devices() -> tuple[list[str], str]:
         return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*")), ""
     domain = ""
     with contextlib.suppress(Exception):  # older drivers, and hosts outside of any
-        info = nvml.c_nvmlGpuFabricInfoV_t()
-        nvml.nvmlDeviceGetGpuFabricInfoV(handles[0], info)
+        info = (getattr(nvml, "c_nvmlGpuFabricInfo_v3_t", None) or nvml.c_nvmlGpuFabricInfoV_t)()
+        nvml.nvmlDeviceGetGpuFabricInfoV(handles[0], ctypes.byref(info))  # the package passes on what it is given
         cluster = bytes(info.clusterUuid)
         domain = f"{cluster.hex()}/{info.cliqueId}" if any(cluster) else ""
     return [name if isinstance(name, str) else name.decode() for name in names], domain
