@@ -115,7 +115,8 @@ def measure(shape: str, args: argparse.Namespace) -> Iterator[dict]:
         ours.build()
         for name in names:
             documents, times, peers = BARS[shape][name][1], [], []
-            steps = (FIRST - WARM_UP) // args.rounds if args.long and name == "bf16" else args.steps
+            enough = -(-(FIRST - WARM_UP) // args.rounds) if name == "bf16" and not args.smoke else 0
+            steps = max(args.steps, enough)
             ours.steps(WARM_UP, documents)
             for _ in range(args.rounds):
                 peers.append(peer.steps(steps))
@@ -162,8 +163,8 @@ def row(shape: str, name: str, times: list, peers: list, ours: Contender, peer: 
         mine, theirs = (statistics.fmean(side[last - LATE : last]) for side in (ours.losses, peer.losses))
         apart_last = abs(mine - theirs)
     same = ours.first_documents > 0 or apart <= LOSS * (5 if "fp8" in name else 1)
-    if name == "bf16" and last >= FIRST:
-        same = same and apart_last is not None and apart_last <= LOSS
+    if name == "bf16" and shape in TOGETHER - {"smoke"}:
+        same = same and last >= FIRST and apart_last is not None and apart_last <= LOSS
     return {
         "shape": shape, "run": name, "ok": low >= least and memory <= most and same,
         "step_ms": round(1e3 * statistics.median(t for some in times for t in some), 1),
@@ -192,7 +193,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--titan", default=os.environ.get("PHALANX_TITAN", ""))
-    parser.add_argument("--long", action="store_true", help=f"bf16 runs {FIRST} steps, so that losses can be compared")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--only", default="", help="a regular expression for the names of the runs")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, one round: does it run?")
