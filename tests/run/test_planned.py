@@ -54,6 +54,15 @@ def test_what_the_job_gives_of_the_training_is_kept():
     assert (resolved.job.train.micro_batch, resolved.job.train.recompute) == (4, "full")
 
 
+@pytest.mark.parametrize("layout", [["layout.tp=2", "layout.replica=1", "recovery.spares=0"], SETS])
+def test_accelerators_compute_in_bf16_unless_the_job_says_otherwise(tmp_path, layout):
+    assert planned.resolve(None, layout)[0].job.train.precision == "fp32", "a CPU"
+    h200(tmp_path)
+    assert planned.resolve(None, layout)[0].job.train.precision == "bf16"
+    assert planned.resolve(None, [*layout, "train.precision=fp32"])[0].job.train.precision == "fp32"
+    assert planned.resolve(None, [*layout, "run.device=cpu"])[0].job.train.precision == "fp32"
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(UserError, match="remedy"):
         planned.resolve(None, [*SETS, "layout.ranks=7", "train.global_batch=4"])

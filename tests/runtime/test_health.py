@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.control.policy import WARNINGS
-from phalanx.runtime import health
+from phalanx.runtime import health, inventory
 from phalanx.runtime.health import Health, Monitor
 
 
@@ -143,3 +144,29 @@ def test_a_process_that_hangs_holds_nobody_up(tmp_path):
 def test_the_process_has_nothing_to_say_without_devices():
     monitor = Monitor(lives=2)
     assert looks(monitor, lambda: monitor.counts and not monitor.alive) == []
+
+
+class Fabric(ctypes.Structure):
+    _fields_ = [("clusterUuid", ctypes.c_uint8 * 16), ("cliqueId", ctypes.c_uint32)]
+
+
+def test_the_domain_is_asked_for_with_a_pointer(monkeypatch):
+    """The package passes on what it is given; by value the library writes wherever that points to."""
+    wanted = ctypes.CFUNCTYPE(None, ctypes.POINTER(Fabric))
+
+    @wanted
+    def answer(info):
+        info.contents.clusterUuid[0], info.contents.cliqueId = 0xAB, 3
+
+    class Switched(Nvml):
+        c_nvmlGpuFabricInfoV_t = Fabric
+
+        def nvmlDeviceGetName(self, device):
+            return b"NVIDIA H200"
+
+        def nvmlDeviceGetGpuFabricInfoV(self, device, info):
+            answer(info)
+
+    monkeypatch.setitem(sys.modules, "pynvml", Switched())
+    names, domain = inventory._devices()
+    assert names == ["NVIDIA H200"] * 2 and domain == f"ab{'00' * 15}/3"

@@ -93,13 +93,16 @@ class Forecast:
 
 
 def resolve(path: Path | Mapping[str, Any] | None, sets: Sequence[str] = ()) -> tuple[Resolved, Forecast | None]:
-    """The job of a file or a mapping, with a planned layout if it gives none, and what to expect of it where there is
-    anything to go by."""
+    """The job of a file or a mapping, with a planned layout if it gives none and in bf16 on accelerators if it gives no
+    precision, and what to expect of it where there is anything to go by."""
     resolved = _read(path, sets)
-    job = resolved.job
-    if job.model.family not in ("dense", "moe"):
+    if resolved.job.model.family not in ("dense", "moe"):
         return resolved, None
-    gpus = _gpus(job)
+    gpus = _gpus(resolved.job)
+    if gpus and resolved.origins["train.precision"] == "default":
+        sets = [*sets, "train.precision=bf16"]
+        resolved = _read(path, sets)
+    job = resolved.job
     known = bool(gpus) or _measured(gpus) is not None
     if resolved.auto:
         ranks = resolved.ranks or max(1, len(gpus))

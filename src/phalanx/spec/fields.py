@@ -261,7 +261,7 @@ class TrainSection(Section):
     precision: Literal["fp8", "bf16", "fp32", "fp64"] = option(
         TRAIN.precision,
         "Arithmetic of the forward and backward pass; bf16 keeps fp32 master weights, fp8 is bf16 with the products of "
-        "the blocks in 8 bits.",
+        "the blocks in 8 bits. A job that does not give it is in bf16 where this host has accelerators.",
     )
     reduction: Literal["fast", "exact"] = option(
         TRAIN.reduction,
