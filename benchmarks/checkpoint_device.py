@@ -13,11 +13,13 @@ Without an accelerator there is no copy to hide, and only the smoke mode is of u
 
 from common import SMOKE, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
+import secrets
 import statistics
 import tempfile
 
 from phalanx.core.job import Job, RunConfig, TrainConfig
 from phalanx.core.shape import ModelConfig
+from phalanx.gate.proof import KEY_BYTES
 from tests.pool import Pool
 
 LARGE = ModelConfig(vocab_size=32_000, dim=3072, num_layers=24, num_heads=24, num_kv_heads=8, ffn_dim=8192)
@@ -41,7 +43,8 @@ def main():
     )
     job = Job(model=SMALL if SMOKE else LARGE, train=train, run=RunConfig(device="auto"))
     with Pool(1) as pool, tempfile.TemporaryDirectory(dir=".") as folder:
-        keeping = dict(url=folder, ranks=1, keep_last=1, keep_every=0, token="x", has_buddy=False)
+        peers = {"key": secrets.token_hex(KEY_BYTES)}
+        keeping = dict(url=folder, ranks=1, keep_last=1, keep_every=0, peers=peers, host="127.0.0.1", has_buddy=False)
         pool._spawn(KEEPER, "phalanx.checkpoint.keeper:main", keeping)
         keeper = pool._wait({KEEPER}, 60)[KEEPER]["address"]
         function = "benchmarks.checkpoint_device_cases:snapshots"

@@ -35,6 +35,7 @@ from checkpoint_cases import DCP_OPTIONS, Ranks
 
 from phalanx.checkpoint.files import Reader
 from phalanx.core.store import Folder
+from phalanx.gate.proof import KEY_BYTES
 from phalanx.runtime.bare import BareClient
 
 WORLD, SHAPE = 4, (8, 5632, 2048)  # tensors, rows, columns: of weights, and of each moment
@@ -53,7 +54,7 @@ class Keeper:
     def __init__(self, folder: Path):
         self._node = BareClient(["phalanx.checkpoint.keeper"], log=folder / "node.log")
         args = {"url": str(folder / "ours"), "ranks": WORLD, "keep_last": 2, "keep_every": 0}
-        args |= {"token": secrets.token_hex(16), "has_buddy": False}
+        args |= {"peers": {"key": secrets.token_hex(KEY_BYTES)}, "host": "127.0.0.1", "has_buddy": False}
         self._log = folder / "keeper.log"
         self._node.spawn(KEEPER, "phalanx.checkpoint.keeper:main", args, self._log)
         self.address, self.on_committed = "", lambda said: None

@@ -50,8 +50,6 @@ AXES: dict[str, tuple[tuple[int, int, int], dict]] = {
 
 def _meets(model: ModelConfig, axis: str) -> bool:
     """Other pairs are refused (core/compat.py)."""
-    if axis == "cp 2, ring" and (model.window or model.attention_softcap):
-        return False
     return not (axis.startswith("pp") and model.tied)
 
 
@@ -80,6 +78,7 @@ EXPERTS = dataclasses.replace(
     full_every=2,
     attention_bias="qkv",
 )
+WINDOWS, SOFTCAP = (_model(feature, "cp 4") for feature in ("windows in turn", "attention softcap"))
 FEATURE_CASES += [
     ("shared keys: tp 4", (1, 1, 4), dict(model=SHARED)),
     ("shared keys: tp 4, one head, selective recompute", (1, 1, 4), dict(model=SHARED_ALL, recompute="selective")),
@@ -94,4 +93,7 @@ FEATURE_CASES += [
     ("shared keys: tp 4, compile", (1, 1, 4), dict(model=SHARED, compile="aot_eager")),
     ("features, moe: shard 2 x tp 2, ep 2", (1, 2, 2), dict(model=EXPERTS, axes=dict(ep=2))),
     ("features, moe: pp 2 x cp 2, Ulysses", (1, 1, 1), dict(model=EXPERTS, axes=dict(pp=2, cp=2, cp_style="ulysses"))),
+    ("features, moe: pp 2 x cp 2, ring", (1, 1, 1), dict(model=EXPERTS, axes=dict(pp=2, cp=2))),
+    ("windows in turn: cp 4, ring, no mask", (1, 1, 1), dict(model=WINDOWS, document_mask=False, axes=dict(cp=4))),
+    ("attention softcap: tp 2 x cp 4, ring", (1, 1, 2), dict(model=SOFTCAP, axes=dict(cp=4))),
 ]

@@ -28,7 +28,6 @@ TRIPPED_BY: dict[str, dict] = {
     "window-layers": {"model": {"full_every": 2}},
     "image-features": IMAGE | {"model": IMAGE["model"] | {"window": 4}},
     "moe-ffn": {"model": {"family": "moe", "ffn_bias": True}},
-    "ring-window": {"layout": {"cp": 2}, "model": {"attention_softcap": 50.0}},
     "top-k": {"model": {"family": "moe", "top_k": 9}},
     "dense-layers": {"model": {"family": "moe", "dense_layers": 4}},
     "images-text": {"model": {"family": "image", "options": PATCHES}, "train": {"seq_len": 16}},

@@ -205,19 +205,6 @@ RULES: tuple[Rule, ...] = (
         "leave them out",
     ),
     Rule(
-        "ring-window",
-        "layout.cp_style",
-        lambda j: (
-            j.layout.cp > 1
-            and j.layout.cp_style == "ring"
-            and (0 < j.model.window < j.train.seq_len or j.model.attention_softcap > 0)
-        ),
-        'layout.cp_style = "ring" with layout.cp above 1 and model.window or model.attention_softcap',
-        "in a ring results of blocks are merged by their log-sum-exp, and the kernels that give one know neither",
-        'set layout.cp_style = "ulysses", whose ranks attend over whole sequences',
-        composition=True,
-    ),
-    Rule(
         "top-k",
         "model.top_k",
         _moe(lambda j: j.model.top_k > j.model.num_experts),

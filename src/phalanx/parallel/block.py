@@ -1,11 +1,13 @@
 """Attention of some queries to some keys, with the log-sum-exp that lets results be merged, and its
 backward given the log-sum-exp over all keys. The fused kernel of the device where it takes the case,
 else the formulas. Every query sees every key, or with `causal` those up to its own place; documents are a matter of
-which queries and keys are brought together (context.py)."""
+which queries and keys are brought together (context.py). Windows and softcaps, which the kernels do not know, are a
+`Bend`."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +18,31 @@ _aten = torch.ops.aten
 Offsets = tuple[Tensor, int]  # where documents begin in the rows laid end to end, and how long one is at most
 
 
+class Bend(NamedTuple):
+    """Queries that see only a `window` of keys behind them (0: all), and scores s that become c tanh(s / c) (0: they
+    stay). `gap`: the place of the first query less that of the first key."""
+
+    gap: int
+    window: int
+    softcap: float
+
+
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take a further block's result into `out` and `lse`, in place."""
+    """Take a further block's result into `out` and `lse`, in place. A log-sum-exp of minus infinity: nothing was
+    seen."""
     total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp().unsqueeze(-1)).add_(part * (part_lse - total).exp().unsqueeze(-1))
+    before, after = (((x - total).exp().masked_fill(x.isneginf(), 0.0)).unsqueeze(-1) for x in (lse, part_lse))
+    out.mul_(before).add_(part * after)
     lse.copy_(total)
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, bend: Bend | None = None) -> tuple[Tensor, Tensor]:
     """(B, H, Q, E) and (B, H, Q)."""
+    if bend:
+        k, v = _for_all_heads(q, k), _for_all_heads(q, v)
+        scores, _ = _scores(q, k, causal, bend)
+        lse = scores.logsumexp(-1)
+        return (scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
     if flash_takes(q):
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         return out, lse
@@ -34,25 +52,25 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor,
     if _device_kernel(q):
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
         return out, lse[:, :, : q.shape[2]]
-    scores = _scores(q, k, causal)
+    scores, _ = _scores(q, k, causal)
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bend: Bend | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The share of this block in the gradients of q, k and v; `out` and `lse` are over all blocks."""
-    if flash_takes(q):
+    if flash_takes(q) and not bend:
         backward, seed = _aten._scaled_dot_product_flash_attention_backward, _no_dropout(q)
         lengths, lse = (q.shape[2], k.shape[2]), lse.contiguous()
         return backward(grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed)
     keys, values = _for_all_heads(q, k), _for_all_heads(q, v)
-    if _cpu_kernel(q):
+    if _cpu_kernel(q) and not bend:
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         parts = [t.contiguous() for t in (grad, q, keys, values, out, lse)]
         dq, dk, dv = backward(*parts, 0.0, causal)
-    elif _device_kernel(q):
+    elif _device_kernel(q) and not bend:
         padding = -q.shape[2] % 32  # as the kernel's own forward would hand it over
         lse = torch.nn.functional.pad(lse.float(), (0, padding), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -60,11 +78,14 @@ def attend_backward(
         wanted = [True, True, True, False]
         dq, dk, dv, _ = backward(grad, q, keys, values, None, out, lse, seed, seed, 0.0, wanted, causal)
     else:
-        p = (_scores(q, keys, causal) - lse.unsqueeze(-1)).exp()
+        scores, slope = _scores(q, keys, causal, bend)
+        p = (scores - lse.unsqueeze(-1)).exp()
         g = grad.to(p.dtype)
         dv = p.mT @ g
         delta = (g * out.to(p.dtype)).sum(-1, keepdim=True)
         ds = p * (g @ values.to(p.dtype).mT - delta) / math.sqrt(q.shape[-1])
+        if slope is not None:
+            ds *= slope
         dq, dk = ds @ keys.to(p.dtype), ds.mT @ q.to(p.dtype)
     return dq, _back_to_heads(dk, k), _back_to_heads(dv, v)
 
@@ -107,13 +128,21 @@ def _no_dropout(q: Tensor) -> Tensor:
     return torch.zeros(2, dtype=torch.uint64, device=q.device)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, bend: Bend | None = None) -> tuple[Tensor, Tensor | None]:
+    """The scores, and how steeply those that a softcap has bent follow the plain ones."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])
-    if not causal:
-        return scores
-    back = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    return scores.masked_fill(~back, float("-inf"))
+    scores, slope = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1]), None
+    gap, window, softcap = bend or Bend(0, 0, 0.0)
+    if softcap:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1 - bent.square()
+    if causal or window:
+        places = torch.arange(q.shape[2], device=q.device)[:, None] + gap - torch.arange(k.shape[2], device=q.device)
+        hidden = places < 0
+        if window:
+            hidden |= places >= window
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores, slope
 
 
 def _for_all_heads(q: Tensor, k: Tensor) -> Tensor:

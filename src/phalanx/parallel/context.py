@@ -3,7 +3,8 @@
 Ring: keys and values go round, each rank attends to one block after the other and merges the results
 by their log-sum-exp; the next block travels while the current one is worked on. A rank holds one piece
 from the front and its mirror from the back, so that a causal mask gives all the same work. Nothing is masked:
-only queries and keys that see each other are brought together, which the host knows from the documents.
+only queries and keys that see each other are brought together, which the host knows from the documents. Windows and
+softcaps have no kernels that give a log-sum-exp, so they go by formulas, some queries at a time.
 
 Ulysses: an all-to-all exchanges positions for heads, each rank attends over the whole sequence with
 some of the heads, and a second one brings them back."""
@@ -11,7 +12,7 @@ some of the heads, and a second one brings them back."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from phalanx.core.layout import Layout
 from phalanx.model.attention import Attend, document_offsets
 from phalanx.model.family import Batch
 from phalanx.parallel.block import (
+    Bend,
     Offsets,
     attend_backward,
     attend_block,
@@ -31,6 +33,8 @@ from phalanx.parallel.block import (
     merge,
 )
 from phalanx.parallel.collectives import Shift, swap_dims
+
+BENT_QUERIES = 1024  # at a time: their scores are materialized
 
 
 def local_positions(layout: Layout, seq_len: int, cp: int) -> Tensor:
@@ -60,14 +64,6 @@ def apply_context_parallel(model: nn.Module, layout: Layout, group: dist.Process
             field="layout.cp",
             value=layout.cp,
             remedy="call phalanx.Attend for the attention, or set layout.cp = 1",
-        )
-    bent = [m for m in found if m.window or m.softcap]
-    if bent and layout.cp_style == "ring":
-        raise UserError(
-            "the ring's kernels know no window and no softcap, which the model's attention has",
-            field="layout.cp_style",
-            value="ring",
-            remedy='set layout.cp_style = "ulysses"',
         )
     for module in found:
         module.__class__ = RingAttend if layout.cp_style == "ring" else UlyssesAttend
@@ -124,7 +120,7 @@ class RingAttend(Attend):
         self, batch: Batch, documents_BL: Tensor | None, put: Callable[[Tensor], Tensor] = lambda t: t
     ) -> list[list[_Tile]]:
         """By how far the keys have come round the ring: which queries meet which keys."""
-        key = ("ring", self.causal)
+        key = ("ring", *self.kind)
         if key not in batch.cache:
             me, width = self.group.rank(), self.group.size()
             length = width * batch.positions().shape[0]
@@ -141,6 +137,9 @@ class RingAttend(Attend):
         put: Callable[[Tensor], Tensor],
     ) -> list[_Tile]:
         """The keys of rank `source` that queries here see."""
+        window = self.window if self._hides(len(places) * len(places[me])) else 0
+        if window or self.softcap:
+            return list(self._bent(documents_BL, places[me], places[source], window))
         whole, half = len(places[me]), len(places[me]) // 2
         q, k = slice(0, whole), slice(0, whole)
         if self.causal and source < me:
@@ -160,6 +159,33 @@ class RingAttend(Attend):
             for row in range(len(documents_BL))
             for mine, theirs in _shared(ours_BQ[row], theirs_BK[row])
         ]
+
+    def _bent(self, documents_BL: Tensor | None, ours: Tensor, theirs: Tensor, window: int) -> Iterator[_Tile]:
+        """The same by formulas: places next to each other, no more keys than are seen, and a few queries."""
+        for (mine, q), (others, k) in product(_pieces(ours), _pieces(theirs)):
+            rows = range(1 if documents_BL is None else len(documents_BL))
+            for row in rows:
+                shared = [(slice(0, len(mine)), slice(0, len(others)))]
+                if documents_BL is not None:
+                    shared = list(_shared(documents_BL[row, mine], documents_BL[row, others]))
+                for queries, keys in shared:
+                    for first in range(queries.start, queries.stop, BENT_QUERIES):
+                        some = slice(first, min(first + BENT_QUERIES, queries.stop))
+                        at, last, begin = int(mine[some.start]), int(mine[some.stop - 1]), int(others[0])
+                        low = max(keys.start, at - window + 1 - begin) if window else keys.start
+                        high = min(keys.stop, last + 1 - begin) if self.causal else keys.stop
+                        if low < high:
+                            bend = Bend(at - begin - low, window, self.softcap)
+                            of = slice(None) if documents_BL is None else slice(row, row + 1)
+                            seen = _within(k, slice(low, high))
+                            yield _Tile(of, _within(q, some), seen, self.causal, bend=bend)
+
+
+def _pieces(places: Tensor) -> Iterator[tuple[Tensor, slice]]:
+    """The two pieces of a rank, each of which is in order without gaps, and where they lie in its tokens."""
+    half = len(places) // 2
+    for part in (slice(0, half), slice(half, len(places))):
+        yield places[part], part
 
 
 def _shared(ours_Q: Tensor, theirs_K: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -188,6 +214,7 @@ class _Tile(NamedTuple):
     keys: slice
     causal: bool
     offsets: Offsets | None = None
+    bend: Bend | None = None
 
     def of_queries(self, x: Tensor) -> Tensor:
         return x[self.rows, :, self.queries]
@@ -210,7 +237,7 @@ class _Ring(torch.autograd.Function):
                 if t.offsets:
                     part, part_lse = attend_documents(*parts, t.offsets, t.causal)
                 else:
-                    part, part_lse = attend_block(*parts, t.causal)
+                    part, part_lse = attend_block(*parts, t.causal, t.bend)
                 merge(t.of_queries(out), t.of_queries(lse), part, part_lse)
             held = coming.wait() if coming else held
         out = out.to(q.dtype)
@@ -245,4 +272,4 @@ def _tile_backward(
     grad, q, out, lse = (tile.of_queries(t) for t in (grad, q, out, lse))
     if tile.offsets:
         return attend_documents_backward(grad, q, keys, values, out, lse, tile.offsets, tile.causal)
-    return attend_backward(grad, q, keys, values, out, lse, tile.causal)
+    return attend_backward(grad, q, keys, values, out, lse, tile.causal, tile.bend)
