@@ -48,8 +48,9 @@ class Cluster(real.Cluster):
 
     def start_controller(self) -> None:
         with self.log.open("ab") as log:
-            about = (self.control, self.secret.path, "--aggregate", "--host", HOST)
-            self.controllers.append(real.Controller(*about, log=log))
+            host, port = self.recorder.server.address
+            more = ("--aggregate", "--host", HOST, "--recorder", f"{host}:{port}")
+            self.controllers.append(real.Controller(self.control, self.secret.path, *more, log=log))
         self.controller.wait_up(self.control)
 
 
@@ -67,10 +68,10 @@ def form(nodes: int) -> dict[str, float]:
         layout = Layout(shard=RANKS, ranks_per_node=RANKS // nodes)
         real.TOYS = "benchmarks.wire_cases"
         patient = Policy(**{**real.QUICK, "form_ns": 10**12, "gather_ns": 10**12, "launch_ns": 10**12})
-        cluster = Cluster(Path(folder), layout, patient, groups=GROUPS, ranks=RANKS)
+        cluster = Cluster(Path(folder), layout, patient, options={"entry": "member"}, groups=GROUPS, ranks=RANKS)
         try:
             for i in range(nodes):
-                cluster.start_node(f"n{i}", entry="member")
+                cluster.start_node(f"n{i}")
             kind = "formed groups"
             said = cluster.until(lambda: len(found := cluster.bodies(kind)) == RANKS and found, WAIT_S)
         finally:
