@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from phalanx.control.policy import WARNINGS
@@ -35,10 +34,10 @@ class Monitor:
     """The process, as its node sees it: `look` yields (sign, count) for what has grown, `readings` what each device
     said last. None of it waits."""
 
-    def __init__(self, command: tuple[str, ...] = (sys.executable, "-m", __name__), lives: int | None = None):
-        """`lives`: how often it is started at most; None: not at all without a device."""
+    def __init__(self, command: tuple[str, ...] = (sys.executable, "-P", "-m", __name__), lives: int | None = None):
+        """`lives`: how often it is started at most; None: not at all without the package."""
         self.counts = dict.fromkeys(WARNINGS, 0)
-        self._command, self._lives = command, (LIVES if has_devices() else 0) if lives is None else lives
+        self._command, self._lives = command, (LIVES if can_ask() else 0) if lives is None else lives
         self._process: subprocess.Popen[bytes] | None = None
         self._again_at, self._heard_at, self._text = float("-inf"), float("-inf"), b""
         self._last, self._devices = dict.fromkeys(WARNINGS, 0), list[dict[str, float]]()
@@ -99,8 +98,8 @@ class Monitor:
         self._again_at = time.monotonic() + PAUSE_S * 4 ** (LIVES - self._lives)
 
 
-def has_devices() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+def can_ask() -> bool:
+    return importlib.util.find_spec("pynvml") is not None
 
 
 def main() -> None:
