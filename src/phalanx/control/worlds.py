@@ -202,6 +202,8 @@ class Worlds:
     def unsaid(self) -> list[int]:
         """Return the replicas that have parted without a state of all their ranks: some of these may hold one, which
         they say when their world is halted."""
+        if self._members.replica_size == 1:
+            return []
         return [r for r in sorted(self.built) if self.replicas[r].parted >= 0 and self.replicas[r].copy is None]
 
     def up_to_date(self, lineage: Lineage) -> set[int]:
