@@ -182,7 +182,7 @@ class RingAttend(Attend):
 
 
 def _pieces(places: Tensor) -> Iterator[tuple[Tensor, slice]]:
-    """The two pieces of a rank, each of which is in order without gaps, and where they lie in its tokens."""
+    """The two pieces of a rank and where they lie in its tokens. A piece is in order and has no gaps."""
     half = len(places) // 2
     for part in (slice(0, half), slice(half, len(places))):
         yield places[part], part
