@@ -155,3 +155,5 @@ def test_a_bent_block_and_its_gradients_are_those_of_autograd(window, softcap):
         before = out.clone(), lse.clone()
         merge(out[:, :, :1], lse[:, :, :1], *nothing)
         assert torch.equal(out, before[0]) and torch.equal(lse, before[1]), "nothing was seen, nothing changes"
+        merge(*nothing, *(t.clone() for t in nothing))
+        assert not nothing[0].any() and nothing[1].isneginf().all(), "nor when nothing was seen before"
