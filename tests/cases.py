@@ -329,6 +329,8 @@ class Rank:
 
     def __init__(self, job: Job, rank: int, store, generation: int, prepare=lambda rank: None):
         """`prepare(self)` is called before the engine is bound to the state."""
+        if job.train.compile != "none":  # past 8 compilations of a function torch runs it as it is
+            torch._dynamo.reset()
         self.job, self.coord = job, job.layout.coord(rank)
         self.store, self.generation = store, generation
         self.family = load_family(job.model.family)

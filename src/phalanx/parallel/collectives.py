@@ -1,7 +1,11 @@
 """Collectives that return their result, waited for. On NCCL the functional form, which traces and can
 be kept by selective recomputation. On Gloo everything goes by all-to-all, one message per peer: its
 own all-gather and reduce-scatter send many small ones, and the functional form crashes in torch 2.11
-when ranks share an accelerator."""
+when ranks share an accelerator.
+
+None returns the very tensor that a collective or an addition wrote into. Compiled by torch 2.11, an autograd function
+whose forward does so gets gradients of zero and no error (pytorch issue 180642): the traced forward returns that tensor
+twice, and its gradient goes to the wrong place."""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     if _on_gloo(group):
         first, *others = _exchange(x.unflatten(dim, (group.size(), -1)).movedim(dim, 0), group)
         for other in others:
-            first.add_(other)
+            first = first + other
         return first
     return funcol.wait_tensor(_scatter(x.contiguous(), "sum", dim, group))
 
@@ -47,7 +51,7 @@ def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
     if _on_gloo(group):
         out = x.clone()
         dist.all_reduce(out, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
-        return out
+        return out.view_as(out)
     return funcol.wait_tensor(funcol.all_reduce(x, op, group))
 
 
