@@ -1,11 +1,13 @@
 """The exact norm: right, and the same bits wherever the tensors are cut."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.parallel import norm
 from phalanx.parallel.norm import exact_norm, fast_norm
 
 
@@ -34,6 +36,22 @@ def test_the_exact_norm_does_not_depend_on_the_cut():
     norms = {float(exact_norm(list(g.chunk(n)), None, g, g.numel())).hex() for n in (1, 2, 3, 7, 100)}
     assert len(norms) == 1
     assert len({float(fast_norm(list(g.chunk(n)), None, g)).hex() for n in (1, 2, 3, 7, 100)}) > 1
+
+
+def test_the_exact_norm_does_not_depend_on_how_a_kernel_deals_its_sum(monkeypatch):
+    """Kernels carry from the low limb to the high one when it suits them, which would show once a sum has 53 bits."""
+    g = values()
+    for high in range((3 << 59) + 129, (3 << 59) + 129 + 50 * 256, 256):  # next to a tie of fp64
+        norms = set()
+        for carried in (0, 3):
+            dealt = partial(_deal, high - carried, carried)
+            monkeypatch.setattr(norm, "add_squares_", dealt)
+            norms.add(float(exact_norm([g], None, g, g.numel())).hex())
+        assert len(norms) == 1
+
+
+def _deal(high, carried, limbs, x, scale, bits):
+    limbs.copy_(torch.tensor([high, carried << bits]))
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

@@ -1,5 +1,5 @@
-"""Sums of squares whose bits depend on no order: every square is cut to two limbs of fixed point, and integers add in
-any order."""
+"""Sums of squares whose bits depend on no order: every square is cut to fixed point, and integers add in any order. A
+sum is in two limbs, high * 2^bits + low. How it is dealt to them depends on the kernel."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from torch import Tensor
 
 from phalanx.kernels import has_kernel
 
+MOST_BITS = 30  # of a limb: 16 squares of two limbs fit in 64 bits
+MOST_POWER = 64  # of two in a scale: squares of numbers below the normal ones of fp32 leave nothing in the limbs
 CHUNK = 1 << 16  # elements that a CPU works on at once, so that the temporaries stay in its cache
 
 
 def add_squares_(limbs_2: Tensor, x: Tensor, scale: Tensor, bits: int) -> None:
     """Add the squares of x * scale, which are below 1, to int64 limbs: in units of 2^-bits, and what is left of each in
-    units of 2^-(2 bits). `scale` is a power of two, in fp64."""
+    units of 2^-(2 bits), rounded down. `scale` is a power of two, in fp64."""
     if has_kernel(x):
         from phalanx.kernels import triton_square_sum
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.square_sum import add_squares_
+from phalanx.kernels.square_sum import MOST_BITS, MOST_POWER, add_squares_
 
 
 def fast_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: Tensor) -> Tensor:
@@ -27,8 +27,9 @@ def fast_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: Te
 
 
 def exact_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: Tensor, num_total: int) -> Tensor:
-    """Order-free: squares are added as integers, relative to the largest element (kernels/square_sum.py). `num_total`
-    bounds the number of elements over all ranks. Stays on the device."""
+    """Order-free: squares are added as integers, relative to the largest element (kernels/square_sum.py) or to 2^-64:
+    gradients all below that lose digits. `num_total` bounds the number of elements over all ranks. Stays on the
+    device."""
     counted = [t for t in counted if t.numel()]
     top = torch.zeros((), dtype=torch.float64, device=like.device)
     if counted:
@@ -36,15 +37,16 @@ def exact_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: T
         top = torch.stack(torch._foreach_norm(counted, math.inf, dtype=wide)).max().double()
     top = top.nan_to_num(nan=torch.inf)  # a maximum over ranks may drop a NaN, never an infinity
     _over(replica, top, dist.ReduceOp.MAX)
-    _, exponent = torch.frexp(top)
-    bits = 62 - max(1, num_total).bit_length()  # sums of num_total squares below 2**bits fit in int64
+    exponent = torch.frexp(top).exponent.clamp(min=-MOST_POWER)
+    bits = min(MOST_BITS, 62 - max(1, num_total).bit_length())  # sums of num_total squares below 2**bits fit in int64
     scale = torch.ldexp(torch.ones_like(top), -exponent)
     limbs = torch.zeros(2, dtype=torch.int64, device=like.device)
     for t in counted:
         add_squares_(limbs, t, scale, bits)
     _over(replica, limbs)
-    high, low = limbs.double().unbind()
-    norm = (high + low * 2.0**-bits).mul(2.0**-bits).sqrt()
+    high, low = limbs.unbind()
+    high, low = high + (low >> bits), low & ((1 << bits) - 1)  # one sum has many such pairs, and one of them is this
+    norm = (high.double() + low.double() * 2.0**-bits).mul(2.0**-bits).sqrt()
     norm = torch.ldexp(norm, exponent)
     return torch.where(torch.isfinite(top), norm, top)
 
