@@ -30,6 +30,7 @@ SLOW = {
     "fanin",
     "first_step",
     "gpu_exact",
+    "gpu_experts",
     "gpu_fp8",
     "hf_parity",
     "observe_overhead",

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.shape import ModelConfig
+from phalanx.parallel import fused
 from tests import reference
 from tests.cases import MOE, Rank, make_batch, make_job, reference_inputs
 
@@ -83,6 +84,16 @@ def test_gradients_are_those_of_plain_pytorch(options):
     ours, want, loss, total = gradients(job)
     assert abs(loss - total) / total < 2e-3
     assert error(ours, want) < LIMIT[job.train.precision], {n: error({n: ours[n]}, {n: want[n]}) for n in want}
+
+
+@pytest.mark.parametrize("options", [dict(), dict(compile="inductor", recompute="selective"), dict(reduction="exact")])
+def test_gradients_of_experts_in_fp8(monkeypatch, options):
+    """As for a job whose experts have rows enough."""
+    monkeypatch.setattr(fused, "FP8_ROWS", 1)
+    job = make_job(model=EXPERTS, precision="fp8", seq_len=256, micro_batch=2, global_batch=4, clip=0.0, **options)
+    ours, want, loss, total = gradients(job)
+    assert abs(loss - total) / total < 2e-3
+    assert error(ours, want) < LIMIT["fp8"], {n: error({n: ours[n]}, {n: want[n]}) for n in want}
 
 
 @pytest.mark.parametrize("style", ["ring", "ulysses"])

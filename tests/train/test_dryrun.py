@@ -20,6 +20,7 @@ DEEP = dataclasses.replace(DENSE, num_layers=4)
 MOE = dataclasses.replace(
     DENSE, family="moe", num_experts=6, top_k=3, expert_dim=37, shared_experts=1, dense_layers=1, num_layers=2
 )
+WIDE = dataclasses.replace(MOE, expert_dim=48)
 BALANCED = dataclasses.replace(MOE, shared_experts=0, balance_bias=0.1)
 OLMO = dataclasses.replace(DENSE, qk_norm="all", norm_place="post", attention_bias="all", ffn_bias=True)
 GEMMA = dataclasses.replace(DENSE, norm_place="both", window=7, full_every=2, logit_softcap=2.0, qk_norm="head")
@@ -72,6 +73,7 @@ CASES = [
         20,
     ),
     slow("experts, none of them elsewhere", job(MOE, replica=2, shard=8), 9),
+    slow("experts in fp8", job(WIDE, shard=4, ep=2, train={"precision": "fp8", "seq_len": 4096}), 3),
     ("balanced experts, uneven ep", job(BALANCED, replica=2, shard=8, ep=4), 9),
     ("full recomputation", job(MOE, shard=4, cp=2, tp=2, ep=4, train={"recompute": "full"}), 3),
     slow("full recomputation, Ulysses", job(shard=4, cp=2, cp_style="ulysses", train={"recompute": "full"}), 3),

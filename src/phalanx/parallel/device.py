@@ -109,6 +109,11 @@ class Device:
         """Whether it multiplies e4m3 and e5m2 as the OCP formats have them. A CPU does it by way of fp32."""
         return self.is_cpu or (torch.version.hip is None and torch.cuda.get_device_capability(self.torch) >= (8, 9))
 
+    @property
+    def has_grouped_fp8(self) -> bool:
+        """Whether to take grouped products with scales by row on it: torch's kernel is made for Hopper."""
+        return self.is_cpu or (torch.version.hip is None and torch.cuda.get_device_capability(self.torch)[0] == 9)
+
     def synchronize(self) -> None:
         if not self.is_cpu:
             torch.accelerator.synchronize(self.torch)

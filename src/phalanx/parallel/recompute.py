@@ -26,6 +26,7 @@ KEEP = {
     _aten.bmm.default,
     _aten._grouped_mm.default,
     _aten._scaled_mm.default,
+    _aten._scaled_grouped_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
