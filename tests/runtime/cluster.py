@@ -19,7 +19,7 @@ from phalanx.control.messages import Event
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.observe import fold
-from phalanx.runtime import inventory
+from phalanx.runtime import inventory, kernel
 from phalanx.runtime.controller import ask, read_address, write_plan, write_spec
 from phalanx.runtime.launch import AgentProcess, Call, Local, Seat
 from phalanx.runtime.reports import Recorder
@@ -84,6 +84,7 @@ class Cluster:
         self.worker = {"folder": str(folder / "votes"), "replica_size": layout.replica_size, "steps": steps, **worker}
         write_plan(self.control, Plan(layout, steps, 0, 0, policy or Policy(**QUICK)))
         self.write_spec(**(options or {}))
+        self.adapter = Local()
         self.nodes: dict[str, AgentProcess] = {}
         self.lost: set[str] = set()
         self.session = uuid.uuid4().hex
@@ -119,17 +120,22 @@ class Cluster:
         }
         write_spec(self.control, spec)
 
+    def prepare(self, *more: str) -> None:
+        """Nodes are forked from one process, which has imported what their workers need."""
+        self.adapter.prepare([TOYS, *more], {"PHALANX_SESSION": f"{self.session}-all-"}, self.folder / "zygote.log")
+        wait_for(lambda: not self.adapter.is_preparing())
+
     def start_node(self, name: str) -> AgentProcess:
         (self.folder / "logs").mkdir(exist_ok=True)
         env = {"PHALANX_SESSION": f"{self.session}-{name}-"}
         join = read_address(self.control)["aggregators"]
-        self.nodes[name] = Local().start(Call(Seat(name), join, self.secret, self.folder, env))
+        self.nodes[name] = self.adapter.start(Call(Seat(name), join, self.secret, self.folder, env))
         return self.nodes[name]
 
     def pump(self) -> None:
         self.controller.read()
         self.loop.turn(0.0)
-        self.lost |= {name for name, node in self.nodes.items() if node.process.poll() is not None}
+        self.lost |= {name for name, node in self.nodes.items() if has_ended(node)}
 
     def until(self, what, timeout: float = LONG_S):
         """What `what` returns once it is true; it may look at everything that was heard."""
@@ -211,12 +217,17 @@ class Cluster:
 
     def close(self) -> None:
         for node in self.nodes.values():
-            if node.process.poll() is None:
-                os.kill(node.process.pid, signal.SIGCONT)
+            if not has_ended(node):
+                os.kill(node.pid, signal.SIGCONT)
             node.close()
+        self.adapter.close()
         for controller in self.controllers:
             controller.close()
         self.recorder.close()
+
+
+def has_ended(node: AgentProcess) -> bool:
+    return kernel.stat(node.pid)[0] in ("", "Z")
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:

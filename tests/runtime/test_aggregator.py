@@ -592,6 +592,51 @@ def test_no_node_speaks_for_another_in_the_record(cluster):
     assert taken == [("a", [own])]
 
 
+@pytest.mark.parametrize("role", ["user", "aggregator", "controller"])
+def test_it_hears_agents_alone(cluster, role):
+    first = cluster.aggregators["r1"]
+    link = Link(cluster.loop, SECRET, Identity(role, "a", 1), [first.server.address], COMMANDS, lambda *_: None)
+    link.post({"type": "event", "event": {"value": 5}})
+    cluster.until(lambda: first.server.refused, 20)
+    assert "expected agent" in first.server.trouble and cluster.of("a") == []
+    link.close()
+
+
+@pytest.mark.parametrize("incarnation", [0, 1])
+def test_who_has_not_joined_can_only_ask_to(cluster, incarnation):
+    """It has no incarnation yet, by which what was said before could be told from what is said now."""
+    first = cluster.aggregators["r1"]
+    first._learn({"version": "v"}, [])
+    link = cluster.agent("a", first, incarnation=incarnation, beats=False)
+    cluster.until(lambda: link.session)
+    join = {"type": "join", "life": "1", "version": "v", "about": {}}
+    link.tell(join if incarnation else {"type": "event", "event": {"value": 5}})
+    cluster.until(lambda: first.server.refused, 20)
+    assert f"from incarnation {incarnation}" in first.server.trouble and not first._joins and cluster.of("a") == []
+
+
+NONSENSE = [
+    {"type": "said", "upto": 1, "items": [{}]},
+    {"type": "said", "upto": 1, "items": [{"type": ["step"]}]},
+    {"type": "said", "upto": 1, "items": [{"type": "left", "life": "x"}]},
+    {"type": "said", "upto": 1, "items": [{"type": "left", "life": "x", "n": "1"}]},
+    {"type": "store", "items": ["x"]},
+    {"type": "store", "items": [["call", "gang", 1, 0, "add", []]]},
+]
+
+
+@pytest.mark.parametrize("body", NONSENSE, ids=lambda body: str(body["items"][0]))
+def test_a_node_that_talks_nonsense_ends_its_own_connection_alone(cluster, body):
+    """Whoever has captured its token: the aggregator, often in one process with the controller, lives on."""
+    first = cluster.aggregators["r1"]
+    bad, good = cluster.agent("bad", first), cluster.agent("good", first)
+    cluster.until(lambda: bad.session and good.session and first.link.session)
+    bad.tell(body)
+    cluster.until(lambda: first.server.refused, 20)
+    good.post({"type": "event", "event": {"value": 5}})
+    cluster.until(lambda: 5 in cluster.of("good"))
+
+
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "", "-x", "a b"])
 def test_a_node_needs_a_name_that_can_be_a_folders(cluster, name):
     first, heard = cluster.aggregators["r1"], []
@@ -601,7 +646,7 @@ def test_a_node_needs_a_name_that_can_be_a_folders(cluster, name):
         lambda session, number, body: heard.append(body),
     )  # fmt: skip
     cluster.until(lambda: link.tell({"type": "join", "life": "1", "version": "v", "about": {}}))
-    cluster.until(lambda: heard)
+    cluster.until(lambda: heard, 20)
     assert heard[0]["final"] and "--name" in heard[0]["reason"] and not first._joins
     link.close()
 

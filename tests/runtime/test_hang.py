@@ -126,9 +126,9 @@ def test_those_that_wait_are_told_at_once_and_blamed_only_much_later(tree):
     for worker in range(2):
         tree.spawn(worker, "stand", how="wait")
         tree.until("message", worker)
+    start = time.monotonic()
     tree.client.watch(0.3)
-    first = tree.until("hang")
-    start, last = time.monotonic(), tree.until("hang")
+    first, last = tree.until("hang"), tree.until("hang")
     assert not first["final"] and last["final"] and first["workers"] == last["workers"] == [0, 1]
     assert time.monotonic() - start > 0.5
 

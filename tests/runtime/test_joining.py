@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,10 +17,12 @@ from phalanx.control.policy import Policy
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.engines.ssh import hosts_of
-from phalanx.runtime import inventory
+from phalanx.gate.proof import Identity, Token
+from phalanx.runtime import inventory, node
 from phalanx.runtime.controller import Controller, Printer, read_address, write_plan, write_spec
 from phalanx.runtime.secret import load_secret
-from tests.runtime.cluster import wait_for
+from phalanx.runtime.transport import Link
+from tests.runtime.cluster import has_ended, wait_for
 
 
 def test_a_node_with_other_code_is_refused_with_both_versions(cluster):
@@ -25,7 +30,9 @@ def test_a_node_with_other_code_is_refused_with_both_versions(cluster):
     c.controller.kill()
     write_spec(c.control, {"version": "0.0.9+old"})
     c.start_controller()
-    assert c.start_node("a").process.wait(30) == 2
+    node = c.start_node("a")
+    wait_for(lambda: has_ended(node))
+    assert node.was_refused()
     said = (c.folder / "logs" / "a.log").read_text()
     assert inventory.version() in said and "0.0.9+old" in said and "install the same code on both" in said
 
@@ -56,14 +63,51 @@ def test_a_node_that_has_joined_has_a_pulse(cluster, tmp_path):
     ((host, port),) = read_address(c.control)["aggregators"]
     command = [sys.executable, "-m", "phalanx.runtime.node", "--join", f"{host}:{port}", "--secret", c.secret.path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it serves toys of these tests
-    node = subprocess.Popen([*command, "--name", "a", "--pulse", pulse], env=env, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*command, "--name", "a", "--pulse", pulse], env=env, stderr=subprocess.DEVNULL)
     try:
         wait_for(pulse.exists)
         before = pulse.stat().st_mtime_ns
         wait_for(lambda: pulse.stat().st_mtime_ns > before)
     finally:
-        node.terminate()
-        node.wait()
+        process.terminate()
+        process.wait()
+
+
+QUICKLY = "import sys; from phalanx.runtime import node; node.ALONE_S = 0.3; sys.exit(node.main())"
+
+
+def test_a_node_runs_the_command_of_its_starter_only_while_no_controller_is_heard_of(cluster, tmp_path):
+    c, pulse, asked = cluster(layout=Layout()), tmp_path / "pulse", tmp_path / "asked"
+    ((host, port),) = read_address(c.control)["aggregators"]
+    command = [sys.executable, "-c", QUICKLY, "--join", f"{host}:{port}", "--secret", c.secret.path, "--name", "a"]
+    command += ["--pulse", pulse, "--when-alone", shlex.join(["sh", "-c", f"echo asked >> {asked}"])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(pulse.exists)
+        before = asked.read_text() if asked.exists() else ""  # joining may have taken longer than that
+        for _ in range(10):
+            last = pulse.stat().st_mtime_ns
+            wait_for(lambda last=last: pulse.stat().st_mtime_ns > last)
+        assert (asked.read_text() if asked.exists() else "") == before
+        c.controller.kill()
+        wait_for(lambda: asked.exists() and asked.read_text().count("asked") >= before.count("asked") + 2)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("said", "place"), [("", ""), (".", ""), (".zone-a", "zone-a"), ("east.zone-a", "east.zone-a")]
+)
+def test_a_node_whose_starter_knows_a_part_of_its_place_says_that_part(monkeypatch, tmp_path, said, place):
+    found = []
+    monkeypatch.setattr(
+        node, "Node", lambda options, _: found.append(options) or SimpleNamespace(run=str, stopped=None)
+    )
+    load_secret(tmp_path / "secret")
+    node.main(["--join", "127.0.0.1:7", "--secret", str(tmp_path / "secret"), "--topology", said])
+    assert found[0].topology == place
 
 
 @pytest.fixture
@@ -91,6 +135,19 @@ def test_a_host_that_comes_back_under_its_name_is_a_new_incarnation(controller):
     assert join(controller, "a", "2", "10.0.0.1")["incarnation"] == 2
     assert join(controller, "a", "2", "10.0.0.1")["incarnation"] == 3, "nobody knows whether it has heard"
     assert join(controller, "b", "3", "10.0.0.2")["incarnation"] == 1
+
+
+def test_a_node_cannot_speak_to_the_controller_itself(controller, tmp_path):
+    """By its token, under the name of an aggregator: it would take that one's place."""
+    token = Token("agent", "local", load_secret(tmp_path / "secret").token_of("agent", "local"))
+    me = Identity("agent", "local", 1 << 40)
+    link = Link(controller.loop, token, me, [controller.server.address], {}, lambda *_: None)
+    deadline = time.monotonic() + 20
+    while not controller.server.refused:
+        assert time.monotonic() < deadline, "it is let in"
+        controller.loop.turn(0.05)
+    assert "expected aggregator or user" in controller.server.trouble and "local" not in controller.server.sessions
+    link.close()
 
 
 def test_nodes_with_another_torch_are_refused_with_both_versions(controller):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -14,9 +15,11 @@ from phalanx.control.messages import Drain, Scale
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.gate.peers import Peers
+from phalanx.runtime import kernel
 from phalanx.runtime.controller import read_address
 from tests.runtime.cluster import QUICK, TOYS, S, kill, wait_for
 from tests.runtime.conftest import alive_with
+from tests.runtime.toys import INTERFACES
 
 PAIRS = Layout(replica=2, shard=2, ranks_per_node=2)  # a replica per node, of two ranks
 
@@ -41,7 +44,7 @@ def test_workers_are_told_where_they_stand_and_whom_they_have(cluster):
     kinds = {event["body"]["type"] for event in c.of("message")}
     assert not kinds & {"up", "built", "parked", "formed", "parted"}, "what is the controller's is not the launcher's"
     for node in c.nodes.values():
-        maps = Path(f"/proc/{node.process.pid}/maps").read_text()
+        maps = Path(f"/proc/{node.pid}/maps").read_text()
         assert "torch" not in maps and "numpy" not in maps
     # One of the two on a node is replaced: it has the seat of the one before.
     kill(facts[1]["pid"])
@@ -55,6 +58,25 @@ def test_workers_are_told_where_they_stand_and_whom_they_have(cluster):
     assert [source["number"] for source in sources[:2]] == [facts[rank]["worker"] for rank in (2, 3)], (
         "a replica that was broken takes the state of one that stands"
     )
+
+
+def test_torchs_ports_are_on_loopback_and_strangers_cannot_use_up_their_descriptors(cluster, monkeypatch):
+    """Gloo listens where it is told to, proves nothing, and aborts a rank that can open no more files."""
+    for name in INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(map(int, os.listdir("/proc/self/fd"))) + 256  # beyond what this process itself has open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+    try:
+        c = cluster("a", layout=Layout())
+        c.running(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    fact = c.facts()[0]
+    assert fact["interfaces"] == ["lo", "lo"]
+    enough = kernel.MOST_FILES if limits[1] == resource.RLIM_INFINITY else min(limits[1], kernel.MOST_FILES)
+    pids = [fact["pid"], c.controller.process.pid, *c.service_pids("a", "keeper")]
+    assert [resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] for pid in pids] == [enough] * 3
 
 
 # -- what dies
@@ -79,7 +101,7 @@ def test_a_node_that_is_gone_is_replaced_by_the_spare(cluster):
     c.until(lambda: len(c.status()["nodes"]) == 3)
     spare = next(n for n, s in c.status()["nodes"].items() if s["spare"])
     before, lost = c.pids(), c.facts()[1]["node"]
-    kill(c.nodes[lost].process.pid)
+    kill(c.nodes[lost].pid)
     wait_for(lambda: not os.path.exists(f"/proc/{before[1]}"))
     form = c.running(2)
     assert c.pids()[0] == before[0] and c.facts()[1]["node"] == spare
@@ -158,10 +180,10 @@ def test_a_node_that_was_given_up_is_fenced_and_comes_back(cluster):
     c.running(1)
     c.until(lambda: len(c.status()["nodes"]) == 3)
     lost, pid, worker = (c.facts()[1][key] for key in ("node", "pid", "worker"))
-    kill(c.nodes[lost].process.pid, signal.SIGSTOP)  # its worker goes on
+    kill(c.nodes[lost].pid, signal.SIGSTOP)  # its worker goes on
     form = c.running(2)
     assert form["rung"] == 2 and os.path.exists(f"/proc/{pid}")
-    kill(c.nodes[lost].process.pid, signal.SIGCONT)
+    kill(c.nodes[lost].pid, signal.SIGCONT)
     wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
     c.until(lambda: c.status()["nodes"][lost]["spare"])
     c.until(lambda: [event["incarnation"] for event in c.of("booted", lost)] == [1, 2])
@@ -235,7 +257,7 @@ def test_workers_of_a_stopped_node_stop_voting_when_the_lease_ends(cluster):
     c.running(1)
     c.start_node("b")
     c.until(lambda: c.status()["nodes"].get("b", {}).get("spare"))
-    kill(c.nodes["a"].process.pid, signal.SIGSTOP)
+    kill(c.nodes["a"].pid, signal.SIGSTOP)
     c.until(lambda: c.status()["phase"] == "fencing")
     votes = lambda: len(list((c.folder / "votes").glob("1-*")))  # noqa: E731
     first = votes()
@@ -244,7 +266,7 @@ def test_workers_of_a_stopped_node_stop_voting_when_the_lease_ends(cluster):
     assert last > first, "it trained on while it was waited for"
     c.until(lambda: c.steps(generation=2) >= 5)
     assert votes() == last, "two generations train at the same time"
-    kill(c.nodes["a"].process.pid, signal.SIGCONT)
+    kill(c.nodes["a"].pid, signal.SIGCONT)
     c.until(lambda: c.status()["nodes"]["a"]["spare"])
     assert c.until(lambda: c.bodies("departed"))[0]["why"] == "the lease has ended"
 

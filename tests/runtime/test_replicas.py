@@ -99,7 +99,7 @@ def test_a_node_of_a_replica_that_is_lost_is_replaced_and_the_others_train_on(ga
     spare = next(name for name, node in c.status()["nodes"].items() if node["spare"])
     before, lost = c.pids(), c.facts()[1]["node"]
     with nobody_builds(c):
-        kill(c.nodes[lost].process.pid)
+        kill(c.nodes[lost].pid)
         form = c.running(2)
     assert form["replicas"] == [1] and form["rung"] == 2 and lost in form["reason"]
     assert c.full(2)["reason"].endswith("replicas [0] join")

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from phalanx.gate.proof import Token
 from phalanx.observe.fold import fold_of
 from phalanx.observe.steps import StepTable
 from phalanx.runtime.logs import write
@@ -120,6 +121,19 @@ def test_what_is_said_while_nobody_listens_waits(tmp_path):
     way.folder = kept
     way.until(lambda: agent.is_empty)
     assert [item["worker"] for item in way.items] == [0, 1, 2, 3, 4] and agent.size_bytes == 0
+
+
+@pytest.mark.parametrize("relayed", [False, True], ids=["straight", "by a relay"])
+def test_a_node_cannot_write_the_record_itself(tmp_path, relayed):
+    """It would speak for all others: only aggregators are heard, who check whose words they pass on."""
+    way = Way(tmp_path, relayed)
+    server = way.relay.server if relayed else way.recorder.server
+    token = Token("agent", "a", way.secret.token_of("agent", "a"))
+    link = Link(way.loop, token, Identity("agent", "a", 1), [way.at], {}, lambda *_: None)
+    link.post({"type": "said", "items": [{"type": "log", "node": "b", "file": "x.log", "text": "!"}]})
+    way.until(lambda: server.refused)
+    assert "expected aggregator" in server.trouble and way.items == []
+    link.close()
 
 
 @pytest.mark.parametrize("node, file", [("..", "events.jsonl"), ("a", ".."), ("a", "../x.log"), ("", "x.log")])

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.runtime.secret import load_secret
+from phalanx.runtime.secret import load_keys, load_secret, write_token
 
 
 @pytest.fixture
@@ -90,3 +90,14 @@ def test_it_does_not_show_itself(path):
     code = "import sys; from phalanx.runtime.secret import load_secret; print(load_secret(sys.argv[1]), end='')"
     child = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     assert child.stdout == repr(secret)
+
+
+def test_a_nodes_token_is_guarded_as_the_secret_is(path):
+    secret = load_secret(path)
+    token = write_token(path.with_name("token"), secret, "agent", "node-1")
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and secret.key.hex() not in token.read_text()
+    keys = load_keys(token)
+    assert keys.key == secret.token_of("agent", "node-1") and keys.key.hex() not in repr(keys)
+    token.chmod(0o644)
+    with pytest.raises(UserError, match="has mode 644: others"):
+        load_keys(token)

@@ -321,7 +321,7 @@ def test_a_body_of_the_wrong_form_ends_its_connection_alone(net, body):
     bad.post(body)
     good.post(n(1))
     good.flush(60)
-    net.until(lambda: net.server.refused)
+    net.until(lambda: net.server.refused, 20)
     assert net.values("bad") == [] and net.values("good") == [1]
 
 
@@ -440,7 +440,7 @@ def test_a_whole_connection_that_was_recorded_is_no_proof(net):
     with socket.create_connection(server.address) as stranger:
         stranger.setblocking(False)
         stranger.send(b"".join(proxy.seen[True]))
-        net.until(lambda: server.refused)
+        net.until(lambda: server.refused, 20)
     assert net.values("eve") == [1]
 
 
@@ -451,6 +451,14 @@ def test_a_false_server_learns_nothing_and_is_not_believed(net):
     with pytest.raises(TimeoutError, match="is the cluster's secret the same there"):
         link.flush(0.3)
     assert net.heard == [] and not false.sessions
+
+
+def test_a_server_that_says_nothing_is_left_for_the_next(net):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        link = net.link(addresses=[mute.getsockname(), net.serve().address], handshake_s=0.3)
+        link.post(n(1))
+        link.flush(20)
+    assert net.values() == [1]
 
 
 def test_a_server_that_answers_without_the_secret_is_not_believed(net):
@@ -564,6 +572,19 @@ def test_a_frame_that_was_tampered_with_ends_the_connection_and_nothing_is_lost(
     net.until(lambda: server.sessions["a"].outbox.acked == 20)
     assert net.values() == net.told() == list(range(20))
     assert "on its way" in (server.trouble if to_server else ended[0])
+
+
+def test_a_member_that_announces_too_much_is_ended_before_it_has_come(net):
+    """Else a captured token could fill the memory of a server."""
+    server, good = net.serve(), net.link("good")
+    bad = net.link("bad")
+    net.until(lambda: bad.session and good.session)
+    bad.session.conn.sock.send(struct.pack(">I", (8 << 20) + 17))
+    net.until(lambda: server.refused, 10)
+    assert server.trouble == f"a frame of {(8 << 20) + 17} bytes"
+    good.post(n(1))
+    good.flush(60)
+    assert net.values("good") == [1]
 
 
 def test_what_an_end_said_cannot_be_said_to_it(net):

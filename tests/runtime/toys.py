@@ -17,6 +17,7 @@ from phalanx.control.messages import Source
 from phalanx.observe.progress import Phase
 
 POLL_S = 0.005
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where torch listens
 SHARD = dict(checkpoint="x", step=1, generation=1, ranks=1, rank=0, size=1, root="", drain_s=0.0)
 
 
@@ -77,7 +78,8 @@ class Trainee:
         facts = {
             key: self.args[key] for key in ("rank", "worker", "local_rank", "local_ranks", "node", "data", "keeper")
         }
-        self.channel.send({"type": "born", "pid": os.getpid(), **facts})
+        interfaces = [os.environ.get(name) for name in INTERFACES]
+        self.channel.send({"type": "born", "pid": os.getpid(), "interfaces": interfaces, **facts})
         self.channel.send({"type": "up", "port": 1})
         while True:
             try:

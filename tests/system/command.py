@@ -11,6 +11,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import forked
 from tests.runtime.conftest import alive_with, wait_gone
 
 PHALANX = Path(sys.executable).with_name("phalanx")
@@ -134,5 +135,4 @@ def train(directory: Path, *args: object, **env: str) -> Ended:
 
 def phalanx(directory: Path, *args: object) -> subprocess.CompletedProcess[str]:
     """Any other command."""
-    command = [str(PHALANX), *map(str, args)]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
+    return forked.phalanx(*args, cwd=directory)

@@ -175,8 +175,8 @@ class Aggregator:
             self._join(agent, body)
         elif body["type"] == "said":
             upto = body["upto"]
-            if not all(isinstance(item, dict) and item.get("node", node) == node for item in body["items"]):
-                raise WireError(f"{node} speaks for another node")
+            for item in body["items"]:
+                check_said(item, node)
             self.folder.take(node, body["items"], lambda: agent.tell({"type": "recorded", "upto": upto}))
         elif body["type"] == "beat":
             self.beats[node] = body
@@ -389,6 +389,14 @@ class Aggregator:
         self._post(self.liveness.tick(self._now_ns()))
         self._send()
         self._loop.after(TICK_S, self._tick)
+
+
+def check_said(item: Any, node: str) -> None:
+    """Refuse what a node says for the record if it is of another node, or of no known form. WireError."""
+    if not isinstance(item, dict) or item.get("node", node) != node:
+        raise WireError(f"{node} speaks for another node")
+    if not isinstance(item.get("type"), str) or ("life" in item and type(item.get("n")) is not int):
+        raise WireError(f"{node} says {str(item)[:200]!r} for the record: expected a type, and a number n with a life")
 
 
 def merged(items: list[Message]) -> list[Message]:

@@ -230,6 +230,9 @@ class Cluster:
             check_free(self._addresses(), self.port)
         unrecorded = self.unrecorded if self.shared else tuple
         self._recorder = Recorder(self.loop, secret, self.host, 0, self._heard, unrecorded)
+        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        env = {**environment(), **os.environ, "PHALANX_SESSION": self.session}
+        self.adapter.prepare(self.entries.preload, env, self.run_dir / "logs" / "zygote.log")
         self._start_controller()
         deadline = time.monotonic() + CONTROLLER_S
         while not (address := controller.read_address(self.folder))["aggregators"]:
@@ -244,6 +247,10 @@ class Cluster:
         self.on_event(
             {"type": "listening", "host": self.join[0][0], "port": self.join[0][1], "nodes": num_nodes(self.job.layout)}
         )
+        while self.adapter.is_preparing():
+            if self.stop():
+                raise KeyboardInterrupt
+            self.loop.turn(POLL_S / 10)
         me = Identity("user", f"launcher-{secrets.token_hex(8)}", 1)
         at = [(address["host"], address["port"])]
         self._link = Link(self.loop, secret, me, at, controller.ANSWERS, lambda *_: None)
@@ -378,7 +385,6 @@ class Cluster:
 
     def _start_controller(self) -> None:
         logs = self.run_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "phalanx.runtime.controller", "--dir", str(self.folder)]
         command += ["--secret", str(self.folder / "secret"), "--aggregate", "--attached"]
         command += ["--host", ",".join(self._addresses())]

@@ -44,15 +44,19 @@ class Channel:
         return self._conn.recv(timeout)
 
 
-def main(fds: list[int], *, slot: int, parent: int, close: list[int]) -> NoReturn:
-    """Become a worker. `fds`: channel, progress board, log."""
+def main(fds: list[int], *, slot: int, parent: int | None, close: list[int]) -> NoReturn:
+    """Become a worker. `fds`: channel, progress board, log, and what it and all that it starts hold. It ends with
+    `parent`, if that is given."""
     code = 1
     try:
-        kernel.die_with_parent(parent)
+        if parent is not None:
+            kernel.die_with_parent(parent)
         os.setpgid(0, 0)
         for fd in close:
             os.close(fd)
-        channel_fd, board_fd, log_fd = fds
+        channel_fd, board_fd, log_fd, *held = fds
+        for fd in held:
+            os.set_inheritable(fd, True)
         _redirect(log_fd)
         _set_signals()
         gc.enable()
@@ -94,7 +98,7 @@ def _run(channel: Channel) -> int:
     start = channel.recv()
     if start is None:
         return 1
-    _take_title(start)
+    take_title(_title(start))
     try:
         entry(start["entry"])(channel, start["args"])
     except SystemExit as e:
@@ -110,13 +114,17 @@ def _run(channel: Channel) -> int:
     return 0
 
 
-def _take_title(start: Message) -> None:
-    """Be found by `ps` and `top`: as "phalanx rank 3", "phalanx keeper". The kernel keeps 15 characters; `ps aux` shows
-    the arguments instead, which are the zygote's, so they are written over where they lie."""
-    room, module = f".{start['entry']}".partition(":")[0].split(".")[-2:]
-    title = f"phalanx {room if module == 'service' else module}"
+def _title(start: Message) -> str:
+    """As "phalanx rank 3", "phalanx keeper"."""
     if "rank" in start["args"]:
-        title = f"phalanx rank {start['args']['rank']}"
+        return f"phalanx rank {start['args']['rank']}"
+    room, module = f".{start['entry']}".partition(":")[0].split(".")[-2:]
+    return f"phalanx {room if module == 'service' else module}"
+
+
+def take_title(title: str) -> None:
+    """Be found by `ps` and `top`. The kernel keeps 15 characters; `ps aux` shows the arguments instead, which are the
+    zygote's, so they are written over where they lie."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(title[:15])
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/stat") as file:

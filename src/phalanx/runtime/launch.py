@@ -21,12 +21,14 @@ from typing import Protocol
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.runtime import kernel
+from phalanx.runtime.nursery import Nursery
 from phalanx.runtime.secret import Secret, token_text, write_token
 
 CLOSE_S = 5.0
 TAIL_LINES = 4  # of an agent's log, for people
 LOOPBACK = "127.0.0.1"
 REFUSED = 2  # the exit code of an agent that may not join
+GIVE_UP_S = 600.0  # of an agent without a controller
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,13 @@ class Call:
     def command(self, python: str) -> list[str]:
         """The agent, without its secret: `token` is written to its standard input, or a file names it. It ends when
         its standard input does."""
+        return [python, "-P", "-m", "phalanx.runtime.node", *self.options]
+
+    @property
+    def options(self) -> list[str]:
         join = ",".join(f"{host}:{port}" for host, port in self.join)
-        command = [python, "-P", "-m", "phalanx.runtime.node", "--join", join, "--name", self.seat.name, "--attached"]
-        return command + (["--topology", self.seat.topology] if self.seat.topology else [])
+        options = ["--join", join, "--name", self.seat.name, "--attached"]
+        return options + (["--topology", self.seat.topology] if self.seat.topology else [])
 
     @property
     def token(self) -> str:
@@ -95,6 +101,13 @@ class Adapter(ABC):
     def address(self) -> str:
         """Where the controller listens, as the nodes reach this host."""
 
+    def prepare(self, preload: Sequence[str], env: dict[str, str], log: Path) -> None:  # noqa: B027
+        """Begin to import what ranks need, where that can be done once for several nodes."""
+
+    def is_preparing(self) -> bool:
+        """Whether agents had better be started later."""
+        return False
+
     @abstractmethod
     def start(self, call: Call) -> Started: ...
 
@@ -118,43 +131,32 @@ class Adapter(ABC):
         return {}
 
 
-class AgentProcess:
-    """`phalanx agent`, started here. It ends with this process, and everything below it does.
+class AgentProcess(ABC):
+    """An agent that is a process of this machine, or whose client is. It ends when it is let go or its starter ends;
+    everything below it does.
 
-    `proves`: the process is of this machine, and all that it starts holds the writing end of a pipe: at its end the
-    last of them is gone. Of an ssh client nothing is known but its own end. `token`: written to its standard input."""
+    `proves`: all that it starts holds the writing end of a pipe: at its end the last of them is gone. Of an ssh client
+    nothing is known but its own end."""
 
-    def __init__(self, command: Sequence[str], token: str, log: Path, env: dict[str, str], proves: bool):
-        self._lifeline, held = os.pipe()
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=out,
-                pass_fds=[held] if proves else [],
-                start_new_session=True,  # Ctrl-C in the terminal reaches this process only
-            )
-        os.close(held)
-        self.log, self.proves, self.pid = log, proves, self.process.pid
+    pid: int
+    _pidfd: int
+
+    def __init__(self, log: Path, proves: bool):
+        self.log, self.proves = log, proves
         self.running: dict[int, int] = {}  # worker -> pid
-        assert self.process.stdin
-        if token:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.write(f"{token}\n".encode())
-                self.process.stdin.flush()
-        self._pidfd = os.pidfd_open(self.process.pid)
+        self._lifeline, self._held = os.pipe()
 
     def fileno(self) -> int:
         """Readable when it has ended."""
         return self._pidfd
 
+    @abstractmethod
     def let_go(self) -> None:
         """Tell it to end."""
-        assert self.process.stdin
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
+
+    @abstractmethod
+    def _code(self) -> int | None:
+        """The exit code of a process that has ended, negative for a signal; None if that cannot be known."""
 
     def close(self) -> bool:
         """End everything. Returns whether every process is known to be gone."""
@@ -162,31 +164,92 @@ class AgentProcess:
             return True
         self.let_go()
         deadline = time.monotonic() + CLOSE_S
-        try:
-            self.process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if not _readable(self._pidfd, CLOSE_S):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._code()
         if self.proves:
             for pid in filter(None, self.running.values()):  # what workers had started may be left
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(self._lifeline, select.POLLIN)
-        gone = bool(poll.poll(max(100.0, (deadline - time.monotonic()) * 1e3)))
+        gone = _readable(self._lifeline, max(0.1, deadline - time.monotonic()))
         for fd in (self._lifeline, self._pidfd):
             os.close(fd)
         self._lifeline = -1
         return gone and self.proves
 
     def how_it_ended(self) -> str:
-        code = self.process.wait(CLOSE_S)
+        code = self._code()
+        if code is None:
+            return "ended"
         how = f"was killed by {kernel.signal_name(-code)}" if code < 0 else f"ended with code {code}"
         lines = self.log.read_text(errors="replace").splitlines()
         return f"{how}: {' '.join(map(str.strip, lines[-TAIL_LINES:]))[-600:]}" if lines and code > 0 else how
 
     def was_refused(self) -> bool:
-        return self.process.returncode == REFUSED
+        return self._code() == REFUSED
+
+
+def _readable(fd: int, timeout: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout * 1e3))
+
+
+class StartedAgent(AgentProcess):
+    """A command. It ends when its standard input does. `token`: written to that."""
+
+    def __init__(self, command: Sequence[str], token: str, log: Path, env: dict[str, str], proves: bool):
+        super().__init__(log, proves)
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                pass_fds=[self._held] if proves else [],
+                start_new_session=True,  # Ctrl-C in the terminal reaches this process only
+            )
+        os.close(self._held)
+        self.pid = self.process.pid
+        assert self.process.stdin
+        if token:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(f"{token}\n".encode())
+                self.process.stdin.flush()
+        self._pidfd = os.pidfd_open(self.process.pid)
+
+    def let_go(self) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def _code(self) -> int | None:
+        return self.process.wait(CLOSE_S)
+
+
+class ForkedAgent(AgentProcess):
+    """A node that is forked from the process that has imported what ranks need."""
+
+    def __init__(self, nursery: Nursery, argv: Sequence[str], log: Path):
+        super().__init__(log, proves=True)
+        self._nursery = nursery
+        try:
+            entry = "phalanx.runtime.node:main_forked"
+            self._number, self.pid, self._pidfd, self._channel = nursery.fork(entry, argv, log, self._held)
+        except OSError:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(self._held)
+
+    def let_go(self) -> None:
+        self._channel.close()
+
+    def _code(self) -> int | None:
+        status = self._nursery.status(self._number, CLOSE_S)
+        return None if status is None else os.waitstatus_to_exitcode(status)
 
 
 class Local(Adapter):
@@ -197,6 +260,18 @@ class Local(Adapter):
 
     def __init__(self, hosts: dict[str, tuple[str, ...]] | None = None):
         self.hosts = hosts or {}
+        self._nursery: Nursery | None = None
+
+    def prepare(self, preload: Sequence[str], env: dict[str, str], log: Path) -> None:
+        if not self.hosts:
+            self._nursery = Nursery(preload, self._environment(env), log)
+
+    def is_preparing(self) -> bool:
+        return self._nursery is not None and self._nursery.is_importing()
+
+    def close(self) -> None:
+        if self._nursery:
+            self._nursery.close()
 
     def seats(self, count: int) -> list[Seat]:
         return [Seat(name) for name in self.hosts or (f"node-{i}" for i in range(count))]
@@ -209,10 +284,15 @@ class Local(Adapter):
         folder = call.run_dir / "control" / name
         token = write_token(folder / "token", call.secret, "agent", name)
         options = ["--secret", str(token), "--dir", str(folder), "--logs", str(logs / name), "--shared"]
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        env = {**os.environ, **call.env, "PYTHONPATH": path}
+        if self._nursery:
+            with contextlib.suppress(OSError):  # it is gone: the node imports by itself
+                return ForkedAgent(self._nursery, [*call.options, *options], call.log)
         command = [*self.hosts.get(name, ()), *call.command(sys.executable), *options]
-        return AgentProcess(command, "", call.log, env, proves=True)
+        return StartedAgent(command, "", call.log, self._environment(call.env), proves=True)
+
+    @staticmethod
+    def _environment(env: dict[str, str]) -> dict[str, str]:
+        return {**os.environ, **env, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
 
 
 class Hand(Adapter):

@@ -12,7 +12,9 @@ import argparse
 import contextlib
 import os
 import secrets
+import shlex
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,23 +33,25 @@ from phalanx.control.policy import MISSED_BEATS
 from phalanx.core.carrier import is_up
 from phalanx.core.errors import UserError
 from phalanx.observe.fold import fold_of
-from phalanx.runtime import inventory, kernel
+from phalanx.runtime import inventory, kernel, zygote
 from phalanx.runtime.aggregator import COMMANDS
+from phalanx.runtime.forked import Channel
 from phalanx.runtime.health import Monitor
 from phalanx.runtime.hosting import Host
 from phalanx.runtime.joining import Joiner, Refusal
+from phalanx.runtime.launch import GIVE_UP_S
 from phalanx.runtime.logs import Logs
 from phalanx.runtime.reports import Reporter
 from phalanx.runtime.secret import READ, Identity, Keys, load_keys, read_token
-from phalanx.runtime.spawner import Spawner, Stop, Worker
+from phalanx.runtime.spawner import Spawner, Stop, Warm, Worker
 from phalanx.runtime.telemetry import Telemetry
 from phalanx.runtime.transport import Link, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 STDIN = "-"
-GIVE_UP_S = 600.0  # without a controller
 LAST_WORDS_S = 10.0  # for the record, after the run
 RAILS_S = 0.25  # between two looks at the interfaces
+ALONE_S = 15.0  # between two looks whether no controller is heard of
 FULL_BYTES = 1 << 20  # said and not recorded: logs can wait
 
 #: What the controller tells a node that joins. `worker` and each of `services`: {"entry", "args"}; they are also told
@@ -113,11 +117,14 @@ class Options:
     topology: str = ""  # where it stands in the network, if its starter knows
     pulse: Path | None = None  # a file that is touched with every beat, for those who watch the process
     give_up_s: float = GIVE_UP_S
+    when_alone: tuple[str, ...] = ()  # a command of its starter's, for a node that hears no controller
 
 
 class Node(Host):
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, warm: Warm | None = None):
+        """`warm`: its zygote, if it has one already."""
         super().__init__()
+        self._warm = warm
         self.options, self.name, self.life = options, options.name, secrets.token_hex(8)
         self.address = inventory.address_towards(options.join[0][0])
         self.about = inventory.about(self.address, options.topology)
@@ -136,7 +143,10 @@ class Node(Host):
         self._sent_ns = 0  # when the last beat was
         self._heard_at = time.monotonic()  # the last time that there was a connection
         self._leased_at = time.monotonic()  # the last time that somebody spoke over it
+        self._asking: subprocess.Popen[bytes] | None = None  # the starter's command
         self.logs.mkdir(parents=True, exist_ok=True)
+        if options.when_alone:
+            self.loop.after(ALONE_S, self._ask_when_alone)
         self._join()
 
     def listen(self) -> None:
@@ -182,7 +192,7 @@ class Node(Host):
         wanted = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), rails[0]["interface"])
         for name, value in (spec["env"] | wanted).items():
             os.environ.setdefault(name, value)
-        self.spawner = Spawner(self, [str(name) for name in spec["preload"]])
+        self.spawner = Spawner(self, [str(name) for name in spec["preload"]], self._warm)
         times: dict[str, Any] = {f"{key.removesuffix('_s')}_ns": int(v * 1e9) for key, v in spec["limits"].items()}
         pace = Pace(int(spec["hang_s"] * 1e9), int(self.beat_s * 1e9))
         domain = ".".join(filter(None, (self.about["topology"], self.about["domain"]))) or self.name
@@ -361,6 +371,14 @@ class Node(Host):
         self.telemetry.look()
         self._act()
 
+    def _ask_when_alone(self) -> None:
+        """Run the command of the starter, which may know that no controller will come back."""
+        self.loop.after(ALONE_S, self._ask_when_alone)
+        is_alone = self._joining or (self.link is not None and not self.link.session)
+        is_running = self._asking is not None and self._asking.poll() is None
+        if is_alone and not is_running:
+            self._asking = subprocess.Popen(self.options.when_alone, stdin=subprocess.DEVNULL)
+
     def _check_alone(self) -> None:
         assert self.link
         now = time.monotonic()
@@ -490,7 +508,14 @@ DO: dict[type[Any], Callable[[Node, Any], None]] = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
+def main_forked(channel: Channel, args: dict[str, Any]) -> None:
+    """A node that is forked with all imported that its ranks need (`runtime.nursery`). It ends with its channel."""
+    pid, control = zygote.fork_off(close=[channel.fileno()])
+    os.dup2(channel.fileno(), 0)
+    sys.exit(main(args["argv"], Warm(pid, control, dict(os.environ))))
+
+
+def main(argv: list[str] | None = None, warm: Warm | None = None) -> int:
     """Exit codes: 0 when the run is over or its starter gone, 2 when it may not join."""
     parser = argparse.ArgumentParser(prog="phalanx agent", description="Join a run, and do what its controller says.")
     parser.add_argument("--join", required=True, metavar="HOST:PORT[,...]", help="where the controller takes agents in")
@@ -511,6 +536,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--give-up-s", type=float, default=GIVE_UP_S, help="without a controller (default: %(default)g)"
     )
+    parser.add_argument(
+        "--when-alone",
+        type=shlex.split,
+        default=[],
+        metavar="COMMAND",
+        help="run it now and then while no controller is heard of",
+    )
     args = parser.parse_args(argv)
     with contextlib.ExitStack() as stack:
         try:
@@ -518,8 +550,10 @@ def main(argv: list[str] | None = None) -> int:
             join = [inventory.parse_address(each, "--join") for each in args.join.split(",")]
             folder = args.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-")))
             name = args.name or socket.gethostname()
-            options = Options(join, secret, name, folder, args.logs, args.attached, args.shared, args.topology)
-            node = Node(replace(options, pulse=args.pulse, give_up_s=args.give_up_s))
+            place = ".".join(filter(None, args.topology.split(".")))  # its starter may not know all parts
+            options = Options(join, secret, name, folder, args.logs, args.attached, args.shared, place)
+            times = {"pulse": args.pulse, "give_up_s": args.give_up_s}
+            node = Node(replace(options, **times, when_alone=tuple(args.when_alone)), warm)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -72,22 +72,36 @@ class Worker:
         return "\n".join(text.splitlines()[-TAIL_LINES:])[-TAIL_CHARS:]
 
 
+@dataclass(frozen=True)
+class Warm:
+    """A zygote that was forked with everything imported, and the environment that it has."""
+
+    pid: int
+    socket: socket.socket
+    env: dict[str, str]
+
+
 class Spawner:
-    def __init__(self, owner: Owner, preload: list[str]):
-        """`preload`: modules that the zygote imports. What is inheritable here, all processes inherit."""
+    def __init__(self, owner: Owner, preload: list[str], warm: Warm | None = None):
+        """`preload`: modules that the zygote imports. What is inheritable here, all processes inherit. `warm`: a zygote
+        that is there already, and has imported them."""
         self.owner = owner
         self.workers: dict[int, Worker] = {}
         self.board_fd = os.memfd_create("phalanx-board")
         os.ftruncate(self.board_fd, SLOTS * RECORD_BYTES)
         self.board = memoryview(mmap.mmap(self.board_fd, SLOTS * RECORD_BYTES))
         self._requests: deque[tuple[Worker, socket.socket]] = deque()  # to be forked; their end of the channel
-        self._zygote, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._zygote.setblocking(False)
-        os.set_inheritable(theirs.fileno(), True)
-        args = [sys.executable, "-P", "-m", "phalanx.runtime.zygote", str(theirs.fileno()), str(os.getpid()), *preload]
-        self.zygote_pid = os.posix_spawn(sys.executable, args, os.environ)
         self._zygote_status: int | None = None
-        theirs.close()
+        if warm:
+            self.zygote_pid, self._zygote = warm.pid, warm.socket
+            self._zygote.send(json.dumps({"env": dict(os.environ.items() - warm.env.items())}).encode())
+        else:
+            self._zygote, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            os.set_inheritable(theirs.fileno(), True)
+            args = [sys.executable, "-P", "-m", "phalanx.runtime.zygote", str(theirs.fileno()), str(os.getpid())]
+            self.zygote_pid = os.posix_spawn(sys.executable, [*args, *preload], os.environ)
+            theirs.close()
+        self._zygote.setblocking(False)
 
     def listen(self, register: Callable[[Any, int, Callable[[int], None]], None], may_read: bool) -> None:
         """Register everybody who may speak, or is owed something. `may_read`: of the workers, too."""
@@ -140,7 +154,7 @@ class Spawner:
         with contextlib.suppress(BlockingIOError, ConnectionError):  # later; or never, as reading will tell
             while self._requests:
                 w, theirs = self._requests[0]
-                packet = json.dumps({"worker": w.number, "slot": w.slot}).encode()
+                packet = json.dumps({"worker": w.number, "slot": w.slot, "bound": True}).encode()
                 socket.send_fds(self._zygote, [packet], [theirs.fileno(), self.board_fd, w.log])
                 self._requests.popleft()
                 theirs.close()
