@@ -6,12 +6,15 @@ from __future__ import annotations
 import base64
 import dataclasses
 import itertools
+import re
 import threading
 
 import pytest
 import yaml
 from kubernetes.client import ApiClient, Configuration
+from typer.testing import CliRunner
 
+from phalanx.cli.commands import app
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Layout
@@ -129,6 +132,16 @@ def test_an_agent_sees_its_own_token_and_no_other(job, arguments, tmp_path):
     assert load_keys(path) == load_keys(write_token(tmp_path / "mine", Secret(path, key), "agent", "run-3"))
     command = pod["containers"][0]["command"]
     assert command[command.index("--name") + 1] == "run-$(NODE_INDEX)"
+
+
+def test_an_agent_says_in_which_region_and_zone_it_is(job, arguments):
+    (pod,) = [t["spec"] for role, t in pods_of(manifests(job, arguments)).items() if role == "nodes"]
+    (agent,) = pod["containers"]
+    labels = {each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in agent["env"] if "valueFrom" in each}
+    place = agent["command"][agent["command"].index("--topology") + 1]
+    assert re.sub(r"\$\((\w+)\)", lambda found: labels[found[1]], place) == (
+        "metadata.labels['topology.kubernetes.io/region'].metadata.labels['topology.kubernetes.io/zone']"
+    )
 
 
 def test_devices_spares_and_grace(job, arguments):
@@ -282,13 +295,88 @@ def test_a_run_is_followed_until_its_controller_has_ended(job, arguments, stub, 
     made = kubernetes.submission(where, job, arguments)
     threading.Thread(target=stub.end_pod, args=["run-controller", phase], daemon=True).start()
     if phase == "Succeeded":
-        assert made.send() == "run"
+        assert made.send() == "default/run"
     else:
         with pytest.raises(RunFailed, match=r"(?s)controller's pod has failed.*step 1"):
             made.send()
     out = capsys.readouterr().out
-    assert "kubectl delete job/run-controller" in out and f"modified {phase}" in out and out.count("added Running") == 5
+    assert (
+        "phalanx stop kubernetes:default/run" in out and f"modified {phase}" in out and out.count("added Running") == 5
+    )
     assert kubernetes.submission(where, job, [*arguments, "--detach"]).detach
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def submitted(job, arguments, stub, monkeypatch):
+    monkeypatch.setattr(Cluster, "connect", lambda namespace: cluster_of(stub, namespace))
+    monkeypatch.setattr(kubernetes, "LOOK_S", 0.01)
+
+    def submit(**options):
+        cluster_of(stub).create(manifests(job, arguments, name="run", **options))
+        return next(pod for name, pod in stub.pods().items() if name.startswith("run-controller"))
+
+    return submit
+
+
+@pytest.mark.parametrize("kind", ["jobs", "jobset"])
+def test_a_run_is_asked_about_and_ended_by_the_commands_of_any_run(submitted, stub, kind):
+    submitted(kind=kind)
+    assert kubernetes.state("default/run") == "controller Running; nodes: 4 Running"
+    assert command("logs", "kubernetes:default/run").output == "step 1\n"
+    assert command("logs", "kubernetes:default/run", "--grep", "loss").output == ""
+    done = command("stop", "kubernetes:default/run")
+    assert done.exit_code == 0 and "is asked to save and end" in done.output
+    assert stub.objects == {} and kubernetes.state("default/run") == ""
+
+
+@pytest.mark.parametrize(("phase", "code"), [("Succeeded", 0), ("Failed", 1)])
+def test_attach_shows_what_the_controller_says_until_it_ends(submitted, stub, phase, code):
+    pod = submitted()
+    pod["status"]["phase"] = phase
+    done = command("attach", "kubernetes:default/run")
+    assert done.output == "step 1\n" and done.exit_code == code
+
+
+def test_attach_goes_on_when_another_controller_takes_over(submitted, stub):
+    """One that stands by is created again when it fails: the run is not over. No line is shown twice."""
+    first = submitted(journal="postgresql://phalanx@db/journal")
+    first["status"]["phase"] = "Failed"
+    other = next(pod for pod in stub.pods().values() if pod is not first and cluster_of(stub).is_controller(pod))
+    other["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
+    asked, looks = stub.answer, itertools.count()
+
+    def answer(request, method):
+        if "/log?" in request.path and next(looks) == 2:
+            other["status"]["phase"] = first["status"]["phase"] = "Succeeded"
+        return asked(request, method)
+
+    stub.answer = answer
+    done = command("attach", "kubernetes:default/run")
+    assert done.exit_code == 0 and done.output.count("step 1") == 1, done.output
+    assert next(looks) > 2 and "controller Running" in done.output
+    assert {path for _, path in stub.asked if path.endswith("/log")} == {
+        f"/api/v1/namespaces/default/pods/{other['metadata']['name']}/log"
+    }, "of the one that acts"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["stop", "kubernetes:run"], "kubernetes:NAMESPACE/NAME"),
+        (["stop", "kubernetes:default/run", "--now"], "--grace-period=0"),
+        (["attach", "kubernetes:default/none"], "is it over, and deleted?"),
+        (["attach", "slurm:7"], "name its folder"),
+        (["logs", "ray:7"], "name its folder"),
+        (["logs", "kubernetes:default/run", "--rank", "0"], "leave out --rank"),
+    ],
+)
+def test_what_cannot_be_asked_of_a_run_elsewhere(submitted, arguments, remedy):
+    done = command(*arguments)
+    assert done.exit_code and remedy in str(done.exception)
 
 
 def test_the_stub_plays_an_indexed_job(job, arguments, stub):

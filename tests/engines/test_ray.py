@@ -12,13 +12,13 @@ import pytest
 
 from tests.engines.submitted import JOB, PHALANX, Training, run_here, until
 
-ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 
 
 @pytest.fixture(scope="module")
 def cluster():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
     from ray.cluster_utils import Cluster
 
     # Ray starts its workers, and what is below them, with niceness 15: on a busy machine they would never come up.
@@ -100,6 +100,8 @@ def test_a_stopped_run_gives_its_nodes_back(cluster, tmp_path):
     assert run.end() == 130 and run.summary()["status"] == "stopped"
     assert run.summary()["durable"] == run.steps(), "what was done was saved"
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30)
+    import ray
+
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU"), 60)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -118,8 +119,8 @@ def test_scancel_leaves_nothing(slurm, tmp_path):
     assert run.summary()["status"] == "stopped", run.told()
 
 
-def test_a_job_that_has_lost_its_controller_resumes_when_it_is_queued_again(slurm, tmp_path):
-    """The node of the batch script fails. Slurm keeps the job for its other nodes, and has to be told."""
+def test_a_job_that_has_lost_its_controller_queues_itself_and_resumes(slurm, tmp_path):
+    """The node of the batch script fails. Slurm keeps the job for its other nodes; an agent tells it better."""
     values = {"train.steps": 1_000_000, "checkpoint.every_steps": 10, "recovery.grace_s": 5}
     run = Training(tmp_path, "headless", "--on", "slurm", "--detach", env=slurm.env, **values)
     assert run.end() == 0
@@ -127,11 +128,10 @@ def test_a_job_that_has_lost_its_controller_resumes_when_it_is_queued_again(slur
     slurm.until(lambda: len(run.events("checkpoint")) > 1 if run.records else False, 300)
     host = slurm.run("squeue", "-h", "-j", job, "-o", "%B")
     slurm.fail(host)
-    slurm.until(lambda: "down" in slurm.run("sinfo", "-h", "-n", host, "-o", "%T"))
-    slurm.run("scontrol", "requeue", job)
     slurm.until(lambda: len(run.records) == 2 and run.steps() > 3, 400)
     (resumed,) = run.events("resume")
-    assert resumed["step"] >= 10
+    assert resumed["step"] >= 10 and host not in run.at_work().values()
+    assert "Restarts=1 " in slurm.run("scontrol", "--oneliner", "show", "job", job), "it was queued once"
     slurm.run("scancel", job)
     slurm.until(lambda: not left_of(slurm, job), 60)
     slurm.boot(host)
@@ -148,6 +148,28 @@ def test_the_controller_has_a_component_of_its_own_in_a_heterogeneous_job(slurm,
     head = re.search(r"BatchHost=(\w+)", about)[1]
     assert "HetJobOffset=1" in about and head not in run.at_work().values()
     assert len(set(run.at_work().values())) == 2 and run.summary()["status"] == "done"
+
+
+def test_a_heterogeneous_job_that_loses_its_controller_resumes(slurm, tmp_path):
+    """Slurm starts the component of the controller again, on another node, and leaves the agents of the first one."""
+    values = {"train.steps": 1_000_000, "checkpoint.every_steps": 10, "recovery.grace_s": 5}
+    options = ["--on", "slurm", "--engine", "head.cpus-per-task=1", "--detach"]
+    run = Training(tmp_path, "beheaded", *options, env=slurm.env, **values)
+    assert run.end() == 0
+    job = job_of(run)
+    slurm.until(lambda: len(run.events("checkpoint")) > 1 if run.records else False, 300)
+    host = re.search(r"BatchHost=(\w+)", slurm.run("scontrol", "show", "job", job))[1]
+    agents = {e["pid"] for e in run.events("node") if e["what"] == "joined"}
+    slurm.fail(host)
+    slurm.until(lambda: len(run.records) == 2 and run.steps() > 3, 400)
+    (resumed,) = run.events("resume")
+    assert resumed["step"] >= 10 and len(agents) >= 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in agents), "they would hold the devices"
+    slurm.run("scancel", job)
+    slurm.until(lambda: not processes(SLURM_JOB_NAME="beheaded"), 60)
+    slurm.boot(host)
+    slurm.run("scontrol", "update", f"nodename={host}", "state=resume", check=False)
+    slurm.until(lambda: slurm.run("sinfo", "-h", "-o", "%T") == "idle")
 
 
 def test_each_task_of_a_job_array_is_a_run_of_its_own(slurm, tmp_path):

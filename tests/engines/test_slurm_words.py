@@ -200,6 +200,16 @@ def test_agents_of_a_heterogeneous_job_are_on_the_components_after_the_first(mon
     assert adapter.groups == {"n2": "1", "n3": "1"}
 
 
+def test_agents_of_a_lost_controller_are_ended_before_others_are_started(monkeypatch):
+    het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
+    adapter, said = inside(monkeypatch, SLURM_RESTART_COUNT="1", SLURM_JOB_ID_HET_GROUP_1="8", **het), []
+    steps = "8.0 agent-n2\n8.1 agent-n3\n8.2 mine\n8.batch batch"
+    answer = {"squeue": steps, "scontrol": "SwitchName=a Nodes=n[1-3]"}
+    monkeypatch.setattr(slurm, "ask", lambda *command: said.append(command) or answer.get(command[0], ""))
+    assert [seat.name for seat in adapter.seats(2)] == ["n2", "n3"]
+    assert ("scancel", "--signal=KILL", "8.0", "8.1") in said and "--jobs=8" in said[0]
+
+
 def test_a_run_leaves_before_its_allocation_ends_and_does_not_begin_in_one_that_ends_at_once(monkeypatch):
     """20 s to save and 30 s to leave; a heterogeneous job tells the time of each component."""
     adapter = inside(monkeypatch)
@@ -211,14 +221,45 @@ def test_a_run_leaves_before_its_allocation_ends_and_does_not_begin_in_one_that_
         adapter.time_left_s(a_job())
 
 
+RUNS = "JobId=7 JobName=a JobState=RUNNING Requeue=1 BatchFlag=1 NodeList=n[2-4] BatchHost={head} NumNodes=3"
+
+
+@pytest.mark.parametrize(
+    ("about", "is_queued"),
+    [
+        (RUNS.format(head="n1"), True),
+        (RUNS.format(head="n2"), False),
+        (RUNS.format(head="n1").replace("RUNNING", "COMPLETING"), False),
+        (RUNS.format(head="n1").replace("Requeue=1", "Requeue=0"), False),
+        (RUNS.format(head="n1").replace("BatchFlag=1", "BatchFlag=0"), False),
+        (RUNS.format(head="n9").replace("BatchFlag=1", "BatchFlag=0") + "\n" + RUNS.format(head="n2"), False),
+    ],
+    ids=["lost", "there", "over", "not wanted", "no script", "of another component"],
+)
+def test_a_job_is_queued_again_only_if_the_node_of_its_script_is_lost(monkeypatch, about, is_queued):
+    said = []
+    monkeypatch.setattr(slurm, "ask", lambda *command: said.append(command) or about)
+    assert slurm.queue_again_if_headless("7") == is_queued
+    assert (("scontrol", "requeue", "7") in said) == is_queued
+
+
+def test_agents_outlast_the_time_in_which_slurm_finds_out_and_may_not_requeue_what_must_not_be(monkeypatch):
+    adapter = inside(monkeypatch)
+    monkeypatch.setattr(slurm, "ask", lambda *command: "SlurmdUser = root(0)\nSlurmdTimeout           = 900 sec")
+    options = dict(zip(adapter._when_alone[::2], adapter._when_alone[1::2], strict=True))
+    assert float(options["--give-up-s"]) > 900
+    assert shlex.split(options["--when-alone"])[1:] == ["-P", "-m", "phalanx.engines.slurm", "7"]
+    assert slurm.Slurm(requeues=False)._when_alone == []
+
+
 def test_the_token_of_an_agent_is_on_no_command_line(monkeypatch, tmp_path):
     from phalanx.runtime.secret import load_secret
 
     adapter, started = inside(monkeypatch), []
-    monkeypatch.setattr(slurm, "AgentProcess", lambda command, token, *rest, **more: started.append((command, token)))
+    monkeypatch.setattr(slurm, "StartedAgent", lambda command, token, *rest, **more: started.append((command, token)))
     secret = load_secret(tmp_path / "secret")
     adapter.start(Call(Seat("n2", "a"), [("10.0.0.1", 7700)], secret, tmp_path, {}))
     ((command, token),) = started
     key = token.split("\n")[2]
     assert command[0] == "srun" and "--nodelist=n2" in command and command[command.index("--topology") + 1] == "a"
-    assert not any(key in each for each in command) and command[-2:] == ["--secret", "-"]
+    assert not any(key in each for each in command) and command[command.index("--secret") + 1] == "-"

@@ -127,7 +127,8 @@ class VirtualSlurm:
     def fail(self, name: str) -> None:
         """Lose a node with everything on it: the daemon, the steps and their processes."""
         for _ in range(2):  # what was being started meanwhile
-            for pid in processes(VIRTUAL_NODE=name, SLURMD_NODENAME=name):
+            here = processes(**{MARK: self.mark})  # another Slurm on this machine may have a node of that name
+            for pid in here.keys() & processes(VIRTUAL_NODE=name, SLURMD_NODENAME=name).keys():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 

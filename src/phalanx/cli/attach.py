@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from phalanx.engines.table import Submission
 
 LEAVE_S = 30.0  # for the process of a run that is over
-RUN = "A folder, a name in RUNS_DIR, the beginning of one, or last."
+RUN = "A folder, a name in RUNS_DIR, the beginning of one, or last; or ENGINE:ID, as kubernetes:default/four-3f2a."
 Run = Annotated[str, typer.Argument(metavar="RUN", help=RUN)]
 
 
@@ -103,8 +103,8 @@ def submit(submission: Submission, job: Job, on: str, detach: bool) -> None:
 
     Path(job.run.dir).mkdir(parents=True, exist_ok=True)
     reference = {"on": on, "id": submission.send()}
-    where = "the pod of its controller" if on == "kubernetes" else job.run.dir
-    print(f"submitted: {on} job {reference['id']}; its record will be in {where}", flush=True)
+    if on != "kubernetes":  # which has said so, and keeps the record in a pod
+        print(f"submitted: {on} job {reference['id']}; its record will be in {job.run.dir}", flush=True)
     if detach or submission.is_array:
         return
     try:
@@ -117,6 +117,14 @@ def submit(submission: Submission, job: Job, on: str, detach: bool) -> None:
 
 def attach(run: Run = "last", root: Dir = Path("runs")) -> None:
     """Show a run that goes, or how it ended. Ctrl-C leaves it alone."""
+    from phalanx.engines.table import follow, reference_of
+
+    if reference := reference_of(run):
+        try:
+            raise typer.Exit(follow(reference))
+        except KeyboardInterrupt:
+            print("\nthe run continues", file=sys.stderr)
+            return
     raise typer.Exit(_show(find_folder(run, root)) or 0)
 
 
@@ -127,9 +135,14 @@ def stop(
 ) -> None:
     """Ask a run to save its state and to end."""
     from phalanx.core.errors import UserError
+    from phalanx.engines.table import ask_to_stop, reference_of
     from phalanx.run.follow import head_of
     from phalanx.runtime.cluster import STOP
 
+    if reference := reference_of(run):
+        ask_to_stop(reference, now)
+        print(f"{run} is asked to {'end' if now else 'save and end'}")
+        return
     folder = find_folder(run, root)
     head = head_of(folder)
     if not head.is_there:

@@ -138,7 +138,8 @@ def train(
     on: Annotated[
         str,
         typer.Option(
-            metavar="local|ssh|slurm|ray", help="Who starts the nodes: this machine plays them, or an engine."
+            metavar="local|ssh|slurm|ray|kubernetes",
+            help="Who starts the nodes: this machine plays them, or an engine.",
         ),
     ] = "local",
     engine: Annotated[

@@ -105,8 +105,17 @@ def logs(
 ) -> None:
     """Print what the ranks wrote, equal lines once, with the ranks that differ."""
     from phalanx.core.errors import UserError
+    from phalanx.engines import table
     from phalanx.observe.logs import find_logs, folded
 
+    if reference := table.reference_of(run):
+        if rank is not None or as_json:
+            remedy = "leave out --rank and --json: what the controller says is there"
+            raise UserError("its record is not here", field="RUN", value=run, remedy=remedy)
+        for line in table.logs(reference).splitlines():
+            if grep in line:
+                say(line)
+        return
     folder = open_story(run, root).path / "logs"
     known = {number for number, _ in find_logs(folder)}
     if rank is not None and rank not in known:

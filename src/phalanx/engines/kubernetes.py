@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import re
 import secrets
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from phalanx.engines.manifests import Manifest, Request, build, text_of
 from phalanx.engines.table import Where
 from phalanx.runtime.launch import Adapter
 
+LOOK_S = 2.0  # between two looks at a run that is followed
 TAIL_LINES = 20  # of the controller's log, for people
 NAME_CHARS = 40  # of a run: names of pods have 63, and 21 of them are the Job's and the pod's
 LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
@@ -73,13 +76,13 @@ class Submission:
 
         r, cluster = self.request, Cluster.connect(self.request.namespace)
         cluster.create(self.manifests)
+        run = f"kubernetes:{r.namespace}/{r.name}"
         where = f"-n {r.namespace} -l app.kubernetes.io/instance={r.name}"
-        owner = f"jobset/{r.name}" if r.is_set else f"job/{r.name}-controller"
         print(
             f"{r.name} is on Kubernetes, in the namespace {r.namespace}\n"
-            f"  its pods:     kubectl get pods {where}\n"
-            f"  what it does: kubectl logs {where},app.kubernetes.io/component=controller -f\n"
-            f"  end it:       kubectl delete {owner} -n {r.namespace}",
+            f"  its pods: kubectl get pods {where}\n"
+            f"  see it:   phalanx attach {run}\n"
+            f"  end it:   phalanx stop {run}",
             flush=True,
         )
         if not self.detach:
@@ -87,7 +90,7 @@ class Submission:
                 self._follow(cluster)
             except KeyboardInterrupt:
                 print("the run continues")
-        return r.name
+        return f"{r.namespace}/{r.name}"
 
     def _follow(self, cluster: Any) -> None:
         """Until its controller has ended for good."""
@@ -99,6 +102,73 @@ class Submission:
             if not seen.index and seen.phase == "Failed" and is_final:
                 tail = "\n".join(cluster.logs(r.name).splitlines()[-TAIL_LINES:])
                 raise RunFailed("the controller's pod has failed", log_tail=tail, remedy="start it again: it resumes")
+
+
+# -- a run that was handed over: NAMESPACE/NAME
+
+
+def _run_of(reference: str) -> tuple[Any, str]:
+    from phalanx.engines.kubernetes_api import Cluster
+
+    namespace, sign, name = reference.partition("/")
+    if not sign or not name:
+        remedy = "write kubernetes:NAMESPACE/NAME, as `phalanx train` printed it"
+        raise UserError("it names no run", field="RUN", value=f"kubernetes:{reference}", remedy=remedy)
+    return Cluster.connect(namespace), name
+
+
+def state(reference: str) -> str:
+    """Of its pods, in Kubernetes' words; "": it is over, or there is none."""
+    cluster, name = _run_of(reference)
+    pods = cluster.pods(name)
+    controllers = [pod for pod in pods if cluster.is_controller(pod)]
+    phases = [pod["status"].get("phase", "") for pod in controllers]
+    if not controllers or "Succeeded" in phases or ({*phases} == {"Failed"} and _is_final(controllers[0])):
+        return ""
+    nodes = Counter(pod["status"].get("phase", "") for pod in pods if pod not in controllers)
+    return f"controller {phases[-1]}; nodes: " + (", ".join(f"{n} {phase}" for phase, n in nodes.items()) or "none")
+
+
+def stop(reference: str, now: bool) -> None:
+    """Delete what the run belongs to: the pod of its controller is told to save and to end, within its grace."""
+    if now:
+        remedy = "leave out --now; kubectl delete pod --grace-period=0 --force ends pods at once"
+        raise UserError("Kubernetes gives pods their grace", field="--now", value=reference, remedy=remedy)
+    cluster, name = _run_of(reference)
+    for api, kind, owner in (("batch/v1", "Job", f"{name}-controller"), ("jobset.x-k8s.io/v1alpha2", "JobSet", name)):
+        cluster.delete(api, kind, owner)
+
+
+def logs(reference: str) -> str:
+    cluster, name = _run_of(reference)
+    return str(cluster.logs(name))
+
+
+def follow(reference: str) -> int:
+    """Show what the controller says until the run is over, also when another pod takes its place."""
+    cluster, name = _run_of(reference)
+    shown, said = Counter[str](), ""
+    while True:
+        pod = cluster.controller(name)
+        uid, phase = pod["metadata"]["uid"], pod["status"].get("phase", "")
+        if phase != "Pending":
+            for line in cluster.lines(pod, shown[uid]):
+                print(line, flush=True)
+                shown[uid] += 1
+        if phase == "Succeeded":
+            return 0
+        if phase == "Failed" and _is_final(pod):
+            return 1
+        if (now := state(reference)) != said:
+            print(now, flush=True)
+            said = now
+        time.sleep(LOOK_S)
+
+
+def _is_final(controller: Manifest) -> bool:
+    """Whether nobody creates it again: it does not stand by, and belongs to no JobSet."""
+    command = controller["spec"]["containers"][0]["command"]
+    return "--standby" not in command and "jobset.sigs.k8s.io/jobset-name" not in controller["metadata"]["labels"]
 
 
 def request_of(options: dict[str, str], job: Job, arguments: Sequence[str]) -> Request:

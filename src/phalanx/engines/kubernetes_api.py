@@ -5,6 +5,8 @@ The objects belong to the run's controller Job, or to its JobSet: deleting that 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from phalanx.core.errors import RunFailed, UserError
-from phalanx.engines.manifests import INDEX, ROLE_LABEL, RUN_LABEL, Manifest
+from phalanx.engines.manifests import CONTROLLER, INDEX, ROLE_LABEL, RUN_LABEL, Manifest
 
 STRICT = "Strict"  # the server refuses fields that it does not know
 WATCH_S = 60  # of one watch
@@ -102,14 +104,30 @@ class Cluster:
         found: list[Manifest] = self._call("GET", self._pods, [("labelSelector", f"{RUN_LABEL}={run}")])["items"]
         return found
 
-    def logs(self, run: str) -> str:
-        """What the newest controller has said."""
-        mine = [pod for pod in self.pods(run) if pod["metadata"]["labels"].get(ROLE_LABEL) == "controller"]
+    @staticmethod
+    def is_controller(pod: Manifest) -> bool:
+        return bool(pod["metadata"]["labels"].get(ROLE_LABEL) == CONTROLLER)
+
+    def controller(self, run: str) -> Manifest:
+        """The pod that acts, which alone is ready, or else the newest."""
+        mine = [pod for pod in self.pods(run) if self.is_controller(pod)]
         if not mine:
             raise UserError("it has no controller", field="RUN", value=run, remedy="is it over, and deleted?")
-        newest = max(mine, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
-        path = f"{self._pods}/{newest['metadata']['name']}/log"
-        return str(self._call("GET", path, [("container", "controller")], text=True))
+        return max(mine, key=lambda pod: (_is_ready(pod), str(pod["metadata"].get("creationTimestamp", ""))))
+
+    def logs(self, run: str) -> str:
+        """What the controller has said."""
+        return str(self._call("GET", self._log(self.controller(run)), [("container", CONTROLLER)], text=True))
+
+    def lines(self, pod: Manifest, skip: int) -> Iterator[str]:
+        """What a controller says after so many lines, until it ends or the connection does."""
+        about = [("container", CONTROLLER), ("follow", "true")]
+        with contextlib.suppress(ConnectionError):
+            for line in itertools.islice(self._stream(self._log(pod), about), skip, None):
+                yield line.decode(errors="replace")
+
+    def _log(self, pod: Manifest) -> str:
+        return f"{self._pods}/{pod['metadata']['name']}/log"
 
     @property
     def _pods(self) -> str:
@@ -125,7 +143,7 @@ class Cluster:
                 version = found["metadata"].get("resourceVersion", "")
                 yield from (_seen("ADDED", pod) for pod in found["items"])
             about = [("watch", "true"), ("resourceVersion", version), ("allowWatchBookmarks", "true")]
-            for event in self._stream(self._pods, [select, *about, ("timeoutSeconds", str(WATCH_S))]):
+            for event in self._events([select, *about, ("timeoutSeconds", str(WATCH_S))]):
                 if event["type"] == "ERROR":  # as a rule, what was asked for is too old
                     version = ""
                     break
@@ -135,10 +153,18 @@ class Cluster:
                 if stop():
                     return
 
+    def _events(self, query: list[tuple[str, str]]) -> Iterator[Manifest]:
+        try:
+            yield from (json.loads(line) for line in self._stream(self._pods, query) if line.strip())
+        except ConnectionError:
+            time.sleep(PAUSE_S)
+            yield {"type": "ERROR"}
+
     # -- requests
 
-    def _stream(self, path: str, query: list[tuple[str, str]]) -> Iterator[Manifest]:
-        """The events of one watch, until it ends."""
+    def _stream(self, path: str, query: list[tuple[str, str]]) -> Iterator[bytes]:
+        """The lines of an answer that goes on, until it ends. Who was cut off finds out by his next request whether
+        the server is there; he is told ConnectionError."""
         from urllib3.exceptions import HTTPError
 
         try:
@@ -147,17 +173,16 @@ class Cluster:
                 if answer.status >= 400 and answer.status not in (*BUSY, GONE):
                     raise _refused(answer.status, answer.read(), "GET", path)
                 if answer.status >= 400:
-                    time.sleep(PAUSE_S)
-                    yield {"type": "ERROR"}
-                    return
+                    raise ConnectionError(answer.status)
                 for part in answer.stream(4096):
                     *lines, rest = (rest + part).split(b"\n")
-                    yield from (json.loads(line) for line in lines if line.strip())
+                    yield from lines
+                if rest:
+                    yield rest
             finally:
                 answer.close()
-        except HTTPError:  # the next one finds out, by its first request, whether the server is there
-            time.sleep(PAUSE_S)
-            yield {"type": "ERROR"}
+        except HTTPError as error:
+            raise ConnectionError(str(error)) from None
 
     def _call(self, method: str, path: str, query: list[tuple[str, str]], body: Any = None, text: bool = False) -> Any:
         """What was answered. A request that fails for no fault of its own is made again a few times."""
@@ -201,6 +226,11 @@ class Cluster:
             timeout=Timeout(connect=10.0, read=2.0 * WATCH_S if stream else 30.0),
             retries=False,
         )
+
+
+def _is_ready(pod: Manifest) -> bool:
+    said = pod.get("status", {}).get("conditions", ())
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in said)
 
 
 def _seen(what: str, pod: Manifest) -> Seen:

@@ -33,6 +33,8 @@ ALONE_S = 1800  # without a controller: it may have to wait for its node and its
 PULSE, PULSE_S = "/run/phalanx/pulse", 180
 RUN_LABEL, ROLE_LABEL = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 INDEX = "batch.kubernetes.io/job-completion-index"
+#: Where the node stands. Since 1.35 Kubernetes copies these two labels from the node to its pods.
+PLACE = {"NODE_REGION": "topology.kubernetes.io/region", "NODE_ZONE": "topology.kubernetes.io/zone"}
 CONTROLLER, NODES = "controller", "nodes"
 #: Exits with 1 if the file is older than so many seconds.
 STALE = f"import os,sys,time;sys.exit(time.time()-os.stat('{PULSE}').st_mtime>{PULSE_S})"
@@ -158,8 +160,9 @@ def _pod(r: Request, role: str, container: Manifest, source: Manifest, mounted: 
         {"name": "TORCHINDUCTOR_CACHE_DIR", "value": "/tmp/torchinductor"},  # noqa: S108
     ]
     if role == NODES:
-        index = {"fieldRef": {"fieldPath": f"metadata.labels['{INDEX}']"}}
-        environment.append({"name": "NODE_INDEX", "valueFrom": index})
+        for name, label in (("NODE_INDEX", INDEX), *PLACE.items()):
+            source_of = {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}  # empty if there is none
+            environment.append({"name": name, "valueFrom": source_of})
     limits = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     own = {"name": "own", "mountPath": "/run/phalanx"}
     copy = {
@@ -267,6 +270,7 @@ def _controller(r: Request, job: Job) -> Manifest:
 
 def _nodes(r: Request, job: Job, count: int) -> Manifest:
     command = ["phalanx", "agent", "--join", address(r), "--secret", "/run/phalanx/tokens"]
+    command += ["--topology", ".".join(f"$({name})" for name in PLACE)]
     command += ["--name", f"{r.name}-$(NODE_INDEX)", "--pulse", PULSE, "--give-up-s", str(ALONE_S)]
     container = {
         "command": command,

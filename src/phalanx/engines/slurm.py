@@ -2,7 +2,10 @@
 command; inside of one, that command is the run, and starts an agent on each node by srun. A node that fails ends its
 step, not the job (--no-kill). Before the time limit the run saves, and puts itself back into the queue.
 
-A heterogeneous job has its controller on the first component, and agents on the others."""
+A heterogeneous job has its controller on the first component, and agents on the others.
+
+The first node has the controller. Slurm keeps a job that has lost it for the sake of its other nodes, and does not miss
+its script: agents that hear no controller ask Slurm, and put such a job back into the queue (`python -m` this)."""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from phalanx.core.layout import num_nodes
 from phalanx.engines.hostlist import expand, paths
 from phalanx.engines.table import Where
 from phalanx.runtime import inventory
-from phalanx.runtime.launch import Adapter, AgentProcess, Call, Seat
+from phalanx.runtime.launch import GIVE_UP_S, Adapter, Call, Seat, StartedAgent
 
 COMMAND_S = 60.0  # for a command of Slurm to answer
 LEAVE_S = 30.0  # beside recovery.grace_s, from the warning to the end: all leave, and the job is queued again
@@ -44,6 +47,7 @@ OURS = {
     "wait",
     "open-mode",
 }
+AGENT = "agent-"  # before the name of a node: its step
 HEAD = "head."  # before a key: of the component of the controller, in a heterogeneous job
 SHARED = ("time", "account", "qos", "reservation")  # that the components of a job have in common
 #: Options that take the whole node, and those by which a user says otherwise.
@@ -203,6 +207,28 @@ def _words(options: dict[str, str]) -> list[str]:
     return [f"--{key}={value}" if value else f"--{key}" for key, value in options.items()]
 
 
+def fields_of(reference: str) -> dict[str, str]:
+    """What Slurm says of a job; of a heterogeneous one, of the component with its script."""
+    lines = ask("scontrol", "--oneliner", "show", "job", reference).splitlines()
+    about = next((line for line in lines if "BatchFlag=1" in line.split()), lines[0])
+    return dict(part.partition("=")[::2] for part in about.split())
+
+
+def queue_again(reference: str, about: dict[str, str]) -> bool:
+    """Whether a job could be put back into the queue."""
+    may = about.get("BatchFlag") == "1" and about.get("Requeue") == "1"
+    if may:
+        ask("scontrol", "requeue", reference)
+    return may
+
+
+def queue_again_if_headless(reference: str) -> bool:
+    """Put a job back into the queue that runs without the node of its script."""
+    about = fields_of(reference)
+    is_headless = about.get("JobState") == "RUNNING" and about.get("BatchHost") not in expand(about["NodeList"])
+    return is_headless and queue_again(reference, about)
+
+
 def state(reference: str) -> str:
     """Of a job, in Slurm's words; "": it is over."""
     try:
@@ -248,8 +274,19 @@ class Slurm(Adapter):
         lists = {str(i): os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"] for i in range(1, components)}
         return {name: group for group, text in lists.items() for name in expand(text)}
 
+    def _end_left_agents(self) -> None:
+        """When the controller's component alone fails, Slurm starts that one again and leaves the others as they are:
+        agents of the lost controller would hold the devices."""
+        others = ",".join(os.environ[f"SLURM_JOB_ID_HET_GROUP_{group}"] for group in sorted({*self.groups.values()}))
+        said = ask("squeue", "--noheader", "--steps", f"--jobs={others}", "--format=%i %j")
+        steps = [line.split() for line in said.splitlines()]
+        if left := sorted({step for step, name in steps if name.startswith(AGENT)}):
+            ask("scancel", "--signal=KILL", *left)
+
     @cached_property
     def _seats(self) -> list[Seat]:
+        if self.restarted and any(self.groups.values()):
+            self._end_left_agents()
         found = paths(ask("scontrol", "show", "topology"), self.groups)
         return sorted((Seat(name, found[name]) for name in self.groups), key=lambda seat: seat.topology)
 
@@ -262,13 +299,23 @@ class Slurm(Adapter):
         fields = dict(part.partition("=")[::2] for part in said.split())
         return inventory.address_towards(inventory.resolve(fields["NodeAddr"], "the first node of the allocation"))
 
-    def start(self, call: Call) -> AgentProcess:
+    def start(self, call: Call) -> StartedAgent:
         name = call.seat.name
-        step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={name}", *SRUN, f"--job-name=agent-{name}"]
+        step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={name}", *SRUN, f"--job-name={AGENT}{name}"]
         if self.groups[name]:
             step.append(f"--het-group={self.groups[name]}")
-        command = [*step, "--", *call.command(sys.executable), "--secret", "-"]
-        return AgentProcess(command, call.token, call.log, {**os.environ, **call.env}, proves=False)
+        command = [*step, "--", *call.command(sys.executable), "--secret", "-", *self._when_alone]
+        return StartedAgent(command, call.token, call.log, {**os.environ, **call.env}, proves=False)
+
+    @cached_property
+    def _when_alone(self) -> list[str]:
+        """An agent outlasts the time in which Slurm finds out that the controller's node is gone."""
+        if not self.requeues:
+            return []
+        down = re.search(r"SlurmdTimeout\s*=\s*(\d+)", ask("scontrol", "show", "config"))
+        give_up_s = GIVE_UP_S + float(down[1] if down else 0)
+        command = shlex.join([sys.executable, "-P", "-m", "phalanx.engines.slurm", self.id])
+        return ["--give-up-s", f"{give_up_s:g}", "--when-alone", command]
 
     def time_left_s(self, job: Job) -> float:
         said = ask("squeue", "--noheader", f"--jobs={self.id}", "--format=%L").split()  # of each component
@@ -281,11 +328,12 @@ class Slurm(Adapter):
         return free_s
 
     def run_again(self) -> str:
-        about = ask("scontrol", "--oneliner", "show", "job", self.id).split()
-        if not self.requeues or "BatchFlag=1" not in about or "Requeue=1" not in about:
-            return ""
-        ask("scontrol", "requeue", self.id)
-        return f"job {self.id} is in the queue again"
+        is_queued = self.requeues and queue_again(self.id, fields_of(self.id))
+        return f"job {self.id} is in the queue again" if is_queued else ""
 
     def reference(self) -> dict[str, str]:
         return {"on": "slurm", "id": self.id}
+
+
+if __name__ == "__main__":
+    queue_again_if_headless(sys.argv[1])

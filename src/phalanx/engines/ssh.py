@@ -12,7 +12,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.engines.table import Where, refuse_options
 from phalanx.runtime import inventory
-from phalanx.runtime.launch import Adapter, AgentProcess, Call, Seat
+from phalanx.runtime.launch import Adapter, Call, Seat, StartedAgent
 
 SSH_COMMAND = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 
@@ -55,7 +55,7 @@ class Ssh(Adapter):
     def address(self) -> str:
         return inventory.address_towards(inventory.resolve(next(iter(self.hosts)), "--hosts"))
 
-    def start(self, call: Call) -> AgentProcess:
+    def start(self, call: Call) -> StartedAgent:
         prefix = self.hosts[call.seat.name] or (*SSH_COMMAND, call.seat.name)
         there = shlex.join([*call.command(sys.executable), "--secret", "-"])
-        return AgentProcess([*prefix, there], call.token, call.log, dict(os.environ), proves=False)
+        return StartedAgent([*prefix, there], call.token, call.log, dict(os.environ), proves=False)

@@ -9,6 +9,8 @@ and, if runs can be submitted:
 state(id) -> str          of what was submitted, in the engine's words; "": it is over
 stop(id, now)             ask the run to save and end, or to end now
 sets(where, given) -> []  `--set` with what only the engine knows put in (optional)
+follow(id) -> int         show a run whose record is not where this host could read it; the exit code (optional)
+logs(id) -> str           what its controller has said (optional)
 """
 
 from __future__ import annotations
@@ -92,6 +94,28 @@ def state_of(reference: dict[str, str]) -> str:
 
 def ask_to_stop(reference: dict[str, str], now: bool) -> None:
     _engine(reference["on"]).stop(reference["id"], now)
+
+
+def reference_of(text: str) -> dict[str, str]:
+    """ENGINE:ID, by which a run is named that has no record here; {}: it is not written so."""
+    on, sign, number = text.partition(":")
+    return {"on": on, "id": number} if sign and on in ENGINES else {}
+
+
+def follow(reference: dict[str, str]) -> int:
+    return int(_optional("follow", reference)(reference["id"]))
+
+
+def logs(reference: dict[str, str]) -> str:
+    return str(_optional("logs", reference)(reference["id"]))
+
+
+def _optional(name: str, reference: dict[str, str]) -> Any:
+    found = getattr(_engine(reference["on"]), name, None)
+    if found is None:
+        text, value = f"a run on {reference['on']} has a record", f"{reference['on']}:{reference['id']}"
+        raise UserError(text, field="RUN", value=value, remedy="name its folder; `phalanx runs ls` lists them")
+    return found
 
 
 def refuse_options(where: Where) -> None:
