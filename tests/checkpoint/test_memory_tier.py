@@ -379,6 +379,17 @@ def test_a_stranger_is_sent_away_and_the_keeper_goes_on(keeper):
     assert len(faults.lines_to(keeper, ENTRIES)) == 2
 
 
+def test_another_user_of_the_machine_gets_no_memory(keeper, monkeypatch):
+    """What a rank is sent are descriptors of the snapshots."""
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises((OSError, IndexError, ValueError)):
+        faults.lines_to(keeper, ENTRIES)
+    assert keeper.ranks == {}
+    monkeypatch.undo()
+    assert len(faults.lines_to(keeper, ENTRIES)) == 2
+
+
 def test_a_rank_that_dies_before_it_is_welcome_does_no_harm(keeper, monkeypatch):
     gone, slots = threading.Event(), keeper._slots
 

@@ -194,8 +194,27 @@ def test_one_that_is_gone_is_told_nothing():
 
 @pytest.mark.parametrize(
     "item",
-    [None, [], ["set"], ["set", 1, 1, "k", "v"], ["want", "gang", "1", "k"], ["call", "gang", 1, 1, "eval", ["k"]], {}],
-)
+    [None, [], ["set"], ["set", 1, 1, "k", "v"], ["want", "gang", "1", "k"], {}]
+    + [
+        ["call", "gang", 1, 1, *call]
+        for call in (
+            ("eval", ["k"]), ("add", []), ("add", [1, 2]), ("add", ["k", "x"]), ("add", ["k"]), ("check", [1]),
+            ("compare_set", ["k", "v"]), ("delete", [None]), ("count", ["k"]),
+        )
+    ],
+)  # fmt: skip
 def test_what_is_no_item_is_refused(item):
-    with pytest.raises(WireError):
-        Hub(lambda who, item: None).take("x", item)
+    """By the first hub that hears it: what a node says wrong must not reach the controller, whom all need."""
+    passed = []
+    for up in (None, passed.append):
+        with pytest.raises(WireError):
+            Hub(lambda who, item: None, up).take("x", item)
+    assert passed == []
+
+
+def test_what_is_no_number_cannot_be_added_to():
+    said = []
+    hub = Hub(lambda who, item: said.append(item))
+    hub.take("x", ["set", "gang", 1, "k", "!!"])
+    hub.take("x", ["call", "gang", 1, 7, "add", ["k", 1]])
+    assert said == [["result", "gang", 1, 7, None]]

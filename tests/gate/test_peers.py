@@ -195,12 +195,28 @@ def test_a_malformed_frame_ends_its_connection_alone(peers, monkeypatch, data):
     gate.close()
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_member_that_sends_nonsense_ends_its_connection_alone(peers, gate):
     for said in ({}, {"size": -1}, {"size": "x"}, [1]):
         with peers.dial(("127.0.0.1", gate.port)) as stream:
             stream.send(said)
             with contextlib.suppress(ConnectionError):
                 assert stream.sock.recv(1) == b""
+    assert ask(peers, gate.port) == BULK
+
+
+def test_a_member_that_announces_too_much_is_ended_before_it_has_come(peers, gate):
+    """Else it could fill the memory of a keeper or a rank."""
+    with peers.dial(("127.0.0.1", gate.port)) as stream:
+        stream.sock.sendall(struct.pack(">I", (1 << 16) + 1))
+        stream.sock.settimeout(10)
+        got = None
+        with contextlib.suppress(TimeoutError):
+            try:
+                got = stream.sock.recv(1)
+            except ConnectionError:
+                got = b""
+        assert got == b"", "it is waited for"
     assert ask(peers, gate.port) == BULK
 
 
@@ -215,8 +231,9 @@ sys.stdin.read()
 """
 
 
-def test_a_thousand_half_open_connections_do_not_keep_a_member_out(peers):
+def test_a_thousand_half_open_connections_do_not_keep_a_member_out(peers, monkeypatch):
     """To a process that may have 256 descriptors; some of them say half a hello."""
+    monkeypatch.setattr(gate_peers, "PATIENCE_S", 15.0)  # of the member, which asks as often as it may
     with subprocess.Popen(
         [sys.executable, "-c", SERVER, str(peers.encrypt)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -245,8 +262,33 @@ def test_a_silent_stranger_is_ended_in_time(peers, monkeypatch):
     monkeypatch.setattr(gate_peers, "PATIENCE_S", 0.2)
     gate = peers.listen(echo)
     with socket.create_connection(("127.0.0.1", gate.port)) as stranger:
-        stranger.settimeout(30)
-        assert stranger.recv(1) == b""
+        stranger.settimeout(20)
+        got = None
+        with contextlib.suppress(TimeoutError):
+            got = stranger.recv(1)
+        assert got == b"", "it is kept for ever"
+    gate.close()
+
+
+def test_a_gate_serves_no_more_members_at_a_time_than_it_has_threads_for(peers, monkeypatch):
+    monkeypatch.setattr(gate_peers, "MOST_MEMBERS", 1)
+    may_end = threading.Event()
+    gate = peers.listen(lambda stream: may_end.wait(60) and echo(stream))
+    with peers.dial(("127.0.0.1", gate.port)), peers.dial(("127.0.0.1", gate.port)) as second:
+        second.sock.settimeout(20)
+        got = None
+        with contextlib.suppress(TimeoutError):
+            got = second.sock.recv(1)
+        assert got == b"", "it is served too"
+    may_end.set()
+
+    def is_served():
+        try:
+            return ask(peers, gate.port) == BULK
+        except OSError:
+            return False  # the first one's thread has not ended yet
+
+    wait_for(is_served)
     gate.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 
 import pytest
 
@@ -37,6 +38,33 @@ def test_it_is_version_three_and_two_certificates_differ():
     server, client = pair()
     assert client.sock.version() == "TLSv1.3"
     assert Certificate.make().fingerprint != Certificate.make().fingerprint
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("old", ["server", "client"])
+def test_an_older_version_is_refused_at_either_end(old):
+    made = Certificate.make()
+    contexts = {"server": made.context(), "client": client_context.__wrapped__()}  # one that nobody else has
+    for bound in ("minimum_version", "maximum_version"):
+        setattr(contexts[old], bound, ssl.TLSVersion.TLSv1_2)
+    ours, theirs = socket.socketpair()
+    server, client = Tls(ours, contexts["server"], made.fingerprint), Tls(theirs, contexts["client"], None)
+    for end in (server, client):
+        end.setblocking(False)
+    with pytest.raises(ConnectionResetError, match="unsupported protocol"):
+        for _ in range(10):
+            for end in (client, server):
+                end.binding()
+    client.close()
+    server.close()
+
+
+def test_no_session_can_be_resumed():
+    """Every connection has new keys: who has captured those of one reads no other."""
+    server, client = pair()
+    server.send(memoryview(b"x"))  # tickets come before it
+    assert client.recv(100) == b"x" and not client.sock.session.has_ticket
     client.close()
     server.close()
 

@@ -102,11 +102,11 @@ def said(host, port, data, tls):
         return "" if not tls and got[:1] == b"\x15" else got.hex()
 
 
-def crowd(host, count, seconds, *ports):
-    """So many half-open connections to each, opened again when they are ended."""
-    socks, opened, over = {}, 0, time.monotonic() + float(seconds)
+def crowd(host, count, *ports):
+    """So many half-open connections to each, opened again when they are ended, until standard input ends."""
+    socks, opened = {}, 0
     poll = select.poll()
-    while time.monotonic() < over:
+    while not select.select([sys.stdin], [], [], 0)[0]:
         for port in map(int, ports):
             here = sum(1 for _, p in socks.values() if p == port)
             for _ in range(min(200, int(count) - here)):

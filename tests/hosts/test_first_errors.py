@@ -14,7 +14,7 @@ import pytest
 from phalanx.chaos.hosts import installed, why_not
 from tests.hosts.fleet import ENV, PATIENCE_S, SSHD, TRAINERS, Fleet, Training, wait_for
 
-missing = why_not() or ("" if SSHD else "sshd not found: install openssh-server")
+missing = why_not() or ("" if SSHD else "sshd not found: apt install openssh-server")
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing), reason=missing)]
 BY_SSH = ("--on", "ssh", "--hosts", ",".join(TRAINERS))
 AGENT = [sys.executable, "-P", "-m", "phalanx.runtime.node"]
@@ -66,7 +66,7 @@ def test_wrong_interface(train):
     assert "run.networks = '10.99.0.0/16'" in said and "correct run.networks" in said
 
 
-@pytest.mark.skipif(not shutil.which("nft"), reason="needs nft")
+@pytest.mark.skipif(not shutil.which("nft"), reason="nft not found: apt install nftables")
 def test_firewall(waiting):
     fleet, secret = waiting
     head = fleet.hosts["head"]

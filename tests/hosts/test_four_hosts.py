@@ -17,7 +17,7 @@ import pytest
 from phalanx.chaos.hosts import why_not
 from tests.hosts.fleet import ENV, NETWORKS, PATIENCE_S, PHALANX, SSHD, TRAINERS, Fleet, Training
 
-missing = why_not() or ("" if SSHD else "sshd not found: install openssh-server")
+missing = why_not() or ("" if SSHD else "sshd not found: apt install openssh-server")
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing), reason=missing)]
 STEPS = 900
 VALUES = {"run.networks": json.dumps(NETWORKS), "train.steps": STEPS}

@@ -30,6 +30,13 @@ ITEMS: Kinds = {
     "want": (str, int, str),  # key
     "call": (str, int, int, str, list),  # a number of the caller, operation, arguments
 }
+#: What may be called beside `check`, which takes any number of keys, and the types of its arguments.
+CALLS: dict[str, tuple[type, ...]] = {
+    "count": (),
+    "delete": (str,),
+    "add": (str, int),
+    "compare_set": (str, str, str),
+}
 #: From above.
 ANSWERS: Kinds = {
     "have": (str, int, str, str),  # key, value
@@ -66,6 +73,8 @@ class Hub:
     def take(self, who: Hashable, item: Any) -> None:
         """WireError."""
         kind, what, number, *fields = check(item, ITEMS)
+        if kind == "call":
+            check_call(*fields[1:])  # here, so that it ends the connection of its sender and nobody else's
         scope = self._enter(what, number)
         if scope is None:
             self._send(who, ["result", what, number, fields[0], None] if kind == "call" else ["over", what, number])
@@ -139,8 +148,8 @@ class Hub:
         else:
             self._send(who, ["result", what, scope.number, theirs, self._do(scope, what, op, args)])
 
-    def _do(self, scope: Gathering, what: str, op: str, args: list[Any]) -> int | str | bool:
-        """In the topmost hub."""
+    def _do(self, scope: Gathering, what: str, op: str, args: list[Any]) -> int | str | bool | None:
+        """In the topmost hub. None: it cannot be had."""
         if op == "count":
             return sum(map(len, scope.rooms.values()))
         if op == "check":
@@ -150,15 +159,16 @@ class Hub:
         if op == "delete":
             return values.pop(args[0], None) is not None
         if op == "add":
-            total = int(args[1]) + (int(base64.b64decode(there)) if there else 0)
+            try:
+                total = args[1] + (int(base64.b64decode(there)) if there else 0)
+            except ValueError:  # what was set there is no number
+                return None
             self._keep(scope, what, args[0], base64.b64encode(str(total).encode()).decode())
             return total
-        if op == "compare_set":
-            _, expected, wanted = args
-            if there == expected or (there is None and not expected):
-                self._keep(scope, what, args[0], wanted)
-            return str(values.get(args[0], expected))
-        raise WireError(f"there is no operation {op!r}")
+        _, expected, wanted = args  # of compare_set
+        if there == expected or (there is None and not expected):
+            self._keep(scope, what, args[0], wanted)
+        return str(values.get(args[0], expected))
 
     # -- from above
 
@@ -200,3 +210,9 @@ def check(item: Any, kinds: Kinds) -> Item:
     if fields is None or len(item) != len(fields) + 1 or not all(map(isinstance, item[1:], fields)):
         raise WireError(f"store item {str(item)[:200]!r}: expected one of {', '.join(kinds)}")
     return item
+
+
+def check_call(op: str, args: list[Any]) -> None:
+    types = (str,) * len(args) if op == "check" else CALLS.get(op)
+    if types is None or len(args) != len(types) or not all(map(isinstance, args, types)):
+        raise WireError(f"store call {op!r} of {str(args)[:200]}: expected one of check, {', '.join(CALLS)}")
