@@ -2,6 +2,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Install Debian packages, if one of these programs is missing: $(call debian,programs,packages)
+debian = @PATH=$$PATH:/usr/sbin; for each in $(1); do command -v $$each > /dev/null || missing="$$missing $$each"; done; \
+	if [ -n "$$missing" ]; then echo "not found:$$missing; installing $(2)"; apt-get update --quiet && \
+	DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet --no-install-recommends $(2); fi
+
 .PHONY: setup demo test test-ranks test-others test-slow test-hosts test-browser test-slurm test-ray test-postgres test-kubernetes test-pairs test-s3 test-schedule soak lint docs clean
 
 setup: $(VENV)/.ready
@@ -24,6 +29,7 @@ demo: setup
 # Tests that start ranks need a core and wait a lot; the others run beside them, dry runs (test_d*) among them.
 test: setup
 	$(MAKE) --jobs 3 --output-sync=target lint test-ranks test-others
+	@echo 'not run here, because they take long: make test-slow, test-hosts, test-slurm, test-ray, test-postgres, test-kubernetes, test-s3, test-browser'
 
 test-ranks: setup
 	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/ranks --ignore-glob='tests/train/test_d*' tests/system tests/train
@@ -34,13 +40,14 @@ test-others: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
-# Hosts made of namespaces: root, iproute2 and util-linux.
+# Hosts made of namespaces: root.
 test-hosts: setup
+	$(call debian,ip unshare nsenter sshd ssh ssh-keygen nft,iproute2 util-linux openssh-server openssh-client nftables)
 	$(BIN)/python -m pytest -m hosts tests/hosts
 
-# A real Slurm with 16 virtual nodes on this machine: root; what is missing is installed from Debian.
+# A real Slurm with 16 virtual nodes on this machine: root.
 test-slurm: setup
-	@{ command -v slurmctld && command -v munged && command -v srun; } > /dev/null || apt-get install --yes --no-install-recommends slurm-wlm munge
+	$(call debian,slurmctld slurmd srun munged,slurm-wlm munge)
 	$(BIN)/python -m pytest -m slurm tests/engines
 
 # A real Ray cluster of four nodes on this machine.
@@ -48,13 +55,15 @@ test-ray: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	$(BIN)/python -m pytest -m ray tests/engines
 
-# In a real browser: apt install chromium
+# In a real browser.
 test-browser: setup
+	$(call debian,chromium,chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -m pytest -m browser tests/browser
 
-# Debian's PostgreSQL, on loopback, with controllers that stand by for each other: apt install postgresql
+# Debian's PostgreSQL, on loopback, with controllers that stand by for each other.
 test-postgres: setup
+	$(call debian,/usr/lib/postgresql/*/bin/initdb,postgresql)
 	$(BIN)/python -m pytest -m postgres tests/postgres
 
 # What Kubernetes is asked for, against all that the package kubernetes-validate knows of it.
@@ -65,8 +74,9 @@ test-kubernetes: setup
 test-pairs: setup
 	$(BIN)/python -m pytest tests/train/pairs.py
 
-# Against Ceph's gateway, on loopback: apt install radosgw ceph-mon ceph-osd ceph-common
+# Against Ceph's gateway, on loopback.
 test-s3: setup
+	$(call debian,radosgw ceph-mon ceph-osd ceph radosgw-admin,radosgw ceph-mon ceph-osd ceph-common)
 	PHALANX_TEST_S3=radosgw $(BIN)/python -m pytest tests/data/test_s3.py
 
 # The gang scheduler in ten thousand small worlds with faults.

@@ -1,3 +1,4 @@
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis
@@ -14,6 +15,24 @@ Device.pick("cpu", 0, 1)  # before any kernel: oneDNN asks only once what the CP
 
 hypothesis.settings.register_profile("phalanx", deadline=None)  # a busy machine is not a bug
 hypothesis.settings.load_profile("phalanx")
+
+
+ASKED_FOR = {"hosts", "browser", "slurm", "ray", "postgres"}  # markers of tests that run in a target of their own
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A target that cannot run must not look as if it had passed: what lacks there is said as a failure."""
+    report = yield
+    if report.skipped and ASKED_FOR & {mark.name for mark in item.iter_markers()}:
+        report.outcome, report.longrepr = "failed", f"it cannot run here: {report.longrepr[2]}"
+    return report
+
+
+def pytest_collection_finish(session):
+    """In the main thread: what short commands are forked from ends with the thread that started it."""
+    if "tests.forked" in sys.modules and not session.config.option.collectonly:
+        sys.modules["tests.forked"].start()
 
 
 @pytest.fixture(scope="session")

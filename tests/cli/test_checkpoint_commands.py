@@ -21,6 +21,7 @@ from phalanx.core.layout import Layout
 from phalanx.core.shape import ModelConfig
 from phalanx.core.store import Folder, ObjectStore
 from phalanx.observe.record import RunRecord
+from tests import forked
 from tests.checkpoint.test_catalog import flip, make
 
 PHALANX = Path(sys.executable).with_name("phalanx")
@@ -28,7 +29,7 @@ S = 10**9
 
 
 def phalanx(*args):
-    return subprocess.run([PHALANX, "checkpoint", *map(str, args)], capture_output=True, text=True, timeout=60)
+    return forked.phalanx("checkpoint", *args)
 
 
 def good(*args):

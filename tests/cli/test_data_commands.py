@@ -18,6 +18,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.job import DataConfig, Job, TrainConfig
 from phalanx.data.samples import digest
 from phalanx.data.selection import RunData
+from tests import forked
 from tests.data.sets import flip
 from tests.data.texts import lines, train_bpe, words
 
@@ -25,7 +26,7 @@ PHALANX = Path(sys.executable).with_name("phalanx")
 
 
 def phalanx(*args):
-    return subprocess.run([PHALANX, "data", *map(str, args)], capture_output=True, text=True, timeout=60)
+    return forked.phalanx("data", *args)
 
 
 def info(out):
@@ -291,8 +292,7 @@ def test_a_damaged_manifest_is_told_by_info_and_verify(copy):
 
 
 def test_an_empty_source_is_not_the_current_folder(tmp_path):
-    args = [PHALANX, "train", "--set", "data.source="]
-    done = subprocess.run(args, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = forked.phalanx("train", "--set", "data.source=", cwd=tmp_path)
     assert done.returncode == 2 and "data.source = '': it is empty" in done.stderr and not list(tmp_path.iterdir())
 
 

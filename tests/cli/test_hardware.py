@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-PHALANX = Path(sys.executable).with_name("phalanx")
+from tests import forked
 
 
 @pytest.fixture
 def phalanx(tmp_path):
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "HOME": str(tmp_path)}
-        return subprocess.run([PHALANX, "hardware", *args], capture_output=True, text=True, timeout=30, env=env)
+        return forked.phalanx("hardware", *args, env=env)
 
     return run
 

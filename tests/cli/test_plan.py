@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from phalanx.core.errors import UserError
+from tests import forked
 
-PHALANX = Path(sys.executable).with_name("phalanx")
 SMALL = ("--model", "llama3-8b", "--gpus", "64", "--hardware", "h100")
 COLUMNS = (
     "source,model,params_b,layers,hidden,heads,kv_heads,ffn,vocab,seq_len,gpu,num_gpus,tp,pp,vpp,cp,ep,dp,zero_stage,"
@@ -25,15 +23,7 @@ COLUMNS = (
 def phalanx(tmp_path):
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "HOME": str(tmp_path), "PYTHONIOENCODING": "utf-8"}
-        return subprocess.run(
-            [PHALANX, "plan", *args],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=env,
-            cwd=tmp_path,
-            encoding="utf-8",
-        )
+        return forked.phalanx("plan", *args, env=env, cwd=tmp_path)
 
     return run
 
