@@ -183,7 +183,7 @@ def a_job(folder, model, layout, precision, seq_len=32):
         ),
         optimizer=OptimizerConfig(lr=1e-3),
         data=DataConfig(source=str(folder / "text.txt")),
-        run=RunConfig(dir=str(folder / "runs"), threads=1),
+        run=RunConfig(dir=str(folder / "runs"), threads=1, device="cpu"),
     )  # fmt: skip
 
 
