@@ -240,7 +240,6 @@ def test_a_checkpoint_that_failed_does_not_cost_those_after_it(outcomes, name):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["disk slow"])
 def test_the_last_retention_is_not_left_out(outcomes, name):
     """Though it takes its time when the run is over."""

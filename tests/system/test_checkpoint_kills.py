@@ -142,7 +142,7 @@ def test_killed_runs_end_as_if_nobody_had_been_killed(outcomes, whole, name):
         assert point["resumed"] == point["before"], "each attempt goes on from the newest checkpoint"
 
 
-@pytest.mark.parametrize("name", ["of memory", "slow copy"])
+@pytest.mark.parametrize("name", ["of memory", pytest.param("slow copy", marks=pytest.mark.slow)])
 def test_what_is_in_memory_is_written_when_a_rank_dies(outcomes, name):
     point = outcomes(name)["story"][0]
     assert point["steps"] >= 10

@@ -80,7 +80,12 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("name", list(SCENARIOS))
+SLOW = ("memory", "nan")  # errors of a worker, as "backward" is
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SCENARIOS]
+)
 def test_a_failed_run_names_the_rank_and_the_cause(outcomes, name):
     ended = outcomes(name)
     ended.check_clean()

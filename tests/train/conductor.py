@@ -15,23 +15,26 @@ from phalanx.runtime.bare import BareClient
 
 S = 10**9
 POLICY = dict(gather_ns=60 * S, park_ns=8 * S, form_ns=20 * S, launch_ns=30 * S, resend_ns=1 * S, save=False)
+ENV = {"GLOO_SOCKET_IFNAME": "lo"}
 ENTRIES = {"store": "phalanx.gate.meeting:serve", "data": "phalanx.data.service:main"}
 
 
 class Conductor:
-    """All nodes share one zygote, store and data service; each has an agent of its own."""
+    """All nodes share one zygote, store and data service; each has an agent of its own. `client`: what other conductors
+    have used and will use; it imports nothing again."""
 
-    def __init__(self, job, folder, preload=(), entry="", die=None, **policy):
+    def __init__(self, job, folder, preload=(), entry="", die=None, client=None, **policy):
         self.job, self.folder, self.entry, self.die = job, Path(folder), entry, die or {}
         source.prepare(job, self.folder, lambda size: None)
         data = dataclasses.asdict(RunData.read(self.folder))
-        self.client = BareClient(list(preload), env={"GLOO_SOCKET_IFNAME": "lo"}, log=self.folder / "node.log")
+        self.is_owner, self.alive = client is None, set()
+        self.client = client or BareClient(list(preload), env=ENV, log=self.folder / "node.log")
         self.forms, self.notes, self.died, self.committed = [], [], [], []
         self.builds = []  # replica and world
         self.pids, self.done, self.timers, self.said = {}, {}, {}, {}
         for name, function in ENTRIES.items():
             args = {"data": data, "alone": True}
-            self.client.spawn(SERVICES[name], function, args, self.folder / f"{name}.log")
+            self.spawn(SERVICES[name], function, args, self.folder / f"{name}.log")
         self.agents, self.homes = {}, {}
         self.until(lambda: len(self.said) == len(ENTRIES))
         layout = job.layout
@@ -54,8 +57,24 @@ class Conductor:
         self.until(lambda: {*workers} <= {*self.died})
         self.tell(NodeDead(name, agent.incarnation, "its power supply burnt"))
 
+    def spawn(self, number, entry, args, log):
+        self.alive.add(number)
+        self.client.spawn(number, entry, args, log)
+
     def close(self):
-        self.client.close()
+        if self.is_owner:
+            self.client.close()
+            return
+        for number in self.alive:
+            self.client.kill(number)
+        while self.alive:
+            event = self.client.events(60)
+            assert event and event["type"] != "node_lost", event
+            self.forget(event)
+
+    def forget(self, event):
+        if event["type"] == "exit":
+            self.alive.discard(event["worker"])
 
     def __enter__(self):
         return self
@@ -107,7 +126,7 @@ class Conductor:
                     "ledger": "",
                     "facts": {"data_version": "1"},
                 }
-                self.client.spawn(action.number, self.entry, args, self.folder / f"rank-{args['rank']}.log")
+                self.spawn(action.number, self.entry, args, self.folder / f"rank-{args['rank']}.log")
             elif isinstance(action, machine.Send):
                 self.client.send(action.number, action.body)
             elif isinstance(action, machine.End):
@@ -141,6 +160,7 @@ class Conductor:
     def heard(self, event):
         kind, worker = event["type"], event.get("worker")
         assert kind != "node_lost", event
+        self.forget(event)
         agent, now = self.homes.get(worker), time.monotonic_ns()
         if kind == "started":
             self.pids[worker] = event["pid"]

@@ -57,13 +57,13 @@ def test_same_bits_for_every_pipeline(pool, tmp_path):
 
 
 def test_same_bits_with_context_parallelism_held_at_two(pool, tmp_path):
-    layouts = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 4, 1)]
+    layouts = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1)]
     results = [run(pool, tmp_path, layout, axes=dict(cp=2), zero=1 + i % 3) for i, layout in enumerate(layouts)]
     assert all(r == results[0] for r in results), results
 
 
 def test_same_bits_with_experts_and_a_bias_that_follows_their_load(pool, tmp_path):
-    layouts = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2), (4, 1, 2)]
+    layouts = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2)]
     results = [run(pool, tmp_path, layout, model=MOE_ODD, zero=1 + i % 3) for i, layout in enumerate(layouts)]
     assert all(r == results[0] for r in results), results
 

@@ -1,6 +1,7 @@
 """Workers that go on when others die: the same bits as if nobody had."""
 
 import dataclasses
+import functools
 import os
 import signal
 import time
@@ -9,8 +10,9 @@ import pytest
 
 from phalanx.core.job import DataConfig, Job, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.core.layout import Layout
+from phalanx.runtime.bare import BareClient
 from tests.cases import EVEN
-from tests.train.conductor import Conductor
+from tests.train.conductor import ENV, Conductor
 
 MODEL = dataclasses.replace(EVEN, vocab_size=257, num_layers=4)
 STEPS = 10
@@ -36,10 +38,15 @@ def a_job(text, steps=STEPS, global_batch=8, **layout):
     )
 
 
+@functools.cache
+def node():
+    """One import of torch for all runs. It ends with this process."""
+    return BareClient(["phalanx.train.worker", "phalanx.model.dense", "tests.train.generation_cases"], env=ENV)
+
+
 def lead(job, folder, **kw):
-    preload = ("phalanx.train.worker", "phalanx.model.dense", "tests.train.generation_cases")
     folder.mkdir(exist_ok=True)
-    return Conductor(job, folder, preload=preload, entry="tests.train.generation_cases:main", **kw)
+    return Conductor(job, folder, entry="tests.train.generation_cases:main", client=node(), **kw)
 
 
 def undisturbed(job, folder):

@@ -308,6 +308,9 @@ class _Run:
             raise
         finally:
             cluster.close()
+            if self.adapter.is_one_machine:  # all its writers are gone, some killed in the middle of it
+                for left in self.record.path.rglob(".*.tmp"):
+                    left.unlink(missing_ok=True)
             self.over |= bool(cluster.ended)
             for row in self.table.finish():
                 self._on_row(row)
