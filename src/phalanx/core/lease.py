@@ -56,9 +56,9 @@ class Lease:
         self.store, self.name, self.term_s = store, name, term_s
         self.token = secrets.token_hex(8)
         self._body: Body = {**about, "format": FORMAT, "token": self.token, "term_s": term_s, "held": True, **_me()}
+        self.is_lost = False  # somebody else has taken it
         self._tag = ""
         self._count = 0
-        self._renewed = 0.0
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._keep, daemon=True, name="phalanx-lease")
@@ -90,24 +90,24 @@ class Lease:
                 on_wait(body)
             time.sleep(POLL_S)
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether the file still names this holder."""
-        return read(self.store, self.name).get("token") == self.token
-
     def _write(self, tag: str) -> None:
         self._count += 1
         self._body["count"] = self._count
         self._tag = self.store.replace(self.name, json.dumps(self._body).encode(), tag)
-        self._renewed = time.monotonic()
 
     def _keep(self) -> None:
-        while not self._done.wait(self.term_s / 4):
+        while not self.is_lost and not self._done.wait(self.term_s / 4):
             with self._lock, contextlib.suppress(OSError):  # the next turn tries again
-                try:
-                    self._write(self._tag)
-                except Changed:
-                    return
+                self._renew()
+
+    def _renew(self) -> None:
+        try:
+            self._write(self._tag)
+        except Changed:  # perhaps by the write before, whose answer was lost
+            body, tag = _read(self.store, self.name)
+            self.is_lost = bool(body) and body.get("token") != self.token
+            if not self.is_lost:
+                self._write(tag)
 
     def close(self, remove: bool = False) -> None:
         """Leave; `remove`: leave nothing."""
@@ -116,8 +116,8 @@ class Lease:
             return
         with self._lock, contextlib.suppress(OSError):
             self._body["held"] = False
-            self._write(self._tag)
-            if remove:
+            self._renew()
+            if remove and not self.is_lost:
                 self.store.remove(self.name)
         self._tag = ""
 
