@@ -114,7 +114,7 @@ def entry_of(kind: str, held: Held, dtype: str) -> Entry:
 def config_of(reader: Reader) -> ModelConfig:
     model = reader.manifest.job.get("model")
     if not model:
-        what = "its manifest does not say of which model it is"
+        what = "its manifest does not say which model it holds"
         raise UserError(what, field="checkpoint", value=reader.name, remedy="convert one that a run has written")
     return ModelConfig(**model)
 

@@ -1,6 +1,6 @@
 """Between a rank's tensors and a checkpoint: snapshots that are taken beside the next forward and backward pass, and
 loading into any layout. The state does not change between two updates, so a copy that is done before the next update
-is a copy of one step, and only what of it outlasts the backward pass holds the training up."""
+is a copy of one step, and training blocks only on the part that is still being copied after the backward pass."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document, or what of it lies in one piece."""
+    """A document, or the part of it that lies in one piece."""
 
     data: bytes
     ends: bool

@@ -97,7 +97,7 @@ def _missing(store: Store, version: str, field: str, version_field: str) -> User
             "there is no such version of the data set",
             field=version_field,
             value=version,
-            remedy=f"name one of {', '.join(v[:16] for v in known)}, of which the first is the newest",
+            remedy=f"name one of {', '.join(v[:16] for v in known)}; the first is the newest",
         )
     remedy = "name the folder or URL that `phalanx data build --out` was given"
     return UserError(f"there is no data set there ({MANIFEST} is missing)", field=field, value=store.url, remedy=remedy)

@@ -107,7 +107,7 @@ class Way:
 
 
 def _add_up(part: Tensor, flat: Tensor, group: Any) -> None:
-    """Gloo's own reduce-scatter is an all-reduce, of which it throws most away."""
+    """Gloo's own reduce-scatter is an all-reduce that throws most of its result away."""
     incoming = torch.empty_like(flat)
     group.alltoall_base(incoming, flat, [], []).wait()
     first, *others = incoming.view(group.size(), -1)
