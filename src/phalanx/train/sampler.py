@@ -21,7 +21,9 @@ from phalanx.data.tokenizer import Bytes, Tokenizer, make_tokenizer, tokenizer_o
 from phalanx.model.attention import Attend
 from phalanx.model.family import Batch, load_family
 
-ONE_THREAD_NUMEL = 20_000_000  # parameters; for a smaller model on a CPU, threads wait for each other more than they help
+ONE_THREAD_NUMEL = (
+    20_000_000  # parameters; for a smaller model on a CPU, threads wait for each other more than they help
+)
 
 
 class Sampler:
