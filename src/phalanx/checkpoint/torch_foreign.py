@@ -67,7 +67,7 @@ class Image:
         return flat.view(entry.held.shape)
 
     def commit(self, store: Store) -> Manifest:
-        """There is no random state in it: a run that goes on from here has its own."""
+        """Commit without random state: a run that continues from here has its own."""
         return write_whole(store, self._draft, [(memoryview(self._room), b"")])
 
 
@@ -120,7 +120,7 @@ def config_of(reader: Reader) -> ModelConfig:
 
 
 def read_rows(reader: Reader, name: str, first: int, last: int) -> Tensor:
-    """Rows [first, last) of a tensor, whatever layout it was saved in."""
+    """Read rows [first, last) of a tensor, for any layout it was saved in."""
     entry = reader.manifest.entries[reader.manifest.index[name]]
     held = entry.held
     room = np.empty((last - first, held.num_cols * held.inner * entry.item_bytes), np.uint8)

@@ -152,7 +152,7 @@ class Snapshotter:
         began = time.perf_counter_ns()
         if self.device.is_cpu:
             self._join()
-        elif not self._work.done():  # the update waits for the copies, on the device; the host goes on
+        elif not self._work.done():  # the update waits for the copies, on the device; the host continues
             self._enqueued.wait()
             for event in self._copied:
                 self.device.wait(None, event)

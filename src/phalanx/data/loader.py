@@ -162,7 +162,7 @@ class Loader:
         return self._thread.scratch
 
     def read(self, extent: int, sample: int) -> np.ndarray:
-        """A sample of an extent, whatever the order. Raises Corrupt."""
+        """Read a sample of an extent, outside any order. Raises Corrupt."""
         row = np.empty(self.width, self.manifest.dtype)
         self._copy(row, extent, sample, self.fetcher.get)
         return row

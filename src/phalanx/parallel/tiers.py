@@ -43,7 +43,7 @@ class Way:
         return len(self._mine)
 
     def group(self, stage: int) -> Any:
-        """To be fetched for each call and not kept: whoever holds a group holds its sockets open."""
+        """Fetch the groups for one call. Do not keep them: a reference to a group keeps its sockets open."""
         if not self._groups:
             raise RuntimeError("the groups of this axis are closed")
         return self._groups[stage]
