@@ -300,7 +300,7 @@ def test_a_mistake_is_told_with_its_remedy(tmp_path, folder, record, trained):
         (["convert", trained[0].path, "/proc/o", "--to", "hf"], "DST may be written"),
         (["convert", tmp_path / "none", tmp_path / "o", "--to", "hf"], "there is no such folder"),
         (["convert", trained[0].path, folder.path, "--to", "hf"], "there is something already"),
-        (["convert", folder.path, tmp_path / "o", "--to", "hf"], "does not say of which model it is"),
+        (["convert", folder.path, tmp_path / "o", "--to", "hf"], "does not say which model it holds"),
         (["convert", all_bad.path, tmp_path / "o", "--to", "hf"], "is quarantined"),
         (["convert", next(all_bad.path.iterdir()), tmp_path / "o", "--to", "hf"], "is quarantined: odd"),
     ]

@@ -30,9 +30,7 @@ def phalanx(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_command_imports_only_what_it_needs(args, unwanted):
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "phalanx.cli.main", *args], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "phalanx", *args], capture_output=True, text=True)
     imported = {line.split("|")[-1].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert "typer" in imported
     assert not imported & unwanted

@@ -19,6 +19,11 @@ MISTAKES = {
     "a section of another project": (["train", "--set", "training.steps=3"], ["there is no such section", "[train]"]),
     "text for a number": (["train", "--set", "train.steps=many"], ["train.steps = 'many'", "Give an integer >= 1"]),
     "a setting without a value": (["train", "--set", "train.steps"], ["write section.field=value"]),
+    "a section for a field": (["train", "--set", "train=3"], ["[train] is a section", "--set train.FIELD=VALUE"]),
+    "a program for text": (
+        ["train", "--set", "data.source=program"],
+        ["is binary: it has a zero byte", "phalanx data build --force"],
+    ),
     "a device with its number": (
         ["train", "--set", "run.device=cuda:0"],
         ["run.device = 'cuda:0'", "a kind of device, without a number", 'write "cuda"', "CUDA_VISIBLE_DEVICES"],
@@ -58,6 +63,7 @@ def test_a_mistake_gets_a_message_with_its_remedy(tmp_path, monkeypatch, capsys,
     typed, said = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text('name = "mine"\n')
+    (tmp_path / "program").write_bytes(b"\x7fELF\0")
     (tmp_path / "job.json").write_text('{"name": "mine"}\n')
     monkeypatch.setattr(sys, "argv", ["phalanx", *typed])
     with pytest.raises(SystemExit) as left:

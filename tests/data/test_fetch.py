@@ -372,7 +372,7 @@ def test_a_version_that_is_not_there_is_answered_with_those_that_are(made):
     with pytest.raises(UserError) as refused:
         read_manifest(store, "1234", version_field="data.stages.1.version")
     assert "data.stages.1.version = '1234'" in str(refused.value)
-    assert f"name one of {named[:16]}, {version[:16]}, of which" in refused.value.remedy
+    assert f"name one of {named[:16]}, {version[:16]}; the first is the newest" in refused.value.remedy
 
 
 def test_a_damaged_copy_of_the_newest_version_is_mended_from_the_manifest(made):

@@ -107,7 +107,7 @@ def test_the_summary_is_legible_and_literal(columns):
     assert "loss             5.517 -> 2.447 nats per token (mean of the last 6)" in text
     assert "unigram entropy  3.143 nats; the loss is 0.696 below it" in text
     assert "speed            7,012 tokens/s, median step 584 ms, MFU 5.2%" in text
-    assert "time             2m08s, of which 3.4 s to start the ranks" in text
+    assert "time             2m08s, including 3.4 s to start the ranks" in text
     assert "determinism      bit-identical for any replica x shard x pp split" in text
     assert SUMMARY["run_dir"] in text, "not taken for markup or an emoji"
     assert "tokens from /data/[bold]/:smile:" in text

@@ -34,7 +34,7 @@ LOOK_S = 0.01
 RECOVERY_LIMIT_S = 120.0
 START_LIMIT_S = 300.0
 SETS = ["recovery.deaths_per_node=1000000"]  # the node is not to blame
-# The gang goes on as it is, perhaps.
+# The gang may continue as it is.
 NO_GENERATION = ("controller", "stopped", "slow", "memory", "store", "clock", "disk", "cut", "link")
 SETTLE_S = 1.0  # after such a fault
 PHASES = ("start", "restore", "save")  # of a run, in which faults may be asked for besides
@@ -295,7 +295,7 @@ class _Injector:
             if fault.kind in NO_GENERATION and time.monotonic() > settle and not self._later and not fault.decided:
                 break
         parts = " ".join(f"{name} {s:.2f}" for name, s in fault.seconds().items() if s is not None)
-        self.say(f"step {self.scene.step}: {fault.kind}: {fault.text}: {parts or 'the gang went on'}")
+        self.say(f"step {self.scene.step}: {fault.kind}: {fault.text}: {parts or 'the gang continued'}")
 
 
 def _follow(fault: Fault, event: Event) -> None:

@@ -227,7 +227,7 @@ def _service(name: str) -> Callable[[Scene, Random, Later], str]:
 
 
 def snapshot(scene: Scene, rng: Random, later: Later) -> str:
-    """A byte of what the keeper holds is flipped; then the rank dies, and would go on from it."""
+    """Flip a byte of what the keeper holds, then kill the rank, which would continue from it."""
     at = _member(scene, rng)
     pid = scene.services.get((at, "keeper"), 0)
     flipped = 0

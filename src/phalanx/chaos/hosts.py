@@ -148,7 +148,7 @@ class Switch:
             self.ip([f"link add rail{rail} type bridge", address, f"link set rail{rail} up"])
 
     def address(self, rail: int = 0, number: int = 0) -> str:
-        """Of a host; 0: of the switch itself, which whoever is in its namespace has."""
+        """Return the address of a host; 0: of the switch itself, and of every process in its namespace."""
         return f"10.{self._net}.{rail}.{number + 1}"
 
     def command(self, *command: str) -> list[str]:

@@ -1,5 +1,5 @@
 """The keeper: one process per node that owns the snapshots of its ranks and writes them out. It shares no interpreter
-lock with a trainer, and it goes on when a worker dies.
+lock with a trainer, and it lives on when a worker dies.
 
 A worker connects by a Unix socket without a name in the file system, says how large its image is, and gets the
 descriptors of its slots. It fills one beside its next forward and backward pass, seals it and says so; the keeper

@@ -246,7 +246,7 @@ def _side(folder: Path) -> tuple[Job, str]:
             raise ValueError(f"a model has no {min(unknown)!r}")  # a person may have written it
         job, version = Job.from_dict(side["job"]), str(side.get("data_version", ""))
     except FileNotFoundError:
-        what = f"nothing says of which model it is: it has no {SIDE}"
+        what = f"it does not say which model it holds: there is no {SIDE}"
         raise UserError(what, field="source", value=str(folder), remedy=remedy) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"it does not describe a job: {error}"

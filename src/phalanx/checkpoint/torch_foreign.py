@@ -67,7 +67,7 @@ class Image:
         return flat.view(entry.held.shape)
 
     def commit(self, store: Store) -> Manifest:
-        """There is no random state in it: a run that goes on from here has its own."""
+        """Commit without random state: a run that continues from here has its own."""
         return write_whole(store, self._draft, [(memoryview(self._room), b"")])
 
 
@@ -114,13 +114,13 @@ def entry_of(kind: str, held: Held, dtype: str) -> Entry:
 def config_of(reader: Reader) -> ModelConfig:
     model = reader.manifest.job.get("model")
     if not model:
-        what = "its manifest does not say of which model it is"
+        what = "its manifest does not say which model it holds"
         raise UserError(what, field="checkpoint", value=reader.name, remedy="convert one that a run has written")
     return ModelConfig(**model)
 
 
 def read_rows(reader: Reader, name: str, first: int, last: int) -> Tensor:
-    """Rows [first, last) of a tensor, whatever layout it was saved in."""
+    """Read rows [first, last) of a tensor, for any layout it was saved in."""
     entry = reader.manifest.entries[reader.manifest.index[name]]
     held = entry.held
     room = np.empty((last - first, held.num_cols * held.inner * entry.item_bytes), np.uint8)

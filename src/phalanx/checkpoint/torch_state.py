@@ -1,6 +1,6 @@
 """Between a rank's tensors and a checkpoint: snapshots that are taken beside the next forward and backward pass, and
 loading into any layout. The state does not change between two updates, so a copy that is done before the next update
-is a copy of one step, and only what of it outlasts the backward pass holds the training up."""
+is a copy of one step, and training blocks only on the part that is still being copied after the backward pass."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Snapshotter:
         began = time.perf_counter_ns()
         if self.device.is_cpu:
             self._join()
-        elif not self._work.done():  # the update waits for the copies, on the device; the host goes on
+        elif not self._work.done():  # the update waits for the copies, on the device; the host continues
             self._enqueued.wait()
             for event in self._copied:
                 self.device.wait(None, event)

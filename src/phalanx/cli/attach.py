@@ -110,13 +110,13 @@ def submit(submission: Submission, job: Job, on: str, detach: bool) -> None:
     try:
         code = follow_submitted(job, reference)
     except KeyboardInterrupt:
-        print(f"\n{on} job {reference['id']} goes on; `phalanx runs` lists its record", file=sys.stderr)
+        print(f"\n{on} job {reference['id']} continues; `phalanx runs` lists its record", file=sys.stderr)
         code = 0
     raise typer.Exit(code)
 
 
 def attach(run: Run = "last", root: Dir = Path("runs")) -> None:
-    """Show a run that goes, or how it ended. Ctrl-C leaves it alone."""
+    """Show a live run, or how it ended. Ctrl-C leaves it alone."""
     from phalanx.engines.table import follow, reference_of
 
     if reference := reference_of(run):

@@ -21,11 +21,12 @@ Tell = Callable[[str, int, int], None]  # section, cases done, of how many
 
 def calibrate(
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the measurements go; where `phalanx train` looks.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to write the measurements; by default where `phalanx train` looks."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="About how long it may take.")] = 2.0,
     device: Annotated[str, typer.Option(help="auto, cpu, or the name of an accelerator.")] = "auto",
-    ranks: Annotated[int, typer.Option(help="Processes; one per accelerator, or up to 4 on the cores.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Processes; by default one per accelerator, or up to 4 on the cores.")] = 0,
 ) -> None:
     """Measure this machine: matrix products, attention, memory, collectives."""
     from phalanx.run.planned import calibration

@@ -58,7 +58,7 @@ def show_command(
     path: Place,
     tensors: Annotated[bool, typer.Option("--tensors", help="List them all.")] = False,
 ) -> None:
-    """What is in a checkpoint; in the newest good one, if there are several."""
+    """Show what is in a checkpoint; if there are several, in the newest good one."""
     with _edge(path):
         catalog, found = _found(path)
         m = found[0].manifest
@@ -100,7 +100,7 @@ def verify_command(path: Place) -> None:
 
 @checkpoint_app.command("scrub")
 def scrub_command(path: Place) -> None:
-    """Verify all checkpoints, and quarantine those that a second process finds damaged too: they are not loaded."""
+    """Verify all checkpoints. Quarantine those that a second process finds damaged too; they are no longer loaded."""
     with _edge(path):
         catalog, name = _locate(path)
         if name:
@@ -114,7 +114,7 @@ def scrub_command(path: Place) -> None:
 
 @checkpoint_app.command("release")
 def release_command(path: Place) -> None:
-    """Take checkpoints out of quarantine whose bytes are all right: the one named, or all of a folder."""
+    """Take checkpoints out of quarantine if all their bytes are right: the one named, or all of a folder."""
     with _edge(path):
         catalog, name = _locate(path)
         held = [f.name for f in catalog.all() if f.status == "quarantined" and f.name == (name or f.name)]
@@ -130,7 +130,7 @@ def release_command(path: Place) -> None:
 
 @checkpoint_app.command("reindex")
 def reindex_command(path: Place) -> None:
-    """Write the catalog.json of a bucket anew, from a listing of the bucket."""
+    """Rebuild the catalog.json of a bucket from a listing of the bucket."""
     with _edge(path):
         catalog, _ = _locate(path)
         if not catalog.index:
@@ -151,7 +151,7 @@ def _print_report(report: dict[str, list[Fault]], remedy: str) -> None:
 
 @checkpoint_app.command("why")
 def why_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="The record of a run.")]) -> None:
-    """Why a run makes checkpoints as often as it does."""
+    """Explain the checkpoint interval of a run."""
     from phalanx.observe.record import RunRecord
 
     if not (run / "meta.json").is_file():

@@ -143,11 +143,11 @@ def train(
         ),
     ] = "local",
     engine: Annotated[
-        list[str] | None, typer.Option("--engine", metavar="KEY=VALUE", help="Tell the engine something; repeatable.")
+        list[str] | None, typer.Option("--engine", metavar="KEY=VALUE", help="An option of the engine; repeatable.")
     ] = None,
     hosts: Annotated[
         str,
-        typer.Option(metavar="a,b,c|FILE", help="The hosts, for ssh; those that the layout does not need are spares."),
+        typer.Option(metavar="a,b,c|FILE", help="The hosts, for ssh; hosts that the layout does not need are spares."),
     ] = "",
     listen: Listen = "",
     detach: Detach = False,
@@ -159,7 +159,7 @@ def train(
             "program for a step on tensors without values.",
         ),
     ] = False,
-    dash: Annotated[bool, typer.Option("--dash", help="Show the run on a page while it trains.")] = False,
+    dash: Annotated[bool, typer.Option("--dash", help="Show the run on a web page while it trains.")] = False,
 ) -> None:
     """Train. With no arguments: a small model on the Python library's own sources, on this machine."""
     from phalanx.engines.table import Where, adapter_of, options_of, sets_of, submission_of
@@ -219,7 +219,7 @@ def controller(
     secret: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="The run's secret, if others have it already; it is made if it is not there."
+            metavar="FILE", help="The run's secret, if others have it already; it is created if it is missing."
         ),
     ] = None,
 ) -> None:

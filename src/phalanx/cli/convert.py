@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from phalanx.core.shape import ModelConfig
 
 Job = Annotated[
-    Path | None, typer.Option("--job", metavar="FILE", help="Write a job that continues the training; to phalanx.")
+    Path | None,
+    typer.Option("--job", metavar="FILE", help="With --to phalanx: write a job that continues the training."),
 ]
 
 
@@ -27,17 +28,25 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: ours, or a folder of HF or DCP.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="A folder; for phalanx a folder or URL.")],
     to: Annotated[
-        str, typer.Option("--to", metavar="hf|dcp|phalanx", help="The format to write: of ours hf, of others phalanx.")
+        str,
+        typer.Option(
+            "--to", metavar="hf|dcp|phalanx", help="The format to write; hf for our checkpoints, phalanx for others."
+        ),
     ] = "",
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the weights, for hf: bf16 or fp32; as they are.")] = "",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="The type of the weights for hf: bf16 or fp32; unchanged by default.")
+    ] = "",
     job: Job = None,
     data: Annotated[str, typer.Option("--data", metavar="PATH", help="The data set that the job reads.")] = "data",
     like: Annotated[
-        Path | None, typer.Option("--like", metavar="DIR", help="Folder of HF whose tokenizer an export gets; to hf.")
+        Path | None,
+        typer.Option("--like", metavar="DIR", help="With --to hf: the HF folder whose tokenizer the export gets."),
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", metavar="FILE", help="Job file whose [model] it is: a family of your own; to phalanx."),
+        typer.Option(
+            "--model", metavar="FILE", help="With --to phalanx: the job file whose [model] names a family of your own."
+        ),
     ] = None,
 ) -> None:
     """Convert to and from Hugging Face's safetensors and torch's distributed checkpoints.

@@ -10,9 +10,7 @@ import typer
 
 def dash(
     root: Annotated[Path, typer.Argument(metavar="RUNS_DIR", help="Where the records of runs are.")] = Path("runs"),
-    host: Annotated[
-        str, typer.Option(help="The address to listen on; a token is needed on any but 127.0.0.1.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The address to listen on; any but 127.0.0.1 needs a token.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=-1, max=65535, help="0: any free one; -1: 7474, or any if it is taken.")
     ] = -1,
@@ -24,7 +22,7 @@ def dash(
     ] = False,
     until_closed: Annotated[bool, typer.Option("--until-closed", hidden=True)] = False,
 ) -> None:
-    """Show the runs on a page: progress, goodput, incidents, ranks. It only reads."""
+    """Show the runs on a web page: progress, goodput, incidents, ranks. It only reads."""
     if grafana:
         import json
 

@@ -29,16 +29,20 @@ def build_command(
     out: Out,
     tokenizer: Annotated[str, typer.Option("--tokenizer", metavar="byte|FILE", help="byte, or a tokenizer.json.")],
     source: Source = "text",
-    field: Annotated[str, typer.Option("--field", help="Of JSON lines and Parquet: where the text is.")] = "text",
-    eos: Annotated[str, typer.Option("--eos", metavar="TOKEN", help="Ends a document; found if usual.")] = "",
+    field: Annotated[
+        str, typer.Option("--field", help="The field of JSON lines, or column of Parquet, with the text.")
+    ] = "text",
+    eos: Annotated[
+        str, typer.Option("--eos", metavar="TOKEN", help="The token that ends a document; usual names are found.")
+    ] = "",
     workers: Annotated[int, typer.Option("--workers", min=0, help="Processes; 0: one for each core.")] = 0,
     append: Append = False,
     shard_mb: ShardMb = None,
-    max_mb: Annotated[float | None, typer.Option("--max-mb", help="Of text from each source; then stop.")] = None,
+    max_mb: Annotated[float | None, typer.Option("--max-mb", help="Use at most so much text of each source.")] = None,
     staging: Staging = None,
     force: Annotated[bool, typer.Option("--force", help="Read binary files as text.")] = False,
 ) -> None:
-    """Build a data set from text and JSON lines (.gz, .zst) and Parquet. Started again after a kill, it goes on."""
+    """Build a data set from text, JSON lines (.gz, .zst) and Parquet. Repeat the command to continue after a kill."""
     from phalanx.data.build import Progress, build
     from phalanx.data.tokenizer import make_tokenizer
 
@@ -47,7 +51,7 @@ def build_command(
     notes: list[str] = []
     made, shard_chunks = make_tokenizer(tokenizer, eos), _shard_chunks(shard_mb)
     max_bytes = None if max_mb is None else int(_positive("--max-mb", max_mb) * 1e6)
-    with _stopped("the same command goes on from here"), _bar("building") as told:
+    with _stopped("the same command continues from here"), _bar("building") as told:
 
         def on_progress(p: Progress) -> None:
             told(p.done_bytes, p.total_bytes, f"{p.text_bytes / 1e6:,.1f} MB of text")
@@ -75,10 +79,12 @@ def build_command(
 def import_command(
     inputs: Annotated[
         list[str],
-        typer.Argument(metavar="FILE...", help="Files as PATH or LABEL=PATH; of .npy records, FIELD=PATH."),
+        typer.Argument(metavar="FILE...", help="Files as PATH or LABEL=PATH; .npy records as FIELD=PATH."),
     ],
     out: Out,
-    tokenizer: Annotated[str, typer.Option("--tokenizer", metavar="byte|FILE", help="What made the ids.")] = "",
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", metavar="byte|FILE", help="The tokenizer that made the ids.")
+    ] = "",
     eos: Annotated[str, typer.Option("--eos", metavar="TOKEN", help="Ends a document, with --tokenizer.")] = "",
     vocab_size: Annotated[
         int | None, typer.Option("--vocab-size", min=1, max=1 << 32, help="Without --tokenizer: ids are below it.")
@@ -86,7 +92,7 @@ def import_command(
     eos_id: Annotated[
         int | None, typer.Option("--eos-id", min=0, help="Without --tokenizer: this id ends a document.")
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of a raw .bin: uint16, int32, ...")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="The type of a raw .bin: uint16, int32, ...")] = "",
     records: Annotated[bool, typer.Option("--records", help="Arrays of records (.npy, .npz), not ids.")] = False,
     source: Source = "text",
     append: Append = False,
@@ -140,7 +146,7 @@ def info_command(
     version: Version = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """What is in a data set."""
+    """Show what is in a data set."""
     import json
 
     manifest, found = _open(url, version)[1:]
@@ -154,7 +160,7 @@ def info_command(
 def verify_command(
     url: Url,
     version: Version = "",
-    fast: Annotated[bool, typer.Option("--fast", help="Sizes and footers alone, no chunks.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="Check only sizes and footers, no chunks.")] = False,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: one for each core.")] = 0,
 ) -> None:
     """Check every byte: each shard's size, its footer's root, and both hashes of each chunk."""
@@ -323,7 +329,7 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 @data_app.command("where")
 def where_command(
-    step: Annotated[int, typer.Option("--step", help="Of the run, from 0.")],
+    step: Annotated[int, typer.Option("--step", help="The step of the run, from 0.")],
     run: Run = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Only what this rank trained on.")] = None,
     data: Annotated[str | None, typer.Option("--data", metavar="URL", help="Where the data set lies now.")] = None,
@@ -337,7 +343,7 @@ def where_command(
 
 @data_app.command("mix")
 def mix_command(run: Run = None, json: Json = False) -> None:
-    """Print how much of each source a run was to be served, and how much it was."""
+    """Print the planned and the served share of each source of a run."""
     from phalanx.cli.served import print_mix
 
     print_mix(run, json)

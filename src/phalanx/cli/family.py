@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-family_app = typer.Typer(no_args_is_help=True, help="A model of your own: whether every axis gets it right.")
+family_app = typer.Typer(no_args_is_help=True, help="A model of your own: check it under every axis.")
 
 
 @family_app.callback()

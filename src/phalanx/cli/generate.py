@@ -13,15 +13,15 @@ def generate(
         typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run or folder whose newest good one is taken."),
     ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text that is continued.")] = "",
-    tokens: Annotated[int, typer.Option(help="Tokens at most.", min=1)] = 200,
+    tokens: Annotated[int, typer.Option(help="The most tokens to write.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0.0)] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Choose among so many; 0: among all.", min=0)] = 50,
-    seed: Annotated[int, typer.Option(help="Of the choice: the same seed writes the same text.", min=0)] = 0,
+    top_k: Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0: among all.", min=0)] = 50,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.", min=0)] = 0,
     tokenizer: Annotated[
-        str, typer.Option(metavar="byte|FILE", help="Where the checkpoint does not know its own.")
+        str, typer.Option(metavar="byte|FILE", help="The tokenizer, if the checkpoint does not name one.")
     ] = "",
 ) -> None:
-    """Let a model write: `phalanx generate runs/quickstart-... "def main("`."""
+    """Continue a prompt with a trained model: `phalanx generate runs/quickstart-... "def main("`."""
     from phalanx.cli.checkpoint import newest
 
     where = newest(path)

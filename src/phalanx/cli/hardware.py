@@ -15,7 +15,7 @@ KINDS = {"chips": "chip", "nodes": "node", "fabrics": "fabric", "sites": "site"}
 
 @hardware_app.command("ls")
 def ls_command(as_json: Json = False, hardware_file: File = None) -> None:
-    """List everything there is."""
+    """List all entries of the catalogue."""
     from phalanx.hardware import load
 
     catalogue = load(hardware_file)
@@ -36,7 +36,7 @@ def show_command(
     as_json: Json = False,
     hardware_file: File = None,
 ) -> None:
-    """Everything that is known of a chip, node, fabric or site, with its source."""
+    """Show all figures of a chip, node, fabric or site, with their sources."""
     from phalanx.hardware import load
     from phalanx.hardware.describe import entry
 

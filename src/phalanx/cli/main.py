@@ -42,7 +42,7 @@ def _command() -> None:
 
 
 def _flush() -> None:
-    """What nobody reads any more (`| head`) is dropped here, or the interpreter would complain of it."""
+    """Drop output that nobody reads any more (`| head`); the interpreter would complain about it."""
     try:
         sys.stdout.flush()
     except OSError:

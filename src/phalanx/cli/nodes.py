@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-nodes_app = typer.Typer(no_args_is_help=True, help="The nodes of a run that goes: list, drain, add.")
+nodes_app = typer.Typer(no_args_is_help=True, help="The nodes of a live run: list, drain, add.")
 Run = Annotated[Path, typer.Argument(help="The folder of the run.")]
 
 
@@ -28,7 +28,7 @@ def aggregator(context: typer.Context) -> None:
 
 
 def relay(context: typer.Context) -> None:
-    """Fold what some aggregators say for the record: --record HOST:PORT --secret FILE (all options: --help)."""
+    """Merge reports of some aggregators for the record: --record HOST:PORT --secret FILE (all options: --help)."""
     from phalanx.runtime.between import relay as main
 
     raise typer.Exit(main(context.args))
@@ -56,7 +56,7 @@ def ask(run: Path, message: dict[str, Any]) -> dict[str, Any]:
 
 @nodes_app.command("ls")
 def nodes_ls(run: Run) -> None:
-    """What the controller knows of the nodes, and where it listens."""
+    """List the nodes that the controller knows, and where it listens."""
     import json
 
     said = ask(run, {"type": "status"})
@@ -78,7 +78,7 @@ def nodes_drain(
     node: Annotated[str, typer.Argument(help="Its name, as `ls` has it.")],
     off: Annotated[bool, typer.Option("--off", help="Use it again.")] = False,
 ) -> None:
-    """Move what runs on a node elsewhere at a step boundary, and use it no more, also after a restart."""
+    """Empty a node at a step boundary, and do not use it again, even after a restart."""
     ask(run, {"type": "ask", "event": {"kind": "Drain", "node": node, "off": off}})
     leaves = f"{node} leaves at a step boundary, as soon as the run can do without it; see `phalanx nodes ls`"
     print(f"{node} may be used again" if off else leaves)
@@ -120,7 +120,7 @@ def nodes_add(
     print(f"{count} more will join")
 
 
-def scale(run: Run, replicas: Annotated[int, typer.Option(min=1, help="How many from now on.")]) -> None:
-    """Change the number of replicas of a run while it goes: the same batch, divided among them."""
+def scale(run: Run, replicas: Annotated[int, typer.Option(min=1, help="The new number of replicas.")]) -> None:
+    """Change the number of replicas of a live run; they divide the same batch among them."""
     ask(run, {"type": "ask", "event": {"kind": "Scale", "replicas": replicas}})
     print(f"{replicas} replicas are wanted from the next step boundary on, if there are nodes for them")

@@ -24,7 +24,7 @@ def start(
     node_gpus: Annotated[int, typer.Option(min=1, max=64, help="Ranks that a node runs.")] = 1,
     queue: Folder = HERE,
 ) -> None:
-    """Serve a queue until Ctrl-C. Jobs that run continue without it; start it again to go on."""
+    """Serve a queue until Ctrl-C. Running jobs continue without it; start it again to resume the queue."""
     from phalanx.run.queued import Queue, write_whole
     from phalanx.run.stop import Stop
 

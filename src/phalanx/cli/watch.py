@@ -99,8 +99,8 @@ def sparkline(values: list[float], width: int) -> str:
 def logs(
     run: Run = "last",
     root: Dir = Path("runs"),
-    rank: Annotated[int | None, typer.Option(min=0, help="Of this rank alone.")] = None,
-    grep: Annotated[str, typer.Option(help="Lines that hold this text.")] = "",
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+    grep: Annotated[str, typer.Option(help="Only lines with this text.")] = "",
     as_json: Json = False,
 ) -> None:
     """Print what the ranks wrote, equal lines once, with the ranks that differ."""

@@ -1,4 +1,4 @@
-"""Which step a gang goes on from, and where each rank gets it: from workers that are parked, from snapshots in the
+"""Which step a gang continues from, and where each rank gets it: from workers that are parked, from snapshots in the
 memory of nodes, from checkpoints, from what the run began with. A source that failed is not asked again before the
 next step is committed."""
 

@@ -407,7 +407,7 @@ class Gang:
 
     def _give_up_holding(self) -> None:
         if self.phase in ("gathering", "parting", "asking", "fencing") and self.desk.said_ns >= 0:
-            self.ending.fail(f"the run cannot go on: {self.desk.said}")
+            self.ending.fail(f"the run cannot continue: {self.desk.said}")
         else:
             self.desk.resume()
 

@@ -62,7 +62,7 @@ class Event(Message):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a process ended, or why it could not go on."""
+    """How a process ended, or why it could not continue."""
 
     kind: str = ""  # of its exception
     text: str = ""

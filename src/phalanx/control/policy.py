@@ -24,7 +24,7 @@ class Policy:
     gather_ns: int = 300 * S  # a beginning waits so long for all nodes before it starts with those that are there
     start_ns: int = 0  # a broken gang waits so long for workers that are starting
     wait_ns: int = 0  # a broken gang waits so long for full strength
-    hold_ns: int = 300 * S  # a gang that cannot go on waits so long before it ends
+    hold_ns: int = 300 * S  # a gang that cannot continue waits so long before it ends
     lease_ns: int = 60 * S  # agents train so long without a word from the controller
     park_ns: int = 10 * S  # from Halt to Parked, and from Part to Parted
     pause_ns: int = 60 * S  # from Pause to Parted: a step, with room
@@ -37,7 +37,7 @@ class Policy:
     burst_ns: int = 0  # deaths within this time have one cause and count once
     silence_percent: int = 25  # of the nodes: if more are silent at once, it may be the network
     silence_ns: int = 60 * S  # what counts as at once
-    silence_rounds: int = 2  # of `silence_ns` that the gang waits for the network before it goes on without them
+    silence_rounds: int = 2  # of `silence_ns` that the gang waits for the network before it continues without them
     errors: int = 3  # equal exceptions of the program without a step in between: the run ends
     strikes: int = 5  # other equal failures without a step in between: the run ends
     attempts: int = 30  # generations without a step: the run ends

@@ -76,7 +76,7 @@ class Lineage:
 
 @dataclass(slots=True)
 class Stocks:
-    """All that a gang could go on from."""
+    """Everything that a gang could continue from."""
 
     replica_size: int
     own: dict[int, tuple[str, int]]  # by rank: the node that it is on, and the step that it has; -1: none

@@ -89,7 +89,7 @@ def remedy(failure: Failure) -> str:
     if "NCCL error" in failure.text:
         return NCCL_REMEDY
     if failure.hang.startswith("is stopped"):
-        return "find out what stopped it; SIGCONT would let it go on"
+        return "find out what stopped it; SIGCONT would let it continue"
     if failure.hang:
         return HANG_REMEDY
     return f"if memory ran out, as the kernel's log would say: {MEMORY_REMEDY}" if failure.signal == "SIGKILL" else ""

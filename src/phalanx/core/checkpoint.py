@@ -1,5 +1,5 @@
 """A checkpoint's shape: which bytes of the state lie where. A rank's state is one image in memory: first its own
-pieces, which are its file, then what other ranks write. The offsets follow from the layout, so whoever has the
+pieces, which are its file, then what other ranks write. The offsets follow from the layout, so anyone who has the
 manifest finds any byte of any rank without asking anybody.
 
     image of a rank   | own pieces, 64-byte aligned | the rest of its slices |      cut in chunks, each with its hash

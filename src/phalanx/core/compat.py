@@ -240,7 +240,7 @@ RULES: tuple[Rule, ...] = (
         "image-options",
         "model.options",
         lambda j: j.data.source == SYNTHETIC_IMAGES and not _patches(j),
-        "image, patch and channels of model.options are not whole numbers of which patch divides image",
+        "image, patch and channels of model.options must be whole numbers, and patch must divide image",
         "they are the size of an image and of the squares it is cut into",
         "give all three, such as image = 32, patch = 8, channels = 1",
     ),

@@ -34,7 +34,7 @@ def together(wrong: Sequence[UserError]) -> UserError:
 
 
 class RunFailed(RuntimeError):
-    """A run that could not go on: which rank, how it ended, its last log lines."""
+    """A run that could not continue: which rank, how it ended, its last log lines."""
 
     def __init__(self, reason: str, *, rank: int | None = None, log_tail: str = "", remedy: str = ""):
         self.reason, self.rank, self.log_tail, self.remedy = reason, rank, log_tail, remedy

@@ -117,9 +117,9 @@ class RecoveryConfig:
 
     on: bool = True  # False: the first loss ends the run
     spares: int = 0  # nodes
-    min_replicas: int = 1  # with which the run goes on
-    wait_s: float = 0.0  # for full strength, before it goes on with fewer replicas
-    hold_s: float = 300.0  # that a run which cannot go on waits, before it ends
+    min_replicas: int = 1  # the fewest that the run continues with
+    wait_s: float = 0.0  # for full strength, before it continues with fewer replicas
+    hold_s: float = 300.0  # that a run which cannot continue waits, before it ends
     beat_s: float = 0.0  # between heartbeats; 0: derived from the number of nodes and the rate of failures
     restart_s: float = 5.0  # after which a node process of this machine that died is started again
     grace_s: float = 30.0  # after SIGTERM, to save and leave

@@ -1,4 +1,4 @@
-"""Chunks of remote data sets on a local disk, by their hash, so that runs share them. Whoever reads verifies: the
+"""Chunks of remote data sets on a local disk, by their hash, so that runs share them. The reader verifies: the
 cache promises nothing about its bytes. It stays under its limit by dropping what was used longest ago; a chunk that
 is being read while it is dropped is read to its end."""
 

@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document, or what of it lies in one piece."""
+    """A document, or the part of it that lies in one piece."""
 
     data: bytes
     ends: bool
@@ -153,7 +153,7 @@ def _pieces(source: str, path: Path, field: str, raw: bool, counts: Counter[str]
         if kind.startswith("json"):  # a document, or a line for each document
             kind = kind.replace("json", "jsonl" if _is_object(begins.partition(b"\n")[0]) else "txt")
         if b"\0" in begins and not force:
-            remedy = "leave it out, or have it read as text with --force"
+            remedy = "leave it out, or have it read as text: `phalanx data build --force` makes a data set of it"
             raise UserError(f"{path} is binary: it has a zero byte", field="SRC", value=str(path), remedy=remedy)
     if not size:
         counts["empty file"] += 1

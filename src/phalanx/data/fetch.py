@@ -82,7 +82,7 @@ def read_manifest(
 
 
 def _check_copy(store: Store, data: bytes) -> None:
-    """Whatever was written as manifest.jsonl was written before under the name of its hash."""
+    """Refuse a manifest without a copy: manifest.jsonl is always written under the name of its hash first."""
     name = manifest_name(version_of(data))
     try:
         store.size(name)
@@ -97,7 +97,7 @@ def _missing(store: Store, version: str, field: str, version_field: str) -> User
             "there is no such version of the data set",
             field=version_field,
             value=version,
-            remedy=f"name one of {', '.join(v[:16] for v in known)}, of which the first is the newest",
+            remedy=f"name one of {', '.join(v[:16] for v in known)}; the first is the newest",
         )
     remedy = "name the folder or URL that `phalanx data build --out` was given"
     return UserError(f"there is no data set there ({MANIFEST} is missing)", field=field, value=store.url, remedy=remedy)
@@ -150,7 +150,7 @@ class Fetcher:
         self._random = random.Random()  # noqa: S311  (it spreads load, nothing else)
 
     def close(self) -> None:
-        """Give up what is under way; whoever waits for it gets an error. The threads end with their last read."""
+        """Give up what is under way; callers that wait for it get an error. The threads end with their last read."""
         self._closed.set()
         for executor in filter(None, (self._loaders, self._readers)):
             executor.shutdown(wait=False, cancel_futures=True)

@@ -24,12 +24,12 @@ WINDOW = 64  # units of an extent that are shuffled into each other
 AT_ONCE = 8192  # places that are located in one go: arithmetic on arrays is cheap for many and dear for few
 
 Event = dict[str, Any]
-# A chunk, the rows that lie in it, as its how-manieth samples, and whether these are all of them, each once.
+# A chunk, the rows that lie in it, the index of each row's sample, and whether these are all of them, each once.
 Group = tuple[Chunk, np.ndarray, np.ndarray, bool]
 
 
 class DataLost(Exception):
-    """The run cannot go on with this data; says which shard and chunk, and both hashes."""
+    """The run cannot continue with this data; says which shard and chunk, and both hashes."""
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class Loader:
         return self._thread.scratch
 
     def read(self, extent: int, sample: int) -> np.ndarray:
-        """A sample of an extent, whatever the order. Raises Corrupt."""
+        """Read a sample of an extent, outside any order. Raises Corrupt."""
         row = np.empty(self.width, self.manifest.dtype)
         self._copy(row, extent, sample, self.fetcher.get)
         return row

@@ -5,7 +5,7 @@ data and nothing that depends on the number of ranks.
       -> past the skipped ranges                          absolute ranges, such as what made the loss jump
       -> group g, index i in the group                    position mod G: a node that owns g reads g's chunks only
       -> stage, block, place in the block                 a stage has a quota of each block for every extent
-      -> extent, the how-manieth draw of it               exact, and continued from stage to stage
+      -> extent, and the number of this draw from it      exact, and continued from stage to stage
       -> epoch, place in the epoch                        all groups' draws count through the extent together
       -> lane of the group in the epoch, window           so that a group stays in one window at a time
       -> place in the window, shuffled                    keyed bijection over the window's samples
@@ -203,7 +203,7 @@ class Order:
         return stream.reshape(np.shape(served)), sample.reshape(np.shape(served))
 
     def _draws(self, stage: int, group: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which stream these indices of groups draw from, and the how-manieth draw of the group from it that is."""
+        """Map indices of groups to the stream that each draws from, and the number of the group's draw from it."""
         quotas = np.array(self.stages[stage].quotas)
         groups, which = np.unique(group, return_inverse=True) if stage else (np.zeros(1, np.int64), 0)
         before = np.array([self._drawn_before(stage, g) for g in groups.tolist()])

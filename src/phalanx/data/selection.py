@@ -55,7 +55,7 @@ class Position:
         for field, (here, there) in fixed.items():
             if here != there:
                 raise UserError(
-                    f"the checkpoint's data was served with {there!r}, and its order goes on",
+                    f"the checkpoint's data was served with {there!r}, and its order continues",
                     field=field,
                     value=here,
                     remedy=f"set {field} = {there!r}, or begin anew from its weights (`phalanx checkpoint convert`)",

@@ -74,7 +74,7 @@ class Target:
         return len(self.base.extents) if self.base and self.append else 0
 
     def put(self, extent: int) -> Callable[[int, Path, bytes], None]:
-        """Takes the finished shards of the how-manieth new extent."""
+        """Take the finished shards of the n-th new extent."""
         source, number = self.sources[extent], self.first_extent + extent
 
         def put(shard: int, path: Path, root: bytes) -> None:

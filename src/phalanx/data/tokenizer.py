@@ -1,5 +1,5 @@
 """Text to ids and back: bytes, or any `tokenizer.json`. The file's own bytes go into the data set, so that its ids
-can be read as text by whoever has the data set alone."""
+can be read as text with the data set alone."""
 
 from __future__ import annotations
 

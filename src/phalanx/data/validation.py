@@ -32,7 +32,7 @@ class ValidationSet:
 
     @staticmethod
     def plan(job: Job, name: str, url: str) -> ValidationSet:
-        """Of the data set at `url`; of its end alone, if it is the held-out part of the training data."""
+        """Plan the validation on the data set at `url`, or on its end if that is held out of the training data."""
         own = name != HELD_OUT
         field, value = ("validation.sources", url) if own else ("validation.held_out", job.validation.held_out)
         read = dataclasses.replace(job, data=DataConfig(source=url)) if own else job

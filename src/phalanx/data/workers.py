@@ -187,7 +187,7 @@ class Workers:
     def _ended(self, connection: Connection) -> RunFailed:
         code = self._processes[connection].wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        remedy = "run the command again: it goes on from here; with fewer --workers if memory ran out"
+        remedy = "run the command again, and it continues from here; with fewer --workers if memory ran out"
         return RunFailed(f"a worker of the build {how}", remedy=remedy)
 
 

@@ -41,7 +41,7 @@ OPTIONS = {
     "scheduler": "volcano",
     "near": "the label of nodes whose value agents had better have in common",
     "together": "the label of nodes whose value agents must have in common",
-    "journal": "postgresql://…: two controllers, one of which stands by",
+    "journal": "postgresql://…: two controllers; one stands by",
     "claim": "a PersistentVolumeClaim that all pods share, at /shared",
     "env-from": "a Secret of variables: credentials of the bucket, PGPASSWORD",
     "pull-secret": "for the image",
@@ -118,7 +118,7 @@ def _run_of(reference: str) -> tuple[Any, str]:
 
 
 def state(reference: str) -> str:
-    """Of its pods, in Kubernetes' words; "": it is over, or there is none."""
+    """Return the state of its pods, in Kubernetes' words; "": it is over, or there is none."""
     cluster, name = _run_of(reference)
     pods = cluster.pods(name)
     controllers = [pod for pod in pods if cluster.is_controller(pod)]
@@ -274,7 +274,7 @@ def _resources(device: str, text: str, job: Job) -> dict[str, str]:
 
 
 def _job_file(arguments: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The text of the job file, and what of the command line the controller is to be told."""
+    """Return the text of the job file, and the part of the command line that the controller needs."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("command")
     parser.add_argument("job", nargs="?", default="")

@@ -97,7 +97,7 @@ def build(request: Request, job: Job, key: bytes | None = None) -> list[Manifest
 
 
 def node_name(request: Request, index: int) -> str:
-    """Of a node in the run."""
+    """Return the name of a node in the run."""
     return f"{request.name}-{index}"
 
 

@@ -230,7 +230,7 @@ def queue_again_if_headless(reference: str) -> bool:
 
 
 def state(reference: str) -> str:
-    """Of a job, in Slurm's words; "": it is over."""
+    """Return the state of a job, in Slurm's words; "": it is over."""
     try:
         said = ask("squeue", "--noheader", "--states=all", f"--jobs={reference}", "--format=%T (%r)")
     except UserError as error:

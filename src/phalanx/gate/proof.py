@@ -51,7 +51,7 @@ class Keys(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """Of a run, or of all who share something in it. Its owner knows the token of everybody."""
+    """The secret of a run, or of all who share something in it. Its owner can compute everybody's token."""
 
     path: Path  # the file that keeps it; Path(): none does
     key: bytes = field(repr=False)
@@ -62,7 +62,7 @@ class Secret:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Of one member: it can prove this name, and no other."""
+    """The token of one member. It proves this name, and no other."""
 
     role: str
     name: str

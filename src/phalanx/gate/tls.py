@@ -67,7 +67,7 @@ class Certificate:
         return hashlib.sha256(ssl.PEM_cert_to_DER_cert(public)).digest()
 
     def context(self) -> ssl.SSLContext:
-        """Of a server."""
+        """Make the TLS context of a server."""
         found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         found.minimum_version = ssl.TLSVersion.TLSv1_3
         found.num_tickets = 0  # sessions are not resumed: each connection is proven anew

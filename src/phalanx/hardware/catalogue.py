@@ -108,7 +108,7 @@ def home_file() -> Path:
 
 
 def load_packaged() -> Catalogue:
-    """What comes with the project, whatever a user added."""
+    """Load what comes with the project, without a user's additions."""
     return Catalogue(**build(_packaged()))
 
 

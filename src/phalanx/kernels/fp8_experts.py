@@ -43,7 +43,7 @@ def by_counts(counts_E: Tensor, rows: int) -> Groups:
 
 
 def of_weights(experts: int, rows: int, device: torch.device) -> Groups:
-    """Of a weight, every expert has equally many rows."""
+    """Group the rows of a weight: every expert has the same number."""
     padded = -(-rows // BLOCK) * BLOCK
     number_E = torch.arange(1, experts + 1, dtype=torch.int32, device=device)
     return Groups(number_E * rows, number_E * padded, experts * padded)

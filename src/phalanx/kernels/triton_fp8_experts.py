@@ -123,7 +123,7 @@ def _expert_of(padded, first, EXPERTS: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def _place(ends, padded, e, first, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Of a tile, where its elements are, which of them are there, and its columns."""
+    """Locate a tile: the offsets of its elements, which of them exist, and its columns."""
     c = tl.program_id(0) * C + tl.arange(0, C)
     start = tl.load(ends + e - 1, e > 0, 0) - tl.load(padded + e - 1, e > 0, 0)
     n = start + first + tl.arange(0, R)

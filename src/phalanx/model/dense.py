@@ -172,8 +172,8 @@ class Decoder(nn.Module):
         return self.head(self.norm(x_BLD), batch)  # (B, L, V)
 
     def _rotary_tables(self, batch: Batch, dtype: torch.dtype) -> list[Rope]:
-        """Of layers without a window, and of those with one. Those of positions from 0 on are kept from one step to
-        the next."""
+        """Return the tables of layers without a window, and of those with one. Tables for positions from 0 on are kept
+        from one step to the next."""
         kept = self._kept_tables if batch.positions_L is None else {}
         key = batch.tokens_BL.shape[1], dtype, batch.tokens_BL.device
         if key not in kept:

@@ -234,7 +234,7 @@ def check_family(family: Family, config: ModelConfig) -> None:
             refuse(what, f"give that style to a {wanted.__name__}")
         if isinstance(module, nn.Embedding) and not style and not name.startswith(gathered):
             what = f"embedding {name!r} is not split, so it would not know which slice of the sequence a rank holds"
-            refuse(what, f"add {name!r}: 'vocab' to split, and look up all positions, of which each rank gets its own")
+            refuse(what, f"add {name!r}: 'vocab' to split, and look up all positions; each rank gets its own")
         if isinstance(module, SplitNorm) and style != "norm":
             what = f"norm {name!r} is not split, so it would not count the features of other ranks"
             refuse(what, f"add {name!r}: 'norm' to split")

@@ -78,7 +78,7 @@ def _last_loss(story: Story) -> float | None:
 
 
 def _identity(story: Story) -> dict[str, Any]:
-    """What of the record should be the same when two runs should be."""
+    """Return the part of the record that is equal in runs that should be equal."""
     meta = story.part.meta
     about = {name: meta.get(name) for name in ("phalanx", "python", "libraries", "driver", "promise", "host")}
     data = read_json(story.path / "data.json")

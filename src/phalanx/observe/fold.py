@@ -93,7 +93,7 @@ def merged(a: Fold, b: Fold) -> Fold:
 
 
 def median(bins: dict[str, int]) -> float:
-    """Of step times, within 0.5 %."""
+    """Return the median of step times, within 0.5 %."""
     half, seen = (sum(bins.values()) + 1) // 2, 0
     for bin_ in sorted(map(int, bins)):
         seen += bins[str(bin_)]
@@ -157,12 +157,12 @@ def _merge_steps(a: Fold, b: Fold) -> Fold:
 
 
 def _fuller(a: Fold, b: Fold) -> Fold:
-    """Of the mixtures of two pipeline stages. (Replicas say the same.)"""
+    """Choose the fuller of the mixtures of two pipeline stages. (All replicas report the same.)"""
     return max(a, b, key=lambda each: (each.get("load", 0.0), each.get("layer", "")))
 
 
 def merged_times(a: Times, b: Times) -> Times:
-    """Of the ranks of both, or of blocks of ranks with the longest time of each, where there are many."""
+    """Merge the times of both by rank; with many ranks, by block, keeping the longest time of each block."""
     block, longest = max(a[0], b[0]), dict[str, float]()
     for of, times in (a, b):
         _add_blocks(longest, times, block // of)

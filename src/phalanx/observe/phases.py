@@ -21,7 +21,7 @@ WAITS = frozenset({"gaps", "reduce", VOTE})  # for other ranks
 
 
 def merged(a: Phases, b: Phases) -> Phases:
-    """Of all ranks of both: the longest work and the shortest wait, which together are about the step."""
+    """Merge two groups of ranks: the longest work and the shortest wait, which together are about the step."""
     if not a or not b:
         return a or b
     return {name: (min if name in WAITS else max)(a[name], b[name]) for name in a if name in b}

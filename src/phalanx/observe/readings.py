@@ -37,7 +37,7 @@ def of_rank(rank: int, values: dict[str, float]) -> Readings:
 
 
 def merged(a: Readings, b: Readings) -> Readings:
-    """Of all ranks of both; of equal ends, the one of the lower rank."""
+    """Merge the readings of all ranks of both. If two ends are equal, the lower rank is named."""
     out = dict(a)
     for name, theirs in b.items():
         mine = a.get(name)

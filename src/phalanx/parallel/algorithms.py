@@ -65,7 +65,7 @@ def choose(config: CollectivesConfig, backend: str, axis: str, op: str, nodes: N
 
 
 def possible(config: CollectivesConfig, backend: str, axis: str, nodes: Nodes) -> list[str]:
-    """Whatever `choose` may answer, for which groups are formed."""
+    """List everything that `choose` may answer; groups are formed for it."""
     largest = sys.float_info.max
     return sorted({choose(config, backend, axis, op, nodes, size) for op in OPS[axis] for size in (0, largest)})
 

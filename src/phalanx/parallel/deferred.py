@@ -1,6 +1,6 @@
 """Backward in two halves, for the schedules without a bubble: first the gradients of the inputs, which
 the previous stage waits for, later those of the weights. A linear layer hands its weight's gradient in
-as work to be done; whatever is not one (norms, embeddings, biases) is cheap and done at once.
+as work to be done; everything else (norms, embeddings, biases) is cheap and done at once.
 
 torch's own split walks the autograd graph for parameters, finds none while FSDP2 has them resharded,
 and loses their gradients without a word. Here nothing is looked for, so every ZeRO stage is right: the

@@ -51,7 +51,7 @@ def forward_order(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
 
 def receive_early(actions: list[_Action]) -> list[_Action]:
     """Every receive before the work that precedes it: Gloo sends nothing before the receiver is ready for
-    it, so the message travels while that work goes on."""
+    it, so the message travels during that work."""
     out: list[_Action] = []
     work = None  # where in `out` the latest is
     for action in actions:
@@ -80,7 +80,7 @@ def _one_forward_one_backward(rank: int, pp: int, num_micro: int) -> list[_Actio
 
 
 def _of_torch(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
-    """torch computes the whole table from any rank's stages, of which it reads only the numbers."""
+    """torch computes the whole table from any rank's stages; it reads only their numbers."""
     numbers = {"num_stages": layout.num_stages, "group_size": layout.pp, "group_rank": 0}
     stages = [SimpleNamespace(stage_index=s, has_backward=True, submod=None, **numbers) for s in layout.stages_of(0)]
     schedule = torch_schedules.get_schedule_class(TORCH_NAME[layout.schedule])(stages, num_micro, loss_fn=_no_loss)

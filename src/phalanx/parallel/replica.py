@@ -101,8 +101,8 @@ class Cross:
         group.allreduce([flat]).wait()
 
     def _sum_directly(self, way: Way, group: Any, flat: Tensor) -> None:
-        """Of a few integers each rank tells every other one its own: Gloo's ring would take twice as many messages, and
-        each would wait for the one before it."""
+        """Sum a few integers by sending them from each rank to every other one. Gloo's ring would take twice as many
+        messages, and each would wait for the one before it."""
         said = flat.repeat(group.size())
         heard = torch.empty_like(said)
         way.count(said, group)

@@ -43,7 +43,7 @@ class Way:
         return len(self._mine)
 
     def group(self, stage: int) -> Any:
-        """To be fetched for each call and not kept: whoever holds a group holds its sockets open."""
+        """Fetch the groups for one call. Do not keep them: a reference to a group keeps its sockets open."""
         if not self._groups:
             raise RuntimeError("the groups of this axis are closed")
         return self._groups[stage]
@@ -107,7 +107,7 @@ class Way:
 
 
 def _add_up(part: Tensor, flat: Tensor, group: Any) -> None:
-    """Gloo's own reduce-scatter is an all-reduce, of which it throws most away."""
+    """Gloo's own reduce-scatter is an all-reduce that throws most of its result away."""
     incoming = torch.empty_like(flat)
     group.alltoall_base(incoming, flat, [], []).wait()
     first, *others = incoming.view(group.size(), -1)

@@ -149,7 +149,7 @@ class Console:
         self._stop_live()
         rows = {
             **(self._learned(s) if s["steps"] else {"steps": "all of them are in the record of another controller"}),
-            "time": f"{duration(s['wall_s'])}, of which {s['start_s']:.1f} s to start the ranks",
+            "time": f"{duration(s['wall_s'])}, including {s['start_s']:.1f} s to start the ranks",
             **spent(Path(s["run_dir"])),
             "determinism": self.job.promise,
             "record": s["run_dir"],

@@ -246,7 +246,7 @@ def _machine(ranks: int, gpus: list[str], compiled: bool, job: Job) -> tuple[Clu
 
 
 def _moment_bytes(job: Job) -> float:
-    """Of a parameter's two moments on the device."""
+    """Count the bytes of a parameter's two moments on the device."""
     if job.optimizer.offload != "none":
         return 0.0
     return 4.0 if job.optimizer.state == "bf16" else 8.0

@@ -266,7 +266,7 @@ class _Run:
     def _launch(self) -> dict[str, Any]:
         job, start = self.job, self.start
         if start:
-            said = f"going on from {start.place['url']}/{start.reader.name}, step {start.manifest.step:,}"
+            said = f"continuing from {start.place['url']}/{start.reader.name}, step {start.manifest.step:,}"
             if start.manifest.layout != job.layout:
                 said += f", saved on {start.manifest.layout.describe()}"
             self.listener.note(said)
@@ -531,7 +531,7 @@ class _Run:
             step, replicas = self.form["step"], len(self.form["replicas"])
             of = f"{replicas} of {self.job.layout.replica} replicas"
             if self.form["generation"] > 1:
-                self.listener.note(f"going on from step {step:,} with {of}: {self.form['reason']}")
+                self.listener.note(f"continuing from step {step:,} with {of}: {self.form['reason']}")
             size = replicas * self.job.layout.replica_size
             for row in self.table.settle(self.form["generation"], step, size):
                 self._on_row(row)

@@ -438,7 +438,7 @@ class Cluster:
             self._controller.kill()
         since, why = self._trouble
         if why and time.monotonic() - since > self.job.recovery.hold_s:
-            raise RunFailed(f"the controller cannot go on: {why}", remedy="make room, or name another run.dir")
+            raise RunFailed(f"the controller cannot continue: {why}", remedy="make room, or name another run.dir")
 
     def _stop(self, now: float) -> None:
         """At once, or when the state is saved and all have left; also when nobody is left who could save it. Not at all

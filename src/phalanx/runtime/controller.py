@@ -454,7 +454,7 @@ class Controller:
         session.tell({"type": "lease", **about})
 
     def _admit(self, join: Message) -> Message:
-        """Give a node that joins its incarnation: greater than all before it, whoever had its name."""
+        """Give a node that joins its incarnation, which is greater than all earlier ones of its name."""
         node, life, about, asker = str(join["node"]), str(join["life"]), join["about"], {"node": join["node"]}
         known, before = self.gang.members.nodes.get(node), self._joined.get(node, ("", ""))
         address = str(about.get("address"))

@@ -24,7 +24,7 @@ from phalanx.runtime.wire import Conn, Message
 
 
 class Channel:
-    """A worker's line to whoever spawned it."""
+    """A worker's line to the process that spawned it."""
 
     def __init__(self, sock: socket.socket, progress: Progress):
         self.progress = progress

@@ -1,4 +1,4 @@
-"""A journal on a PostgreSQL server, for controllers of several machines of which one acts.
+"""A journal on a PostgreSQL server, for controllers on several machines; one of them acts.
 
 The head of the journal names its holder and counts beats: each commit is one, and there is one now and then without
 entries. A controller that stands by watches term and beat. If neither changes for the length of a lease, by its own
@@ -196,7 +196,7 @@ class JournalServer:
         self._over.set()
 
     def begin(self, name: str, plan: Any, spec: Any) -> None:
-        """Of a new run, by the holder: what was there of an earlier one is deleted."""
+        """Begin the journal of a new run, as its holder; delete that of an earlier run."""
         with self._held() as db:
             db.execute("DELETE FROM entry")
             db.execute("DELETE FROM snapshot")

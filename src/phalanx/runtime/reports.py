@@ -96,7 +96,7 @@ class Folder:
         self._later(STEPS_S if all(item["type"] == "step" for item in items) else FOLD_S)
 
     def acked(self, number: int) -> None:
-        """Of the upstream link."""
+        """Hear that the upstream link has acknowledged everything up to `number`."""
         while self._passed and self._passed[0][0] <= number:
             for recorded in self._passed.popleft()[1].values():
                 recorded()

@@ -124,7 +124,7 @@ def serve(control: socket.socket) -> None:
 
 
 def _own_group(pid: int) -> None:
-    """Parent and child both do it, so that whoever comes first, the group is there to be killed as one."""
+    """Make a process group that can be killed as one. Parent and child both do it, so it exists whichever is first."""
     with contextlib.suppress(OSError):  # it may have ended already
         os.setpgid(pid, pid)
 

@@ -54,7 +54,7 @@ checks its sizes itself.
 
 ## What does not go together
 
-These pairs of features are refused whatever the sizes. Every other pair in the matrix below runs; those that concern
+These pairs of features are refused for all sizes. Every other pair in the matrix below runs; those that concern
 axes are rows of `benchmarks/parity.py`.
 
 {compositions}

@@ -24,7 +24,7 @@ def user_error(error: ValidationError, origin: Callable[[tuple[str, ...]], str])
 
 
 def _one(details: Any, origin: Callable[[tuple[str, ...]], str]) -> UserError:
-    # Inside the free table pydantic's location goes on with the types it tried.
+    # Inside the free table pydantic's location continues with the types it tried.
     path = tuple(str(part) for part in details["loc"])[: 3 if details["loc"][:2] == ("model", "options") else 2]
     name, value, context = ".".join(path), details["input"], details.get("ctx", {})
     known = fields().get(".".join(path[:2]))
@@ -40,7 +40,7 @@ def _one(details: Any, origin: Callable[[tuple[str, ...]], str]) -> UserError:
     elif known is None:
         message, remedy = (
             f"[{name}] is a section, not a field",
-            f"write [{name}] on a line of its own, its fields below",
+            f"write [{name}] on a line of its own and its fields below, or --set {name}.FIELD=VALUE",
         )
     else:
         message = details["msg"].replace("Input should", "must").replace("input was", "is")

@@ -464,12 +464,14 @@ class RecoverySection(Section):
         RECOVERY.on, "Whether the run survives a loss. If not, the first one ends it, and `--resume auto` continues."
     )
     spares: int = option(RECOVERY.spares, "Nodes that stand by to take the place of one that fails.", ge=0, le=10_000)
-    min_replicas: int = option(RECOVERY.min_replicas, "Replicas with which the run goes on; with fewer it waits.", ge=1)
+    min_replicas: int = option(
+        RECOVERY.min_replicas, "The fewest replicas that the run continues with; with fewer it waits.", ge=1
+    )
     wait_s: float = option(
-        RECOVERY.wait_s, "Seconds that are waited for full strength before the run goes on with fewer replicas.", ge=0
+        RECOVERY.wait_s, "Seconds to wait for full strength before the run continues with fewer replicas.", ge=0
     )
     hold_s: float = option(
-        RECOVERY.hold_s, "Seconds that a run which cannot go on waits for nodes before it ends.", ge=0, le=1e9
+        RECOVERY.hold_s, "Seconds that a run which cannot continue waits for nodes before it ends.", ge=0, le=1e9
     )
     beat_s: float = option(
         RECOVERY.beat_s,

@@ -65,7 +65,7 @@ class Traffic:
 
 
 class File:
-    """One reader and one writer thread on a file without a name: whatever happens, nothing is left behind.
+    """One reader and one writer thread on a file without a name, so nothing is ever left behind.
     Direct I/O where the file system has it, so that the moments do not fill the page cache instead. It is
     no checkpoint, so it is never synchronized."""
 

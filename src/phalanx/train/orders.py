@@ -63,7 +63,7 @@ class Commands:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(Halted))
 
     def _part(self, generation: int) -> None:
-        """The pass goes on; waiting for other replicas ends."""
+        """Continue the pass; stop waiting for other replicas."""
         self.parting = max(self.parting, generation)
         door = self.door
         if door and self.parting >= self.generation:

@@ -21,6 +21,10 @@ from phalanx.data.tokenizer import Bytes, Tokenizer, make_tokenizer, tokenizer_o
 from phalanx.model.attention import Attend
 from phalanx.model.family import Batch, load_family
 
+ONE_THREAD_NUMEL = (
+    20_000_000  # parameters; for a smaller model on a CPU, threads wait for each other more than they help
+)
+
 
 class Sampler:
     """`path`: of a checkpoint. `tokenizer`: `byte`, the path of a tokenizer.json, or "" for that of its data."""
@@ -41,6 +45,8 @@ class Sampler:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self.device = accelerator or torch.device("cpu")
         self.model = self._load(path)
+        if self.device.type == "cpu" and sum(each.numel() for each in self.model.parameters()) < ONE_THREAD_NUMEL:
+            torch.set_num_threads(1)
 
     def _load(self, path: str) -> nn.Module:
         family, weights = load_family(self.config.family), state_dict(path)
@@ -71,7 +77,7 @@ class Sampler:
             shown = text
 
     def _logits(self, tokens_BL: Tensor) -> Tensor:
-        """Of the last position."""
+        """Compute the logits of the last position."""
         batch = Batch(tokens_BL, torch.zeros_like(tokens_BL), torch.zeros_like(tokens_BL))
         for module in self.model.modules():
             if isinstance(module, Attend):

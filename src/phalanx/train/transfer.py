@@ -2,7 +2,7 @@
 (`gate.peers`) come the step, the random numbers and the bytes of every tensor, each followed by its hash.
 
 The giver's thread reads the state while the giver forms its groups. It is `offered` from the moment at which it is that
-of the step that the generation goes on from, until `withdraw`, before the next update.
+of the step that the generation continues from, until `withdraw`, before the next update.
 """
 
 from __future__ import annotations

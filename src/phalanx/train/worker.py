@@ -4,8 +4,8 @@ done, a pause was agreed on, or other replicas are gone. Then its replica parts 
 world, its engine and the gradients that it has computed, and waits for the next. Only what breaks inside its own
 replica costs the world.
 
-A step is computed, voted for by all ranks, and only then applied, without any communication: whoever has not seen all
-votes keeps the gradients, and the next generation decides whether the step counts (`control.member`).
+A step is computed, voted for by all ranks, and only then applied, without any communication: a rank that has not seen
+all votes keeps the gradients, and the next generation decides whether the step counts (`control.member`).
 """
 
 from __future__ import annotations

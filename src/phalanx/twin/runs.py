@@ -20,7 +20,7 @@ Tell = Callable[[str, int, int], None]  # the scenario, seeds that are done, see
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one seed."""
+    """What one seed led to."""
 
     seed: int
     waterfall: dict[str, float]  # shares of the time of the gang; they sum to 1

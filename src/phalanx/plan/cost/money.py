@@ -47,7 +47,7 @@ def bill(cluster: Cluster, tokens: float, tokens_per_s: float, start_s: float = 
             "with so many failures the run makes no progress",
             field="failures",
             value=f"{tokens_per_s:.3g} tokens/s are left of what was asked for",
-            remedy="take fewer chips, or software that goes on without what failed (--software phalanx)",
+            remedy="take fewer chips, or software that continues without what failed (--software phalanx)",
         )
     seconds = start_s + tokens / tokens_per_s
     hours = seconds / 3600

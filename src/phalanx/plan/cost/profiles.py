@@ -31,7 +31,7 @@ FUSED = 0.3  # of the passes and casts of experts that are left when their produ
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What of a chip decides its shares."""
+    """Return the part of a chip that decides its shares."""
 
     generation: Num  # of GENERATIONS, or other
     watts: Num  # over those of its generation

@@ -246,7 +246,7 @@ class _Step:
                     where.tree(size, 1, index * leaves + where.place % leaves - where.place)
 
     def _replicas(self) -> None:
-        """Gradients in buckets, filled as the last backward goes on."""
+        """Count gradients in buckets, filled during the last backward."""
         limit = self.job.train.bucket_mb * 1e6
         bucket: list[Unit] = []
         leaves = 1

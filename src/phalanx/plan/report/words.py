@@ -69,7 +69,7 @@ def step_rows(plan: Plan) -> list[Row]:
 def goodput_rows(plan: Plan) -> list[tuple[str, str, str]]:
     g = plan.goodput
     stops = figures()["stops"]
-    how = "the other replicas go on" if g["contained"] else "all stop and restart"
+    how = "the other replicas continue" if g["contained"] else "all stop and restart"
     heal = [
         (
             "healing",
