@@ -4,10 +4,10 @@ that others need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from phalanx.observe.fold import SLOWEST, Fold, Spans, size, union
+from phalanx.observe.fold import SLOWEST, Fold, Spans, size
 
 MOST_RANK = 1 << 24
 MOST_BIN = 70_000  # of step times: its exponential is a float
@@ -15,6 +15,7 @@ MOST_INT = 1 << 63  # an integer that a float can hold
 MOST_SUM = 1 << 200  # of validation losses: divided by the tokens, it is a float
 OPTIONAL = frozenset({"readings"})
 Check = Callable[[Any], bool]
+_FLOAT, _NUMBERS, _TEXT = {float}, {float, int}, {str}
 
 
 def check(fold: Fold, most_ranks: int) -> None:
@@ -28,19 +29,24 @@ def check(fold: Fold, most_ranks: int) -> None:
     ranks = fold["ranks"]
     if size(ranks) > most_ranks:
         raise ValueError(f"{fold['type']}.ranks = {str(ranks)[:200]}: expected at most {most_ranks} ranks of a node")
-    for name, spans in _named(fold):
-        if size(union(ranks + spans)) > size(ranks):
-            raise ValueError(f"{fold['type']}.{name} names a rank that is not of this fold: {str(spans)[:200]}")
+    own = {rank for first, end in ranks for rank in range(first, end)}
+    for name, named in _named(fold):
+        if not own.issuperset(named):
+            raise ValueError(f"{fold['type']}.{name} = {str(fold[name])[:200]} names a rank that is not of this fold")
 
 
-def _named(fold: Fold) -> Iterator[tuple[str, Spans]]:
+def _named(fold: Fold) -> Iterator[tuple[str, Iterable[int]]]:
     """The ranks that are named in its fields."""
     if fold["type"] == "step":
-        yield "norms", [span for ranks in fold["norms"].values() for span in ranks]
-        yield "slowest", [[rank, rank + 1] for _, rank in fold["slowest"]]
-        yield "times", [[int(rank), int(rank) + 1] for rank in fold["times"][1]]
+        yield "norms", _members(fold["norms"].values())
+        yield "slowest", (rank for _, rank in fold["slowest"])
+        yield "times", map(int, fold["times"][1])
     elif fold["type"] == "done":
-        yield "digests", [span for _, ranks in fold["digests"] for span in ranks]
+        yield "digests", _members(ranks for _, ranks in fold["digests"])
+
+
+def _members(many: Iterable[Spans]) -> Iterator[int]:
+    return (rank for spans in many for first, end in spans for rank in range(first, end))
 
 
 # -- values
@@ -56,6 +62,15 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) is float or _is_int(value)
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    kinds = {*map(type, values)}
+    return kinds <= _FLOAT or (kinds <= _NUMBERS and all(map(_is_number, values)))
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return {*map(type, values)} <= _TEXT
 
 
 def _is_text(value: Any) -> bool:
@@ -78,12 +93,16 @@ def _is_spans(value: Any) -> bool:
     return last > 0
 
 
-def _list_of(is_right: Check, least: int = 0) -> Check:
-    return lambda value: type(value) is list and len(value) >= least and all(map(is_right, value))
+def _every(is_right: Check) -> Check:
+    return lambda values: all(map(is_right, values))
 
 
-def _dict_of(is_right: Check, is_key: Check = _is_text) -> Check:
-    return lambda value: type(value) is dict and all(map(is_key, value)) and all(map(is_right, value.values()))
+def _list_of(are_right: Check, least: int = 0) -> Check:
+    return lambda value: type(value) is list and len(value) >= least and are_right(value)
+
+
+def _dict_of(are_right: Check, are_keys: Check = _are_texts) -> Check:
+    return lambda value: type(value) is dict and are_keys(value) and are_right(value.values())
 
 
 def _exactly(*checks: Check) -> Check:
@@ -114,6 +133,14 @@ def _is_bin(text: Any) -> bool:
     return _is_digits(text) and abs(int(text)) <= MOST_BIN
 
 
+def _is_reading(value: Any) -> bool:
+    """Count, sum, least, its rank, most, its rank."""
+    if type(value) is not list or len(value) != 6 or not _are_numbers(value):
+        return False
+    count, _, _, low_at, _, high_at = value
+    return _is_count(count) and count > 0 and _is_rank(low_at) and _is_rank(high_at)
+
+
 def _is_whole(value: Any) -> bool:
     """What one rank says for its replica; None: it is said by another."""
     if value is None:
@@ -125,7 +152,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_digest(value: Any) -> bool:
-    return value is None or _dict_of(_is_text)(value)
+    return value is None or _TEXTS(value)
 
 
 def _is_sum(value: Any) -> bool:
@@ -133,14 +160,12 @@ def _is_sum(value: Any) -> bool:
     return value is None or (type(value) is int and -MOST_SUM < value < MOST_SUM)
 
 
-_WHOLE = _fields(loss_sums=_list_of(_is_number, 1), tokens=_is_count, data_digest=_is_text)
-_SKIPPED = _fields(reason=_is_text, places=_list_of(_exactly(_is_count, _is_count)))
+_TEXTS = _dict_of(_are_texts)
+_WHOLE = _fields(loss_sums=_list_of(_are_numbers, 1), tokens=_is_count, data_digest=_is_text)
+_SKIPPED = _fields(reason=_is_text, places=_list_of(_every(_exactly(_is_count, _is_count))))
 _EXPERTS = _fields(load=_is_number, layer=_is_text)
-_is_reading = _exactly(
-    lambda count: _is_count(count) and count > 0, _is_number, _is_number, _is_rank, _is_number, _is_rank
-)
 _is_slow = _exactly(_is_number, _is_rank)
-_is_one_by_one = _exactly(lambda block: block == 1 and type(block) is int, _dict_of(_is_number, _is_digits))
+_is_one_by_one = _exactly(lambda block: block == 1 and type(block) is int, _dict_of(_are_numbers, _every(_is_digits)))
 
 FORMS: dict[str, dict[str, Check]] = {
     "step": {
@@ -150,16 +175,16 @@ FORMS: dict[str, dict[str, Check]] = {
         "lr": _is_number,
         "time_s": _is_number,
         "time_min_s": _is_number,
-        "slowest": lambda value: _list_of(_is_slow, 1)(value) and len(value) <= SLOWEST,
-        "bins": _dict_of(_is_count, _is_bin),
+        "slowest": lambda value: _list_of(_every(_is_slow), 1)(value) and len(value) <= SLOWEST,
+        "bins": _dict_of(_every(_is_count), _every(_is_bin)),
         "times": _is_one_by_one,
-        "norms": lambda value: bool(value) and _dict_of(_is_spans, _is_norm)(value),
+        "norms": lambda value: bool(value) and _dict_of(_every(_is_spans), _every(_is_norm))(value),
         "data_wait_s": _is_number,
         "data_ready": _is_number,
-        "phases": _dict_of(_is_number),
-        "held": _dict_of(_is_int),
-        "served": _dict_of(_is_int),
-        "readings": _dict_of(_is_reading),
+        "phases": _dict_of(_are_numbers),
+        "held": _dict_of(_every(_is_int)),
+        "served": _dict_of(_every(_is_int)),
+        "readings": _dict_of(_every(_is_reading)),
         "experts": lambda value: value == {} or _EXPERTS(value),
         "whole": _is_whole,
     },
@@ -182,14 +207,14 @@ FORMS: dict[str, dict[str, Check]] = {
         "ranks": _is_spans,
         "step": _is_count,
         "memory_bytes": _is_int,
-        "digests": _list_of(_exactly(_is_digest, _is_spans), 1),
+        "digests": _list_of(_every(_exactly(_is_digest, _is_spans)), 1),
     },
     "validation": {
         "ranks": _is_spans,
         "generation": _is_count,
         "step": _is_count,
-        "sums": _dict_of(_is_sum),
-        "tokens": _dict_of(_is_count),
+        "sums": _dict_of(_every(_is_sum)),
+        "tokens": _dict_of(_every(_is_count)),
         "time_s": _is_number,
     },
 }
