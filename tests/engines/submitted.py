@@ -18,17 +18,16 @@ JOB = {
 }  # fmt: skip
 
 
-PATIENCE_S = 1800.0  # in which nothing changes: it hangs. Nothing is said of how fast a machine is
+PATIENCE_S = 1800.0  # in which nothing changes: it hangs. How fast a machine is does not matter
 
 
 def until(what, told=lambda: "", changes=lambda: None):
     """Wait for it, for as long as something `changes`."""
     seen, deadline = changes(), time.monotonic() + PATIENCE_S
     while not (found := what()):
-        now = changes()
-        if now != seen:
-            seen, deadline = now, time.monotonic() + PATIENCE_S
-        assert time.monotonic() < deadline, f"it did not happen, and nothing has changed for {PATIENCE_S:g} s\n{told()}"
+        if time.monotonic() > deadline:
+            before, seen, deadline = seen, changes(), time.monotonic() + PATIENCE_S
+            assert seen != before, f"it did not happen, and nothing has changed for {PATIENCE_S:g} s\n{told()}"
         time.sleep(0.2)
     return found
 
