@@ -24,6 +24,7 @@ from phalanx.control.fold import Plan
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.runtime import controller as control
+from phalanx.runtime import inventory
 from phalanx.runtime.joining import Joiner
 from phalanx.runtime.secret import load_secret
 from phalanx.runtime.transport import Loop
@@ -84,9 +85,10 @@ def joins(folder: str, nodes: int) -> dict[str, float]:
     """So many agents join at once."""
     child, loop, served = Child(lead, folder, nodes), Loop(), set()
     secret = load_secret(Path(folder) / "secret")
+    here = inventory.about(LOOPBACK)
     before, began = child.figures(), time.monotonic()
     for i in range(nodes):
-        about = {"life": str(i), "version": "x", "about": {"address": f"h{i}"}}
+        about = {"life": str(i), "version": "x", "about": here | {"address": f"h{i}"}}
         heard = partial(lambda i, incarnation, spec: served.add(i), i)
         Joiner(loop, secret, f"n{i}", [tuple(child.address)], about, heard, give_up_s=120)
         loop.turn(0.0)

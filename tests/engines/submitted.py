@@ -18,10 +18,16 @@ JOB = {
 }  # fmt: skip
 
 
-def until(what, timeout: float = 300.0, told=lambda: ""):
-    deadline = time.monotonic() + timeout
+PATIENCE_S = 1800.0  # in which nothing changes: it hangs. How fast a machine is does not matter
+
+
+def until(what, told=lambda: "", changes=lambda: None):
+    """Wait for it, for as long as something `changes`."""
+    seen, deadline = changes(), time.monotonic() + PATIENCE_S
     while not (found := what()):
-        assert time.monotonic() < deadline, f"it did not happen in {timeout:g} s\n{told()}"
+        if time.monotonic() > deadline:
+            before, seen, deadline = seen, changes(), time.monotonic() + PATIENCE_S
+            assert seen != before, f"it did not happen, and nothing has changed for {PATIENCE_S:g} s\n{told()}"
         time.sleep(0.2)
     return found
 
@@ -79,7 +85,7 @@ class Training:
     def told(self) -> str:
         return f"{self.log.read_text()[-3000:]}\n{self.read('events.jsonl')[-8:]}"
 
-    def until(self, what, timeout: float = 300.0):
+    def until(self, what):
         """Wait for it, while the command that shows the run is there."""
 
         def look():
@@ -87,13 +93,16 @@ class Training:
             assert found or self.process.poll() is None, self.told()
             return found
 
-        return until(look, timeout, self.told)
+        return until(look, self.told, self._size)
 
-    def end(self, timeout: float = 600.0) -> int:
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.told()) from None
+    def _size(self) -> int:
+        """Of what was said so far."""
+        files = [self.log, *(path for record in self.records for path in record.glob("*.jsonl"))]
+        return sum(path.stat().st_size for path in files)
+
+    def end(self) -> int:
+        until(lambda: self.process.poll() is not None, self.told, self._size)
+        return self.process.returncode
 
 
 def run_here(folder: Path, name: str, env: dict[str, str], **values: object) -> Training:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.engines.slurm import seconds
 from tests.engines.submitted import PHALANX, Training, run_here, until
 from tests.engines.virtual_slurm import VirtualSlurm, processes, why_not
 
@@ -35,12 +36,12 @@ def left_of(slurm: VirtualSlurm, job: str) -> dict[int, str]:
 
 def test_a_job_loses_a_node_with_everything_on_it_and_ends_with_the_right_bits(slurm, tmp_path):
     """15 nodes train, the 16th is the spare. One is lost; the spare takes its place, and the job step goes on."""
-    values = {"train.steps": 300, "recovery.beat_s": 2.0, "run.hang_timeout_s": 120}
+    values = {"train.steps": 300, "train.global_batch": 15, "recovery.beat_s": 2.0, "run.hang_timeout_s": 120}
     run = Training(
         tmp_path, "big", "--on", "slurm", env=slurm.env, **values, **{"layout.replica": 15, "recovery.spares": 1}
     )
     job = job_of(run)
-    run.until(lambda: run.steps() > 5 and len(run.ready_nodes()) == NODES, 900)
+    run.until(lambda: run.steps() > 5 and len(run.ready_nodes()) == NODES)
     before = run.at_work()
     order = [before[rank] for rank in range(15)]
     leaves = {e["node"]: e["topology"] for e in run.events("node") if e["what"] == "joined"}
@@ -50,12 +51,12 @@ def test_a_job_loses_a_node_with_everything_on_it_and_ends_with_the_right_bits(s
     lost = order[7]
     assert lost != "n1", "where the controller is"
     slurm.fail(lost)
-    run.until(lambda: run.at_work()[7] != lost and run.is_whole(), 300)
+    run.until(lambda: run.at_work()[7] != lost and run.is_whole())
     assert run.at_work() == before | {7: "n16"} or run.at_work()[7] in set(leaves) - set(order)
-    slurm.until(lambda: "down" in slurm.run("sinfo", "-h", "-n", lost, "-o", "%T"))
+    until(lambda: "down" in slurm.run("sinfo", "-h", "-n", lost, "-o", "%T"))
     assert slurm.state(job) == "RUNNING"
     assert run.end() == 0, run.told()
-    slurm.until(lambda: slurm.state(job) == "COMPLETED")
+    until(lambda: slurm.state(job) == "COMPLETED")
     clean = run_here(tmp_path, "clean", slurm.env, **values)
     assert run.summary()["status"] == "done" and len(run.records) == 1
     assert run.summary()["digests"][0] == clean.summary()["digests"][0]
@@ -63,15 +64,20 @@ def test_a_job_loses_a_node_with_everything_on_it_and_ends_with_the_right_bits(s
     assert not left_of(slurm, job)
     slurm.boot(lost)
     slurm.run("scontrol", "update", f"nodename={lost}", "state=resume", check=False)
-    slurm.until(lambda: slurm.run("sinfo", "-h", "-o", "%T") == "idle")
+    until(lambda: slurm.run("sinfo", "-h", "-o", "%T") == "idle")
 
 
 def test_before_its_time_limit_a_job_saves_queues_itself_and_resumes(slurm, tmp_path):
     values = {"train.steps": 1_000_000, "recovery.grace_s": 10}
-    run = Training(tmp_path, "long", "--on", "slurm", "--engine", "time=3", "--detach", env=slurm.env, **values)
+    run = Training(tmp_path, "long", "--on", "slurm", "--engine", "time=60", "--detach", env=slurm.env, **values)
     assert run.end() == 0
     job = job_of(run)
-    slurm.until(lambda: len(run.records) == 2 and run.steps() > 3, 400)
+    until(lambda: run.steps() > 3)  # however long it takes to start
+    used_s = seconds(slurm.run("squeue", "-h", "-j", job, "-o", "%M"))
+    slurm.limit(job, int(used_s / 60) + 3)
+    until(lambda: slurm.restarts(job))
+    slurm.limit(job, 60)
+    until(lambda: len(run.records) == 2 and run.steps() > 3)
     first = run.summary(0)
     assert first["status"] == "stopped" and "before the engine's time limit" in first["reason"]
     done = run.steps(0)
@@ -91,7 +97,7 @@ def test_before_its_time_limit_a_job_saves_queues_itself_and_resumes(slurm, tmp_
     )
     assert attached.returncode == 130 and "stopped after step" in attached.stderr, attached.stdout + attached.stderr
     assert run.summary()["durable"] == done + run.steps()
-    slurm.until(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"))
+    until(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"))
     assert len(run.records) == 2 and not left_of(slurm, job), "who stops a run does not want it again"
 
 
@@ -104,7 +110,7 @@ def test_inside_an_existing_allocation(slurm, tmp_path):
     assert run.summary()["status"] == "done" and len(set(run.at_work().values())) == 2
     clean = run_here(tmp_path, "inside-clean", slurm.env, **values)
     assert run.ledger() == clean.ledger()
-    slurm.until(lambda: slurm.run("squeue", "-h") == "")
+    until(lambda: slurm.run("squeue", "-h") == "")
 
 
 def test_scancel_leaves_nothing(slurm, tmp_path):
@@ -113,8 +119,8 @@ def test_scancel_leaves_nothing(slurm, tmp_path):
     run.until(lambda: run.steps() > 3)
     assert len(left_of(slurm, job)) > 6
     slurm.run("scancel", job)
-    slurm.until(lambda: not left_of(slurm, job), 60)
-    slurm.until(lambda: slurm.state(job) == "CANCELLED")
+    until(lambda: not left_of(slurm, job))
+    until(lambda: slurm.state(job) == "CANCELLED")
     assert run.end() != 0
     assert run.summary()["status"] == "stopped", run.told()
 
@@ -125,18 +131,18 @@ def test_a_job_that_has_lost_its_controller_queues_itself_and_resumes(slurm, tmp
     run = Training(tmp_path, "headless", "--on", "slurm", "--detach", env=slurm.env, **values)
     assert run.end() == 0
     job = job_of(run)
-    slurm.until(lambda: len(run.events("checkpoint")) > 1 if run.records else False, 300)
+    until(lambda: len(run.events("checkpoint")) > 1 if run.records else False)
     host = slurm.run("squeue", "-h", "-j", job, "-o", "%B")
     slurm.fail(host)
-    slurm.until(lambda: len(run.records) == 2 and run.steps() > 3, 400)
+    until(lambda: len(run.records) == 2 and run.steps() > 3)
     (resumed,) = run.events("resume")
     assert resumed["step"] >= 10 and host not in run.at_work().values()
-    assert "Restarts=1 " in slurm.run("scontrol", "--oneliner", "show", "job", job), "it was queued once"
+    assert slurm.restarts(job) == 1, "it was queued once"
     slurm.run("scancel", job)
-    slurm.until(lambda: not left_of(slurm, job), 60)
+    until(lambda: not left_of(slurm, job))
     slurm.boot(host)
     slurm.run("scontrol", "update", f"nodename={host}", "state=resume", check=False)
-    slurm.until(lambda: slurm.run("sinfo", "-h", "-o", "%T") == "idle")
+    until(lambda: slurm.run("sinfo", "-h", "-o", "%T") == "idle")
 
 
 def test_the_controller_has_a_component_of_its_own_in_a_heterogeneous_job(slurm, tmp_path):
@@ -157,26 +163,26 @@ def test_a_heterogeneous_job_that_loses_its_controller_resumes(slurm, tmp_path):
     run = Training(tmp_path, "beheaded", *options, env=slurm.env, **values)
     assert run.end() == 0
     job = job_of(run)
-    slurm.until(lambda: len(run.events("checkpoint")) > 1 if run.records else False, 300)
+    until(lambda: len(run.events("checkpoint")) > 1 if run.records else False)
     host = re.search(r"BatchHost=(\w+)", slurm.run("scontrol", "show", "job", job))[1]
     agents = {e["pid"] for e in run.events("node") if e["what"] == "joined"}
     slurm.fail(host)
-    slurm.until(lambda: len(run.records) == 2 and run.steps() > 3, 400)
+    until(lambda: len(run.records) == 2 and run.steps() > 3)
     (resumed,) = run.events("resume")
     assert resumed["step"] >= 10 and len(agents) >= 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in agents), "they would hold the devices"
     slurm.run("scancel", job)
-    slurm.until(lambda: not processes(SLURM_JOB_NAME="beheaded"), 60)
+    until(lambda: not processes(SLURM_JOB_NAME="beheaded"))
     slurm.boot(host)
     slurm.run("scontrol", "update", f"nodename={host}", "state=resume", check=False)
-    slurm.until(lambda: slurm.run("sinfo", "-h", "-o", "%T") == "idle")
+    until(lambda: slurm.run("sinfo", "-h", "-o", "%T") == "idle")
 
 
 def test_each_task_of_a_job_array_is_a_run_of_its_own(slurm, tmp_path):
     values = {"train.steps": 20, "layout.replica": 1, "checkpoint.dir": f"{tmp_path}/array-%a", "seed": "%a"}
     submit = Training(tmp_path, "task-%a", "--on", "slurm", "--engine", "array=1-2", env=slurm.env, **values)
     assert submit.end() == 0, submit.log.read_text()
-    until(lambda: slurm.run("squeue", "-h") == "", 300)
+    until(lambda: slurm.run("squeue", "-h") == "")
     runs = []
     for number in (1, 2):
         submit.name = f"task-{number}"

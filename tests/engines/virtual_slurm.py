@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-PHALANX = [sys.executable, "-P", "-m", "phalanx.cli.main"]
+from tests.engines.submitted import until
+
 MARK = "PHALANX_VIRTUAL_SLURM"  # in the environment of every process of it
 CONF = """
 ClusterName=virtual
@@ -102,7 +103,7 @@ class VirtualSlurm:
         self._daemon("slurmctld", "-i")
         for name in self.names:
             self.boot(name)
-        self.until(lambda: self.run("sinfo", "-h", "-o", "%T %D") == f"idle {nodes}")
+        until(lambda: self.run("sinfo", "-h", "-o", "%T %D") == f"idle {nodes}")
 
     def __enter__(self) -> VirtualSlurm:
         return self
@@ -141,12 +142,13 @@ class VirtualSlurm:
         """Of a job; empty: it is forgotten."""
         return self.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T", check=False)
 
-    def until(self, what, timeout: float = 180.0):
-        deadline = time.monotonic() + timeout
-        while not (found := what()):
-            assert time.monotonic() < deadline, f"it did not happen in {timeout:g} s"
-            time.sleep(0.2)
-        return found
+    def restarts(self, job: str) -> int:
+        about = self.run("scontrol", "--oneliner", "show", "job", job)
+        return int(re.search(r"Restarts=(\d+)", about)[1])
+
+    def limit(self, job: str, minutes: int) -> None:
+        """Change its time limit."""
+        self.run("scontrol", "update", f"jobid={job}", f"timelimit={minutes}")
 
     def close(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):

@@ -9,12 +9,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from phalanx.chaos.hosts import Host, Switch, installed
+from tests.engines.submitted import PHALANX, until
 
-PATIENCE_S = 900.0  # for what a quiet machine does in seconds
 TRAINERS = ("a", "b", "c", "d")
 NETWORKS = ["10.77.1.0/24", "10.77.0.0/24"]  # ranks prefer the second rail; the controller is on the first
 S3 = "http://s3:9000"
@@ -27,7 +26,6 @@ ENV = {
     "AWS_ALLOW_HTTP": "true",
     "PATH": os.environ["PATH"],
 }
-PHALANX = [sys.executable, "-P", "-m", "phalanx.cli.main"]
 JOB = {
     "model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 2, "model.ffn_dim": 32,
     "layout.replica": 3, "layout.shard": 1, "layout.tp": 1, "layout.ranks_per_node": 1,
@@ -39,16 +37,6 @@ MAKE_BUCKET = (
     "import urllib.request as u; u.urlopen(u.Request('http://s3:9000/bucket', method='PUT', data=b''), timeout=2)"
 )
 SSHD = shutil.which("sshd") or shutil.which("/usr/sbin/sshd")
-
-
-def wait_for(what, timeout=PATIENCE_S, look_s=0.2):
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        found = what()
-        if found:
-            return found
-        time.sleep(look_s)
-    raise AssertionError("it did not happen in time")
 
 
 class Fleet(Switch):
@@ -67,7 +55,7 @@ class Fleet(Switch):
         self.key = head.run("cat", ".ssh/id_ed25519.pub").stdout
         for name in TRAINERS:
             self.open_ssh(self.hosts[name])
-        wait_for(lambda: head.run(sys.executable, "-c", MAKE_BUCKET).returncode == 0)
+        until(lambda: head.run(sys.executable, "-c", MAKE_BUCKET).returncode == 0)
         text = "mkdir text; for f in /usr/share/common-licenses/*; do cp $f text/$(basename $f).txt; done"
         head.run("sh", "-c", text)
         build = ["data", "build", "text", "--out", "s3://bucket/data", "--tokenizer", "byte", "--workers", "1"]
@@ -123,18 +111,22 @@ class Training:
     def events(self, kind: str) -> list[dict]:
         return [event for event in self.read("events.jsonl") if event["type"] == kind]
 
-    def until(self, what, timeout=PATIENCE_S):
+    def until(self, what):
+        """Wait for it, while the command is there."""
+
         def look():
             found = what()
             assert found or self.process.poll() is None, self.log.read_text()[-4000:]
             return found
 
-        try:
-            return wait_for(look, timeout)
-        except AssertionError as error:
-            raise AssertionError(
-                f"{error}\n{self.log.read_text()[-3000:]}\n{self.read('events.jsonl')[-12:]}"
-            ) from None
+        return until(look, self._told, self._size)
+
+    def _told(self) -> str:
+        return f"{self.log.read_text()[-3000:]}\n{self.read('events.jsonl')[-12:]}"
+
+    def _size(self) -> str:
+        """Of what was said so far."""
+        return self.head.run("sh", "-c", f"cat runs/{self.name}-2*/*.jsonl | wc -c").stdout
 
     def steps(self) -> int:
         return len(self.read("metrics.jsonl"))
@@ -144,8 +136,8 @@ class Training:
         done = self.steps()
         self.until(lambda: self.steps() >= done + steps)
 
-    def end(self, timeout: float = PATIENCE_S) -> str:
-        self.process.wait(timeout)
+    def end(self) -> str:
+        until(lambda: self.process.poll() is not None, self._told, self._size)
         return self.log.read_text()
 
     def ledger(self) -> dict[int, tuple]:

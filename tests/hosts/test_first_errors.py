@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from phalanx.chaos.hosts import installed, why_not
-from tests.hosts.fleet import ENV, PATIENCE_S, SSHD, TRAINERS, Fleet, Training, wait_for
+from tests.engines.submitted import PATIENCE_S, until
+from tests.hosts.fleet import ENV, SSHD, TRAINERS, Fleet, Training
 
 missing = why_not() or ("" if SSHD else "sshd not found: apt install openssh-server")
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing), reason=missing)]
@@ -127,7 +128,7 @@ def joining(host, *prefix, env):
 def said_of(fleet, text):
     """What the user of the waiting controller is told."""
     told = lambda: [line for line in events_of(fleet).splitlines() if '"told"' in line and text in line]  # noqa: E731
-    return wait_for(lambda: "".join(told()))
+    return until(lambda: "".join(told()))
 
 
 def events_of(fleet):
@@ -151,7 +152,7 @@ def test_another_torch(waiting):
     old = "mkdir -p old/torch-2.1.0.dist-info; cd old/torch-2.1.0.dist-info"
     a.run("sh", "-c", f"{old}; printf 'Name: torch\\nVersion: 2.1.0\\n' > METADATA")
     with joining(b, env=ENV):
-        wait_for(lambda: '"what": "joined"' in events_of(fleet))
+        until(lambda: '"what": "joined"' in events_of(fleet))
         code, said = agent(a, "--join", "10.77.0.2:7700", secret=secret, PYTHONPATH=f"/root/old:{ENV['PYTHONPATH']}")
     assert code == 2 and "it runs torch 2.1.0, and the other nodes run 2." in said
 
@@ -160,7 +161,7 @@ def test_the_same_name_twice(waiting):
     fleet, secret = waiting
     fleet.hosts["b"].run("sh", "-c", f"umask 077; echo {secret} > secret")
     with joining(fleet.hosts["b"], env=ENV):
-        wait_for(lambda: '"service": "keeper"' in events_of(fleet))
+        until(lambda: '"service": "keeper"' in events_of(fleet))
         code, said = agent(fleet.hosts["a"], "--join", "10.77.0.2:7700", "--name", "b", secret=secret)
     assert code == 2 and "a node with the name b is here already, at 10.77.0.4" in said and "--name" in said
 
@@ -184,7 +185,7 @@ def test_no_shared_disk(train):
 def test_port_in_use(fleet, train):
     head = fleet.hosts["head"]
     taken = head.start("python3", "-c", "import socket; s = socket.create_server(('0.0.0.0', 7733)); input()", stdin=-1)
-    wait_for(lambda: ":1E35" in head.run("cat", "/proc/net/tcp").stdout)
+    until(lambda: ":1E35" in head.run("cat", "/proc/net/tcp").stdout)
     code, said = train(*BY_SSH, "--listen", "10.77.0.2:7733")
     taken.kill()
     taken.wait()

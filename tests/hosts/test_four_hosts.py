@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.chaos.hosts import why_not
-from tests.hosts.fleet import ENV, NETWORKS, PATIENCE_S, PHALANX, SSHD, TRAINERS, Fleet, Training
+from tests.engines.submitted import PATIENCE_S
+from tests.hosts.fleet import ENV, NETWORKS, PHALANX, SSHD, TRAINERS, Fleet, Training
 
 missing = why_not() or ("" if SSHD else "sshd not found: apt install openssh-server")
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing), reason=missing)]

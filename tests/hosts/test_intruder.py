@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.gate.porch import MAX_STRANGERS
 from phalanx.runtime.firewall import rules
-from tests.hosts.fleet import PATIENCE_S
+from tests.engines.submitted import PATIENCE_S
 from tests.runtime.cluster import wait_for
 
 HOME, STRANGER = "10.79.0.1", "10.79.0.2"

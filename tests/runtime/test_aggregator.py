@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from phalanx.control.liveness import Edge, Liveness, Roster, event_of
 from phalanx.control.messages import EVERYONE, Event, Form, Formed, Parted, Source
+from phalanx.observe.fold import fold_of
 from phalanx.runtime import aggregator as module
-from phalanx.runtime import secret
+from phalanx.runtime import inventory, secret
 from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, WELCOME, Aggregator, merged
 from phalanx.runtime.controller import orders
 from phalanx.runtime.secret import Identity, Secret, load_secret
@@ -584,7 +585,8 @@ def test_no_node_speaks_for_another_in_the_record(cluster):
     taken, first.folder.take = [], lambda name, items, recorded: taken.append((name, items))
     cluster.agent("a", first)
     cluster.until(lambda: "a" in first.server.sessions)
-    own, other = ({"type": "log", "node": name, "file": "x.log", "text": "!"} for name in "ab")
+    numbered = {"life": "x", "n": 1}
+    own, other = ({"type": "log", "node": name, "file": "x.log", "text": "!", **numbered} for name in "ab")
     for items in ([own, other], ["b"]):
         with pytest.raises(WireError, match="a speaks for another node"):
             first._reported(first.server.sessions["a"], 0, {"type": "said", "upto": 1, "items": items})
@@ -615,11 +617,17 @@ def test_who_has_not_joined_can_only_ask_to(cluster, incarnation):
     assert f"from incarnation {incarnation}" in first.server.trouble and not first._joins and cluster.of("a") == []
 
 
+LEFT = {"type": "left", "life": "x", "n": 1, "node": "bad", "reason": ""}
+STEP = fold_of(0, {"type": "step", "step": 1, "lr": 0.1, "time_s": 1.0, "grad_norm": 1.0, "whole": None})
 NONSENSE = [
     {"type": "said", "upto": 1, "items": [{}]},
     {"type": "said", "upto": 1, "items": [{"type": ["step"]}]},
-    {"type": "said", "upto": 1, "items": [{"type": "left", "life": "x"}]},
-    {"type": "said", "upto": 1, "items": [{"type": "left", "life": "x", "n": "1"}]},
+    {"type": "said", "upto": 1, "items": [LEFT | {"n": "1"}]},
+    {"type": "said", "upto": 1, "items": [LEFT | {"n": None}]},
+    {"type": "said", "upto": 1, "items": [{key: LEFT[key] for key in ("type", "life", "n", "reason")}]},
+    {"type": "said", "upto": 1, "items": [LEFT | {"type": "started", "rank": 0, "worker": "0", "pid": 1}]},
+    {"type": "said", "upto": 1, "items": [STEP | {"norms": {}}]},
+    {"type": "said", "upto": 1, "items": [STEP | {"bins": {"0": "1"}}]},
     {"type": "store", "items": ["x"]},
     {"type": "store", "items": [["call", "gang", 1, 0, "add", []]]},
 ]
@@ -635,6 +643,22 @@ def test_a_node_that_talks_nonsense_ends_its_own_connection_alone(cluster, body)
     cluster.until(lambda: first.server.refused, 20)
     good.post({"type": "event", "event": {"value": 5}})
     cluster.until(lambda: 5 in cluster.of("good"))
+
+
+ABOUT = inventory.about("127.0.0.1") | {"clock_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    "about", [{}, ABOUT | {"incarnation": 9}, ABOUT | {"clock_s": "now"}], ids=["nothing", "more", "another type"]
+)
+def test_who_says_nonsense_of_itself_does_not_join(cluster, about):
+    """It would go to the record, and to the process that keeps it."""
+    first = cluster.aggregators["r1"]
+    first._learn({"version": "v"}, [])
+    link = cluster.agent("a", first, incarnation=0, beats=False)
+    cluster.until(lambda: link.tell({"type": "join", "life": "1", "version": "v", "about": about}))
+    cluster.until(lambda: first.server.refused, 20)
+    assert "about." in first.server.trouble and not first._joins
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "", "-x", "a b"])

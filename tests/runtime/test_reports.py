@@ -6,9 +6,11 @@ import time
 
 import pytest
 
+from phalanx.core.job import Job
 from phalanx.gate.proof import Token
 from phalanx.observe.fold import fold_of
 from phalanx.observe.steps import StepTable
+from phalanx.runtime.cluster import Cluster, Entries
 from phalanx.runtime.logs import write
 from phalanx.runtime.reports import Folder, Recorder, Relay, Reporter
 from phalanx.runtime.secret import Identity, load_secret
@@ -159,3 +161,13 @@ def test_steps_are_kept_by_those_who_said_them_until_all_of_them_are_recorded(tm
     missing.clear()
     a.say({"type": "event"})
     way.until(lambda: a.is_empty)
+
+
+def test_a_message_that_is_not_understood_is_told_and_ends_nothing(tmp_path):
+    """One member must not end the process that keeps the record, and so the run."""
+    told = []
+    cluster = Cluster(Job(), tmp_path, Entries("x:y", "x:y"), lambda event: told.append(event["type"]), lambda: False)
+    about = {"type": "message", "node": "a", "rank": -1, "worker": -3, "service": "keeper"}
+    cluster._heard({**about, "body": {}})
+    cluster._heard({**about, "body": {"type": "checkpoints_removed"}})
+    assert told == ["node", "checkpoints_removed"]

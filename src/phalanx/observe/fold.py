@@ -234,7 +234,7 @@ def _validation(rank: int, said: Fold) -> Fold:
 
 
 def _merge_validations(a: Fold, b: Fold) -> Fold:
-    lost = [name for name in a["sums"] if None in (a["sums"][name], b["sums"][name])]
+    lost = [name for name in {**a["sums"], **b["sums"]} if None in (a["sums"].get(name), b["sums"].get(name))]
     sums = _sum(*({name: total or 0 for name, total in each["sums"].items()} for each in (a, b)))
     return {
         **a,
@@ -246,7 +246,7 @@ def _merge_validations(a: Fold, b: Fold) -> Fold:
 
 def loss_of(fold: Fold, name: str) -> float:
     """Nats per token of one set; NaN: some rank's was not finite."""
-    total, tokens = fold["sums"][name], fold["tokens"][name]
+    total, tokens = fold["sums"].get(name), fold["tokens"].get(name)
     return math.nan if total is None or not tokens else total / (LOSS_UNITS * tokens)
 
 

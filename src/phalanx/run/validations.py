@@ -68,7 +68,7 @@ class Validations:
 
 
 def _figures(whole: fold.Fold, name: str, target_bytes: int) -> Event:
-    loss, tokens = fold.loss_of(whole, name), whole["tokens"][name]
+    loss, tokens = fold.loss_of(whole, name), whole["tokens"].get(name, 0)
     out = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
     if target_bytes:
         out["bits_per_byte"] = loss * tokens / math.log(2) / target_bytes

@@ -23,9 +23,11 @@ from typing import Any
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
 from phalanx.control.messages import EVERYONE
 from phalanx.gate.hub import Hub, Item
-from phalanx.runtime import kernel
+from phalanx.observe import fold_form
+from phalanx.runtime import inventory, kernel
 from phalanx.runtime.reports import Folder
 from phalanx.runtime.secret import NAME, Identity, Secret
+from phalanx.runtime.spawner import SLOTS
 from phalanx.runtime.transport import Link, Loop, Server, Session, key_of
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
@@ -47,6 +49,19 @@ REPORTS: Schemas = {
     "said": {"upto": int, "items": list},
     "join": {"life": str, "version": str, "about": dict},
     "store": {"items": list},  # of `gate.hub`, told both ways
+}
+_NUMBERED = {"life": str, "n": int, "node": str}  # by its process
+_WORKER = {**_NUMBERED, "rank": int, "worker": int, "service": str}
+#: What a node says for the record, beside folds (`observe.fold_form`).
+SAID: Schemas = {
+    "started": {**_WORKER, "pid": int},
+    "exit": {**_WORKER, "signal": (str, type(None)), "code": (int, type(None))},
+    "hang": {**_WORKER, "reason": str, "progress": dict, "final": bool},
+    "message": {**_WORKER, "body": dict},
+    "log": {**_NUMBERED, "file": str, "text": str},
+    "booted": {**_NUMBERED, "incarnation": int},
+    "released": {**_NUMBERED},
+    "left": {**_NUMBERED, "reason": str},
 }
 #: To an agent. `lease`: how long it may train after the beat that this answers.
 COMMANDS: Schemas = {
@@ -205,6 +220,7 @@ class Aggregator:
             reason = f"it runs phalanx {theirs}, and the controller runs {ours}: install the same code on both"
             agent.tell({"type": "refused", "reason": reason, "final": True})
             return
+        inventory.check_about(body["about"])
         if not self._joins:
             self._loop.after(self._join_s, self._pass_joins)
         self._joins.append({"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}})
@@ -395,8 +411,13 @@ def check_said(item: Any, node: str) -> None:
     """Refuse what a node says for the record if it is of another node, or of no known form. WireError."""
     if not isinstance(item, dict) or item.get("node", node) != node:
         raise WireError(f"{node} speaks for another node")
-    if not isinstance(item.get("type"), str) or ("life" in item and type(item.get("n")) is not int):
-        raise WireError(f"{node} says {str(item)[:200]!r} for the record: expected a type, and a number n with a life")
+    if "ranks" in item:
+        try:
+            fold_form.check(item, SLOTS)
+        except ValueError as error:
+            raise WireError(f"{node} says for the record: {error}") from None
+    else:
+        check(item, SAID)
 
 
 def merged(items: list[Message]) -> list[Message]:

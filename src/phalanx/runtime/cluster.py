@@ -527,11 +527,10 @@ class Cluster:
         if kind == "log":
             logs.write(self.run_dir / "logs", item["node"], item)
         elif kind == "message":
-            if item["service"] == "keeper":
-                self.on_event({"rank": -1, **item["body"]})
-            else:
-                rank = item["rank"] if item["worker"] >= 0 else item["worker"]
-                self.on_event({"type": "message", "rank": rank, "body": item["body"]})
+            try:
+                self._hear_message(item)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:  # one node must not end the run
+                self._tell_node(item["node"], f"said what was not understood, and is not recorded: {error!r}")
         elif kind in ("started", "exit", "hang"):
             if agent and kind == "started" and item["worker"] >= 0:
                 agent.running[item["worker"]] = item["pid"]
@@ -549,6 +548,13 @@ class Cluster:
             self._left.add(item["node"])
         elif kind != "booted":
             self.on_event(item)
+
+    def _hear_message(self, item: Message) -> None:
+        if item["service"] == "keeper":
+            self.on_event({"rank": -1, **item["body"]})
+        else:
+            rank = item["rank"] if item["worker"] >= 0 else item["worker"]
+            self.on_event({"type": "message", "rank": rank, "body": item["body"]})
 
     def _lose_node(self, name: str) -> None:
         """Its process has ended. Once the last process of its tree is gone too, that is proven."""

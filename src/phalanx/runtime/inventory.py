@@ -21,6 +21,7 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.core.memory import limit_bytes, num_cores
+from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 NUMA = Path("/sys/devices/system/node")
@@ -129,6 +130,34 @@ def about(address: str, topology: str = "") -> dict[str, Any]:
         "torch": _version_of("torch"),
         "pid": os.getpid(),
     }
+
+
+#: What `about` says, and when it was said. Nothing else is taken: it goes to the run's record as it is.
+ABOUT: Schemas = {
+    "about": {
+        "address": str,
+        "interfaces": dict,
+        "devices": list,
+        "domain": str,
+        "topology": str,
+        "cores": int,
+        "memory_bytes": int,
+        "numa_nodes": int,
+        "memlock_bytes": int,
+        "system": str,
+        "python": str,
+        "torch": str,
+        "pid": int,
+        "clock_s": (int, float),
+    }
+}
+
+
+def check_about(said: Message) -> None:
+    """WireError: it is not what a node says of itself."""
+    check({**said, "type": "about"}, ABOUT)
+    if more := said.keys() - ABOUT["about"].keys():
+        raise WireError(f"about.{min(more)} is not known")
 
 
 def _version_of(package: str) -> str:

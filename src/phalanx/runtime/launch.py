@@ -235,6 +235,7 @@ class ForkedAgent(AgentProcess):
     def __init__(self, nursery: Nursery, argv: Sequence[str], log: Path):
         super().__init__(log, proves=True)
         self._nursery = nursery
+        self._ended: int | None = None
         try:
             entry = "phalanx.runtime.node:main_forked"
             self._number, self.pid, self._pidfd, self._channel = nursery.fork(entry, argv, log, self._held)
@@ -248,8 +249,18 @@ class ForkedAgent(AgentProcess):
         self._channel.close()
 
     def _code(self) -> int | None:
-        status = self._nursery.status(self._number, CLOSE_S)
-        return None if status is None else os.waitstatus_to_exitcode(status)
+        if self._ended is None:
+            status = self._nursery.status(self._number, CLOSE_S)
+            self._ended = self._last_word() if status is None else os.waitstatus_to_exitcode(status)
+        return self._ended
+
+    def _last_word(self) -> int | None:
+        """What it said itself, if the process that it was forked from has ended before it."""
+        try:
+            said = self._channel.recv(0.0)
+        except (OSError, ValueError):  # nothing, or it was let go
+            return None
+        return said["code"] if said else None
 
 
 class Local(Adapter):

@@ -512,7 +512,10 @@ def main_forked(channel: Channel, args: dict[str, Any]) -> None:
     """A node that is forked with all imported that its ranks need (`runtime.nursery`). It ends with its channel."""
     pid, control = zygote.fork_off(close=[channel.fileno()])
     os.dup2(channel.fileno(), 0)
-    sys.exit(main(args["argv"], Warm(pid, control, dict(os.environ))))
+    code = main(args["argv"], Warm(pid, control, dict(os.environ)))
+    with contextlib.suppress(OSError):  # its starter may be gone
+        channel.send({"type": "ended", "code": code})
+    sys.exit(code)
 
 
 def main(argv: list[str] | None = None, warm: Warm | None = None) -> int:
