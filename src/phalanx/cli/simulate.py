@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def simulate(
     scenario: Annotated[
-        str, typer.Argument(metavar="SCENARIO|FILE.toml|JOB.toml", help="Left out: list those that are shipped.")
+        str, typer.Argument(metavar="SCENARIO|FILE.toml|JOB.toml|RUN", help="Left out: list those that are shipped.")
     ] = "",
     seeds: Annotated[int, typer.Option(min=1, max=100_000, help="How many fleets, each with its own failures.")] = 3,
     what_if: Annotated[
@@ -36,6 +36,9 @@ def simulate(
         for name, about in shipped().items():
             print(f"{name:22} {about}")
         return
+    if folder := _run_folder(scenario):
+        _relive(folder, as_json, what_if or gpus or hardware or days or html)
+        return
     base, steps = _find(scenario, gpus, hardware)
     if days is not None:
         base = base.changed(f"days={days}")
@@ -54,6 +57,69 @@ def simulate(
     print("\n".join(_text(results, steps)))
     if html:
         print(f"\npictures: {html}")
+
+
+def _run_folder(name: str) -> Path | None:
+    """Return the folder of a finished run; None: it is a scenario or a job."""
+    from phalanx.cli.runs import find_folder
+    from phalanx.twin.scenario import shipped
+
+    if (Path(name) / "meta.json").is_file():
+        return Path(name)
+    runs = Path("runs")
+    is_other = name.endswith(".toml") or Path(name).exists() or name in shipped() or not runs.is_dir()
+    return None if is_other or not any(p.name.startswith(name) for p in runs.iterdir()) else find_folder(name, runs)
+
+
+def _relive(folder: Path, as_json: bool, others: Any) -> None:
+    """Say what the failures of a run would have cost under each policy."""
+    from phalanx.cli.history import past_of
+    from phalanx.core.errors import UserError
+    from phalanx.twin.past import replay
+    from phalanx.twin.scenario import POLICIES
+
+    if others:
+        remedy = "leave the other options out: every policy is shown"
+        raise UserError("a run is played again as it was", field="scenario", value=str(folder), remedy=remedy)
+    past = past_of(folder)
+    policies = list(POLICIES) if past.replicas > 1 else ["restart", "hot"]
+    found = {name: replay(past, name) for name in policies}
+    own = found["contained" if past.replicas > 1 else "hot"]
+    if as_json:
+        import json
+
+        said = {
+            "run": past.name, "ranks": past.ranks, "steps": past.steps, "step_s": past.step_s,
+            "recorded": {"seconds": past.length_s, "effective_training_time": past.effective},
+            "interruptions": len(past.mishaps), "effective_training_time": own.effective,
+            "waterfall": own.waterfall, "policies": [each.to_json() for each in found.values()],
+        }  # fmt: skip
+        print(json.dumps(said, indent=2))
+        return
+    print(
+        f"{past.name}: {past.steps:,} steps of {past.step_s:.3g} s on {past.ranks} ranks, {len(past.mishaps)} failures"
+    )
+    for mishap in past.mishaps:
+        what = {"worker": "rank {} died", "hang": "rank {} hung", "node": "the node of rank {} died"}[mishap.kind]
+        print(f"  after {mishap.at_s:8.1f} s  {what.format(mishap.rank)}")
+    ideal = past.steps * past.step_s
+    rows = [["", "seconds", "effective", "GPU-seconds lost", ""]]
+    rows.append(
+        [
+            "as recorded",
+            f"{past.length_s:,.1f}",
+            f"{past.effective:.2%}",
+            f"{(past.length_s - ideal) * past.ranks:,.0f}",
+            "",
+        ]
+    )
+    for name, each in found.items():
+        lost = f"{(each.seconds - ideal) * past.ranks:,.0f}"
+        rows.append([name, f"{each.seconds:,.1f}", f"{each.effective:.2%}", lost, POLICIES[name]])
+    width = [max(len(row[i]) for row in rows) for i in range(4)]
+    for row in rows:
+        cells = "".join("  " + cell.rjust(w) for cell, w in zip(row[1:4], width[1:], strict=True))
+        print(f"{row[0].ljust(width[0])}{cells}  {row[4]}".rstrip())
 
 
 def _find(name: str, gpus: int, hardware: str) -> tuple[Scenario, int]:

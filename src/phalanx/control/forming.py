@@ -180,9 +180,12 @@ class Forming:
         return every if len(sources) == ranks and all(source == every for source in sources.values()) else None
 
     def _homes(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the node of each rank."""
-        size, workers, replicas = self._members.replica_size, self._members.workers, self._worlds.replicas
-        return {rank: workers[replicas[rank // size].crew[rank]].node for rank in ranks}
+        """Return the node of each rank, by replicas."""
+        size, worlds, wanted = self._members.replica_size, self._worlds, {*ranks}
+        homes = (
+            zip(worlds.replicas[r].crew, worlds.homes(r), strict=True) for r in sorted({n // size for n in wanted})
+        )
+        return {rank: node for some in homes for rank, node in some if rank in wanted}
 
     def _buddies(self, replicas: list[int]) -> dict[str, str]:
         """Pair each node with another that keeps a copy of its snapshots; with a spare, where there is no other."""

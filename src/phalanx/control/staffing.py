@@ -314,8 +314,13 @@ class Staff:
     def _spare(self, place: int, good: bool = False) -> str | None:
         """The best there is: without a fault, near to the last one in the network, in the order of names."""
         nodes, domain = self._members.nodes, self._members.places[place].domain
-        near = lambda n: (bool(nodes[n].fault), -_levels_shared(nodes[n].domain, domain), n)  # noqa: E731
-        return min(self._fit(good), key=near, default=None)
+        fit = self._fit(good)
+        fit = [n for n in fit if not nodes[n].fault] or fit
+        # A large fleet has many spares, and few of them are near.
+        top = domain.partition(".")[0]
+        near = {n: _levels_shared(nodes[n].domain, domain) for n in fit if nodes[n].domain.startswith(top)}
+        most = max(near.values(), default=0)
+        return min((n for n in near if near[n] == most) if most else fit, default=None)
 
     def fill(self) -> None:
         members = self._members
