@@ -25,10 +25,17 @@ def simulate(
     gpus: Annotated[int, typer.Option(help="For a job file: how many chips.", show_default=False)] = 0,
     hardware: Annotated[str, typer.Option(metavar="NAME", help="For a job file: a chip or node.")] = "",
     days: Annotated[float | None, typer.Option(help="Of simulated time; the scenario's own if left out.")] = None,
+    alternatives: Annotated[
+        bool, typer.Option("--alternatives", help="Beside it: every policy, and other ways to combine gradients.")
+    ] = False,
+    intervals: Annotated[
+        bool, typer.Option("--intervals", help="Beside it: checkpoints more and less often than Young and Daly say.")
+    ] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Pictures, as one page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: shares, seconds, dollars.")] = False,
 ) -> None:
     """Simulate a job and its failures. For example: phalanx simulate llama3-16k --what-if interval=60min"""
+    from phalanx.twin.alternatives import Beside, around_best_interval, policies, ways
     from phalanx.twin.runs import many
     from phalanx.twin.scenario import shipped
 
@@ -37,24 +44,32 @@ def simulate(
             print(f"{name:22} {about}")
         return
     if folder := _run_folder(scenario):
-        _relive(folder, as_json, what_if or gpus or hardware or days or html)
+        _relive(folder, as_json, what_if or gpus or hardware or days or html or alternatives or intervals)
         return
     base, steps = _find(scenario, gpus, hardware)
     if days is not None:
         base = base.changed(f"days={days}")
     cases = [base, *(base.changed(text) for text in what_if or [])]
     results = [many(case, seeds, _tell) for case in cases]
+    beside = Beside(base)
+    if alternatives:
+        beside.ways = ways(base, results[0])
+        results += policies(base, seeds, _tell)
+    if intervals:
+        beside.intervals = around_best_interval(base, seeds, _tell)
     if html:
-        _write(html, results)
+        _write(html, results, beside)
     if as_json:
         import json
 
         first = results[0].to_json()
         if steps:
             first["days_to_end"] = results[0].days_for(steps)
-        print(json.dumps({**first, "what_if": [r.to_json() for r in results[1:]]}, indent=2))
+        print(json.dumps({**first, "what_if": [r.to_json() for r in results[1:]], **beside.to_json()}, indent=2))
         return
     print("\n".join(_text(results, steps)))
+    for title, rows in beside.tables():
+        print("\n".join(["", title, *_aligned(rows)]))
     if html:
         print(f"\npictures: {html}")
 
@@ -103,23 +118,12 @@ def _relive(folder: Path, as_json: bool, others: Any) -> None:
         what = {"worker": "rank {} died", "hang": "rank {} hung", "node": "the node of rank {} died"}[mishap.kind]
         print(f"  after {mishap.at_s:8.1f} s  {what.format(mishap.rank)}")
     ideal = past.steps * past.step_s
-    rows = [["", "seconds", "effective", "GPU-seconds lost", ""]]
-    rows.append(
-        [
-            "as recorded",
-            f"{past.length_s:,.1f}",
-            f"{past.effective:.2%}",
-            f"{(past.length_s - ideal) * past.ranks:,.0f}",
-            "",
-        ]
-    )
-    for name, each in found.items():
-        lost = f"{(each.seconds - ideal) * past.ranks:,.0f}"
-        rows.append([name, f"{each.seconds:,.1f}", f"{each.effective:.2%}", lost, POLICIES[name]])
-    width = [max(len(row[i]) for row in rows) for i in range(4)]
-    for row in rows:
-        cells = "".join("  " + cell.rjust(w) for cell, w in zip(row[1:4], width[1:], strict=True))
-        print(f"{row[0].ljust(width[0])}{cells}  {row[4]}".rstrip())
+    spent = {"as recorded": (past.length_s, past.effective)}
+    spent |= {name: (each.seconds, each.effective) for name, each in found.items()}
+    rows = [["", "seconds", "effective", "GPU-seconds lost"]]
+    for name, (seconds, share) in spent.items():
+        rows.append([name, f"{seconds:,.1f}", f"{share:.2%}", f"{(seconds - ideal) * past.ranks:,.0f}"])
+    print("\n".join([*_aligned(rows), "", *(f"{name}: {POLICIES[name]}" for name in found)]))
 
 
 def _find(name: str, gpus: int, hardware: str) -> tuple[Scenario, int]:
@@ -173,7 +177,8 @@ def _text(results: list[Result], steps: int) -> list[str]:
     rows.append(["effective training time", *(f"{r.effective:.2%}" for r in results)])
     rows.append(["  5 % to 95 % of seeds", *(f"{r.quantile(0.05):.1%} to {r.quantile(0.95):.1%}" for r in results)])
     rows.append(["interruptions", *(f"{r.interruptions:,.1f}" for r in results)])
-    rows.append(["fewest spares left", *(str(min(o.fewest_spares for o in r.outcomes)) for r in results)])
+    rows.append(["spare nodes", *(f"{r.spares()['nodes']:,}" for r in results)])
+    rows.append(["  used, 95 % of seeds", *(f"{r.spares()['used_p95']:,}" for r in results)])
     rows += [[f"  {part}", *(f"{r.waterfall[part]:.2%}" for r in results)] for part in PARTS]
     for key, title in (
         ("gpu_hours", "GPU-hours lost"),
@@ -185,13 +190,16 @@ def _text(results: list[Result], steps: int) -> list[str]:
     if steps:
         ends = [r.days_for(steps) for r in results]
         rows.append(["days to the end", *(f"{d['mean']:.2f} ({d['p5']:.2f} to {d['p95']:.2f})" for d in ends)])
-    width = [max(len(row[i]) for row in rows) for i in range(len(names))]
-    for row in rows:
-        lines.append(
-            row[0].ljust(width[0]) + "".join("  " + cell.rjust(w) for cell, w in zip(row[1:], width[1:], strict=True))
-        )
-    lines += ["", f"digest {first.outcomes[0].digest} (seed 0)"]
-    return lines
+    return [*lines, *_aligned(rows), "", f"digest {first.outcomes[0].digest} (seed 0)"]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """The first column to the left, the others to the right."""
+    width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        row[0].ljust(width[0]) + "".join("  " + cell.rjust(w) for cell, w in zip(row[1:], width[1:], strict=True))
+        for row in rows
+    ]
 
 
 def _lost(costs: dict[str, dict[str, float | None]], key: str) -> str:
@@ -199,12 +207,12 @@ def _lost(costs: dict[str, dict[str, float | None]], key: str) -> str:
     return "-" if None in values else f"{sum(v for v in values if v is not None):,.0f}"
 
 
-def _write(path: Path, results: list[Any]) -> None:
+def _write(path: Path, results: list[Any], beside: Any) -> None:
     from phalanx.core.errors import UserError
     from phalanx.twin.report import page
 
     try:
-        path.write_text(page(results), encoding="utf-8")
+        path.write_text(page(results, beside.tables()), encoding="utf-8")
     except OSError as error:
         remedy = "name a file in a folder that is there and that you may write to"
         raise UserError(f"cannot be written: {error.strerror}", field="html", value=str(path), remedy=remedy) from None

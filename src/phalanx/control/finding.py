@@ -39,9 +39,10 @@ class Finder:
             crew = self._replicas[donor].crew
             if donor != replica and self.banned.isdisjoint(crew.values()):
                 shift = (replica - donor) * size
-                nodes, workers = self._members.nodes, self._members.workers
+                workers = self._members.workers
+                address = {name: self._members.nodes[name].address for name in self._replicas[donor].nodes}
                 return {
-                    rank + shift: Source("live", node, w, 0, f"{nodes[node].address}:{workers[w].port}")
+                    rank + shift: Source("live", node, w, 0, f"{address[node]}:{workers[w].port}")
                     for (rank, w), node in zip(crew.items(), self._homes(donor), strict=True)
                 }
         return None

@@ -180,12 +180,12 @@ class Forming:
         return every if len(sources) == ranks and all(source == every for source in sources.values()) else None
 
     def _homes(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the node of each rank, by replicas."""
+        """Return the node of each rank."""
         size, worlds, wanted = self._members.replica_size, self._worlds, {*ranks}
-        homes = (
-            zip(worlds.replicas[r].crew, worlds.homes(r), strict=True) for r in sorted({n // size for n in wanted})
-        )
-        return {rank: node for some in homes for rank, node in some if rank in wanted}
+        homes: dict[int, str] = {}
+        for replica in sorted({rank // size for rank in wanted}):
+            homes.update(zip(worlds.replicas[replica].crew, worlds.homes(replica), strict=True))
+        return homes if len(homes) == len(wanted) else {rank: homes[rank] for rank in sorted(wanted)}
 
     def _buddies(self, replicas: list[int]) -> dict[str, str]:
         """Pair each node with another that keeps a copy of its snapshots; with a spare, where there is no other."""

@@ -59,9 +59,10 @@ class Staff:
 
     def refuses(self, event: Event) -> bool:
         """Whether it comes from a node, or from an incarnation of one, that does not count any more."""
-        name, incarnation = getattr(event, "node", ""), getattr(event, "incarnation", None)
+        incarnation = getattr(event, "incarnation", None)
         if incarnation is None or isinstance(event, messages.NodeJoined):
             return False
+        name = getattr(event, "node", "")
         node = self._members.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             return True

@@ -91,7 +91,7 @@ class Worlds:
         """Tell all to leave the world of a replica: it is broken, or not wanted any more. Return whether nobody is left
         in it."""
         found = self.replicas[number]
-        found.leave({worker for worker in found.crew.values() if worker in self._members.workers})
+        found.leave(self._members.workers.keys() & found.crew.values())
         self.astir.add(number)
         self.built.discard(number)
         self.aside.discard(number)
@@ -183,10 +183,11 @@ class Worlds:
         found, per = self.replicas[number], self._members.ranks_per_place
         ranks, crews, first = iter(found.crew.items()), {}, number * self._members.replica_size % per
         for node in found.nodes:
-            crew = {rank: worker for rank, worker in islice(ranks, per - first) if worker in workers}
+            crew, first = dict(islice(ranks, per - first)), 0
+            if not workers.issuperset(crew.values()):
+                crew = {rank: worker for rank, worker in crew.items() if worker in workers}
             if crew:
                 crews[node] = crew
-            first = 0
         return crews
 
     def homes(self, number: int) -> Iterator[str]:

@@ -48,8 +48,7 @@ class Fleet:
         self.assume = scenario.assumed
         self.per_node = scenario.gpus_per_node
         self.job_nodes = scenario.gpus // self.per_node
-        spares = 0 if scenario.policy == "shrink" else -int(-scenario.spares * self.job_nodes // 1)
-        self.nodes = self.job_nodes + spares
+        self.nodes = self.job_nodes + (0 if scenario.policy == "shrink" else scenario.num_spares)
         self.up = bytearray(b"\1") * self.nodes
         if script is not None:
             for at_ns, fault in script:

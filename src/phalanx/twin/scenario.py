@@ -62,6 +62,11 @@ class Scenario:
         return self.node_gpus or load().node(self.hardware).chips
 
     @property
+    def num_spares(self) -> int:
+        """Nodes beside those of the job."""
+        return -int(-self.spares * (self.gpus // self.gpus_per_node) // 1)
+
+    @property
     def assumed(self) -> Assumptions:
         return Assumptions(self.assume)
 
