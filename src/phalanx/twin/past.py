@@ -143,13 +143,13 @@ def replay(past: Past, policy: str, check: bool = False) -> Replay:
     rules = replace(policy_of(scenario), deaths=past.deaths)
     job = Job(scenario, 0, check, script=past.script(times), times=times, policy=rules)
     target_ns = past.steps * job.progress.step_ns
-    end_ns = _finish(job, target_ns)
+    end_ns = finish(job, target_ns)
     job.progress.advance(end_ns)
     spent = job.progress.spent
     return Replay(policy, end_ns / S, {part: ns / end_ns for part, ns in spent.items()}, tuple(job.forms))
 
 
-def _finish(job: Job, target_ns: int) -> int:
+def finish(job: Job, target_ns: int) -> int:
     """Run until so much work is done; return when it is."""
 
     def after(now_ns: int) -> Progress:
