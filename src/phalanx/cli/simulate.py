@@ -65,6 +65,8 @@ def simulate(
         first = results[0].to_json()
         if steps:
             first["days_to_end"] = results[0].days_for(steps)
+            first["ends"] = {name: _date(days) for name, days in first["days_to_end"].items()}
+            first["dollars_to_end"] = results[0].dollars_for(steps)
         print(json.dumps({**first, "what_if": [r.to_json() for r in results[1:]], **beside.to_json()}, indent=2))
         return
     print("\n".join(_text(results, steps)))
@@ -190,7 +192,18 @@ def _text(results: list[Result], steps: int) -> list[str]:
     if steps:
         ends = [r.days_for(steps) for r in results]
         rows.append(["days to the end", *(f"{d['mean']:.2f} ({d['p5']:.2f} to {d['p95']:.2f})" for d in ends)])
+        rows.append(["  started now, it ends", *(_date(d["mean"]) for d in ends)])
+        rows.append(["  between", *(f"{_date(d['p5'])} and {_date(d['p95'])}" for d in ends)])
+        dollars = [r.dollars_for(steps) for r in results]
+        rows.append(["dollars to the end", *("-" if d is None else f"{d:,.0f}" for d in dollars)])
     return [*lines, *_aligned(rows), "", f"digest {first.outcomes[0].digest} (seed 0)"]
+
+
+def _date(days: float) -> str:
+    """When so many days from now have passed."""
+    from datetime import datetime, timedelta
+
+    return f"{datetime.now() + timedelta(days=days):%Y-%m-%d %H:%M}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

@@ -72,6 +72,12 @@ class Result:
         days = steps * self.scenario.step_s / DAY_S
         return {"mean": days / self.effective, "p5": days / self.quantile(0.95), "p95": days / self.quantile(0.05)}
 
+    def dollars_for(self, steps: int) -> float | None:
+        """What so many steps cost on average, without the spares; None: the hardware has no price."""
+        dollars = [cost["dollars"] for cost in self.costs().values()]
+        per_day = sum(d for d in dollars if d is not None) / self.scenario.days
+        return None if None in dollars else per_day * self.days_for(steps)["mean"]
+
     def costs(self) -> dict[str, dict[str, float | None]]:
         """What each part of the waterfall cost: of the job's GPUs, spares apart."""
         scenario = self.scenario
