@@ -10,6 +10,7 @@ from pathlib import Path
 from phalanx.runtime.bare import BareClient
 
 STORE = -1
+START_S = 300  # a busy machine takes long to import torch
 PRELOAD = ["phalanx.train.worker", "phalanx.model.dense", "tests.cases"]
 
 
@@ -23,11 +24,11 @@ class Pool:
         self._logs = tempfile.TemporaryDirectory(prefix="phalanx-pool-")
         self._node = BareClient(PRELOAD, env={"GLOO_SOCKET_IFNAME": "lo"})
         self._spawn(STORE, "phalanx.gate.meeting:serve", {"alone": True})
-        self.store = self._wait({STORE}, 60)[STORE]["address"]
+        self.store = self._wait({STORE}, START_S)[STORE]["address"]
         self.store_pid = self._node.running[STORE]
         for worker in range(size):
             self._spawn(worker, "tests.pool:serve", {"threads": threads})
-        self._wait(set(range(size)), 60)
+        self._wait(set(range(size)), START_S)
 
     def run(self, function: str, job, timeout: float = 120, **kwargs) -> list:
         """Run `function(args)` on as many workers as the job has ranks; their answers, by rank."""

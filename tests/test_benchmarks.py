@@ -40,8 +40,10 @@ SLOW = {
     "recovery",
     "recovery_nodes",
     "slurm_start",
-    "wire",
+    "staleness",
     "twin_anchors",
+    "twin_truth",
+    "wire",
 }
 FORKED = multiprocessing.get_context("forkserver")  # from a process that has imported torch, which takes seconds
 FORKED.set_forkserver_preload(["tests.parity", "torch.distributed.checkpoint"])

@@ -6,6 +6,7 @@ import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,7 @@ PLAIN = {
     "correlated.rollout_per_day": 0.0, "slow.link_per_1000_node_days": 0.0, "slow.chip_per_1000_node_days": 0.0,
     "checkpoint.memory_share": 0.0, "checkpoint.storage_gb_per_s": 1e9, "repair.reset_s": 0.0, "repair.swap_h": 0.001,
 }  # fmt: skip
+JOB = Path(__file__).parents[2] / "examples/llama3-8b.toml"
 SMALL = scenario.Scenario("small", gpus=64, hardware="h100", step_s=5.0, replica_gpus=16, days=2.0, params=1e9)
 
 
@@ -225,3 +227,16 @@ def test_the_gang_is_told_nothing_that_an_agent_would_not_say():
     job.gang.apply = lambda now, event: heard.add(type(event)) or honest(now, event)
     job.run()
     assert {say.WorkerDied, say.Parked, say.Built, say.Parted, say.Formed, say.NodeDead} <= heard
+
+
+def test_a_job_file_says_when_it_ends_and_what_it_costs(capsys):
+    from phalanx.cli.simulate import simulate
+
+    options = {"seeds": 1, "what_if": None, "days": None, "html": None, "alternatives": False, "intervals": False}
+    simulate(str(JOB), gpus=64, hardware="h100", as_json=True, **options)
+    said = json.loads(capsys.readouterr().out)
+    days = said["days_to_end"]
+    assert 0 < days["p5"] <= days["mean"] <= days["p95"] and said["ends"]["p5"] <= said["ends"]["p95"]
+    per_hour = said["dollars_to_end"] / (days["mean"] * 24 * said["gpus"])
+    assert 0.5 < per_hour < 20  # dollars of a GPU
+    assert said["spares"]["nodes"] >= said["spares"]["used_p95"] >= 0

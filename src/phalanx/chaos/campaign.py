@@ -31,6 +31,7 @@ from phalanx.observe.record import RunRecord, run_folders
 from phalanx.runtime import kernel
 
 LOOK_S = 0.01
+LATE_S = 0.3  # at most, after its step has come
 RECOVERY_LIMIT_S = 120.0
 START_LIMIT_S = 300.0
 SETS = ["recovery.deaths_per_node=1000000"]  # the node is not to blame
@@ -178,10 +179,7 @@ def run(
     check(job, kinds)
     sets = SETS + sets
     rng, out = Random(seed), Outcome(steps=job.train.steps)  # noqa: S311
-    gap = job.train.steps / (count + 1)
-    drawn = [kind for _ in range(-(-count // len(kinds))) for kind in rng.sample(kinds, len(kinds))]  # each in its turn
-    steps = [max(2, round(gap * (i + 1) + rng.uniform(-0.3, 0.3) * gap)) for i in range(count)]
-    plan = [Fault(kind, step) for kind, step in zip(drawn, steps, strict=False)]
+    plan = draw(rng, job.train.steps, count, kinds)
     root = Path(job.run.dir)
     root.mkdir(parents=True, exist_ok=True)
     say("the clean run")
@@ -204,6 +202,14 @@ def run(
         _Injector(broken, scene, rng, plan, out, say, phases).go()
     out.differences = _compare(out)
     return out
+
+
+def draw(rng: Random, last: int, count: int, kinds: list[str]) -> list[Fault]:
+    """Which faults come, and at which steps. What they are done to is drawn when they come."""
+    gap = last / (count + 1)
+    drawn = [kind for _ in range(-(-count // len(kinds))) for kind in rng.sample(kinds, len(kinds))]  # each in its turn
+    steps = [max(2, round(gap * (i + 1) + rng.uniform(-0.3, 0.3) * gap)) for i in range(count)]
+    return [Fault(kind, step) for kind, step in zip(drawn, steps, strict=False)]
 
 
 def _write_hosts(network: Switch, path: Path) -> Path:
@@ -276,7 +282,7 @@ class _Injector:
         heapq.heappush(self._later, (time.monotonic() + seconds, len(self._later) + int(1e6 * seconds), call))
 
     def _inject(self, fault: Fault) -> None:
-        time.sleep(self.rng.uniform(0.0, 0.3))  # somewhere in a step
+        time.sleep(self.rng.uniform(0.0, LATE_S))  # somewhere in a step
         deadline = time.monotonic() + RECOVERY_LIMIT_S
         while True:
             self.scene.look()

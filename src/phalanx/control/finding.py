@@ -28,7 +28,7 @@ class Finder:
         self, desk: Desk, members: Membership, policy: Policy, worlds: Worlds, lineage: Lineage, commits: Commits
     ) -> None:
         self._desk, self._members, self._policy = desk, members, policy
-        self._replicas, self._lineage, self._commits = worlds.replicas, lineage, commits
+        self._replicas, self._homes, self._lineage, self._commits = worlds.replicas, worlds.homes, lineage, commits
 
     def from_peer(self, replica: int, standing: list[int]) -> dict[int, Source] | None:
         """For a replica that lacks the last step: the same ranks of the next one that has it. None: nobody could take
@@ -39,7 +39,12 @@ class Finder:
             crew = self._replicas[donor].crew
             if donor != replica and self.banned.isdisjoint(crew.values()):
                 shift = (replica - donor) * size
-                return {rank + shift: self._members.source(w) for rank, w in crew.items()}
+                workers = self._members.workers
+                address = {name: self._members.nodes[name].address for name in self._replicas[donor].nodes}
+                return {
+                    rank + shift: Source("live", node, w, 0, f"{address[node]}:{workers[w].port}")
+                    for (rank, w), node in zip(crew.items(), self._homes(donor), strict=True)
+                }
         return None
 
     def newest(self, crew: dict[int, int], committed: int | None) -> tuple[int, dict[int, Source]]:

@@ -181,8 +181,11 @@ class Forming:
 
     def _homes(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the node of each rank."""
-        size, workers, replicas = self._members.replica_size, self._members.workers, self._worlds.replicas
-        return {rank: workers[replicas[rank // size].crew[rank]].node for rank in ranks}
+        size, worlds, wanted = self._members.replica_size, self._worlds, {*ranks}
+        homes: dict[int, str] = {}
+        for replica in sorted({rank // size for rank in wanted}):
+            homes.update(zip(worlds.replicas[replica].crew, worlds.homes(replica), strict=True))
+        return homes if len(homes) == len(wanted) else {rank: homes[rank] for rank in sorted(wanted)}
 
     def _buddies(self, replicas: list[int]) -> dict[str, str]:
         """Pair each node with another that keeps a copy of its snapshots; with a spare, where there is no other."""

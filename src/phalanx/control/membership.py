@@ -219,7 +219,8 @@ class Membership:
 
     def crew(self, replica: int) -> tuple[dict[int, int], tuple[str, ...]]:
         """The crew of a whole replica: rank -> worker, and their nodes."""
-        crew = {rank: self.at[rank] for rank in self._ranks_of(replica)}
+        ranks = self._ranks_of(replica)
+        crew = dict(zip(ranks, map(self.at.__getitem__, ranks), strict=True))
         filled = (self.places[number].now for number in self._places_of(replica))
         return crew, tuple(seat.node for seat in filled if seat)
 

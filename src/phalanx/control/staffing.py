@@ -59,9 +59,10 @@ class Staff:
 
     def refuses(self, event: Event) -> bool:
         """Whether it comes from a node, or from an incarnation of one, that does not count any more."""
-        name, incarnation = getattr(event, "node", ""), getattr(event, "incarnation", None)
+        incarnation = getattr(event, "incarnation", None)
         if incarnation is None or isinstance(event, messages.NodeJoined):
             return False
+        name = getattr(event, "node", "")
         node = self._members.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             return True
@@ -314,8 +315,13 @@ class Staff:
     def _spare(self, place: int, good: bool = False) -> str | None:
         """The best there is: without a fault, near to the last one in the network, in the order of names."""
         nodes, domain = self._members.nodes, self._members.places[place].domain
-        near = lambda n: (bool(nodes[n].fault), -_levels_shared(nodes[n].domain, domain), n)  # noqa: E731
-        return min(self._fit(good), key=near, default=None)
+        fit = self._fit(good)
+        fit = [n for n in fit if not nodes[n].fault] or fit
+        # A large fleet has many spares, and few of them are near.
+        top = domain.partition(".")[0]
+        near = {n: _levels_shared(nodes[n].domain, domain) for n in fit if nodes[n].domain.startswith(top)}
+        most = max(near.values(), default=0)
+        return min((n for n in near if near[n] == most) if most else fit, default=None)
 
     def fill(self) -> None:
         members = self._members

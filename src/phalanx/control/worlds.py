@@ -4,8 +4,9 @@ gang's to decide."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice, repeat
 
 from phalanx.control import messages
 from phalanx.control.desk import Desk
@@ -90,7 +91,7 @@ class Worlds:
         """Tell all to leave the world of a replica: it is broken, or not wanted any more. Return whether nobody is left
         in it."""
         found = self.replicas[number]
-        found.leave({worker for worker in found.crew.values() if worker in self._members.workers})
+        found.leave(self._members.workers.keys() & found.crew.values())
         self.astir.add(number)
         self.built.discard(number)
         self.aside.discard(number)
@@ -179,22 +180,21 @@ class Worlds:
 
     def crews(self, number: int, workers: set[int]) -> dict[str, dict[int, int]]:
         """Group those workers of a replica by node, then by rank."""
-        crews: dict[str, dict[int, int]] = {}
-        known = self._members.workers
-        for rank, worker in self.replicas[number].crew.items():
-            if worker in workers:
-                node = known[worker].node
-                if node in crews:
-                    crews[node][rank] = worker
-                else:
-                    crews[node] = {rank: worker}
+        found, per = self.replicas[number], self._members.ranks_per_place
+        ranks, crews, first = iter(found.crew.items()), {}, number * self._members.replica_size % per
+        for node in found.nodes:
+            crew, first = dict(islice(ranks, per - first)), 0
+            if not workers.issuperset(crew.values()):
+                crew = {rank: worker for rank, worker in crew.items() if worker in workers}
+            if crew:
+                crews[node] = crew
         return crews
 
-    def homes(self, number: int) -> list[str]:
-        """Return the node of each rank of a replica, also of ranks that are gone."""
-        found, place_of = self.replicas[number], self._members.place_of
-        first = place_of(min(found.crew))
-        return [found.nodes[place_of(rank) - first] for rank in sorted(found.crew)]
+    def homes(self, number: int) -> Iterator[str]:
+        """Return the node of each rank of a replica in order, also of ranks that are gone."""
+        found, per = self.replicas[number], self._members.ranks_per_place
+        first = number * self._members.replica_size % per  # of its first place the replica may have a part
+        return islice(chain.from_iterable(map(repeat, found.nodes, repeat(per))), first, first + len(found.crew))
 
     def nodes(self, numbers: Iterable[int]) -> set[str]:
         return {name for number in numbers for name in self.replicas[number].nodes}
@@ -217,8 +217,8 @@ class Worlds:
     def _about(self, event: messages.Built | messages.Parked) -> tuple[int, list[int]]:
         """Return the replica that a report is about, and its workers. A node speaks for its own; those that should be
         gone are ended."""
-        known = self._members.workers
-        self._staff.end_strangers(event.node, event.workers)
-        node = event.node
+        known, node = self._members.workers, event.node
         workers = [w for w in event.workers if w in known and known[w].node == node]
+        if len(workers) < len(event.workers):
+            self._staff.end_strangers(node, event.workers)
         return self._members.replica_of(known[workers[0]].rank) if workers else -1, workers

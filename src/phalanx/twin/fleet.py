@@ -5,7 +5,7 @@ does to the job is not decided here."""
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -28,17 +28,32 @@ class Fault:
     repair_ns: int = 0
     slow: float = 1.0
     cause: int = 0  # of several that come one after the other; 0: of its own
+    rank: int = -1  # of a script: whose process, or whose node, wherever it is then
+    launch_ns: int = 0  # of a script: until a process runs in its place; 0: as usual
+    proof: str = ""  # how it is known that a silent node is dead; "": by its silence
 
 
 class Fleet:
-    def __init__(self, scenario: Scenario, agenda: Agenda, draw: Draw, strike: Callable[[Fault], None]):
+    """`script`: the faults that happen and when, instead of those that are drawn."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        agenda: Agenda,
+        draw: Draw,
+        strike: Callable[[Fault], None],
+        script: Iterable[tuple[int, Fault]] | None = None,
+    ):
         self.scenario, self.agenda, self.draw, self._strike = scenario, agenda, draw, strike
         self.assume = scenario.assumed
         self.per_node = scenario.gpus_per_node
         self.job_nodes = scenario.gpus // self.per_node
-        spares = 0 if scenario.policy == "shrink" else -int(-scenario.spares * self.job_nodes // 1)
-        self.nodes = self.job_nodes + spares
+        self.nodes = self.job_nodes + (0 if scenario.policy == "shrink" else scenario.num_spares)
         self.up = bytearray(b"\1") * self.nodes
+        if script is not None:
+            for at_ns, fault in script:
+                agenda.after(at_ns - agenda.now, strike, fault)
+            return
         self._rollouts = 0
         self._lemons = self._draw_lemons()
         self._kinds = self._rates()

@@ -25,7 +25,7 @@ from phalanx.twin.draw import Draw
 from phalanx.twin.fleet import Fault, Fleet
 from phalanx.twin.progress import Progress
 from phalanx.twin.scenario import Scenario
-from phalanx.twin.times import times_of
+from phalanx.twin.times import Times, times_of
 
 MOST_BLOCKS = 64  # ranks of a gang that starts again as a whole
 NEVER_NS = 10**18
@@ -44,16 +44,27 @@ def policy_of(scenario: Scenario) -> Policy:
 
 
 class Job:
-    """`check`: whether the invariants of the control plane are checked after every event."""
+    """`check`: whether the invariants of the control plane are checked after every event. `script`: the faults that
+    happen, instead of drawn ones. `times`, `policy`: durations and rules of a real run, instead of the scenario's."""
 
-    def __init__(self, scenario: Scenario, seed: int = 0, check: bool = False):
+    def __init__(
+        self,
+        scenario: Scenario,
+        seed: int = 0,
+        check: bool = False,
+        script: Iterable[tuple[int, Fault]] | None = None,
+        times: Times | None = None,
+        policy: Policy | None = None,
+    ):
         self.scenario, self.check = scenario, check
         self.agenda, self.draw = Agenda(), Draw(2 * seed + 1)
-        self.times, self.assume = times_of(scenario), scenario.assumed
+        self.times, self.assume = times or times_of(scenario), scenario.assumed
         self.digest = blake2b(digest_size=8)
         self.interruptions = self.failures = self.planned = self.last_cause = 0
         self.incidents: list[tuple[float, str, str]] = []  # seconds, what failed, what was decided
-        self.fleet = Fleet(scenario, self.agenda, Draw(2 * seed), self.strike)
+        self.forms: list[say.Form] = []  # of a script: all that was decided
+        self.scripted = script is not None
+        self.fleet = Fleet(scenario, self.agenda, Draw(2 * seed), self.strike, script)
         nodes = self.fleet.job_nodes
         self.fewest_spares = self.fleet.nodes - nodes
         self.contained = scenario.policy in ("contained", "shrink")
@@ -61,12 +72,11 @@ class Job:
         if self.contained:
             replicas = scenario.gpus // scenario.replica_gpus
             ranks = scenario.ranks_per_node or self.fleet.per_node
-            size = scenario.replica_gpus // self.fleet.per_node * ranks
+            size = scenario.replica_gpus * ranks // self.fleet.per_node
             layout = Layout(replica=replicas, shard=size, ranks_per_node=ranks)
         else:
             replicas, layout = 1, Layout(shard=-(-nodes // self.block), ranks_per_node=1)
-        self._places = scenario.replica_gpus // self.fleet.per_node  # of a replica
-        self.gang = Gang.of(layout, 10**12, policy_of(scenario))
+        self.gang = Gang.of(layout, 10**12, policy or policy_of(scenario))
         step_ns = int(scenario.step_s * S)
         pass_ns = int(scenario.pass_s * S) or step_ns // scenario.micro_batches
         self.progress = Progress(step_ns, replicas, scenario.micro_batches, pass_ns)
@@ -82,6 +92,7 @@ class Job:
         self.resets: dict[int, int] = {}  # node -> until when its device is being reset
         self.maintained: dict[int, int] = {}  # node that is drained -> for how long
         self.incarnation: defaultdict[str, int] = defaultdict(lambda: 1)
+        self.launches: dict[int, int] = {}  # place -> how long the next launch there takes, where a script says so
         self.buddies: dict[str, str] = {}
         self.down: set[str] = set()  # nodes that are not there
         self.reborn: set[str] = set()  # nodes that came back since the last generation, and hold nothing
@@ -200,7 +211,8 @@ class Job:
             self.agenda.after(0, self._up, name, incarnation, workers)
             return
         reset_ns = self.resets.pop(_number(name), 0)
-        wait_ns = max(0, reset_ns - self.agenda.now) + (self.times.launch if self.contained else 0)
+        launch_ns = self.launches.pop(self.gang.members.nodes[name].place, self.times.launch)
+        wait_ns = max(0, reset_ns - self.agenda.now) + (launch_ns if self.contained else 0)
         self.agenda.after(wait_ns, self._up, name, incarnation, workers)
 
     def _up(self, name: str, incarnation: int, workers: tuple[int, ...]) -> None:
@@ -313,6 +325,8 @@ class Job:
         if form.rung >= 1:
             at_ns = max(at_ns, self.ready_ns)
         self._note(f"form {form.generation} {form.step} {len(form.replicas)} {form.rung}")
+        if self.scripted:
+            self.forms.append(form)
         if form.rung >= 0 and self.incidents and not self.incidents[-1][2]:
             at, what, _ = self.incidents[-1]
             self.incidents[-1] = (at, what, form.reason)
@@ -446,7 +460,7 @@ class Job:
 
     def _slow_down(self) -> None:
         active = self.gang.gen.worlds
-        slow = max((f for n, f in self.limping.items() if self._replica(n) in active), default=1.0)
+        slow = max((f for n, f in self.limping.items() if any(r in active for r in self._replicas(n))), default=1.0)
         if slow != self.progress.slow:
             self.progress.advance(self.agenda.now)
             self.progress.slow = slow
@@ -467,9 +481,11 @@ class Job:
             self._strike_hardware(fault)
 
     def _strike_hardware(self, fault: Fault) -> None:
-        nodes = fault.nodes or self._any_node()
+        nodes = fault.nodes or (self._any_node() if fault.rank < 0 else self._node_of(fault.rank))
         hit = [node for node in nodes if self._seated(node)]
         self.failures += 1
+        if fault.launch_ns:
+            self.launches[fault.rank // self.fleet.per_node] = fault.launch_ns
         if hit:
             self._count(fault)
             spares = len(self.free) if self.block_wise else len(self.gang.members.spares)
@@ -477,7 +493,7 @@ class Job:
             if len(self.incidents) < KEPT_INCIDENTS:
                 self.incidents.append((self.agenda.now / S, fault.name, ""))
             self._save()
-            self._stop_pass(hit)
+            self._stop_pass(hit, _process(fault))
         for node in sorted(nodes, key=lambda node: node in hit):  # no spare is taken that has failed as well
             self._hit(node, fault, node in hit)
 
@@ -486,17 +502,18 @@ class Job:
         self.interruptions += fault.cause == 0 or fault.cause != self.last_cause
         self.last_cause = fault.cause
 
-    def _stop_pass(self, hit: list[int]) -> None:
+    def _stop_pass(self, hit: list[int], rank: int) -> None:
         """The replicas of these nodes are gone from the step under way."""
         self.progress.advance(self.agenda.now)
         running = self.gang.phase == "running" and self.progress.state in ("training", "finishing")
-        there = {r for node in hit if (r := self._replica(node)) in self.gang.gen.worlds and not self.broken.get(r)}
+        broken = {replica for node in hit for replica in self._replicas(node, rank)}
+        there = {r for r in broken if r in self.gang.gen.worlds and not self.broken.get(r)}
         if running and there:
             self.progress.break_off(len(there))
             self.redo_ns = self.progress.pass_ns
         if self.times.stop:
             self.ready_ns = max(self.ready_ns, self.agenda.now + self._stop_ns())
-        for replica in {self._replica(node) for node in hit}:
+        for replica in broken:
             self.broken[replica] = self.broken.get(replica, 0) + 1
 
     def _stop_ns(self) -> int:
@@ -512,12 +529,12 @@ class Job:
         """Decide what becomes of a node, and when that is heard."""
         self.limping.pop(node, None)
         after_ns, name = self.times.detect.get(fault.effect, 0), _name(node)
-        replica = self._replica(node) if seated else -1
+        replicas = self._replicas(node, _process(fault)) if seated else ()
         agent = self._agent(node) if seated else name
         if fault.effect == "node" or (fault.swap and not (self.contained and seated)):
             self._take_out(node, fault.repair_ns)
             if not self.block_wise:
-                self.agenda.after(after_ns, self._silent, name, self.incarnation[name], replica)
+                self.agenda.after(after_ns, self._silent, name, self.incarnation[name], replicas, fault.proof)
             elif seated:
                 self._replace(node)
                 self.agenda.after(after_ns, self._lose_worker, agent, fault.effect)
@@ -530,7 +547,7 @@ class Job:
         elif fault.nodes:
             self.resets[node] = self.agenda.now + after_ns + fault.repair_ns
         if seated:
-            self.agenda.after(after_ns, self._lose_worker, agent, fault.effect, replica)
+            self.agenda.after(after_ns, self._lose_worker, agent, fault.effect, replicas, _process(fault))
 
     def _stop_for_maintenance(self) -> None:
         """Save, and stop all."""
@@ -542,33 +559,36 @@ class Job:
         progress.stop("restart")
         self.ready_ns = max(self.ready_ns, self.agenda.now + self._stop_ns())
 
-    def _lose_worker(self, name: str, effect: str, replica: int = 0) -> None:
+    def _lose_worker(self, name: str, effect: str, replicas: Iterable[int] = (0,), rank: int = -1) -> None:
         """A process dies, or was ended, and its agent says so."""
-        self._noticed(replica)
+        self._noticed(replicas)
         found = self.gang.members.nodes.get(name)
         if found is None or found.dead or found.place < 0 or not self._alive(name, self.incarnation[name]):
             return
         seats = self.gang.members.places[found.place].seats()
         workers = next((seat.workers for seat in seats if seat.node == name), {})
+        if rank >= 0 and self.contained:
+            workers = {rank: workers[rank]} if rank in workers else {}
         if workers:
             worker = sorted(workers.values())[self.draw.below(len(workers))]
             failure = Failure(hang="stands still") if effect == "hang" else DIED
             self.hear(say.WorkerDied(name, self.incarnation[name], worker, failure))
 
-    def _noticed(self, replica: int) -> None:
+    def _noticed(self, replicas: Iterable[int]) -> None:
         progress = self.progress
-        if self.broken.get(replica, 0) > 1:
-            self.broken[replica] -= 1
-        else:
-            self.broken.pop(replica, None)
+        for replica in replicas:
+            if self.broken.get(replica, 0) > 1:
+                self.broken[replica] -= 1
+            else:
+                self.broken.pop(replica, None)
         progress.advance(self.agenda.now)
         if progress.state == "detect" and not self.broken:
             progress.stop("restart")
 
-    def _silent(self, name: str, incarnation: int, replica: int) -> None:
-        self._noticed(replica)
+    def _silent(self, name: str, incarnation: int, replicas: Iterable[int], proof: str) -> None:
+        self._noticed(replicas)
         if self.incarnation[name] == incarnation:
-            self.hear(say.NodeDead(name, incarnation))
+            self.hear(say.NodeDead(name, incarnation, proof))
 
     def _repair(self, node: int) -> None:
         """Take a node out that is known to need it."""
@@ -576,7 +596,8 @@ class Job:
         if not for_ns or not self.fleet.up[node]:
             return
         hit = [node] if self._seated(node) else []
-        if hit and self._replica(node) in self.gang.gen.worlds and self.gang.phase == "running":
+        trains = any(r in self.gang.gen.worlds for r in self._replicas(node)) if hit else False
+        if trains and self.gang.phase == "running":
             self.sick[node] = for_ns  # it trains; it is taken out when a spare has come
             self.agenda.after(SICK_NS, self._repair, node)
             return
@@ -639,20 +660,37 @@ class Job:
                 return (node,)
         return ()
 
+    def _node_of(self, rank: int) -> tuple[int, ...]:
+        """Return the node that a rank of the real job is on; none: its place is vacant."""
+        place = rank // self.fleet.per_node
+        if self.block_wise:
+            return tuple(node for node, block in self.members.items() if block == place // self.block)[:1]
+        seat = self.gang.members.places[place].now
+        return (_number(seat.node),) if seat else ()
+
     def _seated(self, node: int) -> bool:
         if self.block_wise:
             return node in self.members
         found = self.gang.members.nodes.get(_name(node))
         return found is not None and not found.dead and found.place >= 0
 
-    def _replica(self, node: int) -> int:
+    def _replicas(self, node: int, rank: int = -1) -> Iterable[int]:
+        """Return the replicas on a node, or the one of a rank."""
         if not self.contained:
-            return 0
-        found = self.gang.members.nodes[_name(node)]
-        return found.place // self._places if found.place >= 0 else -1
+            return (0,)
+        members = self.gang.members
+        place = members.nodes[_name(node)].place
+        if place < 0:
+            return ()
+        return (members.replica_of(rank),) if rank >= 0 else members.replicas_at(place)
 
     def _note(self, text: str) -> None:
         self.digest.update(f"{self.agenda.now} {text}\n".encode())
+
+
+def _process(fault: Fault) -> int:
+    """Return the rank that a scripted fault takes; -1: it takes a node, or any process."""
+    return -1 if fault.effect == "node" else fault.rank
 
 
 def _name(node: int) -> str:

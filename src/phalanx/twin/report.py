@@ -20,7 +20,8 @@ MEANING = {
 }  # fmt: skip
 
 
-def page(results: list[Result]) -> str:
+def page(results: list[Result], tables: list[tuple[str, list[list[str]]]] | None = None) -> str:
+    """`tables`: titles and rows of what was asked for beside them."""
     first = results[0]
     s = first.scenario
     sections = [
@@ -33,6 +34,7 @@ def page(results: list[Result]) -> str:
         _costs(first),
         "<h2>Luck: every dot is a fleet with its own failures</h2>",
         _dots(results),
+        *(_table(title, rows) for title, rows in tables or ()),
         "<h2>What failed, seed 0</h2>",
         _causes(first),
         "<h2>When: failures of seed 0, one line each</h2>",
@@ -51,10 +53,15 @@ def _tiles(result: Result) -> str:
         (f"{result.quantile(0.05):.1%} to {result.quantile(0.95):.1%}", "nine seeds in ten"),
         (f"{result.interruptions:,.0f}", f"interruptions in {s.days:g} days"),
         (f"{s.gpus:,}", "GPUs"),
-        (str(min(o.fewest_spares for o in result.outcomes)), "fewest spare nodes left"),
+        (f"{result.spares()['used_p95']:,} of {result.spares()['nodes']:,}", "spare nodes used, 95 % of seeds"),
     ]
     tiles = "".join(f"<div class=tile><b>{value}</b>{escape(text)}</div>" for value, text in cells)
     return f"<div class=tiles>{tiles}</div>"
+
+
+def _table(title: str, rows: list[list[str]]) -> str:
+    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<h2>{escape(title)}</h2><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _legend() -> str:

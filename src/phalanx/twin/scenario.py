@@ -44,6 +44,7 @@ class Scenario:
     stop_s: float = 0.0  # of the gang, per failure; 0: as assumed
     detect_s: float = -1.0  # of a failure; -1: as assumed, or by the control plane
     replica_gpus: int = 2048
+    node_gpus: int = 0  # of a node; 0: as many as the hardware has
     ranks_per_node: int = 0  # of the simulated gang; 0: one for each GPU. 1: a rank stands for a node, and costs less
     micro_batches: int = 1  # of a rank, per step
     pass_s: float = 0.0  # one micro-batch through a replica; 0: a step over its micro-batches
@@ -58,7 +59,12 @@ class Scenario:
     def gpus_per_node(self) -> int:
         from phalanx.hardware.catalogue import load
 
-        return load().node(self.hardware).chips
+        return self.node_gpus or load().node(self.hardware).chips
+
+    @property
+    def num_spares(self) -> int:
+        """Nodes beside those of the job."""
+        return -int(-self.spares * (self.gpus // self.gpus_per_node) // 1)
 
     @property
     def assumed(self) -> Assumptions:
@@ -73,15 +79,14 @@ class Scenario:
             self.gpus,
             f"{self.hardware} has nodes of {per_node}: take a multiple",
         )
-        whole = (
-            self.replica_gpus >= per_node and self.gpus % self.replica_gpus == 0 and self.replica_gpus % per_node == 0
-        )
+        fits = self.replica_gpus > 0 and 0 in (self.replica_gpus % per_node, per_node % self.replica_gpus)
+        whole = fits and self.gpus % self.replica_gpus == 0
         if self.policy in ("contained", "shrink"):
             _expect(
                 whole,
                 "replica_gpus",
                 self.replica_gpus,
-                f"take a divisor of gpus = {self.gpus} and a multiple of {per_node}",
+                f"take a divisor of gpus = {self.gpus} that is a multiple or a divisor of {per_node}",
             )
             _expect(
                 self.gpus > self.replica_gpus,
