@@ -1,8 +1,9 @@
 """Shares of GPUs: small jobs that ask for a part of one. A job is placed where it makes the fewest free GPUs useless
 for the jobs to be expected, weighed by how often they come (fragmentation gradient descent, USENIX ATC 2023).
 
-A GPU has 1,000 parts. What is free on a node is useless for a kind of job if the job does not fit there at all; or, for
-a share, on the GPUs with too little left; or, for whole GPUs, on those that are not whole.
+A GPU has 1,000 parts. What is free on a host is useful for a kind of job as far as jobs of that kind fill it: as many
+as its CPUs and its GPUs hold together. The published measure counts all of a GPU as useful if one such job fits on it,
+and a host's GPUs even if its CPUs suffice for one of them.
 """
 
 from __future__ import annotations
@@ -44,31 +45,33 @@ class Shares:
     hosts: list[Host]
     kinds: list[tuple[Need, int]]
     scores: dict[Need, list[tuple[int, int] | None]] = field(default_factory=dict)
+    known: dict[tuple[int, int, str, tuple[int, ...]], int] = field(default_factory=dict)  # a host's state -> useless
 
     def __post_init__(self) -> None:
+        self.weight = sum(weight for _, weight in self.kinds)
+        self.groups: dict[tuple[int, int], list[tuple[Need, int]]] = {}  # by GPUs and parts
+        for need, weight in self.kinds:
+            self.groups.setdefault((need.gpus, need.parts), []).append((need, weight * need.total))
         for host in self.hosts:
             host.useless = self.wasted(host.cpus, host.memory, host.model, host.left)
 
     def wasted(self, cpus: int, memory: int, model: str, left: list[int]) -> int:
         """What is free and useless, over all kinds."""
-        total = sum(left)
-        if not total:
-            return 0
-        whole, most, out = left.count(WHOLE), max(left), 0
-        broken = total - whole * WHOLE
-        below: dict[int, int] = {}
-        for need, weight in self.kinds:
-            parts = need.parts
-            if need.cpus > cpus or need.memory > memory or (need.models and model not in need.models):
-                out += weight * total
-            elif parts >= WHOLE:
-                out += weight * (broken if whole >= need.gpus else total)
-            elif most < parts:
-                out += weight * total
-            else:
-                if parts not in below:
-                    below[parts] = sum(each for each in left if each < parts)
-                out += weight * below[parts]
+        state = (cpus, memory, model, tuple(sorted(left)))
+        if (out := self.known.get(state)) is None:
+            out = self.known[state] = self.weight * sum(left) - self._useful(cpus, memory, model, left)
+        return out
+
+    def _useful(self, cpus: int, memory: int, model: str, left: list[int]) -> int:
+        out, whole = 0, left.count(WHOLE)
+        for (gpus, parts), kinds in self.groups.items():
+            most = whole // gpus if parts >= WHOLE else sum(each // parts for each in left)
+            if not most:
+                continue
+            for need, value in kinds:
+                if need.cpus > cpus or need.memory > memory or (need.models and model not in need.models):
+                    continue
+                out += value * (min(most, cpus // need.cpus) if need.cpus else most)
         return out
 
     def place(self, need: Need) -> tuple[int, list[int]] | None:
@@ -97,11 +100,11 @@ class Shares:
         """What becomes useless, and what would be left; (-1, 0): it does not fit."""
         if host.cpus < need.cpus or host.memory < need.memory or (need.models and host.model not in need.models):
             return -1, 0
-        if need.gpus and not (host.left.count(WHOLE) >= need.gpus if need.parts >= WHOLE else max(host.left, default=0) >= need.parts):  # noqa: E501  # fmt: skip
+        room = host.left.count(WHOLE) >= need.gpus if need.parts >= WHOLE else max(host.left, default=0) >= need.parts
+        if need.gpus and not room:
             return -1, 0
-        more, chosen = self._chosen(host, need)
         # Shifted, for a job may make less useless than before.
-        return more + OFFSET, sum(host.left) - need.total if chosen or not host.left else OFFSET
+        return self._chosen(host, need)[0] + OFFSET, sum(host.left) - need.total
 
     def _chosen(self, host: Host, need: Need) -> tuple[int, list[int]]:
         cpus, memory = host.cpus - need.cpus, host.memory - need.memory
@@ -124,16 +127,10 @@ class Shares:
 OFFSET = 1 << 60
 
 
-def expected(needs: Iterable[Need], share_percent: int = 100) -> list[tuple[Need, int]]:
-    """The kinds that make up so much of what came, the most frequent first."""
+def expected(needs: Iterable[Need]) -> list[tuple[Need, int]]:
+    """The kinds of jobs with GPUs that came, and how often, the most frequent first."""
     counts: dict[Need, int] = {}
     for need in needs:
         if need.gpus:
             counts[need] = counts.get(need, 0) + 1
-    total, seen, out = sum(counts.values()), 0, []
-    for need, count in sorted(counts.items(), key=lambda item: -item[1]):
-        if 100 * seen >= share_percent * total:
-            break
-        seen += count
-        out.append((need, count * need.total))  # by GPUs, not by jobs: whole GPUs are the scarcer good
-    return out
+    return sorted(counts.items(), key=lambda item: -item[1])

@@ -152,7 +152,7 @@ class _Classical(Replay):
         self.pool.give(life.taken)
 
     def scattered(self) -> int:
-        return self.pool.total - self.pool.size * len(self.pool.with_free[self.pool.size])
+        return self.pool.total - self.pool.size * self.pool.whole
 
     def go(self) -> Figures:
         def ended(job: Job) -> None:

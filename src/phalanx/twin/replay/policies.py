@@ -8,16 +8,14 @@ A policy hears `submit` and `finish` and is asked to `decide`; it starts and sto
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from heapq import heappop, heappush, merge
-from itertools import islice
 from typing import Protocol
 
 from phalanx.twin.replay.pool import Pool, Taken
 from phalanx.twin.replay.trace import Job
 
 S = 10**9
-DEPTH = 1000  # jobs of the queue that backfilling looks at, as real schedulers limit it
 
 
 class Room(Protocol):
@@ -108,38 +106,37 @@ class Backfilling(Policy):
         return 0
 
     def overtake(self, now_ns: int, head: Job) -> None:
-        pool = self.room.pool
-        later, start_ns = pool.copy(), now_ns
+        """Start jobs that end before the first one starts, or that leave it the GPUs that are reserved for it: those
+        that it would be given at the first end that makes room for it."""
+        pool, later, start_ns = self.room.pool, self.room.pool.copy(), now_ns
         for end_ns, _, taken in self.ends:
-            if end_ns > start_ns and later.fits(head.gpus):
-                break
             later.give(taken)
             start_ns = end_ns
+            if later.fits(head.gpus):
+                break
         reserved = later.take(head.gpus)
         assert reserved, head
-        for job in self.candidates(head, start_ns - now_ns, later):
-            if now_ns + job.duration_ns <= start_ns:
-                found = pool.take(job.gpus)
-            else:
-                found = pool.take_inside(job.gpus, later)
-            if found:
-                self.start(now_ns, job, found)
-            if not pool.total:
-                return
-
-    def candidates(self, head: Job, window_ns: int, later: Pool) -> Iterator[Job]:
-        """Jobs that might overtake, in their order, of the first DEPTH that wait. A size is left out if none of its
-        jobs ends in time and there is no room beside the first; and from the moment that there is no room at all."""
-        pool = self.room.pool
-        able = {s for s in self.by_size if self.by_size[s] and pool.fits(s)}
+        window_ns = start_ns - now_ns
+        able = {s for s, jobs in self.by_size.items() if jobs and pool.fits(s)}
         able = {s for s in able if self._least_ns(s) <= window_ns or later.fits(s)}
-        if not able:
-            return
-        sizes = (list(islice(jobs.values(), DEPTH)) for jobs in self.by_size.values())
-        for job in islice(merge(*sizes, key=lambda job: job.number), DEPTH):
-            if job.gpus in able and job is not head and pool.fits(job.gpus):
-                yield job
-            if not pool.total:
+        hurried = {s for s in able if self._least_ns(s) <= window_ns}  # sizes with a job that ends in time
+        blocked = set[int]()  # sizes whose places are reserved, until another job starts
+        for job in merge(*(list(self.by_size[s].values()) for s in able), key=lambda job: job.number):
+            size, short = job.gpus, job.duration_ns <= window_ns
+            if job is head or size not in able or (size in blocked and not short):
+                continue
+            found = pool.find(size)
+            if not found:
+                able.discard(size)
+            elif short or later.has(found):
+                pool.use(found)
+                if not short:
+                    later.use(found)
+                self.start(now_ns, job, found)
+                blocked.clear()
+            else:
+                blocked.add(size)
+            if able <= blocked - hurried:
                 return
 
     def _least_ns(self, size: int) -> int:
