@@ -175,6 +175,20 @@ def export_command(
     say(f"{len(story.rows):,} steps written to {out}")
 
 
+@runs_app.command("send")
+def send_command(
+    run: Run,
+    to: Annotated[str, typer.Option(metavar="TRACKER", help="mlflow:URI, wandb:PROJECT or otlp:URL (OpenTelemetry).")],
+    follow: Annotated[bool, typer.Option("--follow", help="Until the run ends.")] = False,
+    root: Dir = Path("runs"),
+) -> None:
+    """Send the steps and incidents of a run to another tool. Sent again, it continues where it was."""
+    from phalanx.observe.trackers import open_tracker, send
+
+    story = open_story(run, root)
+    say(f"{send(story, open_tracker(to, story), follow):,} steps sent to {to}")
+
+
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
