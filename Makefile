@@ -63,7 +63,7 @@ test-browser: setup
 
 # What MLflow, Weights & Biases, TensorBoard and OpenTelemetry read of a run, by their own readers.
 test-trackers: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[trackers]' tensorboard opentelemetry-proto
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[trackers]' tensorboard opentelemetry-proto sqlalchemy alembic
 	$(BIN)/python -m pytest -m trackers tests/observe
 
 # Debian's PostgreSQL, on loopback, with controllers that stand by for each other.
