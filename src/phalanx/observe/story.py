@@ -224,13 +224,16 @@ class Story:
         price, watts = self.dollars_per_gpu_s, self.part.rates.get("watts_per_gpu")
         stops = [one for one in self.incidents() if one.stops]
         wall = sum(max(0.0, part.ended - part.began) for part in self.parts)
+        trained_ns = sum(piece.end_ns - piece.begin_ns for _, piece in self.segments() if piece.state == "productive")
+        kwh = watts / 3.6e6 / NS if isinstance(watts, int | float) else None  # of a GPU-nanosecond
         return {
             "gpu_s": total / NS,
             "ranks": self.part.layout.world_size,
             "wall_s": wall,
             "ratio": sums["productive"] / total if total else 0.0,
             "dollars": total / NS * price if price is not None else None,
-            "kwh": total / NS * watts / 3.6e6 if isinstance(watts, int | float) else None,
+            "kwh": total * kwh if kwh is not None else None,
+            "effective": trained_ns / NS / wall if wall else 0.0,
             "failures": len(stops),
             "mtbf_s": wall / len(stops) if stops else None,
             "states": [
@@ -239,6 +242,7 @@ class Story:
                     "gpu_s": spent / NS,
                     "share": spent / total if total else 0.0,
                     "dollars": spent / NS * price if price is not None else None,
+                    "kwh": spent * kwh if kwh is not None else None,
                 }
                 for state, spent in sums.items()
             ],
@@ -254,7 +258,7 @@ class Story:
     def incidents(self) -> list[Incident]:
         """All of them, numbered through, with what each of them cost."""
         out: list[Incident] = []
-        price = self.dollars_per_gpu_s
+        price, watts = self.dollars_per_gpu_s, self.part.rates.get("watts_per_gpu")
         for part, pieces in zip(self.parts, self._accounts, strict=True):
             stops = [one for one in part.incidents.all if one.stops]
             times = list(accumulate((row["time"] for row in part.rows), max))
@@ -268,6 +272,7 @@ class Story:
                     until = min([one.healed or part.ended, *(two.since for two in stops if two.at > one.at)])
                     one.lost_gpu_s = lost(pieces, part.layout.world_size, one.since, until)
                     one.dollars = one.lost_gpu_s * price if price is not None else None
+                    one.kwh = one.lost_gpu_s * watts / 3.6e6 if isinstance(watts, int | float) else None
         return out
 
     # -- steps

@@ -20,7 +20,7 @@ from phalanx.observe.fleet import fleet
 from phalanx.observe.fleet import headline as told
 from phalanx.observe.goodput import NS
 from phalanx.observe.incidents import Incident
-from phalanx.observe.mixture import mixture
+from phalanx.observe.mixture import mixture, stage_starts
 from phalanx.observe.story import NAME, Story, find_runs
 from phalanx.observe.tiles import FOLDER, TileReader
 from phalanx.observe.words import describe
@@ -119,6 +119,7 @@ class Shelf:
                 "checkpoints": [e for e in events if e.get("type") == "checkpoint"],
                 "changes": [c for part in story.parts for c in part.incidents.changes],
                 "segments": segments(story),
+                "stages": stage_starts(story),
                 "saved": {"tiers": (found := tiers(story)), "place": place(story), "headline": safe(found, story.done)},
                 "record": {"job": story.part.job, "meta": story.part.meta, "summary": story.part.summary},
                 "has_ranks": (story.path / FOLDER / "tiles.json").is_file(),
