@@ -97,7 +97,7 @@ def _scrub(run: Path) -> None:
     (run / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     for path in (*run.glob("*.json*"), *run.glob("logs/*/*.log")):
         text = path.read_text(errors="replace")
-        path.write_text(re.sub(r"(?<=\")/[^\"\s]*?/(?=runs/|lib/python|src/phalanx/)", "/", text))
+        path.write_text(re.sub(r"(?<=\")/[^\"\s]*?/(?=runs/|lib/python|src/phalanx/|set\")", "/", text))
 
 
 def unpack(folder: Path) -> Path:

@@ -26,6 +26,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]+-\d{8}T\d{6}Z-[0-9a-f]{4}")
 SILENT_S = 60.0  # after which a run on another host, without a summary, is taken for lost
 SPIKE_WINDOW, SPIKE_DEVIATIONS, SPIKE_LEAST, SPIKE_BATCH = 64, 8.0, 0.1, 8192
 LONGEST_CHAIN = 1000
+LASTING = ("step", "time", "time_s", "data_wait_s", "loss", "cursor", "generation", "served", "held")  # see `slim`
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Part:
         self.settings: Row = job if isinstance(job, dict) else {}
         self.layout = _layout(self.settings.get("layout"))
         self.rows: list[Row] = []  # in the order in which they were written
+        self.slimmed = 0  # rows that are no longer whole
         self.events: list[Row] = []
         self.incidents = Incidents(self.layout.replica)
         self._metrics, self._events = Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")
@@ -184,6 +186,21 @@ class Story:
             self._spikes = [spike for spike in self._spikes if spike["step"] < step]
         self.rows.append(row)
         self._where.append((number, index))
+
+    def slim(self, keep: int) -> None:
+        """Forget what nobody asks of a step that is long over; `keep`: how many of the last ones stay whole. For a
+        reader that lives for weeks and keeps its own columns: a row with all readings has 8 kB."""
+        for part in self.parts:
+            rows, before = part.rows, Row()
+            for row in rows[part.slimmed : max(part.slimmed, len(rows) - keep)]:
+                kept = {name: row[name] for name in LASTING if name in row}
+                for name in ("served", "held"):  # mostly those of the step before
+                    if kept.get(name) is not None and kept[name] == before.get(name):
+                        kept[name] = before[name]
+                row.clear()
+                row.update(kept)
+                before = row
+            part.slimmed = max(part.slimmed, len(rows) - keep)
 
     # -- goodput
 

@@ -28,6 +28,7 @@ from phalanx.web.series import Columns
 
 LOOK_S = 0.5  # a record is read no more often than that, however many look at it
 COST = 10  # and no more often than this many times as long as it takes
+WHOLE = 1024  # of the last steps, everything is kept; of older ones, what columns do not have
 MOST_OPEN = 16  # runs whose steps are kept in memory
 MOST_SEGMENTS = 2000
 REPORTS = "reports"  # folder beside the runs
@@ -94,6 +95,7 @@ class Shelf:
                 state = one.story.part.state
                 if one.story.update() or not one.looked or state != one.state:
                     one.columns.update(one.story)
+                    one.story.slim(WHOLE)
                     one.version, one.about, one.state = one.version + 1, None, state
                 one.looked = now
         return one

@@ -178,11 +178,11 @@ async function ranksTab(name, run, query) {
 }
 
 // What nodes have read of their hosts and devices. Charts show the end at which trouble shows first.
-const per = (unit) => (v) => (known(v) ? `${short(v)}${unit}` : "–");
+const per = (unit) => (v) => { const text = known(v) ? short(v) : "–"; return text.includes(" ") ? text + unit : `${text} ${unit}`; };
 const READINGS = {
   host_cpu: ["Cores of the busiest host", percent], host_memory: ["Memory of the fullest host", percent], host_network: ["Network of the busiest host", per("B/s")],
   device_busy: ["The least busy device", percent], device_tensor: ["Tensor cores of the least busy device", percent], device_memory: ["Memory of the fullest device", percent],
-  device_power: ["Power of the hungriest device", per(" W")], device_heat: ["The hottest device", per(" °C")], device_clock: ["Clock of the slowest device", per("Hz")],
+  device_power: ["Power of the hungriest device", per("W")], device_heat: ["The hottest device", per("°C")], device_clock: ["Clock of the slowest device", per("Hz")],
   device_throttle: ["Times slowed down, the most on a node", count], device_ecc: ["ECC errors, the most on a node", count], device_link_errors: ["Link errors, the most on a node", count],
 };
 
@@ -255,10 +255,10 @@ const facts = (rows, name) => h("div", { class: "scroll" }, h("table", { "data-t
 
 function recordTab(name, run) {
   const { job, meta, summary } = run.record, { code, ...rest } = meta, { diff, untracked, ...version } = code || {};
-  const rows = flat(job.job).map(([key, v]) => [key, v, job.origins?.[key] || ""]), chosen = rows.filter(([, , from]) => from !== "default");
-  const table = (list) => h("table", { "data-table": "job" }, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, "value"), h("th", { class: "hide-narrow" }, "from"))), h("tbody", {}, list.map(([key, v, from]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value" }, asText(v)), h("td", { class: "hide-narrow" }, from)))));
+  const rows = flat(job.job).map(([key, v]) => [key, v, job.origins?.[key] || ""]), chosen = rows.filter(([, , from]) => from !== "default" && !from.startsWith("preset "));
+  const table = (list) => h("table", { "data-table": "job" }, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, "value"), h("th", { class: "hide-narrow" }, "from"))), h("tbody", {}, list.map(([key, v, from]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value" }, asText(v)), h("td", { class: "hide-narrow key" }, from)))));
   const box = h("div", { class: "scroll" }, table(chosen)), more = rows.length - chosen.length;
-  const all = h("button", { type: "button", "aria-pressed": false, onclick: () => { const now = all.getAttribute("aria-pressed") !== "true"; all.setAttribute("aria-pressed", now); box.replaceChildren(table(now ? rows : chosen)); all.textContent = now ? "only what was chosen" : `and ${count(more)} defaults`; } }, `and ${count(more)} defaults`);
+  const all = h("button", { type: "button", "aria-pressed": false, onclick: () => { const now = all.getAttribute("aria-pressed") !== "true"; all.setAttribute("aria-pressed", now); box.replaceChildren(table(now ? rows : chosen)); all.textContent = now ? "only what was chosen" : `and ${count(more)} of presets and defaults`; } }, `and ${count(more)} of presets and defaults`);
   return { element: [h("h2", {}, "The job, as it was chosen"), box, more ? h("p", {}, all) : null,
     h("h2", {}, "Code, libraries, machine"), facts([...flat(version, "code."), ...flat(rest)], "meta"),
     untracked?.length ? [h("h2", {}, "Files that were not in the repository"), h("pre", {}, untracked.join("\n"))] : null,
