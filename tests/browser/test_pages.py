@@ -135,6 +135,8 @@ def test_a_reader_clicks_through_every_page(open_page, broken):
     page.locator('table[data-table="incidents"] a').nth(1).click()
     ready(page, f"/runs/{broken.name}/incidents/2")
     assert broken.incidents()[1].verdict().split(": ", 1)[1] in page.locator("main").inner_text()
+    shown = page.locator('table[data-table="evidence"] td:nth-child(2)').all_inner_texts()
+    assert shown == [event["type"] for event in broken.incidents()[1].evidence]
     shoot(page, "incident")
     page.go_back()
     ready(page, f"/runs/{broken.name}")

@@ -96,8 +96,8 @@ def _scrub(run: Path) -> None:
     lines = [{k: v for k, v in line.items() if k not in OF_A_HOST} for line in lines]
     (run / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     for path in (*run.glob("*.json*"), *run.glob("logs/*/*.log")):
-        text = path.read_text(errors="replace")
-        path.write_text(re.sub(r"(?<=\")/[^\"\s]*?/(?=runs/|lib/python|src/phalanx/|set\")", "/", text))
+        text = path.read_text(errors="replace").replace(f"{run.parent.parent}/", "/")
+        path.write_text(re.sub(r"(?<=[\"(])/[^\"\s]*?/(?=runs/|lib/python|src/phalanx/)", "/", text))
 
 
 def unpack(folder: Path) -> Path:

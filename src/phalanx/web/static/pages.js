@@ -56,8 +56,8 @@ function figures(run) {
   const rows = [
     ["loss", figure(run.loss), "nats per token"],
     ["tokens per second", count(run.tokens_per_s), `${count(run.ranks)} ranks`],
-    ["MFU", percent(run.mfu, run.mfu < 0.01 ? 3 : 1), ""],
-    ["step", known(run.step_s) ? seconds(run.step_s) : "–", known(run.off_plan) ? `${run.off_plan > 0 ? "+" : ""}${percent(run.off_plan, 0)} of the plan` : "median of the last 200"],
+    ["MFU", percent(run.mfu, run.mfu < 0.01 ? 3 : 1), "of the last step"],
+    ["step", known(run.step_s) ? seconds(run.step_s) : "–", known(run.off_plan) ? `${run.off_plan > 0 ? "+" : ""}${percent(run.off_plan, 0)} of the plan` : "in the median"],
     ["goodput", percent(good.ratio), `${figure(good.gpu_s / 3600)} GPU-hours`],
     ["incidents", count(run.incidents), known(good.mtbf_s) ? `a failure every ${seconds(good.mtbf_s)}` : "no failure"],
     ["durable", saved ? `step ${count(saved.step)}` : "none", saved ? clock(saved.time) : "no checkpoint yet"],
@@ -198,7 +198,7 @@ async function hostsTab(name, run, query) {
       [text(one.mean), text(one.min), count(one.min_rank), text(one.max), count(one.max_rank)].map((text) => h("td", { class: "n" }, text))); }))));
   const last = h("div", {}, table());
   const none = h("div", { class: "note" }, "No node has read anything yet: the first readings come with the first steps after a heartbeat.");
-  return { view, element: read.length ? [last, h("h2", {}, "Over time"), charts.map((c) => c.figure)] : none, async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); last.replaceChildren(table()); } };
+  return { view, element: read.length ? [last, h("h2", {}, "Over time"), h("div", { class: "two" }, charts.map((c) => c.figure))] : none, async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); last.replaceChildren(table()); } };
 }
 
 function phasesBar(one) {
@@ -230,8 +230,17 @@ export async function incidentPage(name, number) {
   }));
   return { title: `Incident ${number}`, crumbs: [[name, at(name)], ["incidents", at(name, "incidents")], [String(number), location.pathname]],
     element: h("div", {}, h("h1", { id: "headline" }, `${one.subject} ${one.what}.`), h("p", {}, one.verdict), h("p", { class: "sub" }, `${one.kind}, at step ${count(one.step)}${one.rung >= 0 ? `, rung ${one.rung} of the recovery ladder` : ""}, noticed ${date(one.at)}`),
-      phases.length ? [h("h2", {}, "Where the time went"), bars] : null, h("h2", {}, "Evidence"), h("p", { class: "sub" }, "Lines of events.jsonl, as they were written."),
-      h("pre", {}, one.evidence.map((event) => `${clock(event.time)}  ${JSON.stringify(event)}\n`))) };
+      phases.length ? [h("h2", {}, "Where the time went"), bars] : null, h("h2", {}, "Evidence"), evidence(one.evidence),
+      h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name}`))) };
+}
+
+// The events that an incident was folded from: when, what, of whom, and everything else that was said.
+function evidence(events) {
+  const about = ({ time, type, rank, node, service, worker, at_ns, ...rest }) => flat(rest).filter(([, v]) => v !== null && v !== "").map(([key, v]) => [h("span", { class: "why" }, `${key} `), asText(v), "  "]);
+  const who = (event) => [event.service || (event.rank >= 0 ? `rank ${count(event.rank)}` : ""), event.node].filter(Boolean).join(" on ");
+  return [h("div", { class: "scroll" }, h("table", { "data-table": "evidence" }, h("thead", {}, h("tr", {}, ["at", "event", "of", ""].map((text, i) => h("th", { class: i > 2 ? "hide-narrow" : "" }, text)))),
+    h("tbody", {}, events.map((event) => h("tr", {}, h("td", { class: "key" }, clock(event.time)), h("td", {}, event.type), h("td", {}, who(event) || "–"), h("td", { class: "hide-narrow value" }, about(event))))))),
+    h("details", {}, h("summary", {}, "as written in events.jsonl"), h("pre", {}, events.map((event) => `${JSON.stringify(event)}\n`)))];
 }
 
 async function logsTab(name) {
@@ -301,7 +310,7 @@ function drawSteps(runs, part, width) {
   const x = (v) => left + ((v - s0) / (s1 - s0 || 1)) * (width - left - right), y = (v) => height - 24 - ((v - low) / (high - low || 1)) * (height - 40);
   const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Loss of both runs by step" });
   for (const v of [low, (low + high) / 2, high]) svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }), s("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, figure(v)));
-  for (const v of [s0, Math.round((s0 + s1) / 2), s1]) svg.append(s("text", { x: x(v), y: height - 4, "text-anchor": "middle" }, `step ${count(v)}`));
+  for (const v of [s0, Math.round((s0 + s1) / 2), s1]) svg.append(s("text", { x: x(v), y: height - 4, "text-anchor": v === s1 ? "end" : v === s0 ? "start" : "middle" }, `step ${count(v)}`));
   runs.forEach(([name, d], k) => {
     const line = (d.series.loss?.mean || []).map((v, i) => (known(v) ? `${x(d.step[i]).toFixed(1)},${y(v).toFixed(1)}` : null)).filter(Boolean);
     const path = s("path", { class: "smooth", d: `M${line.join("L")}`, "stroke-dasharray": k ? "5 3" : null });
