@@ -7,7 +7,7 @@ debian = @PATH=$$PATH:/usr/sbin; for each in $(1); do command -v $$each > /dev/n
 	if [ -n "$$missing" ]; then echo "not found:$$missing; installing $(2)"; apt-get update --quiet && \
 	DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet --no-install-recommends $(2); fi
 
-.PHONY: setup demo test test-ranks test-others test-slow test-hosts test-browser test-slurm test-ray test-postgres test-kubernetes test-pairs test-s3 test-schedule soak lint docs clean
+.PHONY: setup demo test test-ranks test-others test-slow test-hosts test-browser test-trackers test-slurm test-ray test-postgres test-kubernetes test-pairs test-s3 test-schedule soak lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -29,7 +29,7 @@ demo: setup
 # Tests that start ranks need a core and wait a lot; the others run beside them, dry runs (test_d*) among them.
 test: setup
 	$(MAKE) --jobs 3 --output-sync=target lint test-ranks test-others
-	@echo 'not run here, because they take long: make test-slow, test-hosts, test-slurm, test-ray, test-postgres, test-kubernetes, test-s3, test-browser'
+	@echo 'not run here, because they take long: make test-slow, test-hosts, test-slurm, test-ray, test-postgres, test-kubernetes, test-s3, test-browser, test-trackers'
 
 test-ranks: setup
 	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/ranks --ignore-glob='tests/train/test_d*' tests/system tests/train
@@ -60,6 +60,11 @@ test-browser: setup
 	$(call debian,chromium,chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -m pytest -m browser tests/browser
+
+# What MLflow, Weights & Biases, TensorBoard and OpenTelemetry read of a run, by their own readers.
+test-trackers: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[trackers]' tensorboard opentelemetry-proto sqlalchemy alembic
+	$(BIN)/python -m pytest -m trackers tests/observe
 
 # Debian's PostgreSQL, on loopback, with controllers that stand by for each other.
 test-postgres: setup

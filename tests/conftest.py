@@ -17,7 +17,8 @@ hypothesis.settings.register_profile("phalanx", deadline=None)  # a busy machine
 hypothesis.settings.load_profile("phalanx")
 
 
-ASKED_FOR = {"hosts", "browser", "slurm", "ray", "postgres"}  # markers of tests that run in a target of their own
+# Markers of tests that run in a target of their own.
+ASKED_FOR = {"hosts", "browser", "slurm", "ray", "postgres", "trackers"}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,8 +16,10 @@ import pytest
 from phalanx.observe import durability
 from phalanx.observe.fleet import fleet
 from phalanx.observe.fold import members, union
+from phalanx.observe.mixture import stage_starts
 from phalanx.observe.phases import PHASES
 from phalanx.observe.provenance import provenance
+from phalanx.observe.readings import READINGS
 from phalanx.observe.story import Story
 from phalanx.observe.words import describe
 from tests.observe.records import Written
@@ -128,11 +130,13 @@ def test_a_reader_clicks_through_every_page(open_page, broken):
         page.get_by_role("navigation", name="Pages of this run").get_by_role("link", name=name).click()
         page.wait_for_selector(f"nav.tabs a[aria-current] >> text={name}")
         assert page.locator("h1").inner_text().startswith("Done: 160 steps")
-        if name in ("Steps", "Map", "Checkpoints", "Hosts"):
+        if name in ("Steps", "Goodput", "Map", "Checkpoints", "Data", "Record", "Hosts"):
             shoot(page, name.lower())
     page.locator('table[data-table="incidents"] a').nth(1).click()
     ready(page, f"/runs/{broken.name}/incidents/2")
     assert broken.incidents()[1].verdict().split(": ", 1)[1] in page.locator("main").inner_text()
+    shown = page.locator('table[data-table="evidence"] td:nth-child(2)').all_inner_texts()
+    assert shown == [event["type"] for event in broken.incidents()[1].evidence]
     shoot(page, "incident")
     page.go_back()
     ready(page, f"/runs/{broken.name}")
@@ -154,6 +158,75 @@ def test_what_is_drawn_is_what_the_record_says(open_page, broken):
     plot = page.locator("[data-chart=what-it-did] .plot").bounding_box()["width"] - 72
     wall, start = broken.part.ended - broken.part.began, spent["start"] / 4
     assert sum(widths) / plot == pytest.approx(start / wall, abs=0.01)
+
+
+def test_a_mixture_shows_its_experts_its_stages_and_its_validations(open_page, broken):
+    page = open_page(f"/runs/{broken.name}")
+    last = float(page.locator('[data-chart="expert-load"] svg').get_attribute("data-last"))
+    assert last == pytest.approx(broken.rows[-1]["expert_load"])
+    validated = [row for row in broken.rows if row.get("validation_loss") is not None]
+    assert validated and page.locator('[data-chart="loss"] circle').count() == len(validated)
+    (stage,) = stage_starts(broken)
+    assert page.locator("[data-stage]").all_text_contents() == [
+        f"data stage {stage['number']} from step {stage['step']}: prose 25 %, code 75 %stage {stage['number']}"
+    ]
+
+
+def test_a_run_without_experts_has_no_chart_of_them(open_page, tmp_path):
+    run = Written(tmp_path, "dense").begin()
+    run.record.metric({"step": 0, "loss": 2.0, "time_s": 0.1, "generation": 1})
+    run.end()
+    server = Server(tmp_path)
+    try:
+        page = open_page(f"/runs/{run.path.name}", url=server.url)
+        assert (
+            page.locator('[data-chart="loss"]').count() == 1 and page.locator('[data-chart="expert-load"]').count() == 0
+        )
+        page.close()
+    finally:
+        server.stop()
+
+
+def test_a_plan_a_price_and_devices_are_shown(open_page, tmp_path):
+    """What only a run on accelerators of the catalogue has; its record is written by the writer of real runs."""
+    terms = {"passes": 0.05, "reduce": 0.012, "optimizer": 0.004, "between": 0.002}
+    plan = {"step_s": 0.09, "step_low_s": 0.08, "step_high_s": 0.12, "tokens_per_s": 1.1e3, "phases": terms}
+    rates = {"dollars_per_gpu_hour": 3.0, "watts_per_gpu": 700.0}
+    run = Written(tmp_path, forecast=plan, rates=rates).begin().steps(0, 40)
+    run.end()
+    story, server = Story(run.path), Server(tmp_path)
+    try:
+        page = open_page(f"/runs/{run.path.name}", url=server.url)
+        assert page.locator("rect.band").count() == 2, "throughput and step time have what was predicted behind them"
+        assert f"${story.goodput()['dollars']:.3g}" in page.locator(".figures").first.inner_text()
+        page = open_page(f"/runs/{run.path.name}/steps", url=server.url)
+        shown = page.locator('table[data-table="planned"] tbody tr').all_inner_texts()
+        assert [row.split("\t")[1:3] for row in shown] == [
+            ["50 ms", "54 ms"], ["12 ms", "10 ms"], ["4 ms", "5 ms"], ["2 ms", "3 ms"],
+        ]  # fmt: skip
+        page = open_page(f"/runs/{run.path.name}/goodput", url=server.url)
+        shown = page.locator(".figures").nth(1).inner_text()
+        good = story.goodput()
+        for text in (f"{100 * good['ratio']:.1f} %", f"{100 * good['effective']:.1f} %", f"{good['kwh']:.3g} kWh"):
+            assert text in shown
+        page = open_page(f"/runs/{run.path.name}/hosts", url=server.url)
+        assert page.locator("figure[data-chart]").count() == len(READINGS)
+        assert page.locator('table[data-table="readings"] tbody tr').count() == len(READINGS)
+        shoot(page, "devices")
+        page.close()
+    finally:
+        server.stop()
+
+
+def test_the_record_tells_what_was_chosen_from_the_defaults(open_page, broken):
+    page = open_page(f"/runs/{broken.name}/record")
+    rows = page.locator('table[data-table="job"] tbody tr')
+    chosen = sum(origin != "default" for origin in broken.part.job["origins"].values())
+    assert 0 < rows.count() <= chosen
+    before = rows.count()
+    page.get_by_role("button", name="defaults").click()
+    assert rows.count() > before
+    assert page.locator('table[data-table="meta"]').inner_text().count(broken.part.meta["job_digest"]) == 1
 
 
 def test_the_map_of_ranks_shows_the_slowest_and_leads_to_one_rank(open_page, broken):
@@ -205,7 +278,8 @@ def test_the_tiers_are_those_of_the_record(open_page, broken):
     assert drawn == ["trained", "memory", "disk"]
     page = open_page(f"/runs/{broken.name}/data")
     served = sum(sum(row["served"].values()) for row in broken.rows)
-    assert page.locator('table[data-table="mixture"] td').nth(1).inner_text() == f"{served:,}"
+    counts = page.locator('table[data-table="mixture"] td:nth-child(2)').all_inner_texts()
+    assert len(counts) == 2 and sum(int(text.replace(",", "")) for text in counts) == served
 
 
 def test_zoom_moves_all_charts_and_the_address_holds_it(open_page, broken):
@@ -261,6 +335,9 @@ def test_two_runs_are_compared(open_page, root):
     page.get_by_role("button", name="Compare the two").click()
     page.wait_for_selector("text=All 160 steps are equal to the bit")
     shoot(page, "compare")
+    page = open_page("/compare")
+    page.get_by_role("button", name="Compare").click()
+    page.wait_for_selector("text=All 160 steps are equal to the bit")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -14,9 +14,52 @@ import tempfile
 from pathlib import Path
 
 ARCHIVE = Path(__file__).with_name("recorded.tar.gz")
-SIZES = "model.dim=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=2 model.ffn_dim=64 train.seq_len=64"
-RUN = "train.steps=160 train.global_batch=8 train.micro_batch=2 data.max_mb=0.2 layout.tp=1 layout.replica=4"
-FAST = "run.hang_timeout_s=2 recovery.restart_s=1 recovery.beat_s=0.5 checkpoint.memory_every_steps=20"
+# A mixture of experts on two sources, whose shares change on the way, with a held-out part of both.
+JOB = """
+name = "quickstart"
+[model]
+preset = "tiny"
+family = "moe"
+dim = 32
+num_layers = 2
+num_heads = 2
+num_kv_heads = 2
+ffn_dim = 64
+expert_dim = 32
+[layout]
+replica = 4
+ranks_per_node = 2
+[train]
+steps = 160
+seq_len = 64
+global_batch = 8
+micro_batch = 2
+reduction = "exact"
+[optimizer]
+lr = 3e-3
+[data]
+source = "set"
+[[data.stages]]
+at = 0
+weights = { prose = 0.75, code = 0.25 }
+[[data.stages]]
+at = 640
+weights = { prose = 0.25, code = 0.75 }
+[validation]
+held_out = 0.05
+every_steps = 40
+sequences = 16
+[recovery]
+spares = 1
+restart_s = 1
+beat_s = 0.5
+[checkpoint]
+memory_every_steps = 20
+[run]
+hang_timeout_s = 4
+share_devices = true
+"""
+SOURCES = ("prose=docs/recovery.md", "code=src/phalanx/core")
 KEPT = ("job.json", "meta.json", "summary.json", "data.json", "metrics.jsonl", "events.jsonl", "ledger.jsonl")
 OF_THIS_MACHINE = ("command", "folder", "user", "process", "code")
 OF_A_HOST = ("interfaces", "system", "python", "memlock_bytes")
@@ -25,11 +68,12 @@ OF_A_HOST = ("interfaces", "system", "python", "memlock_bytes")
 def main(folder: Path) -> None:
     runs = folder / "runs"
     if not runs.is_dir():
-        command = [sys.executable, "-m", "phalanx.cli.main", "chaos", "run", "--seed", "3", "--faults", "5"]
-        command += ["--kinds", "worker,node,hang,controller"]
-        for field in f"{SIZES} {RUN} {FAST}".split():
-            command += ["--set", field]
-        subprocess.run(command, cwd=folder, check=True)
+        phalanx = [sys.executable, "-m", "phalanx.cli.main"]
+        build = [*phalanx, "data", "build", *SOURCES, "--out", str(folder / "set"), "--tokenizer", "byte"]
+        subprocess.run(build, cwd=ARCHIVE.parents[2], check=True)
+        (folder / "job.toml").write_text(JOB)
+        chaos = [*phalanx, "chaos", "run", "job.toml", "--seed", "3", "--faults", "5"]
+        subprocess.run([*chaos, "--kinds", "worker,node,hang,controller"], cwd=folder, check=True)
     with tarfile.open(ARCHIVE, "w:gz", compresslevel=9) as archive:
         for run in sorted(path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(".")):
             _scrub(run)
@@ -52,8 +96,8 @@ def _scrub(run: Path) -> None:
     lines = [{k: v for k, v in line.items() if k not in OF_A_HOST} for line in lines]
     (run / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     for path in (*run.glob("*.json*"), *run.glob("logs/*/*.log")):
-        text = path.read_text(errors="replace")
-        path.write_text(re.sub(r"(?<=\")/[^\"\s]*?/(?=runs/|lib/python|src/phalanx/)", "/", text))
+        text = path.read_text(errors="replace").replace(f"{run.parent.parent}/", "/")
+        path.write_text(re.sub(r"(?<=[\"(])/[^\"\s]*?/(?=runs/|lib/python|src/phalanx/)", "/", text))
 
 
 def unpack(folder: Path) -> Path:

@@ -6,7 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.observe.story import Story
+from phalanx.observe.words import describe
 from phalanx.web.series import Columns
+from phalanx.web.shelf import segments
+from tests.observe.records import Written
 
 
 def columns(times, losses):
@@ -61,3 +65,32 @@ def test_a_long_history_has_the_envelope_of_its_rows():
             assert len(found["time"]) <= points and max(loss["max"]) in (losses.max(), rows.max())
             assert min(loss["min"]) <= losses[begin : int(min(end, 40_000))].min()
     assert max(long.query(0, 1e9, 10)["series"]["loss"]["max"]) == 9.0
+
+
+def test_columns_of_a_story_go_back_with_it(tmp_path):
+    run = Written(tmp_path, steps=400).begin().steps(0, 300)
+    story, grown = Story(run.path), Columns()
+    grown.update(story)
+    run.steps(130, 320, loss=9.0)
+    story.update()
+    grown.update(story)
+    fresh = Columns()
+    fresh.update(Story(run.path))
+    for points in (2, 1000):
+        assert grown.query(0, 1e12, points) == fresh.query(0, 1e12, points)
+
+
+def test_a_reader_that_forgets_what_is_long_over_says_the_same(tmp_path):
+    run = Written(tmp_path, steps=400).begin().steps(0, 200)
+    run.event("exit", rank=1, signal="SIGKILL", node="node-1", service="")
+    run.form(step=150, rung=4, branch=True, last=200)
+    run.steps(150, 300)
+    slim, whole = Story(run.path), Story(run.path)
+    slim.slim(250)
+    run.steps(290, 320).end()  # later than what was forgotten
+    for story in (slim, whole):
+        story.update()
+    slim.slim(250)
+    assert "phases" not in slim.rows[0] and "phases" in slim.rows[-100]
+    assert describe(slim) == describe(whole) and segments(slim) == segments(whole)
+    assert slim.rows[1]["served"] is slim.rows[0]["served"], "what is equal is kept once"

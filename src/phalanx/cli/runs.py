@@ -101,7 +101,9 @@ def show_command(run: Run, root: Dir = Path("runs"), as_json: Json = False, pric
     for branch in about["branches"]:
         say(f"branch: {branch['steps']:,} steps from step {branch['step']:,} on were abandoned and done again")
     mtbf = f", one failure every {seconds(good['mtbf_s'])}" if good["mtbf_s"] else ""
-    say(f"{figure(good['gpu_s'])} GPU-seconds on {good['ranks']:,} ranks{mtbf}")
+    energy = f", {figure(good['kwh'])} kWh" if good["kwh"] is not None else ""
+    say(f"{figure(good['gpu_s'])} GPU-seconds on {good['ranks']:,} ranks{energy}{mtbf}")
+    say(f"training for {good['effective']:.1%} of {seconds(good['wall_s'])}, goodput {good['ratio']:.1%}")
     for row in good["states"]:
         if row["gpu_s"]:
             cost = f"{money(row['dollars']):>10}" if row["dollars"] is not None else ""
@@ -173,6 +175,40 @@ def export_command(
     story = open_story(run, root)
     write_steps(story, out)
     say(f"{len(story.rows):,} steps written to {out}")
+
+
+@runs_app.command("query")
+def query_command(
+    run: Run,
+    sql: Annotated[str, typer.Argument(metavar="SQL", help="Over the tables steps, events, incidents and states.")],
+    root: Dir = Path("runs"),
+    as_json: Json = False,
+    price: Price = None,
+) -> None:
+    """Ask a run's history in SQL: phalanx runs query last "SELECT step, loss FROM steps ORDER BY loss DESC LIMIT 3"."""
+    from phalanx.observe.history import query
+
+    names, rows = query(open_story(run, root, price), sql)
+    if as_json:
+        print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], default=str))
+        return
+    say("  ".join(names))
+    for row in rows:
+        say("  ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row))
+
+
+@runs_app.command("send")
+def send_command(
+    run: Run,
+    to: Annotated[str, typer.Option(metavar="TRACKER", help="mlflow:URI, wandb:PROJECT or otlp:URL (OpenTelemetry).")],
+    follow: Annotated[bool, typer.Option("--follow", help="Until the run ends.")] = False,
+    root: Dir = Path("runs"),
+) -> None:
+    """Send the steps and incidents of a run to another tool. Sent again, it continues where it was."""
+    from phalanx.observe.trackers import open_tracker, send
+
+    story = open_story(run, root)
+    say(f"{send(story, open_tracker(to, story), follow):,} steps sent to {to}")
 
 
 def _short(value: Any) -> str:

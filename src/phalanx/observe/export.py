@@ -31,7 +31,7 @@ def write_steps(story: Story, out: Path) -> None:
         elif out.suffix == ".tfevents":
             out.write_bytes(event_file(rows))
         else:
-            _write_parquet(out, rows, names)
+            write_parquet(out, rows)
     except OSError as error:
         remedy = "name a file in a folder that you may write to"
         raise UserError(f"it cannot be written: {error}", field="--out", value=str(out), remedy=remedy) from None
@@ -48,12 +48,14 @@ def flat(row: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _write_parquet(out: Path, rows: list[dict[str, Any]], names: list[str]) -> None:
+def write_parquet(out: Path, rows: list[dict[str, Any]]) -> None:
+    """One column for each name that any row has."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        remedy = "install phalanx[build], or write .csv"
+        remedy = "pip install 'phalanx[history]', or write .csv"
         raise UserError("Parquet needs pyarrow", field="--out", value=str(out), remedy=remedy) from None
     table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
     pyarrow.parquet.write_table(table, out)

@@ -51,6 +51,7 @@ class Incident:
     evidence: list[Event] = field(default_factory=list)
     lost_gpu_s: float = 0.0  # set by the account of the run
     dollars: float | None = None
+    kwh: float | None = None
 
     @property
     def open(self) -> bool:
@@ -111,7 +112,7 @@ class Incident:
         names = (
             "number", "kind", "at", "since", "subject", "what", "step", "rung", "stops", "decided", "started",
             "committed", "healed", "restore_s", "lost_steps", "generation", "ended_run", "evidence", "lost_gpu_s",
-            "dollars", "open", "to_the_end",
+            "dollars", "kwh", "open", "to_the_end",
         )  # fmt: skip
         out = {name: getattr(self, name) for name in names}
         return {**out, "sources": sorted(self.sources), "phases": self.phases(), "verdict": self.verdict()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 from phalanx.observe.story import Part, Row, Story, read_json
@@ -25,6 +26,16 @@ def mixture(story: Story) -> Row:
         "substituted": sum(e.get("type") == "data_substitute" for part in story.parts for e in part.events),
         "version": read_json(story.part.path / "data.json").get("version", ""),
     }
+
+
+def stage_starts(story: Story) -> list[Row]:
+    """When the stages of the data began, the first aside: step, time and the share of each source."""
+    cursors, out = [_count(row.get("cursor")) for row in story.rows], []
+    for number, stage in enumerate(_stages(story.part)[1:], 2):
+        at = bisect_right(cursors, stage["first"])
+        if at < len(story.rows):
+            out.append({"number": number, "step": story.rows[at]["step"], "at": story.rows[at]["time"], **stage})
+    return out
 
 
 def _stages(part: Part) -> list[Row]:

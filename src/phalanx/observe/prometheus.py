@@ -75,6 +75,15 @@ METRICS = (
         panel="Goodput",
     ),
     Metric(
+        "effective_training_ratio",
+        "Share of the wall-clock time in which steps that count were done, by however many ranks.",
+        _good("effective"),
+        unit="percentunit",
+    ),
+    Metric(
+        "mtbf_seconds", "Wall-clock time for each failure.", _good("mtbf_s"), unit="s", panel="Time between failures"
+    ),
+    Metric(
         "gpu_seconds_total",
         "GPU-seconds by state; every one is in exactly one.",
         lambda about: [((row["state"],), row["gpu_s"]) for row in about["goodput"]["states"]],

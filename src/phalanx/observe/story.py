@@ -26,6 +26,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]+-\d{8}T\d{6}Z-[0-9a-f]{4}")
 SILENT_S = 60.0  # after which a run on another host, without a summary, is taken for lost
 SPIKE_WINDOW, SPIKE_DEVIATIONS, SPIKE_LEAST, SPIKE_BATCH = 64, 8.0, 0.1, 8192
 LONGEST_CHAIN = 1000
+LASTING = ("step", "time", "time_s", "data_wait_s", "loss", "cursor", "generation", "served", "held")  # see `slim`
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Part:
         self.settings: Row = job if isinstance(job, dict) else {}
         self.layout = _layout(self.settings.get("layout"))
         self.rows: list[Row] = []  # in the order in which they were written
+        self.slimmed = 0  # rows that are no longer whole
         self.events: list[Row] = []
         self.incidents = Incidents(self.layout.replica)
         self._metrics, self._events = Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")
@@ -185,6 +187,21 @@ class Story:
         self.rows.append(row)
         self._where.append((number, index))
 
+    def slim(self, keep: int) -> None:
+        """Forget what nobody asks of a step that is long over; `keep`: how many of the last ones stay whole. For a
+        reader that lives for weeks and keeps its own columns: a row with all readings has 8 kB."""
+        for part in self.parts:
+            rows, before = part.rows, Row()
+            for row in rows[part.slimmed : max(part.slimmed, len(rows) - keep)]:
+                kept = {name: row[name] for name in LASTING if name in row}
+                for name in ("served", "held"):  # mostly those of the step before
+                    if kept.get(name) is not None and kept[name] == before.get(name):
+                        kept[name] = before[name]
+                row.clear()
+                row.update(kept)
+                before = row
+            part.slimmed = max(part.slimmed, len(rows) - keep)
+
     # -- goodput
 
     @cached_property
@@ -224,13 +241,16 @@ class Story:
         price, watts = self.dollars_per_gpu_s, self.part.rates.get("watts_per_gpu")
         stops = [one for one in self.incidents() if one.stops]
         wall = sum(max(0.0, part.ended - part.began) for part in self.parts)
+        trained_ns = sum(piece.end_ns - piece.begin_ns for _, piece in self.segments() if piece.state == "productive")
+        kwh = watts / 3.6e6 / NS if isinstance(watts, int | float) else None  # of a GPU-nanosecond
         return {
             "gpu_s": total / NS,
             "ranks": self.part.layout.world_size,
             "wall_s": wall,
             "ratio": sums["productive"] / total if total else 0.0,
             "dollars": total / NS * price if price is not None else None,
-            "kwh": total / NS * watts / 3.6e6 if isinstance(watts, int | float) else None,
+            "kwh": total * kwh if kwh is not None else None,
+            "effective": trained_ns / NS / wall if wall else 0.0,
             "failures": len(stops),
             "mtbf_s": wall / len(stops) if stops else None,
             "states": [
@@ -239,6 +259,7 @@ class Story:
                     "gpu_s": spent / NS,
                     "share": spent / total if total else 0.0,
                     "dollars": spent / NS * price if price is not None else None,
+                    "kwh": spent * kwh if kwh is not None else None,
                 }
                 for state, spent in sums.items()
             ],
@@ -254,7 +275,7 @@ class Story:
     def incidents(self) -> list[Incident]:
         """All of them, numbered through, with what each of them cost."""
         out: list[Incident] = []
-        price = self.dollars_per_gpu_s
+        price, watts = self.dollars_per_gpu_s, self.part.rates.get("watts_per_gpu")
         for part, pieces in zip(self.parts, self._accounts, strict=True):
             stops = [one for one in part.incidents.all if one.stops]
             times = list(accumulate((row["time"] for row in part.rows), max))
@@ -268,6 +289,7 @@ class Story:
                     until = min([one.healed or part.ended, *(two.since for two in stops if two.at > one.at)])
                     one.lost_gpu_s = lost(pieces, part.layout.world_size, one.since, until)
                     one.dollars = one.lost_gpu_s * price if price is not None else None
+                    one.kwh = one.lost_gpu_s * watts / 3.6e6 if isinstance(watts, int | float) else None
         return out
 
     # -- steps

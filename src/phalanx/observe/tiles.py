@@ -4,8 +4,8 @@ A value is one byte: a rank's step time over the median of that step, on a scale
 rank did not report. Beside the full table there is a table for every combination of rank blocks and step blocks of 4,
 16, 64 ..., which holds the largest value of each block. So one slow rank in a million shows at every zoom, and a
 picture of any part reads at most 16 values for a pixel. In a file 64 ranks x 64 steps lie together in one page of
-memory, so that one rank over all steps is as near as all ranks at one step. An aggregator keeps the tables of its
-ranks; only pictures travel."""
+memory, so that one rank over all steps is as near as all ranks at one step. Where the top keeps blocks of ranks, the
+aggregators keep the single ones (`observe.near`), and a picture of few ranks is drawn from theirs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = "ranks"
+FOLDER, NEAR = "ranks", "near"
+SHARD = 4096  # ranks of a table of an aggregator
 FACTOR = 4
 SIDE = 64  # ranks and steps of a page
 LEAST, MOST = 0.5, 16.0  # of the median; what is beyond is shown as the end of the scale
@@ -117,8 +118,8 @@ class TileWriter:
             list[Codes]
         ] = []  # by size of step blocks from FACTOR on: the largest so far of the open one
 
-    def add(self, step: int, times_s: Sequence[float] | np.ndarray) -> None:
-        """`times_s`: of every rank, NaN where it is not known."""
+    def add(self, step: int, times_s: Sequence[float] | np.ndarray, median_s: float | None = None) -> None:
+        """`times_s`: of every rank, NaN where it is not known; `median_s`: what they are measured by, if not theirs."""
         times = np.asarray(times_s, dtype=np.float32)
         some = times[:: -(-len(times) // MOST_SAMPLED)] if len(times) > MOST_SAMPLED else times
         known = some[np.isfinite(some)]
@@ -126,7 +127,7 @@ class TileWriter:
         if times.shape != (self.ranks,) or at < 0 or not len(known):
             self.dropped += 1
             return
-        median = float(np.median(known)) or 1e-9
+        median = (float(np.median(known)) if median_s is None else median_s) or 1e-9
         try:
             if at < self._count:
                 self._rewind(at)
@@ -223,11 +224,35 @@ class TileReader:
         s0, s1 = low[1] // columns, -(-high[1] // columns)
         table = self._rows(level, number, s0, s1, r0, r1, count)
         codes = _pooled(_pooled(table, min(width, len(table))).T, min(height, r1 - r0))
-        return {
-            "ranks": [r0 * rows * each, min(self.ranks, r1 * rows * each)],
-            "steps": [self.first + s0 * columns, self.first + min(count, s1 * columns)],
-            "codes": codes,
-        }
+        shown = (self.first + s0 * columns, self.first + min(count, s1 * columns))
+        if each > 1 and ranks[1] - ranks[0] <= height:
+            single = (max(0, ranks[0]), min(self.ranks, ranks[1]))
+            near = self._near(single, shown, codes.shape[1])
+            if near is not None:
+                unkept = np.flatnonzero(~near.any(axis=1))  # of these there is only their block
+                near[unkept] = codes[(unkept + single[0]) // each - r0]
+                return {"ranks": [*single], "steps": [*shown], "codes": near}
+        return {"ranks": [r0 * rows * each, min(self.ranks, r1 * rows * each)], "steps": [*shown], "codes": codes}
+
+    def _near(self, ranks: tuple[int, int], steps: tuple[int, int], columns: int) -> Codes | None:
+        """Single ranks, from the tables of the aggregators; None: none of them has any of these."""
+        out, found = np.zeros((ranks[1] - ranks[0], columns), np.uint8), False
+        for shard in self.folder.glob(f"{NEAR}/*/*/tiles.json"):
+            first = int(shard.parent.name) if shard.parent.name.isdigit() else -SHARD
+            a, b = max(ranks[0], first), min(ranks[1], first + SHARD)
+            reader = TileReader(shard.parent) if a < b else self
+            s0, s1 = max(steps[0], reader.first), min(steps[1], reader.first + reader.steps)
+            if a >= b or s0 >= s1:
+                continue
+            part = reader.picture((a - first, b - first), (s0, s1), b - a, columns)
+            edges = np.linspace(*part["steps"], part["codes"].shape[1] + 1)
+            place = np.clip((edges - steps[0]) * columns / (steps[1] - steps[0]), 0, columns)
+            begins, ends = np.floor(place[:-1]).astype(int), np.ceil(place[1:] - 1e-9).astype(int)
+            for column, begin, end in zip(part["codes"].T, begins, ends, strict=True):
+                cells = out[a - ranks[0] : b - ranks[0], begin:end]
+                np.maximum(cells, column[:, None], out=cells)
+            found = True
+        return out if found else None
 
     def _rows(self, level: int, number: int, s0: int, s1: int, r0: int, r1: int, count: int) -> Codes:
         """Rows s0 to s1 of a table. The newest steps are not in it before a part of their block is complete: they are

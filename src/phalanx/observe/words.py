@@ -82,7 +82,7 @@ def describe(story: Story) -> dict[str, Any]:
 
 def headline(o: dict[str, Any]) -> str:
     """Answer the first question of an operator: how is it going?"""
-    good = f"{o['goodput']['ratio']:.1%} goodput"
+    good = f"{100 * o['goodput']['ratio']:.1f} % goodput"
     spent = o["goodput"]["dollars"]
     cost = f", {money(spent)} so far" if spent is not None else ""
     broke = o["incidents"]
@@ -138,7 +138,7 @@ def _off_plan(story: Story) -> float | None:
 
 
 def _plan(off: float) -> str:
-    return f"on plan ({off:+.1%})" if abs(off) < 0.05 else f"{off:+.0%} against the plan's step time"
+    return f"on plan ({100 * off:+.1f} %)" if abs(off) < 0.05 else f"{100 * off:+.0f} % against the plan's step time"
 
 
 def _loss(o: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
 from phalanx.control.messages import EVERYONE
 from phalanx.gate.hub import Hub, Item
 from phalanx.observe import fold_form
+from phalanx.observe.near import NearTables
 from phalanx.runtime import inventory, kernel
 from phalanx.runtime.reports import Folder
 from phalanx.runtime.secret import NAME, Identity, Secret
@@ -133,8 +134,9 @@ class Aggregator:
         seed: int = 0,
         beat_s: float = BEAT_S,
         recorder: tuple[str, int] | None = None,  # a relay before the one that the controller names
+        near: NearTables | None = None,  # where it keeps the step times of its ranks
     ):
-        self._recorder = recorder
+        self._recorder, self._near = recorder, near
         self.liveness = Liveness(round(beat_s * 1e9))
         self.beats: dict[str, Message] = {}  # the last of each node
         self._beat_s = beat_s
@@ -177,6 +179,8 @@ class Aggregator:
         self.link.close()
         if self.folder.upstream:
             self.folder.upstream.close()
+        if self._near:
+            self._near.close()
 
     def _now_ns(self) -> int:
         """Read a clock that stood still when this process did: beats may have come meanwhile, unread."""
@@ -192,6 +196,8 @@ class Aggregator:
             upto = body["upto"]
             for item in body["items"]:
                 check_said(item, node)
+                if self._near and item["type"] == "step":
+                    self._near.take(item)
             self.folder.take(node, body["items"], lambda: agent.tell({"type": "recorded", "upto": upto}))
         elif body["type"] == "beat":
             self.beats[node] = body

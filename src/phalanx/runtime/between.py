@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from phalanx.core.errors import UserError
+from phalanx.observe.near import NearTables
 from phalanx.runtime import kernel
 from phalanx.runtime.aggregator import Aggregator
 from phalanx.runtime.inventory import address_towards, parse_address
@@ -27,6 +28,9 @@ def aggregator(argv: list[str] | None = None) -> int:
     parser = _parser("aggregator", "Serve some hundred agents, which join here, and tell the controller what changes.")
     parser.add_argument("--controller", required=True, metavar="HOST:PORT[,...]", help="as `phalanx nodes ls` says")
     parser.add_argument("--relay", default="", metavar="HOST:PORT", help="to which reports go, if not to the record")
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN", help="the run's folder, where the step times of single ranks are kept"
+    )
     return _main(parser, argv)
 
 
@@ -77,7 +81,8 @@ def _serve(loop: Loop, args: argparse.Namespace) -> tuple[tuple[str, int], Link]
         assert made.folder.upstream
         return made.server.address, made.folder.upstream
     up = parse_address(args.relay, "--relay") if args.relay else None
-    served = Aggregator(loop, secret, me, above, host, port, seed=me.incarnation, recorder=up)
+    near = NearTables(args.run, args.name) if args.run else None
+    served = Aggregator(loop, secret, me, above, host, port, seed=me.incarnation, recorder=up, near=near)
     return served.server.address, served.link
 
 

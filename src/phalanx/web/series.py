@@ -23,7 +23,7 @@ BLOCK = 64  # rows that are folded once and for all, for charts of long historie
 
 
 class Columns:
-    """Grows with its story; begins anew when steps were abandoned."""
+    """Grows with its story; goes back to the first step that was abandoned."""
 
     def __init__(self) -> None:
         self.count, self.branches = 0, 0
@@ -34,8 +34,9 @@ class Columns:
 
     def update(self, story: Story) -> None:
         if len(story.branches) != self.branches:
-            self.count, self.branches = 0, len(story.branches)
-            self._blocks = _folded(np.empty((len(self._names), 0, 1)))
+            first = min(branch.step for branch in story.branches[self.branches :])
+            self.count, self.branches = int(np.searchsorted(self["step"], first)), len(story.branches)
+            self._blocks = tuple(block[:, : self.count // BLOCK] for block in self._blocks)
         rows = story.rows[self.count :]
         while self.count + len(rows) > self._data.shape[1]:
             self._data = np.concatenate([self._data, np.empty_like(self._data)], axis=1)

@@ -20,7 +20,7 @@ from phalanx.observe.fleet import fleet
 from phalanx.observe.fleet import headline as told
 from phalanx.observe.goodput import NS
 from phalanx.observe.incidents import Incident
-from phalanx.observe.mixture import mixture
+from phalanx.observe.mixture import mixture, stage_starts
 from phalanx.observe.story import NAME, Story, find_runs
 from phalanx.observe.tiles import FOLDER, TileReader
 from phalanx.observe.words import describe
@@ -28,6 +28,7 @@ from phalanx.web.series import Columns
 
 LOOK_S = 0.5  # a record is read no more often than that, however many look at it
 COST = 10  # and no more often than this many times as long as it takes
+WHOLE = 1024  # of the last steps, everything is kept; of older ones, what columns do not have
 MOST_OPEN = 16  # runs whose steps are kept in memory
 MOST_SEGMENTS = 2000
 REPORTS = "reports"  # folder beside the runs
@@ -94,6 +95,7 @@ class Shelf:
                 state = one.story.part.state
                 if one.story.update() or not one.looked or state != one.state:
                     one.columns.update(one.story)
+                    one.story.slim(WHOLE)
                     one.version, one.about, one.state = one.version + 1, None, state
                 one.looked = now
         return one
@@ -119,6 +121,7 @@ class Shelf:
                 "checkpoints": [e for e in events if e.get("type") == "checkpoint"],
                 "changes": [c for part in story.parts for c in part.incidents.changes],
                 "segments": segments(story),
+                "stages": stage_starts(story),
                 "saved": {"tiers": (found := tiers(story)), "place": place(story), "headline": safe(found, story.done)},
                 "record": {"job": story.part.job, "meta": story.part.meta, "summary": story.part.summary},
                 "has_ranks": (story.path / FOLDER / "tiles.json").is_file(),

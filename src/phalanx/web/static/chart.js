@@ -121,7 +121,7 @@ function cursor(parts, view, tell) {
 
 // `data()`: {time, step, breaks, series: {name: {min, max, mean}}}. `band()`: [low, high] that was predicted, or null.
 // `dots`: another series, of which each value is a dot of its own.
-export function lineChart(view, { title, unit, name, dots = "", data, marks = () => [], band = () => null, smooth = false, log = false, height = 160, note = "", format = figure }) {
+export function lineChart(view, { title, unit, name, dots = "", data, marks = () => [], band = () => null, range = null, smooth = false, log = false, height = 160, note = "", format = figure }) {
   const options = { log };
   const logButton = log === null ? null : h("button", { type: "button", "aria-pressed": false, title: "Logarithmic scale (l)", "data-log": true,
     onclick: () => { options.log = !options.log; logButton.setAttribute("aria-pressed", options.log); draw(); } }, "log");
@@ -146,14 +146,15 @@ export function lineChart(view, { title, unit, name, dots = "", data, marks = ()
     for (const i of inside) if (known(one.min[i])) { low = Math.min(low, one.min[i]); high = Math.max(high, one.max[i]); }
     if (!known(low)) { low = 0; high = 1; }
     if (predicted) { low = Math.min(low, predicted[0]); high = Math.max(high, predicted[1]); }
+    if (range) [low, high] = range;
     const isLog = options.log && low > 0;
-    if (!isLog) { const pad = 0.06 * (high - low || Math.abs(high) || 1); low = low >= 0 ? Math.max(0, low - pad) : low - pad; high += pad; }
+    if (!isLog && !range) { const pad = 0.06 * (high - low || Math.abs(high) || 1); low = low >= 0 ? Math.max(0, low - pad) : low - pad; high += pad; }
     const scale = isLog ? Math.log : (v) => v;
     const y = (v) => height - BOTTOM - ((scale(v) - scale(low)) / (scale(high) - scale(low) || 1)) * (height - BOTTOM - TOP);
-    const levels = isLog ? [low, Math.sqrt(low * high), high] : ticks(low, high, 5);
+    const levels = isLog ? [low, Math.sqrt(low * high), high] : ticks(low, high, height < 150 ? 3 : 5);
     for (const v of levels) {
       svg.append(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(v), y2: y(v) }),
-        s("text", { x: LEFT - 8, y: y(v) + 4, "text-anchor": "end" }, format === figure ? short(v) : format(v)));
+        s("text", { x: LEFT - 8, y: y(v) + 4, "text-anchor": "end" }, format === figure ? short(v) : format(v, 0)));
     }
     if (predicted) svg.append(s("rect", { class: "band", x: LEFT, width: width - LEFT - RIGHT, y: y(predicted[1]), height: Math.max(1, y(predicted[0]) - y(predicted[1])) }));
     for (const mark of marks()) if (mark.at >= view.begin && mark.at <= view.end) svg.append(s("line", { class: "mark", x1: view.x(mark.at, width), x2: view.x(mark.at, width), y1: TOP, y2: height - BOTTOM }));
@@ -214,8 +215,8 @@ export function nearest(times, t) {
 }
 
 // What the gang did, second by second, with incidents above and checkpoints below.
-export function ribbon(view, { segments, incidents, checkpoints, spikes, href }) {
-  const height = 96, parts = frame(view, { title: "What it did", unit: "", height, note: "drag to zoom, double-click for all" });
+export function ribbon(view, { segments, incidents, checkpoints, spikes, stages = () => [], href }) {
+  const height = stages().length ? 112 : 96, parts = frame(view, { title: "What it did", unit: "", height, note: "drag to zoom, double-click for all" });
   let pointer = null;
   function draw() {
     const width = parts.plot.clientWidth;
@@ -239,6 +240,11 @@ export function ribbon(view, { segments, incidents, checkpoints, spikes, href })
       if (one.time < view.begin || one.time > view.end) continue;
       const x = clamp(one.time);
       svg.append(s("path", { d: `M${x},60l4,5l-4,5l-4,-5Z`, fill: "var(--checkpoint)" }, s("title", {}, `checkpoint of step ${one.step}`)));
+    }
+    for (const one of stages()) {
+      if (one.at < view.begin || one.at > view.end) continue;
+      const x = clamp(one.at), shares = Object.entries(one.shares).map(([source, share]) => `${source} ${(100 * share).toFixed(0)} %`).join(", ");
+      svg.append(s("line", { class: "stage", x1: x, x2: x, y1: 28, y2: 86 }), s("text", { x: x + 4, y: 86, "data-stage": one.number }, s("title", {}, `data stage ${one.number} from step ${one.step.toLocaleString("en-US")}: ${shares}`), `stage ${one.number}`));
     }
     for (const one of spikes()) if (one.time >= view.begin && one.time <= view.end) svg.append(s("text", { x: clamp(one.time), y: 72, "text-anchor": "middle" }, s("title", {}, `loss spike at step ${one.step}: ${figure(one.loss)}`), "✶"));
     pointer = cursor(parts, view, (t) => {

@@ -81,14 +81,14 @@ function showHelp() {
   help.showModal();
 }
 document.getElementById("keys").addEventListener("click", showHelp);
-let lead = "";
+let lead = "", leadEnds = null;
 addEventListener("keydown", (event) => {
   if (event.metaKey || event.ctrlKey || event.altKey || help.open) return;
   if (event.target.matches("input, textarea")) { if (event.key === "Escape") event.target.blur(); return; }
   const view = state.page?.view, run = location.pathname.split("/")[2];
   const key = lead + event.key;
   lead = "";
-  if (key === "g") { lead = "g"; setTimeout(() => { lead = ""; }, 1200); return; }
+  if (key === "g") { lead = "g"; clearTimeout(leadEnds); leadEnds = setTimeout(() => { lead = ""; }, 1200); return; }
   const tabs = { gr: "/", gp: "/reports", gs: run && `/runs/${run}/steps`, gt: run && `/runs/${run}/map`, gc: run && `/runs/${run}/checkpoints`, go: run && `/runs/${run}`, gg: run && `/runs/${run}/goodput`, gh: run && `/runs/${run}/ranks`, gm: run && `/runs/${run}/hosts`, gi: run && `/runs/${run}/incidents` };
   if (tabs[key]) { navigate(tabs[key]); event.preventDefault(); return; }
   const zoom = (by) => { const middle = (view.begin + view.end) / 2, half = ((view.end - view.begin) / 2) * by; view.set(middle - half, middle + half); };

@@ -1,6 +1,6 @@
 // One question per page, answered in its first line; the evidence is below. A page returns its element, and perhaps what
 // to do when the run goes on.
-import { h, s, get, figure, count, percent, money, seconds, clock, date, known, STATES, swatch, runState, paint, patterns } from "./dom.js";
+import { h, s, get, figure, short, count, percent, money, seconds, clock, date, known, STATES, swatch, runState, paint, patterns } from "./dom.js";
 import { lineChart, ribbon } from "./chart.js";
 import { heatMap } from "./heat.js";
 import { at, makeView, seriesOf } from "./parts.js";
@@ -56,8 +56,8 @@ function figures(run) {
   const rows = [
     ["loss", figure(run.loss), "nats per token"],
     ["tokens per second", count(run.tokens_per_s), `${count(run.ranks)} ranks`],
-    ["MFU", percent(run.mfu, run.mfu < 0.01 ? 3 : 1), ""],
-    ["step", known(run.step_s) ? seconds(run.step_s) : "–", known(run.off_plan) ? `${run.off_plan > 0 ? "+" : ""}${percent(run.off_plan, 0)} of the plan` : "median of the last 200"],
+    ["MFU", percent(run.mfu, run.mfu < 0.01 ? 3 : 1), "of the last step"],
+    ["step", known(run.step_s) ? seconds(run.step_s) : "–", known(run.off_plan) ? `${run.off_plan > 0 ? "+" : ""}${percent(run.off_plan, 0)} of the plan` : "in the median"],
     ["goodput", percent(good.ratio), `${figure(good.gpu_s / 3600)} GPU-hours`],
     ["incidents", count(run.incidents), known(good.mtbf_s) ? `a failure every ${seconds(good.mtbf_s)}` : "no failure"],
     ["durable", saved ? `step ${count(saved.step)}` : "none", saved ? clock(saved.time) : "no checkpoint yet"],
@@ -99,6 +99,9 @@ export async function runPage(name, tab, query) {
   };
 }
 
+// A mixture of experts, also before its first step.
+const hasExperts = (run) => Object.keys(run.experts || {}).length > 0 || run.record.job.job?.model?.family === "moe";
+
 const legend = (states) => h("div", { class: "legend" }, states.map((state) => h("span", { class: "state" }, swatch(state), `${state}: ${STATES[state]}`)));
 
 async function overview(name, run, query) {
@@ -108,12 +111,12 @@ async function overview(name, run, query) {
   const plan = run.plan, shared = { data, marks };
   const spikeTimes = () => run.spikes.map((one) => ({ ...one, time: data().time[data().step.findIndex((v) => v >= one.step)] })).filter((one) => one.time);
   const charts = [
-    ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: spikeTimes, href: (n) => at(name, `incidents/${n}`) }),
+    ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: spikeTimes, stages: () => run.stages, href: (n) => at(name, `incidents/${n}`) }),
     lineChart(view, { ...shared, title: "Loss", unit: "nats per token", name: "loss", dots: "validation_loss", smooth: true, height: 224, note: "faint: every step, with its smallest and largest; strong: smoothed; dots: validation" }),
     lineChart(view, { ...shared, title: "Throughput", unit: "tokens/s", name: "tokens_per_s", log: false, band: () => (plan?.step_high_s && run.step_s && run.tokens_per_s ? [plan.step_s * plan.tokens_per_s / plan.step_high_s, plan.step_s * plan.tokens_per_s / plan.step_low_s] : null), note: plan ? "green: what the plan predicts" : "" }),
     lineChart(view, { ...shared, title: "Step time", unit: "s", name: "time_s", band: () => (plan?.step_high_s ? [plan.step_low_s, plan.step_high_s] : null), note: "of the slowest rank" }),
     lineChart(view, { ...shared, title: "Gradient norm", unit: "", name: "grad_norm" }),
-    ...(run.experts ? [lineChart(view, { ...shared, title: "Expert load", unit: "x the mean", name: "expert_load", note: "of the busiest expert of all layers; 1 is even" })] : []),
+    ...(hasExperts(run) ? [lineChart(view, { ...shared, title: "Expert load", unit: "x the mean", name: "expert_load", note: "of the busiest expert of all layers; 1 is even" })] : []),
   ];
   const used = Object.keys(STATES).filter((state) => run.goodput.states.some((row) => row.state === state && row.gpu_s > 0));
   const empty = run.step ? null : h("div", { class: "note" }, run.state === "running" ? "The ranks are starting. Charts fill with the first step." : "This run ended before its first step. Its log says why: ", run.state === "running" ? null : h("a", { href: at(name, "logs") }, "logs"));
@@ -132,17 +135,30 @@ function waterfall(run) {
       s("rect", { width: 1000, height: 16, fill: "var(--raised)" }), s("rect", { x: 1000 * from, width: Math.max(1.5, 1000 * row.share), height: 16, fill: paint(row.state) }));
     from += row.share;
     return [h("div", {}, h("span", { class: "state" }, swatch(row.state), row.state), h("span", { class: "what" }, STATES[row.state])), bar,
-      h("div", { class: "n", "data-state": row.state, "data-gpu-s": row.gpu_s }, percent(row.share, 2), h("span", { class: "what" }, `${figure(row.gpu_s)} GPU-s${known(row.dollars) ? `, ${money(row.dollars)}` : ""}`))];
+      h("div", { class: "n", "data-state": row.state, "data-gpu-s": row.gpu_s }, percent(row.share, 2), h("span", { class: "what" }, `${figure(row.gpu_s)} GPU-s${known(row.dollars) ? `, ${money(row.dollars)}` : ""}${known(row.kwh) ? `, ${figure(row.kwh)} kWh` : ""}`))];
   }));
 }
 
 function goodputTab(name, run) {
-  const good = run.goodput, bars = h("div", {}, waterfall(run));
+  const bars = h("div", { class: "bars-box" }, waterfall(run)), beside = h("div", {}, ...kept(run));
   return {
-    element: [h("p", { class: "sub" }, `Every GPU-second of the run is in exactly one state: ${figure(good.gpu_s)} GPU-seconds, ${good.ranks} ranks for ${seconds(good.wall_s)}. The shares add up to 100 %.`), bars,
+    element: [beside, bars,
       h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name}`))],
-    heard: (next) => bars.replaceChildren(waterfall(next)),
+    heard: (next) => { bars.replaceChildren(waterfall(next)); beside.replaceChildren(...kept(next)); },
   };
+}
+
+// Goodput in a sentence, with the other two figures that people mean by it.
+function kept(run) {
+  const good = run.goodput, worst = good.states.filter((row) => row.state !== "productive" && row.gpu_s > 0).sort((a, b) => b.gpu_s - a.gpu_s)[0];
+  const rows = [
+    ["goodput", percent(good.ratio), "GPU-seconds in steps that count"], ["effective training time", percent(good.effective), "of the wall clock, by however many ranks"],
+    ["time between failures", known(good.mtbf_s) ? seconds(good.mtbf_s) : "–", good.failures ? `${count(good.failures)} ${good.failures > 1 ? "failures" : "failure"} in ${seconds(good.wall_s)}` : `no failure in ${seconds(good.wall_s)}`],
+    ["energy", known(good.kwh) ? `${figure(good.kwh)} kWh` : "–", known(good.kwh) ? "at the GPU's rated power" : "no power is known"],
+  ];
+  return [h("h2", {}, worst ? `Most of what is lost goes to ${worst.state}: ${percent(worst.share)}, ${STATES[worst.state]}.` : "Nothing is lost."),
+    h("dl", { class: "figures" }, rows.map(([name, value, small]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, small))))),
+    h("p", { class: "sub" }, `Every GPU-second is in exactly one state: ${figure(good.gpu_s)} GPU-seconds, ${count(good.ranks)} ranks for ${seconds(good.wall_s)}. The shares add up to 100 %.`)];
 }
 
 async function ranksTab(name, run, query) {
@@ -162,13 +178,12 @@ async function ranksTab(name, run, query) {
 }
 
 // What nodes have read of their hosts and devices. Charts show the end at which trouble shows first.
+const per = (unit) => (v) => { const text = known(v) ? short(v) : "–"; return text.includes(" ") ? text + unit : `${text} ${unit}`; };
 const READINGS = {
-  host_cpu: ["Cores of the busiest host", "busy", percent], host_memory: ["Memory of the fullest host", "used", percent],
-  host_network: ["Network of the busiest host", "bytes/s"], device_busy: ["The least busy device", "of the time", percent],
-  device_memory: ["Memory of the fullest device", "used", percent], device_power: ["Power of the hungriest device", "W"],
-  device_heat: ["The hottest device", "°C"], device_clock: ["Clock of the slowest device", "Hz"],
-  device_tensor: ["Tensor cores of the least busy device", "of the time", percent], device_throttle: ["Throttled: the most on a node", "looks"],
-  device_ecc: ["ECC errors: the most on a node", "weighted"], device_link_errors: ["Link errors: the most on a node", ""],
+  host_cpu: ["Cores of the busiest host", percent], host_memory: ["Memory of the fullest host", percent], host_network: ["Network of the busiest host", per("B/s")],
+  device_busy: ["The least busy device", percent], device_tensor: ["Tensor cores of the least busy device", percent], device_memory: ["Memory of the fullest device", percent],
+  device_power: ["Power of the hungriest device", per("W")], device_heat: ["The hottest device", per("°C")], device_clock: ["Clock of the slowest device", per("Hz")],
+  device_throttle: ["Times slowed down, the most on a node", count], device_ecc: ["ECC errors, the most on a node", count], device_link_errors: ["Link errors, the most on a node", count],
 };
 
 async function hostsTab(name, run, query) {
@@ -176,14 +191,14 @@ async function hostsTab(name, run, query) {
   const { load, data } = await seriesOf(name, view, () => charts.forEach((c) => c.draw()));
   const read = Object.keys(READINGS).filter((key) => data().series[key]);
   const marks = () => run.incident_list.filter((one) => one.stops);
-  const charts = read.map((key) => lineChart(view, { data, marks, title: READINGS[key][0], unit: READINGS[key][1], format: READINGS[key][2] || figure, name: key, height: 128 }));
+  const charts = read.map((key) => lineChart(view, { data, marks, title: READINGS[key][0], unit: "", format: READINGS[key][1], range: READINGS[key][1] === percent ? [0, 1] : null, name: key, height: 128 }));
   const table = () => h("div", { class: "scroll" }, h("table", { "data-table": "readings" },
     h("thead", {}, h("tr", {}, ["last step", "mean", "least", "of rank", "most", "of rank"].map((text, i) => h("th", { class: i ? "n" : "" }, text)))),
-    h("tbody", {}, read.filter((key) => run.readings[key]).map((key) => { const one = run.readings[key], text = READINGS[key][2] || figure; return h("tr", {}, h("td", {}, key.replace("_", " ")),
+    h("tbody", {}, read.filter((key) => run.readings[key]).map((key) => { const one = run.readings[key], text = READINGS[key][1]; return h("tr", {}, h("td", {}, key.replaceAll("_", " ").replace("cpu", "cores")),
       [text(one.mean), text(one.min), count(one.min_rank), text(one.max), count(one.max_rank)].map((text) => h("td", { class: "n" }, text))); }))));
   const last = h("div", {}, table());
   const none = h("div", { class: "note" }, "No node has read anything yet: the first readings come with the first steps after a heartbeat.");
-  return { view, element: read.length ? [last, h("h2", {}, "Over time"), charts.map((c) => c.figure)] : none, async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); last.replaceChildren(table()); } };
+  return { view, element: read.length ? [last, h("h2", {}, "Over time"), h("div", { class: "two" }, charts.map((c) => c.figure))] : none, async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); last.replaceChildren(table()); } };
 }
 
 function phasesBar(one) {
@@ -215,8 +230,17 @@ export async function incidentPage(name, number) {
   }));
   return { title: `Incident ${number}`, crumbs: [[name, at(name)], ["incidents", at(name, "incidents")], [String(number), location.pathname]],
     element: h("div", {}, h("h1", { id: "headline" }, `${one.subject} ${one.what}.`), h("p", {}, one.verdict), h("p", { class: "sub" }, `${one.kind}, at step ${count(one.step)}${one.rung >= 0 ? `, rung ${one.rung} of the recovery ladder` : ""}, noticed ${date(one.at)}`),
-      phases.length ? [h("h2", {}, "Where the time went"), bars] : null, h("h2", {}, "Evidence"), h("p", { class: "sub" }, "Lines of events.jsonl, as they were written."),
-      h("pre", {}, one.evidence.map((event) => `${clock(event.time)}  ${JSON.stringify(event)}\n`))) };
+      phases.length ? [h("h2", {}, "Where the time went"), bars] : null, h("h2", {}, "Evidence"), evidence(one.evidence),
+      h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name}`))) };
+}
+
+// The events that an incident was folded from: when, what, of whom, and everything else that was said.
+function evidence(events) {
+  const about = ({ time, type, rank, node, service, worker, at_ns, ...rest }) => flat(rest).filter(([, v]) => v !== null && v !== "").map(([key, v]) => [h("span", { class: "why" }, `${key} `), asText(v), "  "]);
+  const who = (event) => [event.service || (event.rank >= 0 ? `rank ${count(event.rank)}` : ""), event.node].filter(Boolean).join(" on ");
+  return [h("div", { class: "scroll" }, h("table", { "data-table": "evidence" }, h("thead", {}, h("tr", {}, ["at", "event", "of", ""].map((text, i) => h("th", { class: i > 2 ? "hide-narrow" : "" }, text)))),
+    h("tbody", {}, events.map((event) => h("tr", {}, h("td", { class: "key" }, clock(event.time)), h("td", {}, event.type), h("td", {}, who(event) || "–"), h("td", { class: "hide-narrow value" }, about(event))))))),
+    h("details", {}, h("summary", {}, "as written in events.jsonl"), h("pre", {}, events.map((event) => `${JSON.stringify(event)}\n`)))];
 }
 
 async function logsTab(name) {
@@ -231,27 +255,46 @@ async function logsTab(name) {
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "on"), h("th", {}, "line"))), h("tbody", {}, groups.map((group) => h("tr", {}, h("td", {}, group.who), h("td", {}, h("pre", {}, group.lines.join("\n"))))))))] };
 }
 
+// Name and value of everything in an object, the nested ones as a.b.
+function flat(value, path = "") {
+  return Object.entries(value || {}).flatMap(([key, v]) => (v && typeof v === "object" && !Array.isArray(v) && Object.keys(v).length ? flat(v, `${path}${key}.`) : [[path + key, v]]));
+}
+const asText = (v) => (v === null || v === "" ? "–" : typeof v === "string" ? v : JSON.stringify(v));
+const facts = (rows, name) => h("div", { class: "scroll" }, h("table", { "data-table": name }, h("tbody", {}, rows.map(([key, v]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value" }, key === "started" ? date(v) : asText(v)))))));
+
 function recordTab(name, run) {
-  const { job, meta, summary } = run.record, flat = [];
-  const walk = (value, path) => { for (const [key, v] of Object.entries(value || {})) { const full = path ? `${path}.${key}` : key; if (v && typeof v === "object" && !Array.isArray(v)) walk(v, full); else flat.push([full, v]); } };
-  walk(job.job, "");
-  const show = (v) => (typeof v === "string" ? v : JSON.stringify(v));
-  const { code, ...rest } = meta;
-  return { element: [h("h2", {}, "Job"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, "value"), h("th", {}, "from"))), h("tbody", {}, flat.map(([key, v]) => h("tr", {}, h("td", {}, key), h("td", {}, show(v)), h("td", { class: "hide-narrow" }, job.origins?.[key] || "")))))),
-    h("h2", {}, "Code, libraries, machine"), h("pre", {}, JSON.stringify({ ...rest, code: code ? { ...code, diff: undefined } : undefined }, null, 2)),
-    code?.diff ? [h("h2", {}, "Changes that were not committed"), h("pre", {}, code.diff)] : null, summary ? [h("h2", {}, "Summary"), h("pre", {}, JSON.stringify(summary, null, 2))] : null] };
+  const { job, meta, summary } = run.record, { code, ...rest } = meta, { diff, untracked, ...version } = code || {};
+  const rows = flat(job.job).map(([key, v]) => [key, v, job.origins?.[key] || ""]), chosen = rows.filter(([, , from]) => from !== "default" && !from.startsWith("preset "));
+  const table = (list) => h("table", { "data-table": "job" }, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, "value"), h("th", { class: "hide-narrow" }, "from"))), h("tbody", {}, list.map(([key, v, from]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value" }, asText(v)), h("td", { class: "hide-narrow key" }, from)))));
+  const box = h("div", { class: "scroll" }, table(chosen)), more = rows.length - chosen.length;
+  const all = h("button", { type: "button", "aria-pressed": false, onclick: () => { const now = all.getAttribute("aria-pressed") !== "true"; all.setAttribute("aria-pressed", now); box.replaceChildren(table(now ? rows : chosen)); all.textContent = now ? "only what was chosen" : `and ${count(more)} of presets and defaults`; } }, `and ${count(more)} of presets and defaults`);
+  return { element: [h("h2", {}, "The job, as it was chosen"), box, more ? h("p", {}, all) : null,
+    h("h2", {}, "Code, libraries, machine"), facts([...flat(version, "code."), ...flat(rest)], "meta"),
+    untracked?.length ? [h("h2", {}, "Files that were not in the repository"), h("pre", {}, untracked.join("\n"))] : null,
+    diff ? [h("h2", {}, "Changes that were not committed"), h("pre", {}, diff)] : null, summary ? [h("h2", {}, "Summary"), facts(flat(summary), "summary")] : null,
+    h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name} --json`))] };
 }
 
 // -- two runs
 
 export async function comparePage(query) {
   const a = query.get("a") || "", b = query.get("b") || "";
-  if (!a || !b) return { title: "Compare", crumbs: [["compare", "/compare"]], element: h("div", {}, h("h1", {}, "Which two?"), h("div", { class: "note" }, "Mark two runs in ", h("a", { href: "/" }, "the list"), ", or use ", h("code", {}, "phalanx runs diff RUN OTHER"), ".")) };
+  if (!a || !b) return pickTwo(a);
   const found = await get(`/api/diff?a=${encodeURIComponent(a)}&b=${encodeURIComponent(b)}`);
   const [one, other] = await Promise.all([a, b].map((name) => get(`/api/runs/${encodeURIComponent(name)}/series?points=1200`)));
   const overlay = stepChart([[a, one], [b, other]], found.part?.step);
   const table = (rows, title) => (rows.length ? [h("h2", {}, title), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, a), h("th", {}, b))), h("tbody", {}, rows.map((row) => h("tr", {}, h("td", {}, row.field), row.values.map((v) => h("td", {}, typeof v === "string" ? v : JSON.stringify(v))))))))] : null);
   return { title: "Compare", crumbs: [["compare", location.pathname + location.search]], element: h("div", {}, h("h1", { id: "headline" }, found.verdict), h("p", { class: "sub" }, h("a", { href: at(a) }, a), " and ", h("a", { href: at(b) }, b), `; ${count(found.compared)} steps in common`), overlay, table(found.job, "The job"), table(found.meta, "Code, libraries, machine, data"), !found.job.length && !found.meta.length ? h("div", { class: "note" }, "Job, code, libraries, machine and data are the same.") : null) };
+}
+
+async function pickTwo(given) {
+  const { runs } = await get("/api/runs"), crumbs = [["compare", "/compare"]];
+  if (runs.length < 2) return { title: "Compare", crumbs, element: h("div", {}, h("h1", {}, "There are no two runs to compare yet."), h("div", { class: "note" }, "Train twice with ", h("code", {}, "phalanx train"), "; then see here whether both took the same steps, to the bit.")) };
+  const list = (chosen, label) => h("select", { "aria-label": label }, runs.map((run) => h("option", { value: run.run, selected: run.run === chosen }, run.run)));
+  const one = list(given || runs[0].run, "one run"), other = list(runs.find((run) => run.run !== one.value).run, "the other run");
+  const go = () => { history.pushState(null, "", `/compare?a=${encodeURIComponent(one.value)}&b=${encodeURIComponent(other.value)}`); dispatchEvent(new PopStateEvent("popstate")); };
+  return { title: "Compare", crumbs, element: h("div", {}, h("h1", {}, "Which two runs?"), h("p", { class: "sub" }, "The first step where they part, and everything that differs between them."),
+    h("div", { class: "pair" }, one, "and", other, h("button", { type: "button", onclick: go }, "Compare")), h("p", { class: "sub" }, "In the terminal: ", h("code", {}, "phalanx runs diff RUN OTHER"))) };
 }
 
 function stepChart(runs, part) {
@@ -267,7 +310,7 @@ function drawSteps(runs, part, width) {
   const x = (v) => left + ((v - s0) / (s1 - s0 || 1)) * (width - left - right), y = (v) => height - 24 - ((v - low) / (high - low || 1)) * (height - 40);
   const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Loss of both runs by step" });
   for (const v of [low, (low + high) / 2, high]) svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }), s("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, figure(v)));
-  for (const v of [s0, Math.round((s0 + s1) / 2), s1]) svg.append(s("text", { x: x(v), y: height - 4, "text-anchor": "middle" }, `step ${count(v)}`));
+  for (const v of [s0, Math.round((s0 + s1) / 2), s1]) svg.append(s("text", { x: x(v), y: height - 4, "text-anchor": v === s1 ? "end" : v === s0 ? "start" : "middle" }, `step ${count(v)}`));
   runs.forEach(([name, d], k) => {
     const line = (d.series.loss?.mean || []).map((v, i) => (known(v) ? `${x(d.step[i]).toFixed(1)},${y(v).toFixed(1)}` : null)).filter(Boolean);
     const path = s("path", { class: "smooth", d: `M${line.join("L")}`, "stroke-dasharray": k ? "5 3" : null });
