@@ -15,8 +15,8 @@ from phalanx.core.shape import ModelConfig
 from tests.cases import make_job
 from tests.pool import Pool
 
-RANKS, STEPS, LOOK, EVERY, RATES = (2, 4, 2, 2, (3e-3,)) if SMOKE else (4, 240, 20, 20, (1e-3, 3e-3))
-MODEL = ModelConfig(vocab_size=257, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=172)
+RANKS, STEPS, LOOK, EVERY, RATES = (2, 4, 2, 2, (3e-3,)) if SMOKE else (4, 120, 10, 20, (3e-3, 1e-2))
+MODEL = ModelConfig(vocab_size=257, dim=32, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=86)
 OLDER = (0, 4) if SMOKE else (0, 28)  # beside the age that comes from the ranks themselves
 WAYS = {
     "sync": {"way": "sync"},
@@ -38,7 +38,7 @@ def samples_for(curve: dict[int, float], loss: float) -> float:
 
 def main():
     options(__doc__).parse_args()
-    job = make_job((1, RANKS, 1), model=MODEL, precision="fp32", seq_len=64, global_batch=8 * RANKS, micro_batch=8)
+    job = make_job((1, RANKS, 1), model=MODEL, precision="fp32", seq_len=32, global_batch=8 * RANKS, micro_batch=8)
     best: dict[str, dict[int, float]] = {}
     print(f"{RANKS} ranks, {MODEL.num_params:,} parameters, {STEPS} steps of {8 * RANKS} sequences; {machine()}\n")
     with Pool(RANKS) as pool:
@@ -47,6 +47,7 @@ def main():
                 more = {"older": 0, "every": EVERY, "steps": STEPS, "look": LOOK, **how, "lr": lr}
                 curve = pool.run("benchmarks.staleness_cases:train", job, timeout=1500, **more)[0]
                 curve = {int(step): loss for step, loss in curve.items()}
+                print(f"{name}, learning rate {lr:g}: {curve[STEPS]:.3f}", flush=True)
                 if name not in best or curve[STEPS] < best[name][STEPS]:
                     best[name] = curve
     base = best["sync"]

@@ -25,7 +25,7 @@ from phalanx.twin.fleet import Fault
 from phalanx.twin.job import Job, policy_of
 from phalanx.twin.past import finish as until_done
 
-STEPS, FAULTS, PASS_S = (12, 1, 0.05) if SMOKE else (150, 6, 0.1)
+STEPS, FAULTS, PASS_S = (12, 1, 0.05) if SMOKE else (100, 4, 0.1)
 KINDS = ["worker", "node"]
 BAR = 0.03
 JOB = """

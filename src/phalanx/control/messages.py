@@ -18,8 +18,9 @@ M = TypeVar("M", bound="Message")
 EVERYONE = ("*",)  # all nodes that are there
 
 
-@dataclass(frozen=True, slots=True)
 class Message:
+    __slots__ = ()
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": type(self).__name__, **codec.encode(self)}
 
@@ -55,9 +56,8 @@ def _least(kind: Any) -> list[tuple[str, int]]:
 # -- events
 
 
-@dataclass(frozen=True, slots=True)
 class Event(Message):
-    pass
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class ServiceDied(Event):
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: of large replicas come hundreds
 class Built(Event):
     """They are in the world of their replica, with an engine: it can take part."""
 
@@ -159,7 +159,7 @@ class Built(Event):
     workers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: of large replicas come hundreds
 class Parked(Event):
     """They have left `world` and all worlds before it, for good."""
 
@@ -364,8 +364,9 @@ class TimerFired(Event):
 # -- commands
 
 
-@dataclass(frozen=True, slots=True)
 class Command(Message):
+    __slots__ = ()
+
     @property
     def to(self) -> tuple[str, ...]:
         """The nodes that it is sent to; none: it is for the controller itself."""
@@ -411,7 +412,7 @@ class Release(Command):
     node: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: of large replicas come hundreds
 class Build(Command):
     """The world of a replica, which nothing that happens to others touches: its groups and its engine. Answered by
     Built, or by Parked with the reason."""
@@ -422,7 +423,7 @@ class Build(Command):
     crew: dict[int, int]  # of the node: rank -> worker
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: of large replicas come hundreds
 class Halt(Command):
     """Leave the world now, in the middle of a step. Answered by Parked; a worker that does not leave is ended by its
     agent, which answers WorkerDied."""
