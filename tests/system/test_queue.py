@@ -1,6 +1,6 @@
-"""Ten real training jobs share eight nodes of one machine through `phalanx queue`: a gang of higher priority makes others
-shrink, the next one makes them save and leave, the queue and a run's controller are killed, a node dies. All come back
-and end with the bits of a run that nothing happened to."""
+"""Ten real training jobs share eight nodes of one machine through `phalanx queue`: a gang of higher priority makes
+others shrink, the next one makes them save and leave, the queue and a run's controller are killed, a node dies. All
+come back and end with the bits of a run that nothing happened to."""
 
 from __future__ import annotations
 
