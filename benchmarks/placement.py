@@ -1,7 +1,7 @@
-"""Where gangs are placed: how many leaves their groups span, and what that costs a step. The cluster is a real Clos with
-its holes, 847 hosts under 119 leaves of at most 8 (`--topology FILE`; not shipped: alibaba/alibaba-lingjun-dataset-2023,
-data/topo.csv, columns host, dsw, psw, asw; hosts are taken to have 8 GPUs). Without it one is drawn, whose figures are
-not judged.
+"""Where gangs are placed: how many leaves their groups span, and what that costs a step. The cluster is a real Clos
+with its holes, 847 hosts under 119 leaves of at most 8 (`--topology FILE`; not shipped: data/topo.csv of
+alibaba/alibaba-lingjun-dataset-2023, columns host, dsw, psw, asw; hosts are taken to have 8 GPUs). Without it one is
+drawn, whose figures are not judged.
 
 A replica is a pipeline of nodes, tensor parallel inside a node: its spread is the leaves that its nodes are under. The
 gang's own spread is the leaves that all of it is under, which is what data parallel groups cross.
@@ -9,8 +9,9 @@ gang's own spread is the leaves that all of it is under, which is what data para
 Small cases, 200 drawn ones of 3 to 5 leaves with holes: ours beside an exact solver, which minimises the spread of all
 replicas and, among equals, the gang's. Large cases: 20 jobs of 64 to 4,096 GPUs, each on a cluster of which 30 % of the
 hosts are in use, three times; ours beside best fit (the leaf with the fewest free hosts first) and random hosts, all in
-the order in which hosts are taken. The step is the planner's cost model: a pipeline's sends and the gradients' reduction
-see the tier of the network that their groups really cross (fat tree of RoCE, leaves oversubscribed 3 to 1).
+the order in which hosts are taken. The step is the planner's cost model of Llama 3 70B: a pipeline's sends and the
+gradients' reduction see the tier of the network that they really cross, at the worst hop (fat tree of RoCE, leaves
+oversubscribed 3 to 1).
 
 Bars: spreads within 5 % of the exact solver over all small cases; on the large ones replicas spread no more than with
 the others for every job and less in the mean, and the mean step is shorter than with both."""
@@ -21,6 +22,7 @@ import random
 import statistics
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +39,8 @@ from phalanx.twin.replay import machines
 
 SIZE = 8  # GPUs of a host
 # GPUs, and nodes of a replica
-JOBS = ((64, 2), (64, 4), (96, 4), (128, 2), (128, 4), (192, 8), (256, 4), (256, 8), (320, 8), (384, 4), (512, 2), (512, 8),
-        (640, 4), (768, 8), (1024, 4), (1024, 8), (1536, 8), (2048, 4), (3072, 8), (4096, 8))  # fmt: skip
+JOBS = ((64, 2), (64, 4), (96, 4), (128, 2), (128, 4), (192, 8), (256, 4), (256, 8), (320, 8), (384, 4), (512, 2),
+        (512, 8), (640, 4), (768, 8), (1024, 4), (1024, 8), (1536, 8), (2048, 4), (3072, 8), (4096, 8))  # fmt: skip
 BUSY, SEEDS, SMALL = 0.3, 1 if SMOKE else 3, 20 if SMOKE else 200
 WITHIN = 1.05
 Placed = list[list[int]]  # hosts by replica
@@ -139,8 +141,8 @@ class Steps:
     def seconds(self, cells: Cells, placed: Placed) -> float:
         """Every replica waits for the slowest: the worst hop of any pipeline, and of any reduction, counts."""
         nodes, replicas = len(placed[0]), len(placed)
-        hops = [tier(cells, a, b) for hosts in placed for a, b in zip(hosts, hosts[1:], strict=False)]
-        sums = [tier(cells, a, b) for hosts, after in zip(placed, placed[1:], strict=False) for a, b in zip(hosts, after, strict=True)]  # noqa: E501  # fmt: skip
+        hops = [tier(cells, a, b) for hosts in placed for a, b in pairwise(hosts)]
+        sums = [tier(cells, a, b) for two in pairwise(placed) for a, b in zip(*two, strict=True)]
         choice = Candidates.of(tp=8, pp=nodes, replica=replicas, recompute="selective")
         gpus = 8 * nodes * replicas
 
@@ -195,7 +197,7 @@ def main() -> None:
     real = bool(asked.topology) and not SMOKE
     fleet = machines.read(asked.topology) if real else drawn()
     ratios = small(SMALL)
-    print(f"{SMALL} small cases: replicas' spread {ratios['replicas']:.3f} and the gang's {ratios['gang']:.3f} of exact")
+    print(f"{SMALL} small cases: spread of replicas {ratios['replicas']:.3f}, of gangs {ratios['gang']:.3f} of exact")
     print(f"{len(fleet.names)} hosts, {BUSY:.0%} in use; leaves of a replica, leaves of the gang, step in seconds:")
     print(f"{'':26}{'ours':^23}{'best fit':^23}{'random':^23}")
     rows = large(fleet)

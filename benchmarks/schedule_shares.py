@@ -1,7 +1,7 @@
 """How much of a cluster is allocated when jobs ask for shares of GPUs: Alibaba's GPU trace of 2023 (1,523 hosts, 6,212
 GPUs, 44 % of the jobs ask for less than one). The published figure of fragmentation gradient descent at 100 % load is
-95.23 %, mean of 10 seeds; best fit reaches 92.86 %, random placement 86.30 % (hkust-adsl/kubernetes-scheduler-simulator,
-experiments/analysis/expected_results, workload openb_pod_list_default).
+95.23 %, mean of 10 seeds; best fit reaches 92.86 %, random placement 86.30 % (experiments/analysis/expected_results of
+hkust-adsl/kubernetes-scheduler-simulator, workload openb_pod_list_default).
 
 The load comes as in their experiments: all jobs of the trace once, in random order (98 % of the GPUs), then jobs drawn
 from it; none ends. The figure is what is allocated while the jobs that came ask for 99.5 to 100.5 % of the GPUs, in the

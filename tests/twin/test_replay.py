@@ -43,6 +43,66 @@ def test_easy_lets_a_long_job_run_beside_the_place_of_the_first():
     assert times(text, 16, "easy") == {"a": (0, 100), "e": (0, 1000), "b": (100, 110), "d": (2, 502)}
 
 
+def test_a_large_job_gets_whole_nodes_and_others_what_it_leaves():
+    """b has 12 GPUs: it waits for a second free node although four GPUs are free, and d fits beside it afterwards."""
+    text = "a,0,4,100\nb,1,12,100\nd,2,4,10\n"
+    assert times(text, 16, "fifo") == {"a": (0, 100), "b": (100, 200), "d": (100, 110)}
+
+
+def by_the_book(jobs, nodes: int) -> dict[str, tuple[int, int]]:
+    """EASY as it is described, without any shortcut: starts and ends by job."""
+    free, running, queue, done, coming = [8] * nodes, [], [], {}, list(jobs)
+
+    def find(where, gpus):
+        if gpus <= 8:
+            able = [n for n in range(nodes) if where[n] >= gpus]
+            return [(min(able, key=lambda n: where[n]), gpus)] if able else None
+        whole = [n for n in range(nodes) if where[n] == 8][: -(-gpus // 8)]
+        cut = [8] * (gpus // 8) + [gpus % 8] * (gpus % 8 > 0)
+        return list(zip(whole, cut, strict=True)) if len(whole) == len(cut) else None
+
+    def change(where, taken, sign):
+        for node, gpus in taken:
+            where[node] += sign * gpus
+
+    def start(now, job, taken):
+        change(free, taken, -1)
+        running.append((now + job.duration_ns, job.number, taken))
+        running.sort()
+        queue.remove(job)
+        done[job.name] = (now / S, (now + job.duration_ns) / S)
+
+    while coming or queue:
+        now = min([at for at, _, _ in running[:1]] + [job.submit_ns for job in coming[:1]])
+        while running and running[0][0] <= now:
+            change(free, running.pop(0)[2], 1)
+        while coming and coming[0].submit_ns <= now:
+            queue.append(coming.pop(0))
+        while queue and (taken := find(free, queue[0].gpus)):
+            start(now, queue[0], taken)
+        if not queue:
+            continue
+        later = free.copy()
+        for begin, _, taken in running:  # noqa: B007
+            change(later, taken, 1)
+            if reserved := find(later, queue[0].gpus):
+                break
+        change(later, reserved, -1)
+        for job in queue[1:]:
+            taken, short = find(free, job.gpus), now + job.duration_ns <= begin
+            if taken and (short or all(later[node] >= gpus for node, gpus in taken)):
+                if not short:
+                    change(later, taken, -1)
+                start(now, job, taken)
+    return done
+
+
+def test_easy_is_the_one_that_is_described():
+    for seed in range(6):
+        text = mix(seed, 120)
+        assert times(text, 64, "easy") == by_the_book(jobs_of(text), 8), seed
+
+
 def test_conservative_delays_nobody_who_came_before():
     """f would fit beside a and b, but delay c, which comes before it and waits for both."""
     text = "a,0,8,100\nb,0,4,200\nc,1,16,10\ng,2,8,10\nf,3,4,500\n"

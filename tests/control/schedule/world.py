@@ -142,12 +142,21 @@ class World:
                 self.began[job] = self.now_ns
                 self.later(self.left[job] / S + 1e-3, asks.Ended(job))
             case asks.Stop(job, grace_ns):
+                self.check_turn(command)
                 self.later(self.draw.uniform(0, grace_ns / S), asks.Stopped(job))
             case asks.Shrink(job):
                 self.later(self.draw.uniform(0, 30), asks.Shrunk(job))
             case asks.SetTimer(at_ns):
                 assert at_ns > self.now_ns
                 self.timer_ns = at_ns
+
+    def check_turn(self, stop: asks.Stop) -> None:
+        """Gangs of one tenant and priority do not chase each other: whoever was started has its time."""
+        gangs = self.scheduler.gangs
+        claimant, victim = gangs.get(stop.why.partition(" needs the room")[0]), gangs[stop.job]
+        if claimant and (claimant.ask.tenant, claimant.ask.priority) == (victim.ask.tenant, victim.ask.priority):
+            ran_ns = self.now_ns - victim.began_ns
+            assert ran_ns >= self.rules.min_run_ns, f"{stop.job} is stopped after {ran_ns // S} s for an equal"
 
     def refold(self) -> None:
         """A scheduler that folds the journal says what this one said."""

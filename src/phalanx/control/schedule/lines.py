@@ -7,12 +7,14 @@ that short ones, which nobody knows to be short, are done soon; then the tenant 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 from phalanx.control.schedule.asks import Rules
 from phalanx.control.schedule.gangs import WAITING, Account, Gang
 
-Line = tuple[object, ...]
+Line = tuple[object, ...]  # its shape comes last
+Shape = object
 Rank = tuple[int, ...]
 
 
@@ -22,6 +24,7 @@ class Lines:
         self.lines: dict[Line, list[tuple[Rank, int, Gang]]] = {}
         self.blocked: set[Line] = set()  # their first does not fit, as far as is known
         self.stuck: set[Line] = set()  # and nobody makes room for it
+        self.full: set[Shape] = set()  # shapes that there is no room for, as far as is known
         self.count = 0
         self._entries: dict[int, Rank] = {}  # by gang: the entry that counts
         self._oldest: list[tuple[int, int, Gang]] = []  # (since when it waits, number): who may become overdue
@@ -53,6 +56,11 @@ class Lines:
         self.blocked.discard(line)
         self.stuck.discard(line)
 
+    def look_again(self) -> None:
+        """Forget what did not fit: there is more room."""
+        self.blocked.clear()
+        self.full.clear()
+
     def age(self, now_ns: int) -> None:
         """Move gangs that have become overdue."""
         while self._oldest and now_ns - self._oldest[0][0] >= self.rules.patience_ns:
@@ -71,14 +79,23 @@ class Lines:
         self.free(line)
         return None
 
-    def heads(self, free: int) -> list[tuple[Line, Gang]]:
+    def heads(self, free: int, fits: Callable[[Gang], bool]) -> list[tuple[Line, Gang]]:
         """The first of each line that is worth a look: not of those that are known to be blocked, nor of those that
-        nobody makes room for and that need more than the `free` GPUs."""
-        found = []
+        nobody makes room for and that do not fit into the `free` GPUs; one of a shape is tried for all."""
+        found, roomy = [], set[Shape]()
         for line in [line for line in self.lines if line not in self.blocked]:
+            stuck, shape = line in self.stuck, line[-1]
+            if stuck and shape in self.full:
+                continue
             gang = self.head(line)
-            if gang and not (line in self.stuck and gang.ask.fewest * gang.ask.replica_gpus > free):
-                found.append((line, gang))
+            if not gang:
+                continue
+            if stuck and shape not in roomy:
+                if gang.ask.fewest * gang.ask.replica_gpus > free or not fits(gang):
+                    self.full.add(shape)
+                    continue
+                roomy.add(shape)
+            found.append((line, gang))
         return found
 
     def order(self, gang: Gang) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from phalanx.control.schedule.wards import Wards
 from phalanx.control.schedule.yielding import Claim, Sacrifice, make_room
 
 ATTEMPTS = 8  # to make room, at one event
+STOPPED = "stopped: "  # begins the note of a stop, before the reason
 
 
 class Scheduler:
@@ -91,6 +92,8 @@ class Scheduler:
         if gang.state in (RUNNING, LEAVING):
             if gang.state == RUNNING:
                 self._stop(gang, again=False, why="cancelled")
+            else:
+                gang.note(self.now_ns, f"{STOPPED}cancelled")
             gang.again = False
             return
         self.lines.remove(gang)
@@ -115,6 +118,7 @@ class Scheduler:
                 self._enqueue(gang)
             else:
                 gang.state = ENDED
+                gang.note(self.now_ns, gang.notes[-1][1].removeprefix(STOPPED))
 
     def _on_shrunk(self, event: asks.Shrunk) -> None:
         gang = self.gangs.get(event.job)
@@ -142,7 +146,7 @@ class Scheduler:
         self._serve(gang)
         self._retire(gang)
         gang.state, gang.again = LEAVING, again
-        gang.note(self.now_ns, f"stopped: {why}")
+        gang.note(self.now_ns, f"{STOPPED}{why}")
         self.decisions += 1
         self.out.append(asks.Stop(gang.job, self.rules.grace_ns, again, why))
 
@@ -172,7 +176,7 @@ class Scheduler:
         for node in nodes:
             for job in list(self.debtors.get(node, ())):
                 self._pay(self.gangs[job], node)
-        self.lines.blocked.clear()
+        self.lines.look_again()
 
     def _pay(self, gang: Gang, node: int) -> None:
         gpus = min(gang.owed[node], self.cells.free[node])
@@ -254,7 +258,7 @@ class Scheduler:
         for node in [*self.wards.wards, *(n for w in self.wards.windows for n in w[2])]:
             if self.cells.closed[node] and self.wards.usable(node, self.now_ns):
                 self.cells.open(node)
-                self.lines.blocked.clear()
+                self.lines.look_again()
         self.wards.windows = [window for window in self.wards.windows if self.now_ns < window[1]]
 
     def _shut(self, node: int, why: str, gone: bool, urgent: bool = False) -> None:
@@ -332,7 +336,7 @@ class Scheduler:
                 break
             if gang.ask.preemptible:
                 self._stop(gang, again=True, why="the site may draw less power")
-        self.lines.blocked.clear()
+        self.lines.look_again()
 
     def _on_tick(self, event: asks.Tick) -> None:
         if self.now_ns < self.timer_ns:
@@ -353,7 +357,7 @@ class Scheduler:
                 self._stop(gang, again=True, why="a pause until electricity is cheaper")
         for gang in list(self.claiming.values()):
             self._press(gang)
-        self.lines.blocked.clear()
+        self.lines.look_again()
         self.lines.stuck.clear()
 
     def _wake(self) -> None:
@@ -394,10 +398,12 @@ class Scheduler:
             if self.lines.count and account.used:
                 account.fade(self.now_ns, self.rules.half_life_ns)
         lines, free = self.lines, self.cells.free_gpus
-        heads = [(lines.order(gang), line) for line, gang in lines.heads(free)]
+        heads = [(lines.order(gang), line) for line, gang in lines.heads(free, self._fits)]
         heapify(heads)
         while heads:
             _, line = heappop(heads)
+            if line in lines.stuck and line[-1] in lines.full:
+                continue  # one of its shape was tried before it
             gang = lines.head(line)
             assert gang
             if not self._try(gang):
@@ -415,6 +421,8 @@ class Scheduler:
     def _try(self, gang: Gang) -> bool:
         """Start a gang with as many replicas as there is room for."""
         ask = gang.ask
+        if ask.shape in self.lines.full:
+            return False
         for replicas in range(ask.replicas, ask.fewest - 1, -1):
             if self.refusal(gang, replicas * ask.replica_gpus + ask.spares * ask.gpus):
                 continue
@@ -423,7 +431,13 @@ class Scheduler:
                 self._seat(gang, *found)
                 self._begin(gang, "there is room")
                 return True
+            if replicas == ask.fewest and not self.wards.windows:
+                self.lines.full.add(ask.shape)
         return False
+
+    def _fits(self, gang: Gang) -> bool:
+        """Whether there is room for the fewest replicas, wherever it is."""
+        return self.cells.place(gang.ask, gang.ask.fewest) is not None
 
     def _place(self, ask: Ask, replicas: int) -> tuple[Placing, list[int]] | None:
         """A gang that cannot be stopped is kept away from nodes that are wanted before it ends."""

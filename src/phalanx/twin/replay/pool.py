@@ -1,6 +1,6 @@
-"""The GPUs of a cluster as the classical policies see them: equal nodes, a job on as few of them as possible. A job that
-fits on one node goes to the fullest node with room (best fit); a larger one gets whole free nodes, of which the last
-may be used in part. Among equal nodes the first one is taken, so that a trace has one answer.
+"""The GPUs of a cluster as the classical policies see them: equal nodes, a job on as few of them as possible. A job
+that fits on one node goes to the fullest node with room (best fit); a larger one gets whole free nodes, of which the
+last may be used in part. Among equal nodes the first one is taken, so that a trace has one answer.
 
 Nodes with the same number of free GPUs are the bits of one integer."""
 
