@@ -130,7 +130,7 @@ def test_a_reader_clicks_through_every_page(open_page, broken):
         page.get_by_role("navigation", name="Pages of this run").get_by_role("link", name=name).click()
         page.wait_for_selector(f"nav.tabs a[aria-current] >> text={name}")
         assert page.locator("h1").inner_text().startswith("Done: 160 steps")
-        if name in ("Steps", "Goodput", "Map", "Checkpoints", "Data", "Record", "Hosts"):
+        if name in ("Steps", "Goodput", "Map", "Checkpoints", "Data", "Logs", "Record", "Hosts"):
             shoot(page, name.lower())
     page.locator('table[data-table="incidents"] a').nth(1).click()
     ready(page, f"/runs/{broken.name}/incidents/2")

@@ -163,9 +163,10 @@ def _fuller(a: Fold, b: Fold) -> Fold:
 
 def merged_times(a: Times, b: Times) -> Times:
     """Merge the times of both by rank; with many ranks, by block, keeping the longest time of each block."""
-    block, longest = max(a[0], b[0]), dict[str, float]()
-    for of, times in (a, b):
-        _add_blocks(longest, times, block // of)
+    if (a[0], len(a[1])) < (b[0], len(b[1])):
+        a, b = b, a
+    block, longest = a[0], dict(a[1])  # the larger one as it is: a step is folded from many small ones
+    _add_blocks(longest, b[1], block // b[0])
     while len(longest) > MOST_TIMES:
         block, finer, longest = block * BLOCKS, longest, {}
         _add_blocks(longest, finer, BLOCKS)

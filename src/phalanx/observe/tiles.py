@@ -245,7 +245,8 @@ class TileReader:
             if a >= b or s0 >= s1:
                 continue
             part = reader.picture((a - first, b - first), (s0, s1), b - a, columns)
-            edges = np.linspace(*part["steps"], part["codes"].shape[1] + 1)
+            begin_step, end_step = part["steps"]
+            edges = np.linspace(begin_step, end_step, part["codes"].shape[1] + 1)
             place = np.clip((edges - steps[0]) * columns / (steps[1] - steps[0]), 0, columns)
             begins, ends = np.floor(place[:-1]).astype(int), np.ceil(place[1:] - 1e-9).astype(int)
             for column, begin, end in zip(part["codes"].T, begins, ends, strict=True):

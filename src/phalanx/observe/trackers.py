@@ -116,7 +116,7 @@ def settings(story: Story) -> dict[str, str]:
 def identity(story: Story) -> dict[str, str]:
     """What names a run in another tool."""
     meta = story.part.meta
-    code = meta.get("code") if isinstance(meta.get("code"), dict) else {}
+    code = meta.get("code") or {}
     known = {
         "phalanx.run": story.name,
         "phalanx.job_digest": meta.get("job_digest"),

@@ -26,6 +26,8 @@ async function route(quietly = false) {
   document.title = `${page.title} · Phalanx`;
   document.getElementById("crumbs").replaceChildren(h("a", { href: "/" }, "runs"), ...page.crumbs.map(([text, href]) => h("a", { href }, text)));
   main.replaceChildren(page.element);
+  const tab = main.querySelector("nav.tabs [aria-current]");
+  if (tab) tab.parentElement.scrollLeft = tab.offsetLeft - tab.parentElement.clientWidth / 2;  // where not all tabs fit
   main.dataset.ready = path;
   if (quietly) { scrollTo(0, scroll); if (focus) main.querySelector(`tr[data-run="${CSS.escape(focus)}"]`)?.classList.add("here"); }
   connect();

@@ -85,7 +85,7 @@ export async function stepsTab(name, run, query) {
   const { load, data } = await seriesOf(name, view, () => charts.forEach((c) => c.draw()));
   const marks = () => run.incident_list.filter((one) => one.stops), names = Object.keys(PHASES);
   const charts = [stackChart(view, { title: "Phases of a step", unit: "s", data, names, marks }),
-    lineChart(view, { data, marks, title: "Step time", unit: "s", name: "time_s", band: () => (run.plan?.step_high_s ? [run.plan.step_low_s, run.plan.step_high_s] : null), note: "of the slowest rank; green: what the plan predicts" }),
+    lineChart(view, { data, marks, title: "Step time", unit: "s", name: "time_s", band: () => (run.plan?.step_high_s ? [run.plan.step_low_s, run.plan.step_high_s] : null), note: `of the slowest rank${run.plan ? "; green: what the plan predicts" : ""}` }),
     lineChart(view, { data, marks, title: "Prefetched", unit: "steps of samples that are ready", name: "data_ready", height: 128, format: figure })];
   const bars = h("div", {}, table(run)), plan = h("div", {}, planned(run)), who = h("div", {}, slowest(name, run));
   const none = Object.keys(run.phases || {}).length ? null : h("div", { class: "note" }, "No step has reported its phases yet: each reports those of the step before it.");
