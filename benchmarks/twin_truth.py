@@ -144,8 +144,8 @@ def main():
         seconds = twin.run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    work_s = STEPS * measured.step_s
-    shares = {"real": work_s / real.length_s, "twin": work_s / seconds}
+    # Of each the share of its time that its steps take undisturbed: machines are not equally fast at all times.
+    shares = {"real": real.effective, "twin": STEPS * measured.step_s / seconds}
     decided = {
         "real": [(tuple(form["replicas"]), form["rung"]) for form in forms],
         "twin": [(form.replicas, form.rung) for form in twin.job.forms],
