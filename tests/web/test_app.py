@@ -239,3 +239,12 @@ def test_traces_and_reports_are_found_by_their_names_alone(client, root, name, t
     ):  # fmt: skip
         assert client.get(path).status_code == 404, path
     assert client.post("/reports/plan.html").status_code == 405
+
+
+def test_many_who_look_at_one_run_are_answered_from_one_reading(root, name, monkeypatch):
+    asked, real = [], Shelf.whole
+    monkeypatch.setattr(Shelf, "whole", lambda self, run: asked.append(run) or real(self, run))
+    shelf = Shelf(root)
+    first = shelf.answer(name, "whole")
+    assert all(shelf.answer(name, "whole") is first for _ in range(9)) and asked == [name]
+    assert shelf.answer(name, "series", 0.0, 1e12, 7) != shelf.answer(name, "series", 0.0, 1e12, 9)

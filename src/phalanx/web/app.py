@@ -45,7 +45,7 @@ Next = Callable[[Request], Awaitable[Response]]
 def create_app(shelf: Shelf, token: str = "") -> FastAPI:
     """`token`: what a request must know; "": it must have been sent to a loopback address."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(GZipMiddleware, minimum_size=1000)
+    app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Next) -> Response:
@@ -78,11 +78,11 @@ def create_app(shelf: Shelf, token: str = "") -> FastAPI:
 
     @app.get("/api/runs/{run}")
     def one(run: str) -> Any:
-        return shelf.whole(run)
+        return Response(shelf.answer(run, "whole"), media_type="application/json")
 
     @app.get("/api/runs/{run}/series")
     def series(run: str, begin: float = 0.0, end: float = 1e12, points: int = Query(800, ge=1, le=4000)) -> Any:
-        return shelf.series(run, begin, end, points)
+        return Response(shelf.answer(run, "series", begin, end, points), media_type="application/json")
 
     @app.get("/api/runs/{run}/heat")
     def heat(

@@ -4,6 +4,7 @@ a run is found only by the name of a record that is really in the folder."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -30,6 +31,7 @@ LOOK_S = 0.5  # a record is read no more often than that, however many look at i
 COST = 10  # and no more often than this many times as long as it takes
 WHOLE = 1024  # of the last steps, everything is kept; of older ones, what columns do not have
 MOST_OPEN = 16  # runs whose steps are kept in memory
+MOST_ANSWERS = 32  # of one version of a run
 MOST_SEGMENTS = 2000
 REPORTS = "reports"  # folder beside the runs
 REPORT, TRACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.html"), re.compile(r"\d+-\d+\.json\.gz")
@@ -46,6 +48,7 @@ class Open:
     version: int = 0
     about: dict[str, Any] | None = None
     state: str = ""
+    answers: dict[tuple[Any, ...], bytes] = field(default_factory=dict)  # of this version: many look at one run
 
 
 class Shelf:
@@ -96,7 +99,7 @@ class Shelf:
                 if one.story.update() or not one.looked or state != one.state:
                     one.columns.update(one.story)
                     one.story.slim(WHOLE)
-                    one.version, one.about, one.state = one.version + 1, None, state
+                    one.version, one.about, one.state, one.answers = one.version + 1, None, state, {}
                 one.looked = now
         return one
 
@@ -126,6 +129,17 @@ class Shelf:
                 "record": {"job": story.part.job, "meta": story.part.meta, "summary": story.part.summary},
                 "has_ranks": (story.path / FOLDER / "tiles.json").is_file(),
             }
+
+    def answer(self, name: str, kind: str, *about: Any) -> bytes:
+        """What `whole` or `series` says, as JSON: made once for all who ask the same of the same version."""
+        one = self.get(name)
+        answers, key = one.answers, (kind, *about)
+        if key not in answers:
+            text = json.dumps(getattr(self, kind)(name, *about), allow_nan=False).encode()
+            if len(answers) < MOST_ANSWERS:
+                answers[key] = text
+            return text
+        return answers[key]
 
     def fleet(self, name: str) -> dict[str, Any]:
         """The nodes and ranks of a run, with how slow each rank was over the last steps."""
