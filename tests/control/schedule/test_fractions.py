@@ -42,8 +42,8 @@ def test_a_share_goes_where_two_of_them_fill_a_gpu():
 
 
 def test_a_job_with_many_cpus_leaves_the_others_their_gpus():
-    """On the first host it would take the CPUs that two GPUs need; on the second they are plenty."""
-    hosts = [Host(24, 400, "", [WHOLE] * 2), Host(96, 400, "", [WHOLE] * 2)]
-    shares = Shares(hosts, expected([Need(12, 8, 1, WHOLE)] * 9 + [Need(20, 8, 1, WHOLE)]))
+    """On the first host two GPUs would share the CPUs of one and a half; on the second they are plenty."""
+    hosts = [Host(36, 400, "", [WHOLE] * 3), Host(96, 400, "", [WHOLE] * 3)]
+    shares = Shares(hosts, expected([Need(12, 8, 1, WHOLE)] * 9))
     found = shares.place(Need(20, 8, 1, WHOLE))
     assert found and found[0] == 1

@@ -79,23 +79,24 @@ class Lines:
         self.free(line)
         return None
 
-    def heads(self, free: int, fits: Callable[[Gang], bool]) -> list[tuple[Line, Gang]]:
-        """The first of each line that is worth a look: not of those that are known to be blocked, nor of those that
-        nobody makes room for and that do not fit into the `free` GPUs; one of a shape is tried for all."""
+    def heads(self, free: int, fits: Callable[[Gang], bool]) -> list[tuple[Rank, Line]]:
+        """The lines that are worth a look, by the rank of their first: not those that are known to be blocked, nor
+        those that nobody makes room for and that do not fit into the `free` GPUs; one of a shape is tried for all."""
         found, roomy = [], set[Shape]()
-        for line in [line for line in self.lines if line not in self.blocked]:
-            stuck, shape = line in self.stuck, line[-1]
-            if stuck and shape in self.full:
-                continue
+        blocked, stuck, full = self.blocked, self.stuck, self.full
+        for line in [line for line in self.lines if line not in blocked and not (line in stuck and line[-1] in full)]:
+            shape = line[-1]
+            if shape in full and line in stuck:
+                continue  # found out meanwhile
             gang = self.head(line)
             if not gang:
                 continue
-            if stuck and shape not in roomy:
+            if shape not in roomy and line in stuck:
                 if gang.ask.fewest * gang.ask.replica_gpus > free or not fits(gang):
-                    self.full.add(shape)
+                    full.add(shape)
                     continue
                 roomy.add(shape)
-            found.append((line, gang))
+            found.append((self.order(gang), line))
         return found
 
     def order(self, gang: Gang) -> tuple[int, ...]:

@@ -398,7 +398,7 @@ class Scheduler:
             if self.lines.count and account.used:
                 account.fade(self.now_ns, self.rules.half_life_ns)
         lines, free = self.lines, self.cells.free_gpus
-        heads = [(lines.order(gang), line) for line, gang in lines.heads(free, self._fits)]
+        heads = lines.heads(free, self._fits)
         heapify(heads)
         while heads:
             _, line = heappop(heads)
