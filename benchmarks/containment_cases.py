@@ -7,9 +7,9 @@ import signal
 import threading
 import time
 
+from phalanx.parallel.cross import Cross
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.reduce import Reducer
-from phalanx.parallel.replica import Cross
 from phalanx.train import worker
 from phalanx.train.engine import Engine
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from phalanx.control import agent as machine
 from phalanx.control import codec, messages
 from phalanx.control.agent import Agent, Service
-from phalanx.control.fold import Plan
+from phalanx.control.journaled import Plan
 from phalanx.control.liveness import event_of
 from phalanx.control.member import Member
 from phalanx.control.messages import Command, Failure, Source

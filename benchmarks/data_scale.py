@@ -27,7 +27,7 @@ from phalanx.core.manifest import HASH_BYTES, MANIFEST, Extent, Field, Manifest,
 from phalanx.core.store import open_store
 from phalanx.data.fetch import Fetcher, read_manifest
 from phalanx.data.loader import Loader, make_order
-from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, fast_hash, root_of, strong_hash, version_of
+from phalanx.data.shard_file import CHUNK_BYTES, SHARD_BYTES, fast_hash, root_of, strong_hash, version_of
 
 TOKENS, SEQ, GLOBAL_BATCH, ROWS, GROUPS = 15 * 10**12, 4096, 2048, 64, 1024
 VOCAB = 128_256

@@ -21,7 +21,7 @@ from data_throughput_cases import CASES, DTYPE, EOS, SEQ, VOCAB
 
 from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, manifest_name, shard_file
 from phalanx.core.store import Folder
-from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, ShardWriter, version_of
+from phalanx.data.shard_file import CHUNK_BYTES, SHARD_BYTES, ShardWriter, version_of
 
 PEERS = os.environ.get("PHALANX_PEERS_PYTHON", sys.executable)
 OURS, FLOOR = "phalanx", "bare memmap copy"

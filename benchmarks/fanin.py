@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common import SMOKE, finish, machine, options
 
-from phalanx.control.fold import Plan
+from phalanx.control.journaled import Plan
 from phalanx.control.messages import NodeJoined, StepsDone
 from phalanx.control.policy import Policy, beat_ns
 from phalanx.core.layout import Layout

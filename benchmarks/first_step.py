@@ -20,7 +20,7 @@ from common import SMOKE, finish, machine, options
 from fanin import LOOPBACK, Child, count_bytes, serve
 
 from phalanx.chaos.hosts import why_not
-from phalanx.control.fold import Plan
+from phalanx.control.journaled import Plan
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.runtime import controller as control

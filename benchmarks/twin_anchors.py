@@ -13,9 +13,9 @@ import common
 from common import SMOKE, finish
 
 from phalanx.twin.closed import estimate
-from phalanx.twin.job import Job
-from phalanx.twin.runs import many, mttf_hours
+from phalanx.twin.gang_job import Job
 from phalanx.twin.scenario import load
+from phalanx.twin.seeds import many, mttf_hours
 
 MILLION_DAYS = 2
 
@@ -62,7 +62,7 @@ def plans(pairs: int) -> list[tuple[str, float, float]]:
     """Random models on random clusters: the name, the twin, and the closed form of the planner."""
     from phalanx.cli.plan_ask import Options, ask
     from phalanx.core.errors import UserError
-    from phalanx.twin.planned import of_plan
+    from phalanx.twin.from_plan import of_plan
 
     rng, rows = Random(7), []
     while len(rows) < pairs:

@@ -11,7 +11,7 @@ import time
 import common
 from common import SMOKE, finish
 
-from phalanx.twin.job import Job
+from phalanx.twin.gang_job import Job
 from phalanx.twin.scenario import Scenario, load
 
 

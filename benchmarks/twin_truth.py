@@ -22,7 +22,7 @@ from phalanx.observe.story import Part
 from phalanx.run.planned import resolve
 from phalanx.twin.agenda import S
 from phalanx.twin.fleet import Fault
-from phalanx.twin.job import Job, policy_of
+from phalanx.twin.gang_job import Job, policy_of
 from phalanx.twin.past import finish as until_done
 
 STEPS, FAULTS, PASS_S = (12, 1, 0.05) if SMOKE else (100, 4, 0.1)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.observe import durability
-from phalanx.observe.fleet import fleet
 from phalanx.observe.fold import members, union
 from phalanx.observe.mixture import stage_starts
 from phalanx.observe.phases import PHASES
+from phalanx.observe.placement import fleet
 from phalanx.observe.provenance import provenance
 from phalanx.observe.readings import READINGS
 from phalanx.observe.story import Story

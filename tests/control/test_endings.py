@@ -10,9 +10,9 @@ from phalanx.control.agent import Agent
 from phalanx.control.commits import Commits
 from phalanx.control.ending import Ending
 from phalanx.control.finding import Finder
-from phalanx.control.fold import Plan, Poison, State
 from phalanx.control.gang import Gang
 from phalanx.control.generation import Generation
+from phalanx.control.journaled import Plan, Poison, State
 from phalanx.control.liveness import Orphans
 from phalanx.control.membership import Membership, Node
 from phalanx.control.messages import Drain, Missing, NodeJoined, StepsDone

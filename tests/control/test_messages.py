@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.control import codec, fold
+from phalanx.control import codec, journaled
 from phalanx.control.gang import Gang
 from phalanx.control.membership import Membership, Node, Worker
 from phalanx.control.messages import (
@@ -157,7 +157,7 @@ def test_a_state_survives_its_bytes():
 
 def test_another_form_of_an_event_or_of_the_state_is_told_apart(monkeypatch):
     """A journal of another release is refused, before it is read wrongly."""
-    before = fold.form()
+    before = journaled.form()
     monkeypatch.setitem(KINDS, "Late", make_dataclass("Late", [("node", str)], bases=(Event,), frozen=True))
-    assert fold.form() != before
+    assert journaled.form() != before
     assert "Desk(phase: str," in before and "Mate(" not in before, "what the gang is made of, and nothing else"

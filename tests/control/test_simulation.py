@@ -15,8 +15,8 @@ from random import Random
 import pytest
 
 from phalanx.control import agent, gang
-from phalanx.control.fold import Poison
 from phalanx.control.gang import Gang
+from phalanx.control.journaled import Poison
 from phalanx.control.member import Member
 from phalanx.control.membership import Membership
 from phalanx.control.messages import Form, Parted

@@ -12,7 +12,7 @@ from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, manifest_na
 from phalanx.core.store import Folder
 from phalanx.data.fetch import Fetcher
 from phalanx.data.loader import Loader, make_order
-from phalanx.data.shard import ShardWriter, version_of
+from phalanx.data.shard_file import ShardWriter, version_of
 
 TOKENS = (Field("tokens", "<u2"),)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.data.cache import Cache
-from phalanx.data.shard import fast_hash
+from phalanx.data.shard_file import fast_hash
 
 
 def used(folder):

@@ -19,7 +19,7 @@ from phalanx.core.store import Folder, open_store
 from phalanx.data.address import open_set
 from phalanx.data.cache import Cache
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
-from phalanx.data.shard import version_of
+from phalanx.data.shard_file import version_of
 from tests.data.sets import Remote, flip, ramp, threads_named, write_set
 
 

@@ -5,9 +5,9 @@ import torch.distributed as dist
 
 from phalanx.core.job import CollectivesConfig
 from phalanx.parallel.algorithms import ALGORITHMS
+from phalanx.parallel.cross import Cross
 from phalanx.parallel.groups import _standalone
 from phalanx.parallel.reduce import StepFailed
-from phalanx.parallel.replica import Cross
 from phalanx.parallel.tiers import Peers, TieredAllGather, TieredReduceScatter
 from tests.cases import connect
 from tests.train.engine_cases import _meet

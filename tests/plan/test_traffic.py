@@ -12,7 +12,7 @@ from phalanx.core.job import Job, OptimizerConfig, TrainConfig
 from phalanx.core.layout import CHUNKS, Layout
 from phalanx.core.shape import ModelConfig
 from phalanx.model import load_family
-from phalanx.parallel import replica, shard, stages
+from phalanx.parallel import cross, shard, stages
 from phalanx.parallel.schema import describe
 from phalanx.parallel.tree import cover
 from phalanx.plan.cost import traffic as engine
@@ -61,7 +61,7 @@ def test_a_group_is_the_ranks_that_differ_in_its_axis_alone(layout, data):
 def test_figures_of_the_engine_that_the_plan_repeats():
     """The planner has no torch, so it cannot read them there."""
     assert (engine.PARCEL_NUMEL, engine.PARCEL_ALIGN) == (optimizer.PARCEL_NUMEL, optimizer.ALIGN_NUMEL)
-    assert (engine.CODEC_BLOCK, units.EMBEDDING_COST) == (replica.BLOCK, stages.EMBEDDING_COST)
+    assert (engine.CODEC_BLOCK, units.EMBEDDING_COST) == (cross.BLOCK, stages.EMBEDDING_COST)
     assert {p: dtype.itemsize for p, dtype in shard.MASTER_DTYPE.items()} == engine.MASTER_BYTES
     assert {p: dtype.itemsize for p, dtype in shard.COMPUTE_DTYPE.items()} == engine.COMPUTE_BYTES
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from phalanx.hardware.catalogue import load_packaged
-from phalanx.plan.cost.errors import interval
+from phalanx.plan.cost.intervals import interval
 from phalanx.plan.cost.numbers import fitted, numbers, values
 from phalanx.plan.cost.profiles import default_profile
 from phalanx.plan.lab import fit as fitting
+from phalanx.plan.lab.columns import RunTable
 from phalanx.plan.lab.reading import packaged, read_runs
 from phalanx.plan.lab.runs import COLUMNS
-from phalanx.plan.lab.table import RunTable
 from phalanx.plan.lab.validate import LeftOut, validate
 
 

@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import IO
 
-from phalanx.control.fold import Plan
+from phalanx.control.journaled import Plan
 from phalanx.control.messages import Event
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.control import fold, messages
-from phalanx.control.fold import Plan, State
+from phalanx.control import journaled, messages
 from phalanx.control.gang import Gang
+from phalanx.control.journaled import Plan, State
 from phalanx.control.messages import Failure
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
@@ -369,7 +369,7 @@ def test_a_later_controller_fences_it(play):
     a = play.agent("a")
     play.launched(a)
     (play.folder / "journal.db.lock").unlink()  # as on a file system without locks
-    with Journal(play.folder / "journal.db", form=fold.form()):
+    with Journal(play.folder / "journal.db", form=journaled.form()):
         a.post(messages.WorkerDied("a", 1, 1, Failure(text="x")))
         play.until(lambda: controller.process.poll() is not None)
     assert controller.process.returncode == FENCED and b"was taken over" in controller.process.stderr.read()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.control.fold import Plan
+from phalanx.control.journaled import Plan
 from phalanx.control.messages import NodeJoined
 from phalanx.control.policy import Policy
 from phalanx.core.errors import UserError

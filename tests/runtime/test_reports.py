@@ -11,7 +11,7 @@ from phalanx.gate.proof import Token
 from phalanx.observe.fold import fold_of
 from phalanx.observe.steps import StepTable
 from phalanx.runtime.cluster import Cluster, Entries
-from phalanx.runtime.logs import write
+from phalanx.runtime.log_tail import write
 from phalanx.runtime.reports import Folder, Recorder, Relay, Reporter
 from phalanx.runtime.secret import Identity, load_secret
 from phalanx.runtime.transport import Link, Loop

@@ -1,6 +1,6 @@
 """What the validation tests run inside pool workers."""
 
-from phalanx.train.validation import Validator
+from phalanx.train.validator import Validator
 from tests.cases import connect
 
 

@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from random import Random
 
-from phalanx.twin.job import Job
+from phalanx.twin.gang_job import Job
 from phalanx.twin.scenario import Scenario
 
 HARSH = {

@@ -6,8 +6,8 @@ import pytest
 
 from phalanx.twin.alternatives import Beside, around_best_interval, policies, ways, young_s
 from phalanx.twin.report import page
-from phalanx.twin.runs import many
 from phalanx.twin.scenario import Scenario
+from phalanx.twin.seeds import many
 
 SMALL = Scenario("small", gpus=64, hardware="h100", step_s=5.0, replica_gpus=16, days=1.0, params=1e9, quality=300.0)
 

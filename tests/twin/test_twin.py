@@ -17,9 +17,9 @@ from phalanx.twin import draw, scenario
 from phalanx.twin.agenda import S
 from phalanx.twin.assumed import Assumptions
 from phalanx.twin.fleet import Fault
-from phalanx.twin.job import Job
-from phalanx.twin.progress import Progress
-from phalanx.twin.runs import many, mttf_hours, one
+from phalanx.twin.gang_job import Job
+from phalanx.twin.seeds import many, mttf_hours, one
+from phalanx.twin.spent import Progress
 from tests.twin import soak, ticks
 
 # One kind of failure, every stop of the same length: what the slow implementation knows.
@@ -60,7 +60,7 @@ def test_every_figure_has_a_source():
 def test_same_seed_same_digest_in_another_process():
     case = dataclasses.replace(SMALL, quality=500.0, days=1.0)
     code = (
-        "import json,sys; from phalanx.twin.scenario import Scenario; from phalanx.twin.runs import one;"
+        "import json,sys; from phalanx.twin.scenario import Scenario; from phalanx.twin.seeds import one;"
         "print(one(Scenario(**json.loads(sys.argv[1])), 3).digest)"
     )
     text = json.dumps(dataclasses.asdict(case))

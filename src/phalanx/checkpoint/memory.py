@@ -20,7 +20,7 @@ import numpy as np
 from phalanx.checkpoint.files import HASH_BYTES, hash_of
 from phalanx.core.checkpoint import PAGE_BYTES, BadCheckpoint, chunks
 from phalanx.core.errors import UserError
-from phalanx.core.memory import available_bytes
+from phalanx.core.limits import available_bytes
 
 SEAL_BYTES = 64 << 10
 SLOTS = 3

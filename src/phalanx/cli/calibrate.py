@@ -130,7 +130,7 @@ def _dumped(found: dict[str, Any]) -> str:
 def summary(found: Any) -> list[str]:
     """The best of each, and what the planner makes of all."""
     from phalanx.plan.cost.calibrated import profile_from
-    from phalanx.plan.cost.errors import interval
+    from phalanx.plan.cost.intervals import interval
     from phalanx.run.console import flops
     from phalanx.run.planned import GUESS
 

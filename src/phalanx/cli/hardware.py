@@ -22,7 +22,7 @@ def ls_command(as_json: Json = False, hardware_file: File = None) -> None:
     if as_json:
         _print_json(catalogue)
         return
-    from phalanx.hardware.describe import tables
+    from phalanx.hardware.in_words import tables
 
     for number, (header, rows) in enumerate(tables(catalogue).values()):
         if number:
@@ -38,7 +38,7 @@ def show_command(
 ) -> None:
     """Show all figures of a chip, node, fabric or site, with their sources."""
     from phalanx.hardware import load
-    from phalanx.hardware.describe import entry
+    from phalanx.hardware.in_words import entry
 
     found = load(hardware_file).find(name)
     if as_json:

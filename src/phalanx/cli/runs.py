@@ -120,15 +120,15 @@ def show_command(run: Run, root: Dir = Path("runs"), as_json: Json = False, pric
 @runs_app.command("fleet")
 def fleet_command(run: Run, root: Dir = Path("runs"), as_json: Json = False) -> None:
     """List the nodes of a run, their ranks and how they do, and which step is safe where."""
-    from phalanx.observe import durability, fleet
+    from phalanx.observe import durability, placement
     from phalanx.observe.incidents import seconds
 
     story = open_story(run, root)
-    found, tiers = fleet.fleet(story.part), durability.tiers(story)
+    found, tiers = placement.fleet(story.part), durability.tiers(story)
     if as_json:
-        print(json.dumps({**found, "headline": fleet.headline(found), "saved": tiers}))
+        print(json.dumps({**found, "headline": placement.headline(found), "saved": tiers}))
         return
-    say(fleet.headline(found))
+    say(placement.headline(found))
     for node in found["nodes"]:
         ranks = ", ".join(f"{a:,}" if b == a + 1 else f"{a:,}-{b - 1:,}" for a, b in node["ranks"]) or "none"
         deaths = f"  {node['deaths']} deaths, the last: {node['why']}" if node["deaths"] else ""

@@ -16,7 +16,7 @@ import numpy as np
 
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
-from phalanx.core.memory import limit_bytes
+from phalanx.core.limits import limit_bytes
 from phalanx.data.address import open_set
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
 from phalanx.data.loader import DataLost, Loader, make_order

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from phalanx.twin.runs import Result
     from phalanx.twin.scenario import Scenario
+    from phalanx.twin.seeds import Result
 
 
 def simulate(
@@ -36,8 +36,8 @@ def simulate(
 ) -> None:
     """Simulate a job and its failures. For example: phalanx simulate llama3-16k --what-if interval=60min"""
     from phalanx.twin.alternatives import Beside, around_best_interval, policies, ways
-    from phalanx.twin.runs import many
     from phalanx.twin.scenario import shipped
+    from phalanx.twin.seeds import many
 
     if not scenario:
         for name, about in shipped().items():
@@ -155,7 +155,7 @@ def _is_scenario(path: Path) -> bool:
 
 def _of_job(name: str, gpus: int, hardware: str) -> tuple[Scenario, int]:
     from phalanx.cli.plan_ask import Options, ask
-    from phalanx.twin.planned import of_plan, steps_of
+    from phalanx.twin.from_plan import of_plan, steps_of
 
     plan = ask(Options(name, gpus, hardware)).plan
     return of_plan(plan, Path(name).stem), steps_of(plan)
@@ -169,7 +169,7 @@ def _tell(name: str, done: int, seeds: int) -> None:
 
 
 def _text(results: list[Result], steps: int) -> list[str]:
-    from phalanx.twin.progress import PARTS
+    from phalanx.twin.spent import PARTS
 
     first = results[0]
     s = first.scenario

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import MANIFEST, Manifest, manifest_name
 from phalanx.core.store import Folder, Store, is_remote, open_store
-from phalanx.data.shard import version_of
+from phalanx.data.shard_file import version_of
 
 NAME_IT = "name a folder, or a URL that begins with s3://, gs:// or az://"
 _CREDENTIALS = {

@@ -28,7 +28,7 @@ from phalanx.core.manifest import HASH_BYTES, Field, Manifest
 from phalanx.core.store import Folder, Store
 from phalanx.data import documents, workers
 from phalanx.data.address import open_set
-from phalanx.data.shard import ShardWriter, version_of
+from phalanx.data.shard_file import ShardWriter, version_of
 from phalanx.data.target import Target
 from phalanx.data.tokenizer import Tokenizer, Vocabulary
 

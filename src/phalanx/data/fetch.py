@@ -26,7 +26,7 @@ from phalanx.core.manifest import HASH_BYTES, MANIFEST, Manifest, manifest_name
 from phalanx.core.store import File, Folder, Store
 from phalanx.data.address import reach, restore, versions
 from phalanx.data.cache import Cache
-from phalanx.data.shard import fast_hash, root_of, version_of
+from phalanx.data.shard_file import fast_hash, root_of, version_of
 
 TRIES = 3  # of a chunk that arrives, but wrong
 DISK = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.ENODATA)

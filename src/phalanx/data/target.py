@@ -15,7 +15,7 @@ from phalanx.core.manifest import MANIFEST, Extent, Field, Manifest, check_sourc
 from phalanx.core.store import Changed, Store
 from phalanx.data.address import open_set
 from phalanx.data.fetch import read_manifest
-from phalanx.data.shard import CHUNK_BYTES, SHARD_BYTES, version_of
+from phalanx.data.shard_file import CHUNK_BYTES, SHARD_BYTES, version_of
 from phalanx.data.tokenizer import TOKENIZER, Vocabulary
 
 NO_ROOTS = np.empty((0, 32), np.uint8)

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from phalanx.core.manifest import HASH_BYTES, Manifest, manifest_name
 from phalanx.core.store import Store
-from phalanx.data.shard import fast_hash, root_of, strong_hash
+from phalanx.data.shard_file import fast_hash, root_of, strong_hash
 from phalanx.data.tokenizer import TOKENIZER, Bytes
 
 SPAN_BYTES = 8 << 20  # read at once

@@ -19,7 +19,7 @@ import numpy as np
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.data import documents
 from phalanx.data.documents import Part
-from phalanx.data.shard import fast_hash
+from phalanx.data.shard_file import fast_hash
 from phalanx.data.tokenizer import Bytes, FromFile, Tokenizer
 
 BATCH_BYTES = 1 << 20

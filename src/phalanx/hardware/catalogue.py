@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.core.errors import UserError
-from phalanx.hardware.files import Layer, build, lay_over, plain, read_layer
 from phalanx.hardware.nouns import Chip, Cluster, Fabric, Node, Site
+from phalanx.hardware.overlays import Layer, build, lay_over, plain, read_layer
 
 PACKAGED = ("chips.toml", "nodes.toml", "fabrics.toml", "sites.toml")
 DEFAULT_SITE = "world-average"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.hardware.catalogue import Catalogue, load_packaged
-from phalanx.hardware.describe import tables
+from phalanx.hardware.in_words import tables
 from phalanx.hardware.keys import REQUIRED, SECTIONS, Section
 
 PAGE = """\

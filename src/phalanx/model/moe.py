@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.core.shape import ModelConfig
-from phalanx.kernels.rows import combine_rows, take_rows
+from phalanx.kernels.expert_rows import combine_rows, take_rows
 from phalanx.model.dense import DENSE, Block, Decoder, FeedForward, HalfBlock
 from phalanx.model.family import Batch, Family, Init
 from phalanx.model.grouped import grouped_linear

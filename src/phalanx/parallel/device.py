@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.core.errors import UserError
-from phalanx.core.memory import num_cores
+from phalanx.core.limits import num_cores
 
 ATTENTION = [
     SDPBackend.CUDNN_ATTENTION,

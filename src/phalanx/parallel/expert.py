@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.core.layout import Layout
 from phalanx.core.shape import even_bounds
-from phalanx.kernels.rows import take_rows
+from phalanx.kernels.expert_rows import take_rows
 from phalanx.model.moe import Experts, MoE, inverse
 from phalanx.parallel.collectives import all_to_all
 from phalanx.parallel.groups import Groups

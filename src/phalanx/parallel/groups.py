@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from phalanx.core.job import CollectivesConfig
 from phalanx.core.layout import Coord, Layout
 from phalanx.parallel.algorithms import possible
+from phalanx.parallel.cross import Cross
 from phalanx.parallel.device import Device, abort_all
 from phalanx.parallel.rendezvous import TIMEOUT, is_waiting_on
-from phalanx.parallel.replica import Cross
 from phalanx.parallel.tiers import Form, Peers
 
 _standalone_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # those that torch's registry does not know

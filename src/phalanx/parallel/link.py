@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from phalanx.core.job import TrainConfig
+from phalanx.parallel.cross import Cross
 from phalanx.parallel.device import Device
-from phalanx.parallel.replica import Cross
 from phalanx.parallel.tiers import size_bytes
 from phalanx.parallel.tree import Node, Part
 

@@ -26,10 +26,10 @@ from phalanx.core.deal import Deal, deal
 from phalanx.core.held import travels_whole
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
+from phalanx.parallel.cross import Cross
 from phalanx.parallel.device import Device
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.link import BucketTrace, Link, Nodes, Slices
-from phalanx.parallel.replica import Cross
 from phalanx.parallel.shard import MASTER_DTYPE
 from phalanx.parallel.tiers import size_bytes, way_over
 from phalanx.parallel.tree import Part, TreeSum, cover, exchange, fold, merge

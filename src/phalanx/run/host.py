@@ -12,7 +12,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.image import MAX_CLASSES, SYNTHETIC_IMAGES
 from phalanx.core.job import Job
 from phalanx.core.layout import num_nodes
-from phalanx.core.memory import limit_bytes
+from phalanx.core.limits import limit_bytes
 from phalanx.runtime.launch import Adapter
 from phalanx.runtime.spawner import SLOTS
 

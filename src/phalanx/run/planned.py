@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
-from phalanx.core.memory import num_cores
+from phalanx.core.limits import num_cores
 from phalanx.spec import Resolved, from_mapping, load
 
 if TYPE_CHECKING:

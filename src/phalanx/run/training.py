@@ -26,7 +26,7 @@ from phalanx.core.checkpoint import BadCheckpoint, Facts
 from phalanx.core.errors import RunFailed, TimeUp, UserError
 from phalanx.core.job import Job
 from phalanx.core.lease import Lease
-from phalanx.core.memory import num_cores
+from phalanx.core.limits import num_cores
 from phalanx.core.shape import MFU_CONVENTION, MFU_EXPERTS
 from phalanx.core.store import open_store
 from phalanx.data import source

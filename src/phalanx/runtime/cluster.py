@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.control import codec
-from phalanx.control.fold import Plan
+from phalanx.control.journaled import Plan
 from phalanx.control.messages import NodeDead, Stop
 from phalanx.control.policy import Policy, S, beat_ns
 from phalanx.core.errors import RunFailed, UserError
@@ -29,7 +29,7 @@ from phalanx.core.layout import num_nodes
 from phalanx.gate.proof import KEY_BYTES
 from phalanx.gate.tls import Certificate, is_loopback
 from phalanx.observe import fold
-from phalanx.runtime import controller, inventory, logs
+from phalanx.runtime import controller, inventory, log_tail
 from phalanx.runtime.journal import Fenced, JournalError
 from phalanx.runtime.journal_server import JournalServer, Kept
 from phalanx.runtime.launch import Adapter, Call, Local, Seat, Started
@@ -525,7 +525,7 @@ class Cluster:
         """Something for the record, of a node or of ranks."""
         kind, agent = item["type"], self.nodes_up.get(item.get("node", ""))
         if kind == "log":
-            logs.write(self.run_dir / "logs", item["node"], item)
+            log_tail.write(self.run_dir / "logs", item["node"], item)
         elif kind == "message":
             try:
                 self._hear_message(item)

@@ -1,5 +1,5 @@
-"""The controller process: the shell around `control.fold`. It journals what aggregators and users say, folds it, and
-sends the commands that follow once the entries that led to them are durable; only then are the senders told that they
+"""The controller process: the shell around `control.journaled`. It journals what aggregators and users say, folds it,
+and sends the commands that follow once the entries that led to them are durable; only then are the senders told that they
 were heard. It may be killed at any instruction: the next one folds the same journal, listens on the same ports, and
 repeats what was not answered. An entry on which the state machine raises is set aside, and the state is folded again
 without it.
@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.control import codec, messages
-from phalanx.control.fold import Plan, Poison, State, fences, form
 from phalanx.control.gang import Gang
+from phalanx.control.journaled import Plan, Poison, State, fences, form
 from phalanx.control.liveness import DEAD, Liveness, Orphans, Roster
 from phalanx.control.messages import Command, Event, Form
 from phalanx.core.errors import UserError

@@ -12,8 +12,8 @@ from typing import Any
 
 from phalanx.runtime import kernel
 from phalanx.runtime.spawner import READ, Spawner, Stop, Worker
+from phalanx.runtime.standstill import Watch
 from phalanx.runtime.transport import Loop
-from phalanx.runtime.watch import Watch
 from phalanx.runtime.wire import Message
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.core.memory import limit_bytes, num_cores
+from phalanx.core.limits import limit_bytes, num_cores
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR

@@ -40,7 +40,7 @@ from phalanx.runtime.health import Monitor
 from phalanx.runtime.hosting import Host
 from phalanx.runtime.joining import Joiner, Refusal
 from phalanx.runtime.launch import GIVE_UP_S
-from phalanx.runtime.logs import Logs
+from phalanx.runtime.log_tail import Logs
 from phalanx.runtime.reports import Reporter
 from phalanx.runtime.secret import READ, Identity, Keys, load_keys, read_token
 from phalanx.runtime.spawner import Spawner, Stop, Warm, Worker

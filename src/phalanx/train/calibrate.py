@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job, OptimizerConfig, TrainConfig
 from phalanx.core.layout import Coord
-from phalanx.core.memory import num_cores
+from phalanx.core.limits import num_cores
 from phalanx.core.shape import ModelConfig
 from phalanx.kernels import fp8
 from phalanx.model.family import Batch, load_family

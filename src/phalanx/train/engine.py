@@ -27,6 +27,7 @@ from phalanx.model.moe import MoE, next_bias
 from phalanx.observe.progress import Phase
 from phalanx.parallel.collectives import all_gather
 from phalanx.parallel.context import cut_batch
+from phalanx.parallel.cross import Cross
 from phalanx.parallel.deferred import Halves, WeightGradients, halves
 from phalanx.parallel.device import Device, Moment
 from phalanx.parallel.groups import Groups
@@ -35,7 +36,6 @@ from phalanx.parallel.norm import exact_norm, fast_norm
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.pipeline import Pipe, Stages
 from phalanx.parallel.reduce import Reducer
-from phalanx.parallel.replica import Cross
 from phalanx.parallel.schema import describe
 from phalanx.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, end_forward, set_half, set_micro_batch
 from phalanx.parallel.stages import Absent, end_modules

@@ -31,18 +31,18 @@ from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.ledger import GENESIS, Record, bits, mean_loss
-from phalanx.core.memory import num_cores
+from phalanx.core.limits import num_cores
 from phalanx.data.feed import Feed
 from phalanx.gate.peers import Peers
 from phalanx.model.family import check_family, load_family
 from phalanx.observe.phases import VOTE
 from phalanx.observe.progress import Phase, Reading
 from phalanx.parallel import rails
+from phalanx.parallel.cross import Cross
 from phalanx.parallel.device import Device, avoid_broken_amx
 from phalanx.parallel.groups import Door, Groups, form_cross
 from phalanx.parallel.reduce import StepFailed
 from phalanx.parallel.rendezvous import MeetingStore
-from phalanx.parallel.replica import Cross
 from phalanx.parallel.shard import COMPUTE_DTYPE
 from phalanx.train import transfer
 from phalanx.train.batches import Batches
@@ -53,7 +53,7 @@ from phalanx.train.snapshots import Saver, resume, resume_from_checkpoint, resum
 from phalanx.train.state import State
 from phalanx.train.timed import Timed
 from phalanx.train.tracer import Tracer
-from phalanx.train.validation import Validator
+from phalanx.train.validator import Validator
 
 
 def main(channel: Any, args: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from phalanx.twin.assumed import DAY_S
 from phalanx.twin.closed import rates
 from phalanx.twin.draw import Draw
 from phalanx.twin.fleet import Fault, Fleet
-from phalanx.twin.runs import Result, Tell, many
 from phalanx.twin.scenario import POLICIES, Scenario
+from phalanx.twin.seeds import Result, Tell, many
 from phalanx.twin.times import LIGHT_KM_PER_S, times_of
 
 GRADIENT_BYTES = 2  # of a parameter, on its way; as many for weights

@@ -10,8 +10,8 @@ from phalanx.plan.cost.goodput import restart_share
 from phalanx.twin.agenda import S
 from phalanx.twin.assumed import DAY_S
 from phalanx.twin.draw import ln
-from phalanx.twin.progress import Progress
 from phalanx.twin.scenario import Scenario
+from phalanx.twin.spent import Progress
 from phalanx.twin.times import times_of
 
 

@@ -11,9 +11,9 @@ from phalanx.control.messages import Form
 from phalanx.twin.agenda import S
 from phalanx.twin.assumed import DAY_S
 from phalanx.twin.fleet import Fault
-from phalanx.twin.job import Job, policy_of
-from phalanx.twin.progress import Progress
+from phalanx.twin.gang_job import Job, policy_of
 from phalanx.twin.scenario import POLICIES, Scenario
+from phalanx.twin.spent import Progress
 from phalanx.twin.times import Times, times_of
 
 EXACT = {"repair.sigma": 0.0, "restart.manual_share": 0.0}  # durations are those of the run, and not drawn

@@ -8,8 +8,8 @@ from html import escape
 
 from phalanx.plan.report.html import STYLE
 from phalanx.twin.assumed import DAY_S
-from phalanx.twin.progress import PARTS
-from phalanx.twin.runs import Result
+from phalanx.twin.seeds import Result
+from phalanx.twin.spent import PARTS
 
 WIDTH, BAR = 860, 26
 COLOURS = dict(zip(PARTS, ("c2", "c1", "c4", "c3", "c5", "c6", "c7", "c0"), strict=True))

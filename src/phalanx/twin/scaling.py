@@ -18,7 +18,7 @@ from phalanx.core.errors import UserError
 from phalanx.plan.planner import Plan, Request, find, plan_of
 from phalanx.plan.report.html import STYLE
 from phalanx.twin.closed import estimate
-from phalanx.twin.planned import of_plan
+from phalanx.twin.from_plan import of_plan
 
 SIZES = (8, 64, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576)
 FLAT = {"pp": 1, "cp": 1, "zero": 3, "replica": 1}

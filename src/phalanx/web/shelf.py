@@ -17,11 +17,11 @@ from typing import Any
 from phalanx.observe import traces
 from phalanx.observe.durability import headline as safe
 from phalanx.observe.durability import place, tiers
-from phalanx.observe.fleet import fleet
-from phalanx.observe.fleet import headline as told
 from phalanx.observe.goodput import NS
 from phalanx.observe.incidents import Incident
 from phalanx.observe.mixture import mixture, stage_starts
+from phalanx.observe.placement import fleet
+from phalanx.observe.placement import headline as told
 from phalanx.observe.story import NAME, Story, find_runs
 from phalanx.observe.tiles import FOLDER, TileReader
 from phalanx.observe.words import describe

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from random import Random
 
 from phalanx.control import invariants
-from phalanx.control.fold import Plan, State, fences
+from phalanx.control.journaled import Plan, State, fences
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness, Orphans
 from phalanx.control.messages import EVERYONE, Build, Ended, Form, Halt, Note, Part, Pause, Report, SetTimer, Started
 from phalanx.control.policy import Policy

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.hardware import Chip
-from phalanx.plan.cost.errors import evidence, interval, kind_of, memory_interval, seen
+from phalanx.plan.cost.intervals import evidence, interval, kind_of, memory_interval, seen
 from phalanx.plan.cost.numbers import RATE, values
 from phalanx.plan.cost.sizes import Num
 from phalanx.plan.cost.software import OWN, Software, costs, software

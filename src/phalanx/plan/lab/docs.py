@@ -14,13 +14,13 @@ import numpy as np
 from phalanx.hardware.catalogue import load_packaged
 from phalanx.plan.cost import evaluate, rank_bytes
 from phalanx.plan.cost.chip import CLAMPED
-from phalanx.plan.cost.errors import MEMORY, UNKNOWN_CHIP, memory_interval
+from phalanx.plan.cost.intervals import MEMORY, UNKNOWN_CHIP, memory_interval
 from phalanx.plan.cost.numbers import exceptions, fitted, numbers, values
 from phalanx.plan.cost.profiles import FUSED, GENERATIONS
+from phalanx.plan.lab.columns import RunTable
 from phalanx.plan.lab.fit import STEP
 from phalanx.plan.lab.reading import packaged, read_runs
 from phalanx.plan.lab.runs import STRATA
-from phalanx.plan.lab.table import RunTable
 from phalanx.plan.lab.validate import LeftOut, Score, Validation, validate
 
 FAR = 0.20

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.hardware.catalogue import load_packaged
-from phalanx.plan.cost.errors import kind_of
+from phalanx.plan.cost.intervals import kind_of
 from phalanx.plan.cost.numbers import numbers
 from phalanx.plan.cost.profiles import Kind
 from phalanx.plan.cost.software import OWN
+from phalanx.plan.lab.columns import RunTable
 from phalanx.plan.lab.reading import packaged, read_runs
 from phalanx.plan.lab.runs import Run
-from phalanx.plan.lab.table import RunTable
 
 ERROR = 0.05  # ln: what the model itself may be off by
 HUBER = 1.5  # errors beyond so many times ERROR count linearly

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from phalanx.core.errors import UserError
 from phalanx.hardware import Catalogue, load
 from phalanx.hardware.catalogue import load_packaged
-from phalanx.plan.cost.errors import interval, memory_interval
+from phalanx.plan.cost.intervals import interval, memory_interval
 from phalanx.plan.cost.numbers import numbers, values
 from phalanx.plan.cost.profiles import Kind
+from phalanx.plan.lab.columns import RunTable
 from phalanx.plan.lab.fit import LEAST, TAIL, engine_on_chip, kinds, left_out, publisher
 from phalanx.plan.lab.reading import packaged, read_runs
 from phalanx.plan.lab.runs import BadRow, Run
-from phalanx.plan.lab.table import RunTable
 
 COUNTED = 0.02  # weight of a layout that the row allows, from which its memory counts
 STALE = 1e-3  # ln: a stored prediction that differs by more was made by other code or numbers

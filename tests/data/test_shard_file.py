@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from phalanx.core.manifest import Cut, Extent, Field, Manifest
 from phalanx.data.fetch import Fetcher
 from phalanx.data.loader import Loader, make_order
-from phalanx.data.shard import version_of
+from phalanx.data.shard_file import version_of
 from tests.data.sets import Memory, ramp, write_set
 
 FIELDS = (Field("patches", "<f4", (2, 3)), Field("label", "<i8"), Field("weight", "|u1"))

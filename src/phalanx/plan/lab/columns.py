@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.plan.cost.candidates import Candidates
-from phalanx.plan.cost.errors import memory_interval
 from phalanx.plan.cost.evaluate import Costs, evaluate, step_seconds
+from phalanx.plan.cost.intervals import memory_interval
 from phalanx.plan.cost.machine import Machine
 from phalanx.plan.cost.numbers import numbers
 from phalanx.plan.cost.profiles import Kind, Profile, profile_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from phalanx.observe import durability, fleet
+from phalanx.observe import durability, placement
 from phalanx.observe.provenance import provenance
 from phalanx.observe.story import Story
 from tests.observe.records import Written
@@ -30,17 +30,17 @@ def test_a_rank_is_on_the_node_that_started_it_last(tmp_path):
     run.steps(0, 2)
     run.event("node", node="b", what="died: was killed by SIGKILL")
     run.form(2, replicas=2)
-    found = fleet.fleet(Story(run.path).part)
+    found = placement.fleet(Story(run.path).part)
     assert {node["name"]: node["state"] for node in found["nodes"]} == {
         "node-0": "spare", "a": "part", "b": "dead", "spare": "spare",
     }  # fmt: skip
     assert found["unplaced"] == [[2, 4]] and found["replicas"] == [[0, 2]]
-    assert fleet.headline(found).startswith("Now 2 of 4 replicas take part")
+    assert placement.headline(found).startswith("Now 2 of 4 replicas take part")
     started(run, "spare", 2, 3)
-    now = {node["name"]: node for node in fleet.fleet(Story(run.path).part)["nodes"]}
+    now = {node["name"]: node for node in placement.fleet(Story(run.path).part)["nodes"]}
     assert now["spare"]["state"] == "out" and now["spare"]["ranks"] == [[2, 4]], "it loads, and takes no part yet"
     run.form(2)
-    now = {node["name"]: node for node in fleet.fleet(Story(run.path).part)["nodes"]}
+    now = {node["name"]: node for node in placement.fleet(Story(run.path).part)["nodes"]}
     assert now["spare"]["state"] == "part" and now["b"]["deaths"] == 1 and now["a"]["about"]["cores"] == 8
 
 

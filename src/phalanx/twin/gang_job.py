@@ -23,8 +23,8 @@ from phalanx.core.layout import Layout
 from phalanx.twin.agenda import Agenda, S
 from phalanx.twin.draw import Draw
 from phalanx.twin.fleet import Fault, Fleet
-from phalanx.twin.progress import Progress
 from phalanx.twin.scenario import Scenario
+from phalanx.twin.spent import Progress
 from phalanx.twin.times import Times, times_of
 
 MOST_BLOCKS = 64  # ranks of a gang that starts again as a whole

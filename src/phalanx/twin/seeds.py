@@ -11,9 +11,9 @@ from phalanx.hardware.catalogue import load
 from phalanx.plan.cost.money import watts
 from phalanx.twin.agenda import S
 from phalanx.twin.assumed import DAY_S
-from phalanx.twin.job import Job
-from phalanx.twin.progress import PARTS
+from phalanx.twin.gang_job import Job
 from phalanx.twin.scenario import Scenario
+from phalanx.twin.spent import PARTS
 
 Tell = Callable[[str, int, int], None]  # the scenario, seeds that are done, seeds
 

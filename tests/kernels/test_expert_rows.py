@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from phalanx.kernels import rows
-from phalanx.kernels.rows import combine_rows, spread_rows, sum_rows, take_rows
+from phalanx.kernels import expert_rows
+from phalanx.kernels.expert_rows import combine_rows, spread_rows, sum_rows, take_rows
 
 T, K, D = 11, 3, 40
 
@@ -43,7 +43,7 @@ def test_the_kernels_compute_the_formulas(triton_kernels, monkeypatch, dtype, de
     got = [triton_rows.sum_rows(out, places, None), triton_rows.sum_rows(out, places, weights)]
     got += triton_rows.spread_rows(grad, out, places, weights)
     wide = [t.double() for t in (out, weights, grad)]
-    monkeypatch.setattr(rows, "has_kernel", lambda t: False)
+    monkeypatch.setattr(expert_rows, "has_kernel", lambda t: False)
     want = [sum_rows(wide[0], places), sum_rows(wide[0], places, wide[1])]
     want += spread_rows(wide[2], wide[0], places, wide[1])
     for a, b in zip(got, want, strict=True):
