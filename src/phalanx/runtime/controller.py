@@ -1,8 +1,8 @@
 """The controller process: the shell around `control.journaled`. It journals what aggregators and users say, folds it,
-and sends the commands that follow once the entries that led to them are durable; only then are the senders told that they
-were heard. It may be killed at any instruction: the next one folds the same journal, listens on the same ports, and
-repeats what was not answered. An entry on which the state machine raises is set aside, and the state is folded again
-without it.
+and sends the commands that follow once the entries that led to them are durable; only then are the senders told that
+they were heard. It may be killed at any instruction: the next one folds the same journal, listens on the same ports,
+and repeats what was not answered. An entry on which the state machine raises is set aside, and the state is folded
+again without it.
 
 In its folder: `gang.json` and `serve.json` (what agents that join are told), which are written before the first start;
 `journal.db`, unless the journal is on a server; and `controller.json`, where it listens. What it decides is printed as
