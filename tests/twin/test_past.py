@@ -5,7 +5,6 @@ import json
 import pytest
 
 from phalanx.cli.history import past_of
-from phalanx.control.worlds import Worlds
 from phalanx.core.errors import UserError
 from phalanx.observe.record import RunRecord
 from phalanx.twin.past import Durations, Mishap, Past, replay
@@ -51,15 +50,7 @@ def test_a_node_has_several_replicas():
     assert [form.replicas for form in replay(past, "contained", check=True).forms] == [(0, 2, 3), (0, 1, 2, 3)]
 
 
-def test_the_control_plane_is_checked_in_a_replay(monkeypatch):
-    honest = Worlds.halt
-
-    def forgets(self, number):
-        out = honest(self, number)
-        self.built.add(number)
-        return out
-
-    monkeypatch.setattr(Worlds, "halt", forgets)
+def test_the_control_plane_is_checked_in_a_replay(planted_bug):
     with pytest.raises(AssertionError):
         replay(with_faults(Mishap(30.0, "worker", 2)), "contained", check=True)
 

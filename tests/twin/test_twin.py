@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from phalanx.control import messages as say
-from phalanx.control.worlds import Worlds
 from phalanx.core.errors import UserError
 from phalanx.twin import draw, scenario
 from phalanx.twin.agenda import S
@@ -124,16 +123,7 @@ def test_invariants_hold_through_small_fleets():
     assert len(kinds) > 10, kinds
 
 
-def test_a_planted_bug_is_caught(monkeypatch):
-    """The world of a replica that is gone still counts as built: the invariants must see it."""
-    honest = Worlds.halt
-
-    def forgets(self, number):
-        out = honest(self, number)
-        self.built.add(number)
-        return out
-
-    monkeypatch.setattr(Worlds, "halt", forgets)
+def test_a_planted_bug_is_caught(planted_bug):
     with pytest.raises(AssertionError):
         for seed in range(5):
             soak.run(seed)
