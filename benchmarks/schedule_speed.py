@@ -10,7 +10,7 @@ live on this machine with 16 slurmd of their own (root, slurm-wlm and munge), an
 processes: from the release of all to the end of the last.
 
 Bars: at least 10 times Kueue's rate by the clock, the waits for the disk counted; less than a second for the large
-gang; no slower than Slurm, where it is installed. What a CPU-second gives is beside it: the machine may have other
+gang; no slower than Slurm, without which it is not `ok`. What a CPU-second gives is beside it: the machine may have other
 work."""
 
 from common import SMOKE, finish, machine, options  # isort: skip
@@ -20,6 +20,7 @@ import random
 import subprocess
 import tempfile
 import time
+from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from phalanx.control.schedule.cells import Cells
 from phalanx.control.schedule.promises import check
 from phalanx.control.schedule.scheduler import Scheduler
 from phalanx.runtime.journal import Journal
+from tests.engines.submitted import until
 from tests.engines.virtual_slurm import VirtualSlurm, why_not
 
 KUEUE = 37.4  # gangs a second: 15,000 in 401.5 s, see above
@@ -103,7 +105,8 @@ def by_slurm(folder: Path) -> float:
         jobs = [slurm.run(*words, f"--nodes={nodes}") for nodes in short_queue()]
         began = time.monotonic()
         slurm.run("scontrol", "release", ",".join(jobs))
-        slurm.until(lambda: not slurm.run("squeue", "-h", "-t", "PD,R,CG", "-o", "%i"), timeout=1800)
+        left = partial(slurm.run, "squeue", "-h", "-t", "PD,R,CG", "-o", "%i")
+        until(lambda: not left(), changes=left)
         took = time.monotonic() - began
         done = slurm.run("squeue", "-h", "-t", "CD", "-o", "%i").split()
         assert len(done) == SHORT, f"{len(done)} of {SHORT} ended well"
@@ -150,12 +153,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "slurm").mkdir()
         ours = by_ours(Path(folder))
-        if lacking := why_not():
+        if lacking := "smoke" if SMOKE else why_not():
             print(f"Slurm is not measured: {lacking}")
         else:
             slurm = by_slurm(Path(folder) / "slurm")
     print(f"{SHORT} short gangs on {NODES} nodes, to the last end: ours {ours:,.1f} a second, Slurm {slurm:,.1f}")
-    finish("schedule_speed", ok and ours >= slurm, gangs=started, gangs_per_s=round(wall, 1),
+    finish("schedule_speed", ok and 0 < slurm <= ours, gangs=started, gangs_per_s=round(wall, 1),
            gangs_per_cpu_s=round(cpu, 1), kueue=KUEUE, times_kueue=round(wall / KUEUE, 1), bar=BAR, big_gpus=BIG[1],
            big_nodes=BIG[0], big_s=round(took, 4), big_bar_s=BIG_BAR_S, big_leaves=leaves, short_gangs=SHORT,
            short_gangs_per_s=round(ours, 2), slurm_gangs_per_s=round(slurm, 2) or None)  # fmt: skip

@@ -18,19 +18,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
 from phalanx.control.messages import EVERYONE
 from phalanx.gate.hub import Hub, Item
 from phalanx.observe import fold_form
-from phalanx.observe.near import NearTables
 from phalanx.runtime import inventory, kernel
 from phalanx.runtime.reports import Folder
 from phalanx.runtime.secret import NAME, Identity, Secret
 from phalanx.runtime.spawner import SLOTS
 from phalanx.runtime.transport import Link, Loop, Server, Session, key_of
 from phalanx.runtime.wire import Message, Schemas, WireError, check
+
+if TYPE_CHECKING:
+    from phalanx.observe.near import NearTables  # which needs numpy, and few aggregators need it
 
 BEAT_S = 5.0
 TICK_S = 0.1

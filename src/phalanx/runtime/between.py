@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from phalanx.core.errors import UserError
-from phalanx.observe.near import NearTables
 from phalanx.runtime import kernel
 from phalanx.runtime.aggregator import Aggregator
 from phalanx.runtime.inventory import address_towards, parse_address
@@ -81,7 +80,11 @@ def _serve(loop: Loop, args: argparse.Namespace) -> tuple[tuple[str, int], Link]
         assert made.folder.upstream
         return made.server.address, made.folder.upstream
     up = parse_address(args.relay, "--relay") if args.relay else None
-    near = NearTables(args.run, args.name) if args.run else None
+    near = None
+    if args.run:
+        from phalanx.observe.near import NearTables
+
+        near = NearTables(args.run, args.name)
     served = Aggregator(loop, secret, me, above, host, port, seed=me.incarnation, recorder=up, near=near)
     return served.server.address, served.link
 
