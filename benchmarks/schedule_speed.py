@@ -10,8 +10,8 @@ live on this machine with 16 slurmd of their own (root, slurm-wlm and munge), an
 processes: from the release of all to the end of the last.
 
 Bars: at least 10 times Kueue's rate by the clock, the waits for the disk counted; less than a second for the large
-gang; no slower than Slurm, without which it is not `ok`. What a CPU-second gives is beside it: the machine may have other
-work."""
+gang; no slower than Slurm, without which it is not `ok`. What a CPU-second gives is beside it: the machine may have
+other work."""
 
 from common import SMOKE, finish, machine, options  # isort: skip
 
