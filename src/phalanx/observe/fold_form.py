@@ -156,7 +156,7 @@ def _is_digest(value: Any) -> bool:
 
 
 def _is_sum(value: Any) -> bool:
-    """Of validation losses; None: one was not finite."""
+    """Check a sum of validation losses. None means that one was not finite."""
     return value is None or (type(value) is int and -MOST_SUM < value < MOST_SUM)
 
 

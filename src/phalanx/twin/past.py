@@ -34,7 +34,7 @@ class Mishap:
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Of a run, in seconds; None: it shows none, and the assumptions count."""
+    """Durations of a run in seconds. None: it shows none, and the assumptions count."""
 
     decide: float | None = None  # from what was heard to the Form
     form: float | None = None  # from the Form until all have formed their groups
