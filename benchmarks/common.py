@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # tests.pool serves the benchmarks too
+from tests.signals import give_children_defaults  # noqa: E402
+
+give_children_defaults()
 
 SMOKE = "--smoke" in sys.argv
 
