@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # tests.pool serves the benchmarks too
-from tests.signals import give_children_defaults  # noqa: E402
+from tests.signals import give_children_defaults
 
 give_children_defaults()
 
