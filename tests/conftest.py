@@ -32,8 +32,9 @@ def pytest_runtest_makereport(item):
 
 def pytest_collection_finish(session):
     """In the main thread: what short commands are forked from ends with the thread that started it."""
-    if "tests.forked" in sys.modules and not session.config.option.collectonly:
-        sys.modules["tests.forked"].start()
+    for name in ("tests.forked", "tests.warm"):
+        if name in sys.modules and not session.config.option.collectonly:
+            sys.modules[name].start()
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from phalanx.runtime.nursery import Nursery
 from phalanx.runtime.wire import Conn
+from tests import warm
 
 _LOCK = threading.Lock()
 PRELOAD = ["phalanx.cli.commands", "phalanx.run.training", "phalanx.plan.planner", "tests.forked"]
@@ -58,7 +59,8 @@ def phalanx(
     """`env`: in place of this process's variables."""
     command = ["phalanx", *map(str, args)]
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        about = {"out": out.name, "err": err.name, "cwd": str(cwd or Path.cwd()), "env": dict(env or os.environ)}
+        about = {"out": out.name, "err": err.name, "cwd": str(cwd or Path.cwd())}
+        about["env"] = {**warm.start(), **(env or os.environ)}
         with _LOCK:
             nursery, number, pidfd, channel = _fork([json.dumps(about), *command])
         poll = select.poll()
@@ -86,6 +88,7 @@ def main(channel: object, args: dict) -> None:
     os.chdir(about["cwd"])
     os.environ.clear()
     os.environ.update(about["env"])
+    warm.use()
     code: object = 1
     try:
         run()

@@ -11,7 +11,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests import forked
+from tests import forked, warm
 from tests.runtime.conftest import alive_with, wait_gone
 
 PHALANX = Path(sys.executable).with_name("phalanx")
@@ -69,11 +69,12 @@ class Command:
         self.directory, self.token = directory, uuid.uuid4().hex
         self.scratch = directory / "scratch"
         self.scratch.mkdir(parents=True)
+        given = {"PHALANX_TOKEN": self.token, "TMPDIR": str(self.scratch)}
         limit = f"ulimit -f {limit_kb} && " if limit_kb else ""  # no file may grow larger, as on a full disk
         self.process = subprocess.Popen(
             ["bash", "-c", f'{limit}exec "$@"', "bash", PHALANX, "train", *map(str, args)],
             cwd=directory,
-            env={**os.environ, "PHALANX_TOKEN": self.token, "TMPDIR": str(self.scratch), **(env or {})},
+            env={**os.environ, **({} if limit_kb else warm.start()), **given, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 
@@ -10,6 +11,7 @@ import pytest
 
 from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK
 from phalanx.chaos.hosts import why_not
+from tests import warm
 from tests.system.command import PHALANX, TINY, Command, phalanx, sets, train
 
 JOB = TINY | {
@@ -38,7 +40,8 @@ def chaos(request, tmp_path_factory):
     values |= {"recovery.wait_s": 60}  # or the others would be done before a node is back
     args = ["--seed", "3", "--faults", str(len(kinds)), "--kinds", ",".join(kinds), *sets(values)]
     command = [PHALANX, "chaos", "run", *args]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=400)
+    env = {**os.environ, **warm.start()}
+    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=400)
     return directory, done, kinds, steps
 
 
