@@ -85,14 +85,14 @@ def test_a_killed_worker_is_one_incident_with_its_phases_and_its_price(tmp_path)
     (one,) = story.incidents()
     assert (one.kind, one.subject, one.rung, one.lost_steps, one.open) == ("worker", "Rank 1 on node-0", 1, 0, False)
     assert one.phases() == pytest.approx(
-        {"detect": 0.3, "decide": 0.05, "re-form": 0.05, "first step": 0.1, "heal": 0.7}, abs=1e-3
+        {"detect": 0.3, "decide": 0.05, "re-form": 0.05, "first step": 0.1, "heal": 0.55, "join": 0.15}, abs=1e-3
     )
     # The gang stood still from the last step to the next one, then one of two ranks was out until the join.
     assert one.lost_gpu_s == pytest.approx(shares(story)["recovery"] + shares(story)["out"], rel=0.05)
     assert one.dollars == pytest.approx(one.lost_gpu_s)
     text = one.verdict()
     assert "was killed by SIGKILL" in text and "live state of another replica" in text
-    assert "Training went on 200 ms later, at full strength after 900 ms" in text
+    assert "Training went on 200 ms later, at full strength after 900 ms: for 50 ms all stood still" in text
     assert "No finished step was lost" in text
     assert [e["type"] for e in one.evidence] == ["exit", "control form", "control form"]
 

@@ -87,6 +87,17 @@ def test_containment_beats_a_restart_and_needs_two_replicas(found):
     assert np.all(goodput(ask.cluster, c, found.costs, which="high").share <= with_it.share)
 
 
+def test_a_join_stops_all_for_its_state(found):
+    ask, c = found.ask, found.candidates
+    slow = replace(ask.cluster, node=replace(ask.cluster.node, nic_bytes_per_s=ask.cluster.node.nic_bytes_per_s / 100))
+    fast, slow = (goodput(cluster, c, found.costs) for cluster in (ask.cluster, slow))
+    state = found.costs.memory["weights"] + found.costs.memory["optimizer"]
+    longer = 99 * state / ask.cluster.node.nic_bytes_per_s
+    many = fast.contained
+    assert np.allclose((slow.stop_s - fast.stop_s)[many], np.broadcast_to(longer, many.shape)[many])
+    assert np.all(slow.share[many] < fast.share[many])
+
+
 def test_the_bill_adds_up(catalogue):
     cluster = catalogue.cluster("h100", 16384, site="us-hyperscale")
     price = cluster.node.dollars_per_chip_hour

@@ -41,6 +41,8 @@ class Incident:
     decided: float = 0.0
     started: float = 0.0
     committed: float = 0.0
+    joined: float = 0.0  # when the gang was formed at full strength again
+    join_s: float = 0.0  # for which all stood still then
     healed: float = 0.0
     restore_s: float = 0.0
     sources: set[str] = field(default_factory=set)
@@ -64,7 +66,8 @@ class Incident:
             "decide": self.decided,
             "re-form": self.started,
             "first step": self.committed,
-            "heal": self.healed if self.healed > self.committed else 0.0,
+            "heal": self.joined,
+            "join": self.healed if self.healed > self.committed else 0.0,
         }
         out, last = {}, self.since or self.at
         for name, mark in marks.items():
@@ -92,6 +95,8 @@ class Incident:
             text = f"Training went on {seconds(self.committed - self.at)} later"
             if self.healed > self.committed:
                 text += f", at full strength after {seconds(self.healed - self.at)}"
+                if self.join_s:
+                    text += f": for {seconds(self.join_s)} all stood still for those that joined"
             elif not self.healed:
                 text += f", with fewer replicas {'to the end of the run' if self.to_the_end else 'so far'}"
             said.append(f"{text}.")
@@ -111,7 +116,7 @@ class Incident:
     def to_dict(self) -> dict[str, Any]:
         names = (
             "number", "kind", "at", "since", "subject", "what", "step", "rung", "stops", "decided", "started",
-            "committed", "healed", "restore_s", "lost_steps", "generation", "ended_run", "evidence", "lost_gpu_s",
+            "committed", "joined", "join_s", "healed", "restore_s", "lost_steps", "generation", "ended_run", "evidence", "lost_gpu_s",
             "dollars", "kwh", "open", "to_the_end",
         )  # fmt: skip
         out = {name: getattr(self, name) for name in names}
@@ -242,6 +247,7 @@ class Incidents:
             return
         for one in self._waiting():
             if one.committed:  # it only waits for its replicas, which come back with this generation, or do not
+                one.joined = at if self._is_whole() else one.joined
                 continue
             one.decided = one.decided or at
             one.rung = max(one.rung, _int(event.get("rung")))
@@ -259,18 +265,21 @@ class Incidents:
             self.windows.append((min(begins), at))
         for one in self._waiting():
             one.started = one.started or at
+            one.join_s = at - one.joined if one.joined else 0.0
 
     def _committed(self, at: float, event: Event) -> None:
         self.step = max(self.step, _int(event.get("step")))
-        whole = self._form is not None and len(self._form.get("replicas") or ()) >= self.replicas
         for one in self._waiting():
             if not one.started:
                 continue
             one.committed = one.committed or at
-            if whole:
+            if self._is_whole():
                 one.healed = at
                 if self._form not in one.evidence and self._form:
                     one.evidence.append(self._form)
+
+    def _is_whole(self) -> bool:
+        return self._form is not None and len(self._form.get("replicas") or ()) >= self.replicas
 
 
 def _number(value: object) -> float:

@@ -87,8 +87,10 @@ def goodput(
     alone = (c.replica == 1) | (not contains)
     # Replicas are worlds of their own: one that comes back sets up its own communicators, the others one across.
     start = np.where(alone, setup_s(c.world), setup_s(inside) + setup_s(c.replica))
-    heal = stops["heal_s"] + setup_s(inside) + state / cluster.node.nic_bytes_per_s
-    stop = stops["detect_s"] + setup_s(c.replica) + costs.step_s
+    heal = stops["heal_s"] + setup_s(inside)
+    # All stop twice: until the others have done its part, and while it joins them and takes the state of one of them.
+    join = setup_s(c.replica) + state / cluster.node.nic_bytes_per_s
+    stop = stops["detect_s"] + setup_s(c.replica) + costs.step_s + join
     if which == "high":
         stop = np.maximum(stop, stops["contained_high_s"])
     stop = np.where(alone, stops["restart_s"] + setup_s(c.world), stop)

@@ -69,12 +69,12 @@ def step_rows(plan: Plan) -> list[Row]:
 def goodput_rows(plan: Plan) -> list[tuple[str, str, str]]:
     g = plan.goodput
     stops = figures()["stops"]
-    how = "the other replicas continue" if g["contained"] else "all stop and restart"
+    how = "the other replicas continue, and it joins them later" if g["contained"] else "all stop and restart"
     heal = [
         (
             "healing",
             seconds_text(g["heal_s"]),
-            f"{stops['heal_s']:.0f} s + communicators of a replica + its state over the network",
+            f"{stops['heal_s']:.0f} s + communicators of a replica",
         )
     ]
     return [

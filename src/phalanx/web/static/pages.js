@@ -221,7 +221,7 @@ function incidentsTab(name, run) {
 export async function incidentPage(name, number) {
   const one = await get(`/api/runs/${encodeURIComponent(name)}/incidents/${number}`);
   const phases = Object.entries(one.phases), total = phases.reduce((sum, [, v]) => sum + v, 0) || 1;
-  const meaning = { detect: "from the last finished step to the first sign", decide: "until the controller had a plan", "re-form": "until the ranks had joined their new groups", "first step": "until a step was committed again", heal: "until all replicas took part again" };
+  const meaning = { detect: "from the last finished step to the first sign", decide: "until the controller had a plan", "re-form": "until the ranks had joined their new groups", "first step": "until a step was committed again", heal: "until all replicas were there again", join: "until all had committed a step together" };
   let from = 0;
   const bars = h("div", { class: "bars" }, phases.map(([phase, v]) => {
     const bar = s("svg", { viewBox: "0 0 1000 16", preserveAspectRatio: "none" }, patterns(), s("rect", { width: 1000, height: 16, fill: "var(--raised)" }), s("rect", { x: (1000 * from) / total, width: Math.max(2, (1000 * v) / total), height: 16, fill: paint(phase === "heal" ? "out" : "recovery") }));
