@@ -35,7 +35,10 @@ def convert(
         ),
     ] = "",
     dtype: Annotated[
-        str, typer.Option("--dtype", help="The type of the weights for hf: bf16 or fp32; unchanged by default.")
+        str,
+        typer.Option(
+            "--dtype", metavar="TYPE", help="The type of the weights for hf: bf16 or fp32; unchanged by default."
+        ),
     ] = "",
     job: Job = None,
     data: Annotated[str, typer.Option("--data", metavar="PATH", help="The data set that the job reads.")] = "data",
