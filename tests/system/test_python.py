@@ -9,10 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import phalanx
 from phalanx.run import library
 from phalanx.run.notebook import closure
 from phalanx.train.sampler import Sampler
+from tests.system.command import phalanx as command
 
 DOCS = Path(__file__).parents[2] / "docs" / "python.md"
 
@@ -36,6 +39,10 @@ def test_the_script_of_the_page_runs(tmp_path):
     sampler = Sampler(second.checkpoints[0].path)
     once, again = ([list(sampler.write("3 times", 4, seed=seed)) for seed in range(8)] for _ in range(2))
     assert once == again and 1 <= max(map(len, once)) <= 4  # a document may end at once
+    texts = [command(tmp_path, "generate", second.path, "3 times", "--tokens", 6, "--seed", seed) for seed in (1, 1, 2)]
+    assert all(text.returncode == 0 and text.stdout.startswith("3 times") for text in texts), texts
+    assert texts[0].stdout == texts[1].stdout
+    assert second.summary["epochs"] == {"text.txt": pytest.approx(1.5 * first.summary["epochs"]["text.txt"])}
     (file,) = (tmp_path / "runs" / ".families").iterdir()
     assert "phalanx.train(" not in file.read_text()
 
