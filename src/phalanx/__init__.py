@@ -17,6 +17,8 @@ import phalanx.train as _room
 from phalanx.core.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
+    from inspect import Signature
+
     from phalanx.model import Attend, Batch, Family, Head, Init, Weight
     from phalanx.run.library import Checkpoint, Run, train
 
@@ -41,7 +43,23 @@ _OF_RUNS = ("Checkpoint", "Run")
 
 
 class _Callable(ModuleType):
-    """`phalanx.train` is both: the package with this name, and what runs a job."""
+    # `phalanx.train` is both: the package with this name, and what runs a job. help() tells of the latter.
+
+    @property
+    def __signature__(self) -> Signature:
+        import inspect
+
+        from phalanx.run.library import train
+
+        return inspect.signature(train)
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        import inspect
+
+        from phalanx.run.library import train
+
+        return f"train{self.__signature__}\n\n{inspect.getdoc(train)}"
 
     def __call__(self, *args: Any, **options: Any) -> Run:
         from phalanx.run.library import train

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -232,6 +233,34 @@ def test_convert_to_another_precision_and_into_a_bucket(tmp_path, trained):
     assert {e.dtype for e in found.manifest.entries} == {"bfloat16"}
 
 
+@pytest.mark.parametrize("place", ["folder", "memory://with-assets"])
+def test_what_is_not_weights_comes_back(tmp_path, trained, place, capsys):
+    """Tokenizer, chat template, generation config and eos: a model that has lost them cannot talk."""
+    here("convert", trained[0].path, tmp_path / "hf")
+    assert "no tokenizer" in capsys.readouterr().err
+    files = {
+        "tokenizer.json": '{"version": "1.0"}',
+        "tokenizer_config.json": '{"eos_token": "<end>"}',
+        "generation_config.json": '{"temperature": 0.6, "eos_token_id": [3, 5]}',
+        "chat_template.jinja": "{{ messages }}",
+    }
+    for name, text in files.items():
+        (tmp_path / "hf" / name).write_text(text)
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": [3, 5]}))
+    where = place if "://" in place else str(tmp_path / place)
+    app(["convert", str(tmp_path / "hf"), where], standalone_mode=False)
+    app(["convert", where, str(tmp_path / "out")], standalone_mode=False)
+    assert {name: (tmp_path / "out" / name).read_text() for name in files} == files
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [3, 5]
+    assert "no tokenizer" not in capsys.readouterr().err
+    for name in files:
+        (tmp_path / "hf" / name).unlink()
+    app(["convert", str(tmp_path / "hf"), where], standalone_mode=False)  # the newest there has no tokenizer
+    app(["convert", where, str(tmp_path / "bare")], standalone_mode=False)
+    assert not any((tmp_path / "bare" / name).exists() for name in files)
+
+
 def test_convert_says_which_way_and_writes_a_job(tmp_path, trained, capsys):
     """Without --to: out to transformers, and in; the job that comes with it is one, and begins with the weights."""
     from phalanx.spec import load
@@ -295,6 +324,7 @@ def test_a_mistake_is_told_with_its_remedy(tmp_path, folder, record, trained):
         (["convert", tmp_path / "hf", tmp_path / "o", "--to", "phalanx", "--dtype", "x"], "leave it out"),
         (["convert", folder.path, tmp_path / "o", "--to", "dcp", "--dtype", "bf16"], "leave it out"),
         (["convert", trained[0].path, tmp_path / "o", "--to", "hf", "--dtype", "x"], "unknown precision"),
+        (["convert", trained[0].path, tmp_path / "o", "--like", tmp_path / "none"], "--like = "),
         (["convert", trained[0].path, tmp_path / "o", "--job", tmp_path / "o"], "of use for phalanx only"),
         (["convert", trained[0].path, "s3://b/o", "--to", "hf"], "hf is written to a folder"),
         (["convert", trained[0].path, "/proc/o", "--to", "hf"], "DST may be written"),

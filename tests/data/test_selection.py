@@ -177,6 +177,22 @@ def lines_of(config, tmp_path):
     return prepare(config, tmp_path / "run", lambda size_bytes: None)[0].splitlines()
 
 
+def test_text_that_is_read_again_is_told_with_how_often(tmp_path):
+    """Who trains 40 epochs without a word learns of it from the loss."""
+    (tmp_path / "text.txt").write_bytes(b"some words\n" * 300)
+    config = replace(job(tmp_path / "text.txt"), run=RunConfig(dir=str(tmp_path / "runs")))
+
+    def said(steps):
+        wanted = replace(config, train=replace(config.train, steps=steps))
+        told = [line for line in lines_of(wanted, tmp_path) if "by the last step" in line]
+        data = RunData.read(tmp_path / "run")
+        return told, Order.from_dict(data.order).epochs(data.cursor(steps))["text.txt"]
+
+    (told, once), (again, many) = said(1), said(1000)
+    assert not told and 0 < once < 1
+    assert many == pytest.approx(1000 * once) and f"text.txt is read {many:,.1f} times by the last step" in again[0]
+
+
 def test_text_that_is_cut_or_left_out_is_told_by_every_run(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"x" * 500_000)

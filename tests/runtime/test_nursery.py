@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from phalanx.control.policy import Policy
 from phalanx.runtime import kernel
@@ -110,3 +115,22 @@ def test_nothing_stays_behind(cluster):
         node.close()
     c.adapter.close()
     assert alive_with(f"{c.session}-all-") == {}
+
+
+@pytest.mark.parametrize(
+    ("start", "title"),
+    [
+        ({"entry": "phalanx.train.worker:main", "args": {"rank": 3}}, "phalanx rank 3"),
+        ({"entry": "phalanx.checkpoint.keeper:main", "args": {}}, "phalanx keeper"),
+        ({"entry": "phalanx.data.service:main", "args": {}}, "phalanx data"),
+    ],
+)
+def test_ps_and_top_tell_what_a_process_is(start, title):
+    """In a process of its own, which takes the title and reads what the kernel then says of it."""
+    code = (
+        "import json, sys; from phalanx.runtime.forked import _title, take_title; take_title(_title(json.loads("
+        "sys.argv[1]))); print(open('/proc/self/comm').read().strip(), open('/proc/self/cmdline').read(), sep='|')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(start)], capture_output=True, text=True, check=True)
+    comm, arguments = done.stdout.split("|")
+    assert comm == title[:15] and arguments.rstrip("\0\n") == title

@@ -25,6 +25,23 @@ def test_a_preset_has_the_published_number_of_parameters(name):
     assert ModelConfig(**PRESETS[name]).num_params / 1e9 == pytest.approx(PUBLISHED[name], abs=0.0006)
 
 
+# rope_theta, window, context: from config.json of the releases; the number of parameters tells nothing of them.
+POSITIONS = {
+    "llama3.1-8b": (500_000.0, 0, 131_072),
+    "qwen3-8b": (1_000_000.0, 0, 40_960),
+    "mistral-7b-v0.1": (10_000.0, 4096, 32_768),
+    "mistral-7b-v0.3": (1_000_000.0, 0, 32_768),
+    "gemma2-9b": (10_000.0, 4096, 8192),
+    "olmo2-7b": (500_000.0, 0, 4096),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_preset_has_the_published_positions(name):
+    config = ModelConfig(**PRESETS[name])
+    assert (config.rope_theta, config.window, config.context) == POSITIONS[name]
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_job(name):
     job = {"model": {"preset": name}, "train": {"seq_len": 256}}

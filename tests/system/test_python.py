@@ -1,14 +1,21 @@
 """The library as a user types it: the script of docs/python.md, and the promises around it."""
 
 import importlib
+import inspect
+import json
+import pydoc
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import phalanx
+from phalanx.run import library
 from phalanx.run.notebook import closure
 from phalanx.train.sampler import Sampler
+from tests.system.command import phalanx as command
 
 DOCS = Path(__file__).parents[2] / "docs" / "python.md"
 
@@ -32,6 +39,10 @@ def test_the_script_of_the_page_runs(tmp_path):
     sampler = Sampler(second.checkpoints[0].path)
     once, again = ([list(sampler.write("3 times", 4, seed=seed)) for seed in range(8)] for _ in range(2))
     assert once == again and 1 <= max(map(len, once)) <= 4  # a document may end at once
+    texts = [command(tmp_path, "generate", second.path, "3 times", "--tokens", 6, "--seed", seed) for seed in (1, 1, 2)]
+    assert all(text.returncode == 0 and text.stdout.startswith("3 times") for text in texts), texts
+    assert texts[0].stdout == texts[1].stdout
+    assert second.summary["epochs"] == {"text.txt": pytest.approx(1.5 * first.summary["epochs"]["text.txt"])}
     (file,) = (tmp_path / "runs" / ".families").iterdir()
     assert "phalanx.train(" not in file.read_text()
 
@@ -40,6 +51,50 @@ def test_importing_a_module_of_the_room_leaves_train_callable():
     before = phalanx.train
     room = importlib.import_module("phalanx.train.optimizer")
     assert phalanx.train is before and callable(phalanx.train) and phalanx.train.optimizer is room
+
+
+def test_help_tells_how_train_is_called():
+    want = inspect.signature(library.train)
+    assert inspect.signature(phalanx.train) == want and "resume" in want.parameters
+    text = pydoc.render_doc(phalanx.train, renderer=pydoc.plaintext)
+    assert "resume: " in text and "Run a job on this machine to its end." in text
+
+
+HOOKS = """
+import json, phalanx
+
+JOB = {
+    "name": "hooked", "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}, "layout": {"ranks": 1},
+    "train": {"steps": 4, "seq_len": 32, "global_batch": 2}, "data": {"source": "text.txt"},
+    "checkpoint": {"every_steps": 2}, "validation": {"held_out": 0.2, "every_steps": 2},
+}
+seen = []
+
+def fail(row):
+    raise LookupError(row["step"])
+
+run = phalanx.train(
+    JOB,
+    on_checkpoint=lambda event: seen.append(["checkpoint", event["step"]]),
+    on_validation=lambda event: seen.append(["validation", event["step"]]),
+    quiet=True,
+)
+oldest = run.checkpoints[-1]
+try:
+    phalanx.train(JOB, resume=oldest, on_step=fail, quiet=True)
+except LookupError as error:
+    print(json.dumps({"seen": sorted(seen), "oldest": oldest.step, "failed_at": error.args[0]}))
+"""
+
+
+def test_hooks_are_called_and_what_they_raise_is_raised(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(400)))
+    (tmp_path / "script.py").write_text(HOOKS)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["seen"] == [["checkpoint", 2], ["checkpoint", 4], ["validation", 2], ["validation", 4]]
+    assert said["failed_at"] == said["oldest"] == 2, "it goes on from the checkpoint that was given, not the newest"
 
 
 def test_a_family_of_a_notebook_takes_what_it_reads_and_nothing_else():

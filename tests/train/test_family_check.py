@@ -53,6 +53,11 @@ MISTAKES = {
         "nn.Linear(4 * dim, dim))",
         "nn.Linear(4 * dim, dim), nn.Dropout(0.1))",
     ),
+    "dropout without a module": (
+        ("pp 2", "refused", "remedy: set layout.pp = 1, or leave the dropout out"),
+        "return x + self.mlp(self.norm2(x))",
+        "return x + nn.functional.dropout(self.mlp(self.norm2(x)), 0.1)",
+    ),
     "a mean over the micro-batch": (
         ("cp 2, ring", "wrong", "batch.positions()"),
         "x = x + self.attention(self.norm1(x), batch)",
@@ -81,6 +86,16 @@ def test_a_mistake_is_found_and_explained(tmp_path, name):
     file.write_text(text.replace(right, wrong))
     (finding,) = found(file, axis)
     assert (finding.axis, finding.verdict) == (axis, verdict) and why in finding.why, finding
+
+
+def test_keys_and_values_of_unequal_widths_need_ulysses(tmp_path):
+    file = tmp_path / "unequal_widths.py"
+    right = "self.attend(q, k, v, batch)"
+    assert right in EXAMPLE.read_text()
+    file.write_text(EXAMPLE.read_text().replace(right, "self.attend(q[..., ::2], k[..., ::2], v, batch)"))
+    ring, ulysses = found(file, "cp 2, ring", "cp 2, Ulysses")
+    assert ring.verdict == "refused" and 'remedy: set layout.cp_style = "ulysses"' in ring.why, ring
+    assert "layout.cp_style = 'ring': keys are 4 wide and values 8" in ring.why and ulysses.verdict == "right", ulysses
 
 
 def test_the_command_tells_axis_by_axis(tmp_path):

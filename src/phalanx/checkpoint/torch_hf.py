@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,6 +58,7 @@ KEPT = (  # beside the weights; config.json for its token ids, and for families 
     CONFIG, GENERATION, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any of them makes one
 
 
 # -- in
@@ -94,8 +94,7 @@ def read(
                     _read_rows(*theirs[p.theirs], p, low - p.first, room[low - first : high - first])
 
         made = write_streamed(out, entries, Job(model=config).to_dict(), fill, progress, image_bytes)
-    if isinstance(out, Folder):
-        _keep_assets(folder, Path(out.path) / ASSETS)
+    _keep_assets(folder, out)
     return made
 
 
@@ -132,13 +131,15 @@ def _read_rows(file: File, slot: Slot, piece: Piece, first: int, room: Tensor) -
         room[:, start : start + len(block)] = block[:, at : at + len(room)].t()
 
 
-def _keep_assets(folder: Path, target: Path) -> None:
+def _keep_assets(folder: Path, out: Store) -> None:
     """Copy what is not weights; what is there already from another model is replaced."""
-    target.mkdir(exist_ok=True)
+    assets = _assets(Folder(folder))
     for name in KEPT:
-        (target / name).unlink(missing_ok=True)
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
+        if name in assets:
+            out.write(f"{ASSETS}/{name}", assets[name])
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                out.remove(f"{ASSETS}/{name}")
 
 
 def _open_all(folder: Path, stack: contextlib.ExitStack) -> Theirs:
@@ -240,7 +241,7 @@ def write(
     if dtype and dtype not in DTYPES:
         raise UserError("unknown precision", field="dtype", value=dtype, remedy=f"use one of {', '.join(DTYPES)}")
     config = config_of(reader)
-    assets = like or _assets_of(reader)
+    assets = _assets(Folder(like)) if like else _assets(reader.store, f"{ASSETS}/")
     known = config.family in ("dense", "moe", "image")
     name = architecture_of(config) if known else ""
     table = table_of(ARCHITECTURES[name].model_type, config) if known else _own_table(config)
@@ -269,10 +270,8 @@ def write(
             weight_map.update(dict.fromkeys(names, file))
         if len(shards) > 1:
             _write_json(near / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        if assets:
-            for each in KEPT:
-                if (assets / each).is_file():
-                    shutil.copyfile(assets / each, near / each)
+        for each, content in assets.items():
+            (near / each).write_bytes(content)
         if known:
             widest = max(set(dtypes.values()), key=lambda d: d.itemsize)
             context = config.context or reader.manifest.job.get("train", {}).get("seq_len", 2048)
@@ -280,16 +279,20 @@ def write(
             _write_json(near / CONFIG, table_out | _token_ids(assets))
 
 
-def _assets_of(reader: Reader) -> Path | None:
-    here = Path(reader.store.path) / ASSETS if isinstance(reader.store, Folder) else None
-    return here if here and here.is_dir() else None
+def _assets(store: Store, folder: str = "") -> dict[str, bytes]:
+    found = {}
+    for name in KEPT:
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = store.read(folder + name)
+    return found
 
 
-def _token_ids(assets: Path | None) -> dict[str, Any]:
+def _token_ids(assets: dict[str, bytes]) -> dict[str, Any]:
     """Which ids begin, end and fill a text, as the folder that it came from says."""
-    if assets is None or not (assets / CONFIG).is_file():
-        return {}
-    table = read_json(assets / CONFIG, "fetch it again")
+    try:
+        table = json.loads(assets.get(CONFIG, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"it is not JSON: {error}", field="file", value=CONFIG, remedy="fetch it again") from None
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: table[name] for name in names if isinstance(table, dict) and name in table}
 

@@ -24,9 +24,11 @@ def calibrate(
         Path | None,
         typer.Option(metavar="FILE", help="Where to write the measurements; by default where `phalanx train` looks."),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="About how long it may take.")] = 2.0,
-    device: Annotated[str, typer.Option(help="auto, cpu, or the name of an accelerator.")] = "auto",
-    ranks: Annotated[int, typer.Option(help="Processes; by default one per accelerator, or up to 4 on the cores.")] = 0,
+    minutes: Annotated[float, typer.Option(metavar="N", help="About how long it may take.")] = 2.0,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, or the name of an accelerator.")] = "auto",
+    ranks: Annotated[
+        int, typer.Option(metavar="N", help="Processes; by default one per accelerator, or up to 4 on the cores.")
+    ] = 0,
 ) -> None:
     """Measure this machine: matrix products, attention, memory, collectives."""
     from phalanx.run.planned import calibration

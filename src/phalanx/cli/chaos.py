@@ -16,12 +16,19 @@ def _root() -> None: ...
 
 @chaos_app.command("run")
 def chaos_run(
-    job: Annotated[Path | None, typer.Argument(help="The job file; without one, the quickstart.")] = None,
-    seed: Annotated[int, typer.Option(help="Draws the faults and their steps.")] = 1,
-    faults: Annotated[int, typer.Option(min=1, max=100_000, help="The number of faults.")] = 10,
-    kinds: Annotated[str, typer.Option(help="Kinds of faults, separated by commas; all by default.")] = "",
+    job: Annotated[
+        Path | None, typer.Argument(metavar="JOB.toml", help="The job file; without one, the quickstart.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Draws the faults and their steps.")] = 1,
+    faults: Annotated[int, typer.Option(metavar="N", min=1, max=100_000, help="The number of faults.")] = 10,
+    kinds: Annotated[
+        str, typer.Option(metavar="KIND,KIND,…", help="Kinds of faults, separated by commas; all by default.")
+    ] = "",
     phases: Annotated[
-        str, typer.Option(help="start, restore, save (separated by commas): one more fault in each.")
+        str,
+        typer.Option(
+            metavar="PHASE,PHASE,…", help="start, restore, save (separated by commas): one more fault in each."
+        ),
     ] = "",
     sets: Annotated[
         list[str] | None,

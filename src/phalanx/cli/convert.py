@@ -4,6 +4,7 @@ happen inside the command."""
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +35,10 @@ def convert(
         ),
     ] = "",
     dtype: Annotated[
-        str, typer.Option("--dtype", help="The type of the weights for hf: bf16 or fp32; unchanged by default.")
+        str,
+        typer.Option(
+            "--dtype", metavar="TYPE", help="The type of the weights for hf: bf16 or fp32; unchanged by default."
+        ),
     ] = "",
     job: Job = None,
     data: Annotated[str, typer.Option("--data", metavar="PATH", help="The data set that the job reads.")] = "data",
@@ -75,6 +79,9 @@ def convert(
             raise UserError(f"it is of use for {where} only", field=name, value=str(given), remedy="leave it out")
     if to != "phalanx" and is_remote(target):
         raise UserError(f"{to} is written to a folder", field="DST", value=target, remedy="name a folder")
+    if like and not like.is_dir():
+        remedy = "name the folder of transformers that the model came from"
+        raise UserError("there is no such folder", field="--like", value=str(like), remedy=remedy)
     if job and job.exists():
         raise UserError(
             "there is such a file already", field="--job", value=str(job), remedy="name another, or remove it"
@@ -94,6 +101,10 @@ def convert(
             import_module(f"phalanx.checkpoint.torch_{to}").write(reader, Path(target), progress=on_progress, **more)
             said = f"{target}: {to}, of {reader.name}"
     print(said)
+    if to == "hf" and not any(
+        Path(target, name).is_file() for name in import_module("phalanx.checkpoint.torch_hf").TOKENIZERS
+    ):
+        print("note: it has no tokenizer; `--like DIR` takes it from a folder of transformers", file=sys.stderr)
     if job and to == "phalanx":
         _write_job(job, made, Path(source).resolve().name, target, data)
 

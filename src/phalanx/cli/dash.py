@@ -10,12 +10,14 @@ import typer
 
 def dash(
     root: Annotated[Path, typer.Argument(metavar="RUNS_DIR", help="Where the records of runs are.")] = Path("runs"),
-    host: Annotated[str, typer.Option(help="The address to listen on; any but 127.0.0.1 needs a token.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="The address to listen on; any but 127.0.0.1 needs a token.")
+    ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=-1, max=65535, help="0: any free one; -1: 7474, or any if it is taken.")
+        int, typer.Option(metavar="PORT", min=-1, max=65535, help="0: any free one; -1: 7474, or any if it is taken.")
     ] = -1,
     price: Annotated[
-        float | None, typer.Option(min=0.0, help="Dollars per GPU-hour, in place of the records'.")
+        float | None, typer.Option(metavar="N", min=0.0, help="Dollars per GPU-hour, in place of the records'.")
     ] = None,
     grafana: Annotated[
         bool, typer.Option("--grafana", help="Print a Grafana dashboard over /metrics, and stop.")

@@ -15,10 +15,14 @@ data_app = typer.Typer(no_args_is_help=True, help="Data sets: build, import, loo
 Out = Annotated[str, typer.Option("--out", metavar="URL", help="The data set: a folder, s3://, gs://, az://.")]
 Source = Annotated[str, typer.Option("--source", metavar="LABEL", help="The source of inputs that name none.")]
 Append = Annotated[bool, typer.Option("--append", help="Add to the data set: a new version that extends the old.")]
-ShardMb = Annotated[float | None, typer.Option("--shard-mb", help="The largest size of a shard.", show_default="537")]
-Staging = Annotated[Path | None, typer.Option("--staging", help="A local folder for what is not finished.")]
+ShardMb = Annotated[
+    float | None, typer.Option("--shard-mb", metavar="N", help="The largest size of a shard.", show_default="537")
+]
+Staging = Annotated[
+    Path | None, typer.Option("--staging", metavar="DIR", help="A local folder for what is not finished.")
+]
 Url = Annotated[str, typer.Argument(metavar="URL", help="The data set.")]
-Version = Annotated[str, typer.Option("--version", help="This version, not the newest.")]
+Version = Annotated[str, typer.Option("--version", metavar="VERSION", help="This version, not the newest.")]
 
 
 @data_app.command("build")
@@ -30,15 +34,18 @@ def build_command(
     tokenizer: Annotated[str, typer.Option("--tokenizer", metavar="byte|FILE", help="byte, or a tokenizer.json.")],
     source: Source = "text",
     field: Annotated[
-        str, typer.Option("--field", help="The field of JSON lines, or column of Parquet, with the text.")
+        str,
+        typer.Option("--field", metavar="NAME", help="The field of JSON lines, or column of Parquet, with the text."),
     ] = "text",
     eos: Annotated[
         str, typer.Option("--eos", metavar="TOKEN", help="The token that ends a document; usual names are found.")
     ] = "",
-    workers: Annotated[int, typer.Option("--workers", min=0, help="Processes; 0: one for each core.")] = 0,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", min=0, help="Processes; 0: one for each core.")] = 0,
     append: Append = False,
     shard_mb: ShardMb = None,
-    max_mb: Annotated[float | None, typer.Option("--max-mb", help="Use at most so much text of each source.")] = None,
+    max_mb: Annotated[
+        float | None, typer.Option("--max-mb", metavar="N", help="Use at most so much text of each source.")
+    ] = None,
     staging: Staging = None,
     force: Annotated[bool, typer.Option("--force", help="Read binary files as text.")] = False,
 ) -> None:
@@ -87,12 +94,15 @@ def import_command(
     ] = "",
     eos: Annotated[str, typer.Option("--eos", metavar="TOKEN", help="Ends a document, with --tokenizer.")] = "",
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", min=1, max=1 << 32, help="Without --tokenizer: ids are below it.")
+        int | None,
+        typer.Option("--vocab-size", metavar="N", min=1, max=1 << 32, help="Without --tokenizer: ids are below it."),
     ] = None,
     eos_id: Annotated[
-        int | None, typer.Option("--eos-id", min=0, help="Without --tokenizer: this id ends a document.")
+        int | None, typer.Option("--eos-id", metavar="N", min=0, help="Without --tokenizer: this id ends a document.")
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="The type of a raw .bin: uint16, int32, ...")] = "",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="TYPE", help="The type of a raw .bin: uint16, int32, ...")
+    ] = "",
     records: Annotated[bool, typer.Option("--records", help="Arrays of records (.npy, .npz), not ids.")] = False,
     source: Source = "text",
     append: Append = False,
@@ -161,7 +171,7 @@ def verify_command(
     url: Url,
     version: Version = "",
     fast: Annotated[bool, typer.Option("--fast", help="Check only sizes and footers, no chunks.")] = False,
-    threads: Annotated[int, typer.Option("--threads", min=0, help="0: one for each core.")] = 0,
+    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="0: one for each core.")] = 0,
 ) -> None:
     """Check every byte: each shard's size, its footer's root, and both hashes of each chunk."""
     from phalanx.data.verify import bytes_to_check, verify
@@ -329,9 +339,9 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 @data_app.command("where")
 def where_command(
-    step: Annotated[int, typer.Option("--step", help="The step of the run, from 0.")],
+    step: Annotated[int, typer.Option("--step", metavar="N", help="The step of the run, from 0.")],
     run: Run = None,
-    rank: Annotated[int | None, typer.Option("--rank", help="Only what this rank trained on.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="N", help="Only what this rank trained on.")] = None,
     data: Annotated[str | None, typer.Option("--data", metavar="URL", help="Where the data set lies now.")] = None,
     json: Json = False,
 ) -> None:
@@ -352,9 +362,9 @@ def mix_command(run: Run = None, json: Json = False) -> None:
 @data_app.command("bench")
 def bench_command(
     url: Url,
-    seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Tokens in a sequence.")] = 4096,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences that are read at once.")] = 64,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="How long.")] = 5.0,
+    seq_len: Annotated[int, typer.Option("--seq-len", metavar="N", min=1, help="Tokens in a sequence.")] = 4096,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Sequences that are read at once.")] = 64,
+    seconds: Annotated[float, typer.Option("--seconds", metavar="N", min=0.1, help="How long.")] = 5.0,
     json: Json = False,
 ) -> None:
     """Measure how fast this machine reads a data set: verified, in the order of a run."""

@@ -8,11 +8,16 @@ import typer
 
 
 def firewall(
-    members: Annotated[list[str], typer.Argument(help="Addresses or networks of all hosts of the run.")],
+    members: Annotated[
+        list[str], typer.Argument(metavar="ADDRESS", help="Addresses or networks of all hosts of the run.")
+    ],
     interface: Annotated[
-        list[str] | None, typer.Option(help="The interface that the rules are for; repeatable. Without it, all.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="The interface that the rules are for; repeatable. Without it, all."),
     ] = None,
-    keep: Annotated[list[int] | None, typer.Option(help="A port that stays open to all; repeatable.")] = None,
+    keep: Annotated[
+        list[int] | None, typer.Option(metavar="PORT", help="A port that stays open to all; repeatable.")
+    ] = None,
 ) -> None:
     """Print rules for nftables that let only these hosts in. Load them on each host: phalanx firewall ... | nft -f -"""
     from phalanx.runtime.firewall import SSH, rules

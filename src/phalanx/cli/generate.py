@@ -13,10 +13,12 @@ def generate(
         typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run or folder whose newest good one is taken."),
     ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text that is continued.")] = "",
-    tokens: Annotated[int, typer.Option(help="The most tokens to write.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0.0)] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0: among all.", min=0)] = 50,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same text.", min=0)] = 0,
+    tokens: Annotated[int, typer.Option(metavar="N", help="The most tokens to write.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(metavar="N", help="0 always takes the likeliest token.", min=0.0)] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(metavar="N", help="Choose among the k likeliest tokens; 0: among all.", min=0)
+    ] = 50,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed writes the same text.", min=0)] = 0,
     tokenizer: Annotated[
         str, typer.Option(metavar="byte|FILE", help="The tokenizer, if the checkpoint does not name one.")
     ] = "",

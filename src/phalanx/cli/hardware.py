@@ -32,7 +32,7 @@ def ls_command(as_json: Json = False, hardware_file: File = None) -> None:
 
 @hardware_app.command("show")
 def show_command(
-    name: Annotated[str, typer.Argument(help="A chip, node, fabric or site.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A chip, node, fabric or site.")],
     as_json: Json = False,
     hardware_file: File = None,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 nodes_app = typer.Typer(no_args_is_help=True, help="The nodes of a live run: list, drain, add.")
-Run = Annotated[Path, typer.Argument(help="The folder of the run.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")]
 
 
 def agent(context: typer.Context) -> None:
@@ -75,7 +75,7 @@ def nodes_ls(run: Run) -> None:
 @nodes_app.command("drain")
 def nodes_drain(
     run: Run,
-    node: Annotated[str, typer.Argument(help="Its name, as `ls` has it.")],
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Its name, as `ls` has it.")],
     off: Annotated[bool, typer.Option("--off", help="Use it again.")] = False,
 ) -> None:
     """Empty a node at a step boundary, and do not use it again, even after a restart."""
@@ -87,8 +87,8 @@ def nodes_drain(
 @nodes_app.command("token")
 def nodes_token(
     run: Run,
-    node: Annotated[str, typer.Argument(help="The name of the host that is to join.")],
-    out: Annotated[Path, typer.Option(help="Where to write it; only you can read it.")] = Path("token"),
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The name of the host that is to join.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it; only you can read it.")] = Path("token"),
 ) -> None:
     """Write the token of a new host. With it the host can join under this name and no other; the secret stays here."""
     from phalanx.core.errors import UserError
@@ -106,7 +106,10 @@ def nodes_token(
 
 @nodes_app.command("add")
 def nodes_add(
-    run: Run, count: Annotated[int, typer.Option(min=1, max=16, help="How many node processes of this machine.")] = 1
+    run: Run,
+    count: Annotated[
+        int, typer.Option(metavar="N", min=1, max=16, help="How many node processes of this machine.")
+    ] = 1,
 ) -> None:
     """Add nodes: they fill places that are empty, or stand by."""
     from phalanx.runtime.cluster import MORE_NODES
@@ -120,7 +123,9 @@ def nodes_add(
     print(f"{count} more will join")
 
 
-def scale(run: Run, replicas: Annotated[int, typer.Option(min=1, help="The new number of replicas.")]) -> None:
+def scale(
+    run: Run, replicas: Annotated[int, typer.Option(metavar="N", min=1, help="The new number of replicas.")]
+) -> None:
     """Change the number of replicas of a live run; they divide the same batch among them."""
     ask(run, {"type": "ask", "event": {"kind": "Scale", "replicas": replicas}})
     print(f"{replicas} replicas are wanted from the next step boundary on, if there are nodes for them")

@@ -20,36 +20,48 @@ def plan(
     model: Annotated[
         str, typer.Option(metavar="NAME|JOB.toml", help="A preset, a published model, or a job file.")
     ] = "",
-    gpus: Annotated[int, typer.Option(help="How many chips there are.", show_default=False)] = 0,
+    gpus: Annotated[int, typer.Option(metavar="N", help="How many chips there are.", show_default=False)] = 0,
     hardware: Annotated[str, typer.Option(metavar="NAME", help="A chip or node of `phalanx hardware ls`.")] = "",
-    tokens: Annotated[str, typer.Option(help="To train on, such as 15T; 20 per parameter if left out.")] = "",
+    tokens: Annotated[
+        str, typer.Option(metavar="15T", help="To train on, such as 15T; 20 per parameter if left out.")
+    ] = "",
     global_batch: Annotated[
         int | None,
-        typer.Option(help="Sequences per step; a power of two near 1,024 tokens per chip, 4 M at least, if left out."),
+        typer.Option(
+            metavar="N",
+            help="Sequences per step; a power of two near 1,024 tokens per chip, 4 M at least, if left out.",
+        ),
     ] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence; the job file's, or 8192.")] = None,
+    seq: Annotated[int | None, typer.Option(metavar="N", help="Tokens of a sequence; the job file's, or 8192.")] = None,
     objective: Annotated[str, typer.Option(metavar="time|step|cost", help="What is to be least.")] = "time",
-    days: Annotated[float | None, typer.Option(help="The most that a run may take.")] = None,
+    days: Annotated[float | None, typer.Option(metavar="N", help="The most that a run may take.")] = None,
     pin: Annotated[str, typer.Option(metavar="tp=8,pp=4", help="Degrees that are given.")] = "",
     compare: Annotated[
         list[str] | None, typer.Option(metavar="tp=8,pp=4", help="Beside the best: the best with these; repeatable.")
     ] = None,
     precision: Annotated[str, typer.Option(metavar="bf16,fp8", help="Precisions to choose from.")] = "bf16",
-    schedules: Annotated[str, typer.Option(help="Pipeline schedules to choose from, or all.")] = "",
+    schedules: Annotated[
+        str, typer.Option(metavar="NAME,NAME,…", help="Pipeline schedules to choose from, or all.")
+    ] = "",
     margin: Annotated[
-        float, typer.Option(help="Share of memory that must stay free beside the upper end of the prediction.")
+        float,
+        typer.Option(metavar="N", help="Share of memory that must stay free beside the upper end of the prediction."),
     ] = 0.0,
-    use: Annotated[float, typer.Option(help="Share of the chips that must be used.")] = 0.95,
+    use: Annotated[float, typer.Option(metavar="N", help="Share of the chips that must be used.")] = 0.95,
     wide_tp: Annotated[
         bool, typer.Option("--wide-tp", help="Tensor parallelism beyond a scale-up domain too.")
     ] = False,
-    software: Annotated[str, typer.Option(help="Whose speed to expect: phalanx, megatron, torchtitan, …")] = "phalanx",
+    software: Annotated[
+        str, typer.Option(metavar="NAME", help="Whose speed to expect: phalanx, megatron, torchtitan, …")
+    ] = "phalanx",
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Speeds that `phalanx calibrate` measured on such hardware.")
     ] = None,
     fabric: Annotated[str, typer.Option(metavar="NAME", help="The network; the usual one of the node.")] = "",
     site: Annotated[str, typer.Option(metavar="NAME", help="Where it stands: power, price, grid.")] = "",
-    failures: Annotated[float | None, typer.Option(help="Per 1000 node-days; the published ones if left out.")] = None,
+    failures: Annotated[
+        float | None, typer.Option(metavar="N", help="Per 1000 node-days; the published ones if left out.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Every term with its formula.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Pictures, as one page.")] = None,
     dry_run: Annotated[

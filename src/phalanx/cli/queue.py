@@ -20,8 +20,8 @@ SETTINGS = "settings.json"
 
 @queue_app.command("start")
 def start(
-    nodes: Annotated[int, typer.Option(min=1, max=32, help="Nodes that this machine plays.")] = 8,
-    node_gpus: Annotated[int, typer.Option(min=1, max=64, help="Ranks that a node runs.")] = 1,
+    nodes: Annotated[int, typer.Option(metavar="N", min=1, max=32, help="Nodes that this machine plays.")] = 8,
+    node_gpus: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Ranks that a node runs.")] = 1,
     queue: Folder = HERE,
 ) -> None:
     """Serve a queue until Ctrl-C. Running jobs continue without it; start it again to resume the queue."""
@@ -38,10 +38,12 @@ def start(
 
 @queue_app.command("submit")
 def submit(
-    job: Annotated[Path, typer.Argument(help="The job file.")],
+    job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.")],
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field.")] = None,
-    tenant: Annotated[str, typer.Option(help="Who pays; shares are fair between tenants.")] = "",
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher ones go first, and may displace.")] = 0,
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Who pays; shares are fair between tenants.")] = "",
+    priority: Annotated[
+        int, typer.Option(metavar="N", min=-100, max=100, help="Higher ones go first, and may displace.")
+    ] = 0,
     queue: Folder = HERE,
 ) -> None:
     """Put a job into the queue. It shrinks to recovery.min_replicas before it is stopped for another."""

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 runs_app = typer.Typer(no_args_is_help=True, help="The records of runs: list, show, compare, export.")
 Dir = Annotated[Path, typer.Option("--dir", metavar="RUNS_DIR", help="Where the records are.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Price = Annotated[float | None, typer.Option(min=0.0, help="Dollars per GPU-hour, in place of the record's.")]
+Price = Annotated[
+    float | None, typer.Option(metavar="N", min=0.0, help="Dollars per GPU-hour, in place of the record's.")
+]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A folder, a name in RUNS_DIR, the beginning of one, or last.")]
 
 

@@ -15,7 +15,7 @@ def replay(
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE.csv", help="Columns job_id, submit_s, gpus, duration_s and, if any, vc.")
     ],
-    gpus: Annotated[int, typer.Option(help="So many GPUs, in nodes of 8.", show_default=False)] = 0,
+    gpus: Annotated[int, typer.Option(metavar="N", help="So many GPUs, in nodes of 8.", show_default=False)] = 0,
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A cluster: TOML, or CSV with a host and its switches per line.")
     ] = None,
@@ -29,7 +29,8 @@ def replay(
         float | None, typer.Option("--to", metavar="SECONDS", help="Jobs submitted before.", show_default=False)
     ] = None,
     stop_s: Annotated[
-        float, typer.Option("--stop-s", min=0.0, max=86_400.0, help="What a preemption costs a job, in seconds.")
+        float,
+        typer.Option("--stop-s", metavar="N", min=0.0, max=86_400.0, help="What a preemption costs a job, in seconds."),
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: seconds and shares.")] = False,
 ) -> None:

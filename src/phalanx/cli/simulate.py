@@ -17,14 +17,18 @@ def simulate(
     scenario: Annotated[
         str, typer.Argument(metavar="SCENARIO|FILE.toml|JOB.toml|RUN", help="Left out: list those that are shipped.")
     ] = "",
-    seeds: Annotated[int, typer.Option(min=1, max=100_000, help="How many fleets, each with its own failures.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(metavar="N", min=1, max=100_000, help="How many fleets, each with its own failures.")
+    ] = 3,
     what_if: Annotated[
         list[str] | None,
         typer.Option("--what-if", metavar="spares=2%,detect=5s", help="Beside it, on the same seeds; repeatable."),
     ] = None,
-    gpus: Annotated[int, typer.Option(help="For a job file: how many chips.", show_default=False)] = 0,
+    gpus: Annotated[int, typer.Option(metavar="N", help="For a job file: how many chips.", show_default=False)] = 0,
     hardware: Annotated[str, typer.Option(metavar="NAME", help="For a job file: a chip or node.")] = "",
-    days: Annotated[float | None, typer.Option(help="Of simulated time; the scenario's own if left out.")] = None,
+    days: Annotated[
+        float | None, typer.Option(metavar="N", help="Of simulated time; the scenario's own if left out.")
+    ] = None,
     alternatives: Annotated[
         bool, typer.Option("--alternatives", help="Beside it: every policy, and other ways to combine gradients.")
     ] = False,

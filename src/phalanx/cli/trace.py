@@ -25,7 +25,7 @@ def trace(
     ranks: Annotated[str, typer.Option(metavar="R,R,…", help="At most 16; the slowest and the first, if none.")] = "",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="A .json.gz; beside the run, if none.")] = None,
     root: Dir = Path("runs"),
-    wait: Annotated[float, typer.Option(min=1, max=86_400, help="Seconds to wait for the ranks.")] = 600.0,
+    wait: Annotated[float, typer.Option(metavar="N", min=1, max=86_400, help="Seconds to wait for the ranks.")] = 600.0,
     as_json: Json = False,
 ) -> None:
     """Record steps of a running job with torch's profiler, and merge the ranks and the control plane into one trace,

@@ -25,7 +25,7 @@ def top(
     root: Dir = Path("runs"),
     once: Annotated[bool, typer.Option("--once", help="Print it once and stop.")] = False,
     as_json: Json = False,
-    every: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(metavar="N", min=0.1, max=60, help="Seconds between two looks.")] = 1.0,
     price: Price = None,
 ) -> None:
     """Watch a run: how it goes, where the GPU-seconds go, what broke. Ends when the run does."""
@@ -99,8 +99,8 @@ def sparkline(values: list[float], width: int) -> str:
 def logs(
     run: Run = "last",
     root: Dir = Path("runs"),
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
-    grep: Annotated[str, typer.Option(help="Only lines with this text.")] = "",
+    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this rank.")] = None,
+    grep: Annotated[str, typer.Option(metavar="TEXT", help="Only lines with this text.")] = "",
     as_json: Json = False,
 ) -> None:
     """Print what the ranks wrote, equal lines once, with the ranks that differ."""

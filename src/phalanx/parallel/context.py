@@ -111,6 +111,13 @@ class RingAttend(Attend):
 
     @torch.compiler.disable  # which would compile anew for every place at which a document may end
     def forward(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, batch: Batch) -> Tensor:
+        if k_BKLE.shape != v_BKLE.shape:  # they go round in one message
+            raise UserError(
+                f"keys are {k_BKLE.shape[-1]} wide and values {v_BKLE.shape[-1]}; the ring takes equal widths only",
+                field="layout.cp_style",
+                value="ring",
+                remedy='set layout.cp_style = "ulysses"',
+            )
         return _Ring.apply(q_BHLE, k_BKLE, v_BKLE, self._tiles(batch, batch.documents_BL), self.group)
 
     def prepare(self, batch: Batch, documents_BL: Tensor | None, put: Callable[[Tensor], Tensor]) -> None:

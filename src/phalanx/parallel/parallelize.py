@@ -66,12 +66,17 @@ def parallelize(
 
 
 def _refuse_dropout(model: nn.Module, layout: Layout) -> None:
+    name = next((n for n, m in model.named_modules() if isinstance(m, _DropoutNd) and m.p > 0), "")
+    if name:
+        refuse_draws(f"the model drops values out in {name!r}", layout)
+
+
+def refuse_draws(what: str, layout: Layout) -> None:
     """Masks are drawn anew for each micro-batch, so replicas and shards draw those of one rank; these axes do not."""
     axis = next((axis for axis in ("tp", "cp", "pp") if getattr(layout, axis) > 1), "")
-    name = next((n for n, m in model.named_modules() if isinstance(m, _DropoutNd) and m.p > 0), "")
-    if axis and name:
+    if axis:
         raise UserError(
-            f"the model drops values out in {name!r}, and the ranks of this axis do not draw the masks of one rank",
+            f"{what}, and the ranks of this axis do not draw the masks of one rank",
             field=f"layout.{axis}",
             value=getattr(layout, axis),
             remedy=f"set layout.{axis} = 1, or leave the dropout out",

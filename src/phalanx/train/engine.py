@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from phalanx.checkpoint.torch_state import rng_state
 from phalanx.core.deal import Deal, deal
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord
 from phalanx.model.attention import Attend
-from phalanx.model.family import Batch, Family
+from phalanx.model.family import BUILTIN, Batch, Family
 from phalanx.model.moe import MoE, next_bias
 from phalanx.observe.progress import Phase
 from phalanx.parallel.collectives import all_gather
@@ -33,7 +34,7 @@ from phalanx.parallel.device import Device, Moment
 from phalanx.parallel.groups import Groups
 from phalanx.parallel.loss import Loss, loss_of_logits
 from phalanx.parallel.norm import exact_norm, fast_norm
-from phalanx.parallel.parallelize import parallelize
+from phalanx.parallel.parallelize import parallelize, refuse_draws
 from phalanx.parallel.pipeline import Pipe, Stages
 from phalanx.parallel.reduce import Reducer
 from phalanx.parallel.schema import describe
@@ -95,6 +96,9 @@ class Engine:
         self._deferred = WeightGradients()
         self.stages = parallelize(job, family, coord, groups, self._deferred, device)
         self._halves: dict[int, Halves] = {}
+        self._unknown: set[int] = (
+            set() if job.model.family in BUILTIN else set(self.stages)
+        )  # stages that may draw numbers
         self._bind()
         self.reducer = Reducer(job, coord, groups, device)
         for model in self.stages.values():
@@ -306,7 +310,12 @@ class Engine:
         self.mark(Phase.forward, step=self.state.step, micro=micro)
         for attend in self._attends.values():
             attend.prepare(batch, self._documents[micro], self.device.put)
+        before = rng_state(self.device) if stage in self._unknown else b""
         out = self.stages[stage](batch) if x is None else self.stages[stage](batch, x)
+        if stage in self._unknown:
+            self._unknown.remove(stage)
+            if rng_state(self.device) != before:
+                refuse_draws("the model draws random numbers, as F.dropout does", self.job.layout)
         if stage < self.job.layout.num_stages - 1:
             return out
         scaled, total = self._loss(out, batch)
