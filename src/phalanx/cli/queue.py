@@ -104,13 +104,14 @@ def node(
     state: Annotated[str, typer.Argument(metavar="drain|undrain|down|up")],
     queue: Folder = HERE,
 ) -> None:
-    """Take a node out of use, or back into it."""
+    """Take a node out of use, or back into it. The queue notices by itself when a node dies, and when it is back."""
+    from phalanx.control.schedule.asks import BY_HAND
     from phalanx.core.errors import UserError
 
     events: dict[str, tuple[str, dict[str, Any]]] = {
         "drain": ("Drain", {"node": name, "off": False}),
         "undrain": ("Drain", {"node": name, "off": True}),
-        "down": ("NodeDown", {"node": name, "why": "said by hand"}),
+        "down": ("NodeDown", {"node": name, "why": BY_HAND}),
         "up": ("NodeUp", {"node": name}),
     }
     if state not in events:

@@ -101,6 +101,9 @@ class NodeUp(Event):
     node: str
 
 
+BY_HAND = "said by hand"  # why a node is down: an operator wants it so, until the operator says otherwise
+
+
 @dataclass(frozen=True, slots=True)
 class NodeDown(Event):
     node: str

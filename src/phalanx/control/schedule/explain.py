@@ -6,6 +6,8 @@ from phalanx.control.schedule.asks import S
 from phalanx.control.schedule.gangs import CLAIMING, RUNNING, WAITING, Gang
 from phalanx.control.schedule.scheduler import Scheduler
 
+SHOWN = 4  # nodes that are named in one sentence
+
 
 def why(scheduler: Scheduler, job: str, now_ns: int) -> list[str]:
     """Sentences about a gang, the present first, then its latest decisions."""
@@ -39,7 +41,7 @@ def _waiting(scheduler: Scheduler, gang: Gang, now_ns: int) -> list[str]:
     if refusal := scheduler.refusal(gang, need):
         lines.append(f"it may not start: {refusal}")
     elif need > cells.open_gpus:
-        lines.append(f"it needs {need} GPUs, and the nodes that are up have {cells.open_gpus}")
+        lines.append(f"it needs {need} GPUs, and the nodes that are up have {cells.open_gpus}{_out(scheduler, now_ns)}")
     elif need > cells.free_gpus:
         lines.append(f"it needs {need} GPUs, and {cells.free_gpus} are free")
     else:
@@ -54,6 +56,14 @@ def _waiting(scheduler: Scheduler, gang: Gang, now_ns: int) -> list[str]:
             f"it is overdue in {_ago(late)}, and starts within {_ago(late + (ahead + 1) * each)} at the latest"
         )
     return lines
+
+
+def _out(scheduler: Scheduler, now_ns: int) -> str:
+    """The nodes that are not up, and why."""
+    out = [n for n, closed in enumerate(scheduler.cells.closed) if closed]
+    shown = [f"{scheduler.names[n]} is {scheduler.wards.said(n, now_ns)}" for n in out[:SHOWN]]
+    more = f"; and {len(out) - SHOWN} more" if len(out) > SHOWN else ""
+    return f" ({'; '.join(shown)}{more})" if shown else ""
 
 
 def _ago(ns: int) -> str:
