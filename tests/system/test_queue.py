@@ -22,7 +22,7 @@ from tests.runtime.conftest import alive_with, wait_gone
 from tests.system.command import PHALANX, TINY, sets, train
 
 PATIENCE_S = 1800.0  # the machine may be busy; nothing is judged by the clock
-STEPS, SHORT = 600, 30
+STEPS, SHORT = 2000, 30  # enough that the first jobs are not done before the others have come
 ELASTIC = TINY | {
     "layout.replica": 4,
     "layout.tp": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.control.schedule.asks import S
 from phalanx.control.schedule.gangs import CLAIMING, RUNNING, WAITING, Gang
+from phalanx.control.schedule.moving import plan_moves
 from phalanx.control.schedule.scheduler import Scheduler
 
 SHOWN = 4  # nodes that are named in one sentence
@@ -34,7 +35,7 @@ def _present(scheduler: Scheduler, gang: Gang, now_ns: int) -> str:
 
 def _waiting(scheduler: Scheduler, gang: Gang, now_ns: int) -> list[str]:
     ask, cells, rules = gang.ask, scheduler.cells, scheduler.rules
-    need = ask.fewest * ask.replica_gpus + ask.spares * ask.gpus
+    need = ask.needs_gpus
     ahead = next(i for i, other in enumerate(scheduler.lines.waiting()) if other is gang)
     lines = [f"{ahead} gangs are before it"]
     shape = f"{ask.fewest} x {ask.nodes} nodes with {ask.gpus} GPUs" + (f" inside one {ask.level}" if ask.level else "")
@@ -46,6 +47,7 @@ def _waiting(scheduler: Scheduler, gang: Gang, now_ns: int) -> list[str]:
         lines.append(f"it needs {need} GPUs, and {cells.free_gpus} are free")
     else:
         lines.append(f"{cells.free_gpus} GPUs are free, but in pieces: it needs {shape}")
+        lines.append(_moves(scheduler, gang, now_ns))
     ends = [g.began_ns + g.ask.limit_ns for g in scheduler.running.values() if g.ask.limit_ns]
     if ends:
         lines.append(f"a gang with a time limit ends in {_ago(max(0, min(ends) - now_ns))} at the latest")
@@ -56,6 +58,16 @@ def _waiting(scheduler: Scheduler, gang: Gang, now_ns: int) -> list[str]:
             f"it is overdue in {_ago(late)}, and starts within {_ago(late + (ahead + 1) * each)} at the latest"
         )
     return lines
+
+
+def _moves(scheduler: Scheduler, gang: Gang, now_ns: int) -> str:
+    found = plan_moves(gang, scheduler.at, scheduler.running, scheduler.cells, scheduler.rules, now_ns)
+    if not found:
+        return "no few gangs can move to make one place of them"
+    names = ", ".join(mover.job for mover, _ in found.targets)
+    left_ns = gang.since_ns + -(-found.cost // gang.ask.needs_gpus) - now_ns
+    when = f"in {_ago(left_ns)}, when its wait has cost as much as that" if left_ns > 0 else "at the next look"
+    return f"{names} can move to make one place of them: they do so {when}"
 
 
 def _out(scheduler: Scheduler, now_ns: int) -> str:

@@ -17,6 +17,9 @@ def check(scheduler: Scheduler) -> None:
             held[node] += gpus
             assert gang.job in scheduler.at[node] or node in gang.owed, f"node {node} does not know {gang.job}"
         held.subtract(gang.owed)
+        for node, gpus in gang.target.spots if gang.target else ():
+            held[node] += gpus
+            assert gang.job in scheduler.at[node], f"node {node} does not know that {gang.job} moves there"
         used[gang.ask.tenant] += gang.gpus
         watts += gang.gpus * scheduler.rules.watts_per_gpu
     for node, free in enumerate(cells.free):
@@ -40,6 +43,7 @@ def _check_gang(gang: Gang) -> None:
         assert not gang.spots() and not gang.owed, f"{gang.job} is {gang.state} and has GPUs"
         return
     assert gang.state in (CLAIMING, RUNNING, LEAVING), gang.state
+    assert not gang.target or (gang.state == LEAVING and gang.again), f"{gang.job} is {gang.state} and moves"
     assert bool(gang.owed) == (gang.state == CLAIMING), f"{gang.job} is {gang.state} and is owed {gang.owed}"
     if gang.state != LEAVING:
         assert ask.fewest <= len(gang.replicas) <= ask.replicas, f"{gang.job} has {len(gang.replicas)} replicas"

@@ -24,6 +24,7 @@ from phalanx.control.schedule.cells import Cells, Placing, Spot
 from phalanx.control.schedule.curves import choose
 from phalanx.control.schedule.gangs import CLAIMING, ENDED, LEAVING, RUNNING, WAITING, Account, Gang
 from phalanx.control.schedule.lines import Lines
+from phalanx.control.schedule.moving import by_node, pays, plan_moves
 from phalanx.control.schedule.wards import Wards
 from phalanx.control.schedule.yielding import Claim, Sacrifice, make_room
 
@@ -94,6 +95,7 @@ class Scheduler:
                 self._stop(gang, again=False, why="cancelled")
             else:
                 gang.note(self.now_ns, f"{STOPPED}cancelled")
+                self._forget_target(gang)
             gang.again = False
             return
         self.lines.remove(gang)
@@ -105,6 +107,7 @@ class Scheduler:
     def _on_ended(self, event: asks.Ended) -> None:
         gang = self.gangs.get(event.job)
         if gang and gang.state in (RUNNING, LEAVING):
+            self._forget_target(gang)
             self._leave(gang)
             gang.state = ENDED
             gang.note(self.now_ns, "done" if event.ok else "failed")
@@ -114,7 +117,10 @@ class Scheduler:
         if gang and gang.state == LEAVING:
             self._leave(gang)
             gang.stops += 1
-            if gang.again:
+            if gang.again and gang.target and not self.refusal(gang, sum(gpus for _, gpus in gang.target.spots)):
+                self._arrive(gang)
+            elif gang.again:
+                self._forget_target(gang)
                 self._enqueue(gang)
             else:
                 gang.state = ENDED
@@ -140,7 +146,8 @@ class Scheduler:
             group.pop(gang.job, None)
 
     def _serve(self, gang: Gang) -> None:
-        gang.served, gang.since_ns = gang.served_at(self.now_ns), self.now_ns
+        gang.served, gang.ran_ns = gang.served_at(self.now_ns), gang.ran_at(self.now_ns)
+        gang.since_ns = self.now_ns
 
     def _stop(self, gang: Gang, again: bool, why: str) -> None:
         self._serve(gang)
@@ -168,7 +175,11 @@ class Scheduler:
         gang.gpus -= gpus
         self.accounts[gang.ask.tenant].change(self.now_ns, -gpus, self.rules.half_life_ns)
         self.watts -= gpus * self.rules.watts_per_gpu
-        kept = {node for node, _ in gang.spots()}
+        self._part(gang, spots)
+
+    def _part(self, gang: Gang, spots: list[Spot]) -> None:
+        """A gang has left nodes, if it has nothing else there: others may have what is free."""
+        kept = {node for node, _ in gang.spots() + (gang.target.spots if gang.target else [])}
         nodes = dict.fromkeys(node for node, _ in spots)
         for node in nodes:
             if node not in kept:
@@ -212,7 +223,7 @@ class Scheduler:
         self.accounts[gang.ask.tenant].change(self.now_ns, -gpus, self.rules.half_life_ns)
         self.watts -= gpus * self.rules.watts_per_gpu
         rest = dict(owed)
-        taken = [(node, count - rest.pop(node, 0)) for node, count in _by_node(placed)]
+        taken = [(node, count - rest.pop(node, 0)) for node, count in by_node(placed)]
         for node, _ in placed:
             self.at[node].pop(gang.job, None)
         gang.state = WAITING
@@ -269,6 +280,8 @@ class Scheduler:
             gang = self.gangs[job]
             if gang.state == CLAIMING:
                 self._dissolve(gang, why)
+            if gang.target and any(node == at for at, _ in gang.target.spots):
+                self._forget_target(gang)
             for _ in range(1 + len(gang.replicas)):  # several of its replicas may be there
                 if gang.state == RUNNING:
                     self._move(gang, node, why, must=gone or urgent)
@@ -407,7 +420,7 @@ class Scheduler:
             gang = lines.head(line)
             assert gang
             if not self._try(gang):
-                if attempts and line not in lines.stuck and self._make_room(gang):
+                if attempts and line not in lines.stuck and (self._make_room(gang) or self._make_one_place(gang)):
                     attempts -= 1
                 else:
                     lines.blocked.add(line)
@@ -478,8 +491,7 @@ class Scheduler:
 
     def _make_room(self, gang: Gang) -> bool:
         """Have others leave for a gang, if that lets it start."""
-        ask = gang.ask
-        if self.refusal(gang, ask.fewest * ask.replica_gpus + ask.spares * ask.gpus):
+        if self.refusal(gang, gang.ask.needs_gpus):
             return False
         if self.now_ns - self.weighed_ns >= self.rules.look_ns:
             self._weigh()
@@ -507,7 +519,7 @@ class Scheduler:
         gang.state, gang.since_ns = CLAIMING, self.now_ns
         self.claiming[gang.job] = gang
         gang.replicas, gang.spares = dict(enumerate(found.placing)), found.spares
-        spots = _by_node(gang.spots())
+        spots = by_node(gang.spots())
         free = [(node, min(gpus, self.cells.free[node])) for node, gpus in spots]
         gang.owed = {node: gpus - got for (node, gpus), (_, got) in zip(spots, free, strict=True) if gpus > got}
         self._take(gang, [spot for spot in free if spot[1]])
@@ -517,8 +529,9 @@ class Scheduler:
         self.watts += gpus * self.rules.watts_per_gpu
         for node in gang.owed:
             self.debtors.setdefault(node, {})[gang.job] = None
-        names = [victim.job for victim in found.stops] + list(found.shrinks)
-        gang.note(self.now_ns, f"waits for {', '.join(names[:4])}{' and more' if len(names) > 4 else ''} to make room")
+        if names := [victim.job for victim in found.stops] + list(found.shrinks):
+            more = " and more" if len(names) > 4 else ""
+            gang.note(self.now_ns, f"waits for {', '.join(names[:4])}{more} to make room")
         for victim, numbers in found.shrinks.values():
             self._shrink(victim, numbers, _why(gang))
         gang.blockers = [victim.job for victim in found.stops]
@@ -536,6 +549,39 @@ class Scheduler:
             else:
                 left.append(job)
         gang.blockers = left
+
+    def _make_one_place(self, gang: Gang) -> bool:
+        """Have others move for a gang whose GPUs are free in pieces, if that pays."""
+        if self.refusal(gang, gang.ask.needs_gpus):
+            return False
+        found = plan_moves(gang, self.at, self.running, self.cells, self.rules, self.now_ns)
+        if found is None or not pays(gang, found, self.now_ns):
+            return False
+        self._claim(gang, Sacrifice(found.placing, found.spares))
+        gang.note(self.now_ns, f"waits for {', '.join(mover.job for mover, _ in found.targets)} to move elsewhere")
+        for mover, target in found.targets:
+            self.cells.take(target.spots)
+            mover.target = target
+            mover.moves += 1
+            for node, _ in target.spots:
+                self.at[node][mover.job] = None
+            self._stop(mover, again=True, why=f"{gang.job} needs the room in one piece, and it moves elsewhere")
+        return True
+
+    def _arrive(self, gang: Gang) -> None:
+        """A gang that moves has left, and starts where it goes."""
+        target, gang.target = gang.target, None
+        assert target
+        self.cells.give(target.spots)
+        gang.replicas, gang.spares = target.replicas, target.spares
+        self._take(gang, target.spots)
+        self._begin(gang, "it has moved")
+
+    def _forget_target(self, gang: Gang) -> None:
+        if gang.target:
+            target, gang.target = gang.target, None
+            self.cells.give(target.spots)
+            self._part(gang, target.spots)
 
     def _grow(self) -> None:
         """Give what nobody waits for to gangs that run with fewer replicas than they asked for."""
@@ -562,13 +608,6 @@ class Scheduler:
 
 def _one(ask: Ask) -> Ask:
     return Ask(ask.job, ask.tenant, nodes=ask.nodes, gpus=ask.gpus, rest=ask.rest, level=ask.level)
-
-
-def _by_node(spots: list[Spot]) -> list[Spot]:
-    counts: dict[int, int] = {}
-    for node, gpus in spots:
-        counts[node] = counts.get(node, 0) + gpus
-    return list(counts.items())
 
 
 def _why(gang: Gang) -> str:

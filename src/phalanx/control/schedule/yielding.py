@@ -45,7 +45,7 @@ def make_room(
     """Find the fewest that must yield. The cells are as they were when this returns. `later`: in time, those too that
     are safe for now, and those that only end by themselves."""
     ask, replicas = head.ask, head.ask.fewest
-    need = ask.replica_gpus * replicas + ask.spares * ask.gpus
+    need = ask.needs_gpus
     steps = _steps(head, running, accounts, rules, now_ns)
     if later:
         steps += _later(head, running, {gang.number for gang, replica, _ in steps if replica < 0})
