@@ -30,7 +30,7 @@ class Quiet(Queue):
     def _start(self, job):
         self.live[job] = 1 << 30
 
-    def _stop(self, job):
+    def _stop(self, job, grace_ns):
         self.live.pop(job, None)
 
     def _status(self, job):

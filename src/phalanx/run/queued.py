@@ -200,8 +200,8 @@ class Queue:
         match command:
             case asks.Start(job):
                 self._start(job)
-            case asks.Stop(job):
-                self._stop(job)
+            case asks.Stop(job, grace_ns):
+                self._stop(job, grace_ns)
             case asks.SetTimer(at_ns):
                 self.timer_ns = at_ns
 
@@ -224,9 +224,9 @@ class Queue:
         own = [f"run.dir={home / 'runs'}", f"checkpoint.dir={home / 'checkpoints'}"]
         return [part for each in [*sets, *own] for part in ("--set", each)]
 
-    def _stop(self, job: str) -> None:
-        """Ask it to save and end; after the grace period to end at once."""
-        self.told.setdefault(job, time.monotonic())
+    def _stop(self, job: str, grace_ns: int) -> None:
+        """Ask it to save and end; after the grace period (0: at the next turn) to end at once."""
+        self.told.setdefault(job, time.monotonic() - (self.rules.grace_ns - grace_ns) / S)
         if pid := self._alive(job):
             os.kill(pid, signal.SIGTERM)
 

@@ -83,6 +83,7 @@ class World:
                 rest=rest,
                 spares=draw.choice((0, 0, 1)) if nodes * replicas + 2 * replicas < self.nodes else 0,
                 level=draw.choice(("", "", "leaf")) if nodes == 1 else "",
+                preemptible=draw.random() < 0.85,
             )
             need = ask.fewest * ask.replica_gpus + ask.spares * ask.gpus
             if any(t.name == ask.tenant and t.most and need > t.most for t in self.tenants):
@@ -161,6 +162,8 @@ class World:
             case asks.Stop(job, grace_ns):
                 self.check_turn(command)
                 self.stopped[job] = self.now_ns
+                if not grace_ns:
+                    self.left[job] += self.now_ns - self.began[job]  # it has no time to save
                 self.later(self.draw.uniform(0, grace_ns / S), asks.Stopped(job))
             case asks.Shrink(job):
                 self.later(self.draw.uniform(0, 30), asks.Shrunk(job))

@@ -24,10 +24,11 @@ def _present(scheduler: Scheduler, gang: Gang, now_ns: int) -> str:
         nodes = sorted({scheduler.names[node] for spots in gang.replicas.values() for node, _ in spots})
         more = f", spares {', '.join(scheduler.names[n] for n in gang.spares)}" if gang.spares else ""
         shown = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
+        more += f", as a guest until {', '.join(gang.visit.holders)} can start" if gang.visit else ""
         return f"{gang.job} runs with {len(gang.replicas)} of {gang.ask.replicas} replicas on {shown}{more}"
     if gang.state == CLAIMING:
         owed = sum(gang.owed.values())
-        return f"{gang.job} has its places and starts when {owed} GPUs of them are free: others are saving their state"
+        return f"{gang.job} has its places and starts when {owed} GPUs of them are free{_lends(gang)}"
     if gang.job in scheduler.held:
         return f"{gang.job} waits for a cheaper hour: it starts in {_ago(gang.slots[0][0] - now_ns)}"
     return f"{gang.job} is {gang.state}"
@@ -58,6 +59,12 @@ def _waiting(scheduler: Scheduler, gang: Gang, now_ns: int) -> list[str]:
             f"it is overdue in {_ago(late)}, and starts within {_ago(late + (ahead + 1) * each)} at the latest"
         )
     return lines
+
+
+def _lends(gang: Gang) -> str:
+    stay = ", ".join(gang.blockers[:SHOWN])
+    saving = f": {stay} may stay for a while" if stay else ": others are saving their state"
+    return saving + (f"; until then it lends to {', '.join([*gang.guests][:SHOWN])}" if gang.guests else "")
 
 
 def _moves(scheduler: Scheduler, gang: Gang, now_ns: int) -> str:

@@ -22,6 +22,18 @@ class Target:
 
 
 @dataclass(slots=True)
+class Visit:
+    """A gang runs in places that are held for others. `since_ns`, `served`, `ran_ns`: as they were when it came."""
+
+    holders: list[str]
+    nodes: set[int]  # on which it has what is lent
+    since_ns: int
+    served: int
+    ran_ns: int
+    lost: bool = False  # it had no time to save
+
+
+@dataclass(slots=True)
 class Gang:
     """`claiming`: its places are chosen, and it has those that are free; the others are `owed` by gangs that leave."""
 
@@ -42,6 +54,8 @@ class Gang:
     safe_ns: int = 0  # until then no gang of its own priority takes its place
     late: bool = False  # it was overdue when it claimed its places
     blockers: list[str] = field(default_factory=list)  # while it claims: gangs that it waits for, not told to leave yet
+    guests: dict[str, None] = field(default_factory=dict)  # while it claims: gangs that it lends places to
+    visit: Visit | None = None  # it is a guest
     stops: int = 0
     moves: int = 0  # how often it has moved for others
     target: Target | None = None  # while it leaves: where it goes

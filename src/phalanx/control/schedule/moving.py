@@ -33,7 +33,7 @@ def may_move(gang: Gang, head: Gang, rules: Rules, now_ns: int) -> bool:
     """Whether a gang can be asked to move for another one: not if it is larger or matters more, has just started, ends
     soon anyway, or has moved often enough."""
     ask, once_ns = gang.ask, rules.grace_ns + rules.restart_ns
-    if gang.state != RUNNING or not ask.preemptible or gang.shrinking or now_ns < gang.safe_ns:
+    if gang.state != RUNNING or not ask.preemptible or gang.shrinking or gang.visit or now_ns < gang.safe_ns:
         return False
     if ask.priority > head.ask.priority or gang.gpus >= head.ask.needs_gpus:
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from phalanx.control.schedule.gangs import CLAIMING, ENDED, LEAVING, RUNNING, WAITING, Gang
+from phalanx.control.schedule.lending import only_guests
 from phalanx.control.schedule.scheduler import Scheduler
 
 
@@ -60,6 +61,12 @@ def _check_counts(scheduler: Scheduler) -> None:
             counts = Counter(cells.free[node] for node in nodes if not cells.closed[node])
             assert cells.counts[level][domain] == [counts[free] for free in range(cells.size + 1)]
         assert cells.sorted[level] == sorted((count[-1], d) for d, count in enumerate(cells.counts[level]))
+    for holder in scheduler.gangs.values():
+        for job in holder.guests:
+            guest = scheduler.gangs[job]
+            assert holder.state == CLAIMING and guest.visit and holder.job in guest.visit.holders
+            kept = guest.state == RUNNING and only_guests(holder, scheduler.gangs)
+            assert not kept, f"{holder.job} waits for nobody but its guests"
     for node, debts in scheduler.debtors.items():
         for job in debts:
             assert scheduler.gangs[job].owed[node] > 0

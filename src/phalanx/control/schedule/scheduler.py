@@ -22,7 +22,8 @@ from phalanx.control.schedule import asks
 from phalanx.control.schedule.asks import Ask, Command, Event, Rules, Tenant
 from phalanx.control.schedule.cells import Cells, Placing, Spot
 from phalanx.control.schedule.curves import choose
-from phalanx.control.schedule.gangs import CLAIMING, ENDED, LEAVING, RUNNING, WAITING, Account, Gang
+from phalanx.control.schedule.gangs import CLAIMING, ENDED, LEAVING, RUNNING, WAITING, Account, Gang, Visit
+from phalanx.control.schedule.lending import only_guests, place_guest, waits_until
 from phalanx.control.schedule.lines import Lines
 from phalanx.control.schedule.moving import by_node, pays, plan_moves
 from phalanx.control.schedule.wards import Wards
@@ -56,6 +57,7 @@ class Scheduler:
         self.now_ns, self.out = max(now_ns, self.now_ns), []
         self.lines.age(self.now_ns)
         HANDLERS[type(event)](self, event)
+        self._recall()
         self._look()
         self._wake()
         return self.out
@@ -77,8 +79,9 @@ class Scheduler:
             )
         self._enqueue(gang)
 
-    def _enqueue(self, gang: Gang) -> None:
-        gang.state, gang.since_ns = WAITING, self.now_ns
+    def _enqueue(self, gang: Gang, since_ns: int = -1) -> None:
+        """`since_ns`: since when it waits, if that is not now."""
+        gang.state, gang.since_ns = WAITING, self.now_ns if since_ns < 0 else since_ns
         gang.weigh(self.now_ns, self.rules)
         if gang.slots and gang.slots[0][0] > self.now_ns:
             self.held[gang.job] = gang
@@ -115,13 +118,16 @@ class Scheduler:
     def _on_stopped(self, event: asks.Stopped) -> None:
         gang = self.gangs.get(event.job)
         if gang and gang.state == LEAVING:
+            visit = gang.visit
             self._leave(gang)
+            if visit and visit.lost:
+                gang.served, gang.ran_ns = visit.served, visit.ran_ns
             gang.stops += 1
             if gang.again and gang.target and not self.refusal(gang, sum(gpus for _, gpus in gang.target.spots)):
                 self._arrive(gang)
             elif gang.again:
                 self._forget_target(gang)
-                self._enqueue(gang)
+                self._enqueue(gang, visit.since_ns if visit else -1)
             else:
                 gang.state = ENDED
                 gang.note(self.now_ns, gang.notes[-1][1].removeprefix(STOPPED))
@@ -138,6 +144,7 @@ class Scheduler:
         self._serve(gang)
         spots = gang.spots()
         gang.replicas, gang.shrinking, gang.spares = {}, {}, []
+        self._end_visit(gang)
         self._retire(gang)
         self._release(gang, spots)
 
@@ -149,13 +156,13 @@ class Scheduler:
         gang.served, gang.ran_ns = gang.served_at(self.now_ns), gang.ran_at(self.now_ns)
         gang.since_ns = self.now_ns
 
-    def _stop(self, gang: Gang, again: bool, why: str) -> None:
+    def _stop(self, gang: Gang, again: bool, why: str, grace_ns: int = -1) -> None:
         self._serve(gang)
         self._retire(gang)
         gang.state, gang.again = LEAVING, again
         gang.note(self.now_ns, f"{STOPPED}{why}")
         self.decisions += 1
-        self.out.append(asks.Stop(gang.job, self.rules.grace_ns, again, why))
+        self.out.append(asks.Stop(gang.job, self.rules.grace_ns if grace_ns < 0 else grace_ns, again, why))
 
     # -- GPUs
 
@@ -216,6 +223,8 @@ class Scheduler:
         for node in owed:
             self._forget_debt(gang.job, node)
         del self.claiming[gang.job]
+        for guest in [self.gangs[job] for job in gang.guests]:
+            self._end_visit(guest)  # it stays: nobody wants the place back
         gang.owed, gang.replicas, gang.spares, gang.blockers, gang.late = {}, {}, [], [], False
         # What it is owed was counted as its own, and is not taken from the cells.
         gpus = sum(owed.values())
@@ -420,7 +429,7 @@ class Scheduler:
             gang = lines.head(line)
             assert gang
             if not self._try(gang):
-                if attempts and line not in lines.stuck and (self._make_room(gang) or self._make_one_place(gang)):
+                if attempts and line not in lines.stuck and self._help(gang):
                     attempts -= 1
                 else:
                     lines.blocked.add(line)
@@ -474,7 +483,7 @@ class Scheduler:
     def _begin(self, gang: Gang, why: str) -> None:
         rules = self.rules
         late = gang.late or gang.overdue(self.now_ns, rules)
-        gang.late, gang.blockers = False, []
+        gang.late, gang.blockers, gang.guests = False, [], {}
         gang.safe_ns = self.now_ns + (rules.turn_ns if late else rules.min_run_ns)
         gang.state, gang.since_ns, gang.began_ns = RUNNING, self.now_ns, self.now_ns
         self.claiming.pop(gang.job, None)
@@ -550,6 +559,9 @@ class Scheduler:
                 left.append(job)
         gang.blockers = left
 
+    def _help(self, gang: Gang) -> bool:
+        return self._make_room(gang) or self._make_one_place(gang) or self._be_guest(gang)
+
     def _make_one_place(self, gang: Gang) -> bool:
         """Have others move for a gang whose GPUs are free in pieces, if that pays."""
         if self.refusal(gang, gang.ask.needs_gpus):
@@ -582,6 +594,45 @@ class Scheduler:
             target, gang.target = gang.target, None
             self.cells.give(target.spots)
             self._part(gang, target.spots)
+
+    def _be_guest(self, gang: Gang) -> bool:
+        """Start a gang in places that others hold, and will not need for a while."""
+        ask, least_ns = gang.ask, self.now_ns + self.rules.min_run_ns
+        if not self.claiming or not ask.preemptible or ask.spares or self.refusal(gang, ask.needs_gpus):
+            return False
+        holders = [holder for holder in self.claiming.values() if waits_until(holder, self.gangs) >= least_ns]
+        found = place_guest(gang, holders, self.cells) if holders else None
+        if not found:
+            return False
+        placing, loans = found
+        nodes = {node for _, spots in loans for node, _ in spots}
+        gang.visit = Visit([h.job for h, _ in loans], nodes, gang.since_ns, gang.served, gang.ran_ns)
+        for holder, spots in loans:
+            holder.guests[gang.job] = None
+            self.cells.give(spots)
+            for node, gpus in spots:
+                holder.owed[node] = holder.owed.get(node, 0) + gpus
+                self.debtors.setdefault(node, {})[holder.job] = None
+        self._seat(gang, placing, [])
+        self._begin(gang, f"it is a guest in places that are held for {', '.join(gang.visit.holders)}")
+        return True
+
+    def _recall(self) -> None:
+        """Have guests leave as soon as nobody else keeps the holder waiting, or all the others are leaving."""
+        for holder in [h for h in self.claiming.values() if h.guests]:
+            last = only_guests(holder, self.gangs)
+            if last or not waits_until(holder, self.gangs):
+                for guest in [self.gangs[job] for job in holder.guests]:
+                    if guest.state == RUNNING:
+                        assert guest.visit
+                        guest.visit.lost = last
+                        self._stop(guest, True, f"{holder.job} takes its places back", 0 if last else -1)
+
+    def _end_visit(self, gang: Gang) -> None:
+        if gang.visit:
+            for job in gang.visit.holders:
+                self.gangs[job].guests.pop(gang.job, None)
+            gang.visit = None
 
     def _grow(self) -> None:
         """Give what nobody waits for to gangs that run with fewer replicas than they asked for."""
