@@ -14,8 +14,10 @@ from phalanx.control.schedule.asks import Ask
 from phalanx.control.schedule.gangs import ENDED, RUNNING, WAITING, Gang
 from phalanx.core.errors import RunFailed
 from phalanx.run import queued
-from phalanx.run.queue_nodes import Agent
-from phalanx.run.queued import INBOX, STATE, Queue, write_whole
+from phalanx.run.queue_nodes import Agent, write_whole
+from phalanx.run.queued import INBOX, STATE, Queue
+from phalanx.runtime.cluster import LOST_NODES, Cluster
+from phalanx.runtime.launch import StartedAgent
 
 
 class Quiet(Queue):
@@ -184,11 +186,40 @@ def test_what_an_operator_declares_down_stays_down(quiet):
     assert said_of(queue, "n0").startswith("watched")
 
 
+def test_a_death_that_a_killed_queue_has_seen_and_not_told_is_told_by_the_next(quiet):
+    queue = quiet()
+    up(queue)
+    os.kill(queue.agents.agents["n0"].pid, signal.SIGKILL)
+    queue.agents.agents["n0"].process.wait()
+    queue.agents.look()
+    assert queue.agents.why_down("n0")
+    again = quiet()
+    again.turn()
+    assert said_of(again, "n0") == "down: its agent has ended"
+
+
 def test_the_ranks_of_a_node_follow_from_the_books():
     gang = Gang(Ask("x", replicas=3, nodes=1, gpus=2, rest=1), 0, 0)
     gang.replicas = {0: [(0, 2), (1, 1)], 2: [(3, 2), (1, 1)]}
     assert queued.ranks_on(gang, 1, [0, 1]) == [2, 5], "the run has numbered its replicas otherwise"
     assert queued.ranks_on(gang, 3, []) == [6, 7], "nothing is known of the run"
+
+
+def test_a_run_ends_what_it_has_on_a_lost_node_and_each_loss_counts_once(tmp_path):
+    agents = {name: StartedAgent(["cat"], "", tmp_path / name, {**os.environ}, True) for name in ("a", "b")}
+    run = Cluster.__new__(Cluster)
+    run.folder, run.nodes_up, run._lost, run.on_event = tmp_path, dict(agents), {}, lambda event: None
+    try:
+        run._end_lost()  # nobody has said anything
+        write_whole(tmp_path / LOST_NODES, {"a": 1})
+        run._end_lost()
+        assert agents["a"].how_it_ended() == "was killed by SIGKILL" and agents["b"].process.poll() is None
+        run.nodes_up["a"] = agents["b"]  # started again
+        run._end_lost()
+        assert agents["b"].process.poll() is None
+    finally:
+        for agent in agents.values():
+            agent.close()
 
 
 def test_two_queues_in_one_folder_are_refused(quiet, tmp_path):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.control.liveness import DEAD, Liveness
+from phalanx.core.store import sync_folder
 from phalanx.runtime import kernel
 
 BEAT_S = 5.0  # dead is who is silent for three of them, or longer where its own gaps were longer (`Liveness`)
@@ -56,7 +57,7 @@ class Nodes:
         folder.mkdir(exist_ok=True)
         self.liveness = Liveness(round(beat_s * 1e9))
         self._looked_ns = time.monotonic_ns()
-        _write(folder / QUEUE, _self())
+        write_whole(folder / QUEUE, _self())
         self.agents = {name: self._find(name) for name in names}
 
     def _find(self, name: str) -> Agent:
@@ -109,9 +110,12 @@ class Nodes:
     def _start(self, name: str, agent: Agent, now_ns: int) -> None:
         (self.folder / f"{name}.beat").unlink(missing_ok=True)
         command = [sys.executable, "-P", "-m", "phalanx.run.queue_nodes", str(self.folder), name]
-        agent.process = subprocess.Popen(
-            [*command, "--beat-s", str(self.beat_s)], stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        command += ["--beat-s", str(self.beat_s)]
+        try:
+            agent.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError:  # there is no room for one more process
+            agent.again_at = time.monotonic() + self.return_s
+            return
         agent.pid, agent.began = agent.process.pid, kernel.began(agent.process.pid)
         agent.count, agent.heard_ns = -1, now_ns
         self.liveness.expect(name, agent.pid, now_ns + round(max(0.0, BEGIN_S - self.beat_s) * 1e9))
@@ -139,8 +143,8 @@ class Nodes:
         if self._code(agent) is None:
             os.kill(agent.pid, signal.SIGKILL)
         if agent.process:
-            agent.process.wait()
-        (self.folder / f"{name}.json").unlink(missing_ok=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.process.wait(LEAVE_S)
         self.agents[name] = Agent(again_at=time.monotonic() + self.return_s, why=why)
 
     @staticmethod
@@ -170,10 +174,15 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _write(path: Path, value: object) -> None:
+def write_whole(path: Path, value: Any) -> None:
+    """So that nobody reads half of it, and it is there after a power failure."""
     near = path.with_name(f".{path.name}.{os.getpid()}")
-    near.write_text(json.dumps(value))
-    near.replace(path)
+    with near.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(near, path)
+    sync_folder(path.parent)
 
 
 # -- the agent
@@ -194,11 +203,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return TAKEN
-        _write(record, _self())
+        write_whole(record, _self())
         count, heard_at = 0, time.monotonic()
         while not told.is_set() and time.monotonic() - heard_at < ALONE_S:
             count += 1
-            _write(beat, count)
+            beat.write_text(str(count))
             if not (args.folder / QUEUE).exists():
                 break
             queue = _read(args.folder / QUEUE)

@@ -27,10 +27,9 @@ from phalanx.control.schedule.gangs import ENDED, LEAVING, RUNNING, Gang
 from phalanx.control.schedule.scheduler import Scheduler
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
-from phalanx.core.store import sync_folder
 from phalanx.observe.record import run_folders
 from phalanx.run.follow import head_of
-from phalanx.run.queue_nodes import Nodes
+from phalanx.run.queue_nodes import Nodes, write_whole
 from phalanx.runtime import controller, kernel
 from phalanx.runtime.cluster import LOST_NODES
 from phalanx.runtime.journal import Entry, Journal, JournalError
@@ -39,17 +38,6 @@ from phalanx.runtime.secret import load_secret
 POLL_S = 0.5
 MOST_CRASHES = 3  # of a job's own process, without a word
 INBOX, JOBS, NODES, STATE = "inbox", "jobs", "nodes", "state.json"
-
-
-def write_whole(path: Path, value: Any) -> None:
-    """So that nobody reads half of it, and it is there after a power failure."""
-    near = path.with_name(f".{path.name}.{os.getpid()}")
-    with near.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(near, path)
-    sync_folder(path.parent)
 
 
 def ask_of(name: str, job: Job, node_gpus: int, tenant: str, priority: int) -> Ask:
