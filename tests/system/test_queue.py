@@ -19,10 +19,10 @@ from phalanx.chaos import faults
 from phalanx.chaos.scene import Scene
 from phalanx.core.ledger import Record
 from tests.runtime.conftest import alive_with, wait_gone
-from tests.system.command import PHALANX, TINY, sets, train
+from tests.system.command import PHALANX, TINY, Command, sets
 
 PATIENCE_S = 1800.0  # the machine may be busy; nothing is judged by the clock
-STEPS, SHORT = 2000, 30  # enough that the first jobs are not done before the others have come
+STEPS, SHORT = 1200, 30  # enough that the first jobs are not done before the others have come
 ELASTIC = TINY | {
     "layout.replica": 4,
     "layout.tp": 1,
@@ -165,7 +165,7 @@ def test_ten_jobs_share_eight_nodes_and_end_with_the_bits_of_undisturbed_runs(tm
         queue.end()
 
     for jobs, values in ((elastic, ELASTIC), (alone, ALONE)):
-        clean = train(tmp_path / f"clean-{values['layout.replica']}", *sets(values))
+        clean = Command(tmp_path / f"clean-{values['layout.replica']}", *sets(values)).end(PATIENCE_S)
         assert clean.code == 0, clean.err
         (run,) = clean.runs
         wanted = ledger(run)

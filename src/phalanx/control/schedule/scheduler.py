@@ -564,7 +564,9 @@ class Scheduler:
 
     def _make_one_place(self, gang: Gang) -> bool:
         """Have others move for a gang whose GPUs are free in pieces, if that pays."""
-        if self.refusal(gang, gang.ask.needs_gpus):
+        once_ns = self.rules.grace_ns + self.rules.restart_ns
+        too_soon = gang.ask.needs_gpus * (self.now_ns - gang.since_ns) < once_ns  # for the cheapest move of all
+        if too_soon or self.refusal(gang, gang.ask.needs_gpus):
             return False
         found = plan_moves(gang, self.at, self.running, self.cells, self.rules, self.now_ns)
         if found is None or not pays(gang, found, self.now_ns):
