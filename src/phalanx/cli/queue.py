@@ -25,7 +25,8 @@ def start(
     queue: Folder = HERE,
 ) -> None:
     """Serve a queue until Ctrl-C. Running jobs continue without it; start it again to resume the queue."""
-    from phalanx.run.queued import Queue, write_whole
+    from phalanx.run.queue_nodes import write_whole
+    from phalanx.run.queued import Queue
     from phalanx.run.stop import Stop
 
     queue.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,8 @@ def submit(
     from phalanx.control.schedule.asks import Submit
     from phalanx.core.errors import UserError
     from phalanx.run.planned import resolve
-    from phalanx.run.queued import JOBS, ask_of, write_whole
+    from phalanx.run.queue_nodes import write_whole
+    from phalanx.run.queued import JOBS, ask_of
 
     about = _settings(queue)
     resolved, _ = resolve(job, sets or [])
@@ -106,13 +108,14 @@ def node(
     state: Annotated[str, typer.Argument(metavar="drain|undrain|down|up")],
     queue: Folder = HERE,
 ) -> None:
-    """Take a node out of use, or back into it."""
+    """Take a node out of use, or back into it. The queue notices by itself when a node dies, and when it is back."""
+    from phalanx.control.schedule.asks import BY_HAND
     from phalanx.core.errors import UserError
 
     events: dict[str, tuple[str, dict[str, Any]]] = {
         "drain": ("Drain", {"node": name, "off": False}),
         "undrain": ("Drain", {"node": name, "off": True}),
-        "down": ("NodeDown", {"node": name, "why": "said by hand"}),
+        "down": ("NodeDown", {"node": name, "why": BY_HAND}),
         "up": ("NodeUp", {"node": name}),
     }
     if state not in events:
@@ -124,7 +127,8 @@ def node(
 
 
 def _request(queue: Path, kind: str, event: dict[str, Any]) -> None:
-    from phalanx.run.queued import INBOX, write_whole
+    from phalanx.run.queue_nodes import write_whole
+    from phalanx.run.queued import INBOX
 
     write_whole(queue / INBOX / f"{time.time_ns()}-{secrets.token_hex(4)}.json", {"kind": kind, "event": event})
 

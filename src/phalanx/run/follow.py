@@ -63,7 +63,7 @@ def _point(fd: int, path: Path) -> None:
 
 def write_head(folder: Path, reference: dict[str, str]) -> None:
     """`reference`: by which other hosts find the run on its engine; {}: they cannot."""
-    said = {"pid": os.getpid(), "began": began(os.getpid()), "host": socket.gethostname(), "engine": reference}
+    said = {"pid": os.getpid(), "began": kernel.began(os.getpid()), "host": socket.gethostname(), "engine": reference}
     (folder / HEAD).write_text(json.dumps(said))
 
 
@@ -92,7 +92,7 @@ def head_of(folder: Path) -> Head:
         said = json.loads((folder / HEAD).read_bytes())
         if said["host"] != socket.gethostname():
             return Head(engine=said["engine"])
-        if began(said["pid"]) == said["began"]:
+        if kernel.began(said["pid"]) == said["began"]:
             return Head(said["pid"])
     return Head()
 
@@ -104,13 +104,6 @@ def record_of(run_dir: Path, job: str, reference: dict[str, str]) -> Path | None
             if json.loads((folder / HEAD).read_bytes())["engine"] == reference:
                 return folder
     return None
-
-
-def began(pid: int) -> str:
-    """When it did, in ticks since the machine's start: with the pid, no other process has it."""
-    if kernel.stat(pid)[0] in ("", "Z"):
-        return ""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 class Tail:

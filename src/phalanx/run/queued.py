@@ -1,6 +1,7 @@
 """A queue of jobs for the nodes of this machine: the gang scheduler (`control.schedule`) decides, and each job is a
 `phalanx train` of its own. What is heard is journaled before anything is done about it, so that the queue may be killed
-at any moment: the next one folds the journal, finds the runs that still go, and continues.
+at any moment: the next one folds the journal, finds the runs that still go, and continues. Nodes are processes, too
+(`queue_nodes`): when one dies, what jobs have there is ended, and the scheduler is told.
 
 Users speak to it by files in its folder: requests in inbox/, what is known in state.json.
 """
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +27,17 @@ from phalanx.control.schedule.gangs import ENDED, LEAVING, RUNNING, Gang
 from phalanx.control.schedule.scheduler import Scheduler
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
-from phalanx.core.store import sync_folder
 from phalanx.observe.record import run_folders
-from phalanx.run.follow import began, head_of
-from phalanx.runtime import controller
+from phalanx.run.follow import head_of
+from phalanx.run.queue_nodes import Nodes, write_whole
+from phalanx.runtime import controller, kernel
+from phalanx.runtime.cluster import LOST_NODES
 from phalanx.runtime.journal import Entry, Journal, JournalError
 from phalanx.runtime.secret import load_secret
 
 POLL_S = 0.5
 MOST_CRASHES = 3  # of a job's own process, without a word
-INBOX, JOBS, STATE = "inbox", "jobs", "state.json"
-
-
-def write_whole(path: Path, value: Any) -> None:
-    """So that nobody reads half of it, and it is there after a power failure."""
-    near = path.with_name(f".{path.name}.{os.getpid()}")
-    with near.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(near, path)
-    sync_folder(path.parent)
+INBOX, JOBS, NODES, STATE = "inbox", "jobs", "nodes", "state.json"
 
 
 def ask_of(name: str, job: Job, node_gpus: int, tenant: str, priority: int) -> Ask:
@@ -60,6 +51,19 @@ def ask_of(name: str, job: Job, node_gpus: int, tenant: str, priority: int) -> A
     return Ask(name, tenant, priority, job.layout.replica, fewest, gpus=rest)
 
 
+def ranks_on(gang: Gang, node: int, running: Sequence[int]) -> list[int]:
+    """Ranks that a gang has on a node. `running`: the replicas of its run, which may have other numbers."""
+    size, out = gang.ask.replica_gpus, list[int]()
+    numbers = sorted([*gang.replicas, *gang.shrinking])
+    ours = running if len(running) == len(numbers) else numbers
+    for number, at in zip(numbers, sorted(ours), strict=True):
+        rank = at * size
+        for spot, gpus in gang.replicas.get(number) or gang.shrinking[number]:
+            out += range(rank, rank + gpus) if spot == node else ()
+            rank += gpus
+    return out
+
+
 class Queue:
     def __init__(self, folder: Path, nodes: int, node_gpus: int, rules: Rules | None = None):
         self.folder, self.nodes, self.node_gpus = folder.absolute(), nodes, node_gpus
@@ -71,6 +75,7 @@ class Queue:
         except JournalError as error:
             raise RunFailed(str(error), remedy="is another `phalanx queue start` at work there?") from None
         self.scheduler = self.journal.recover(self._fresh, self._fold)
+        self.agents = Nodes(self.folder / NODES, self.scheduler.names)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.told: dict[str, float] = {}  # job -> when it was told to stop
         self.scaled: dict[str, int] = {}  # job -> replicas that its controller was asked for
@@ -94,9 +99,15 @@ class Queue:
         while not stop():
             self.turn()
             time.sleep(POLL_S)
+        self.close()
+
+    def close(self) -> None:
+        """Leave in order: jobs continue, the next queue starts the nodes anew."""
+        self.agents.close()
         self.journal.close()
 
     def turn(self) -> None:
+        self._look_at_nodes()
         for path in sorted((self.folder / INBOX).glob("*.json")):
             self._take(path)
         for gang in list(self.scheduler.gangs.values()):
@@ -134,14 +145,51 @@ class Queue:
         self.tell(event)
         path.unlink()
 
+    # -- nodes
+
+    def _look_at_nodes(self) -> None:
+        """Say which nodes have died, and which are back; not of those that an operator has declared down."""
+        self.agents.look()
+        for name, number in self.scheduler.index.items():
+            ward = self.scheduler.wards.wards.get(number)
+            down, why = bool(ward and ward.down), self.agents.why_down(name)
+            if why and not down:
+                for job in list(self.scheduler.at[number]):
+                    self._fence(self.scheduler.gangs[job], number)
+                self.tell(asks.NodeDown(name, why))
+            elif down and ward and ward.why != asks.BY_HAND and self.agents.is_up(name):
+                self.tell(asks.NodeUp(name))
+
+    def _fence(self, gang: Gang, node: int) -> None:
+        """Have a run end its agents on a dead node, before others may believe that nothing runs there."""
+        run = self._run_of(gang.job)
+        if run is None:
+            return  # it has none yet
+        said = self._status_of(run) or {"nodes": {}, "replicas": []}
+        size = gang.ask.replica_gpus
+        places = {rank // min(size, self.node_gpus) for rank in ranks_on(gang, node, said["replicas"])}
+        standing = {about["place"]: name for name, about in said["nodes"].items()}
+        path = run / "control" / LOST_NODES
+        times = json.loads(path.read_text()) if path.is_file() else {}
+        for name in (standing.get(place, f"node-{place}") for place in sorted(places)):
+            times[name] = times.get(name, 0) + 1
+        write_whole(path, times)
+
+    def _status_of(self, run: Path) -> dict[str, Any] | None:
+        try:
+            secret = load_secret(run / "control" / "secret", create=False)
+            return controller.ask(run / "control", secret, {"type": "status"}, 5.0)
+        except (OSError, UserError, ValueError):
+            return None  # it is not up yet, or is busy
+
     # -- what the scheduler wants
 
     def _obey(self, command: asks.Command) -> None:
         match command:
             case asks.Start(job):
                 self._start(job)
-            case asks.Stop(job):
-                self._stop(job)
+            case asks.Stop(job, grace_ns):
+                self._stop(job, grace_ns)
             case asks.SetTimer(at_ns):
                 self.timer_ns = at_ns
 
@@ -157,16 +205,16 @@ class Queue:
             )  # fmt: skip
         self.processes[job] = process
         self.scaled[job] = 0
-        write_whole(home / "process.json", {"pid": process.pid, "began": began(process.pid)})
+        write_whole(home / "process.json", {"pid": process.pid, "began": kernel.began(process.pid)})
 
     def _sets(self, home: Path) -> list[str]:
         sets = json.loads((home / "sets.json").read_text())
         own = [f"run.dir={home / 'runs'}", f"checkpoint.dir={home / 'checkpoints'}"]
         return [part for each in [*sets, *own] for part in ("--set", each)]
 
-    def _stop(self, job: str) -> None:
-        """Ask it to save and end; after the grace period to end at once."""
-        self.told.setdefault(job, time.monotonic())
+    def _stop(self, job: str, grace_ns: int) -> None:
+        """Ask it to save and end; after the grace period (0: at the next turn) to end at once."""
+        self.told.setdefault(job, time.monotonic() - (self.rules.grace_ns - grace_ns) / S)
         if pid := self._alive(job):
             os.kill(pid, signal.SIGTERM)
 
@@ -180,7 +228,7 @@ class Queue:
         home = self.folder / JOBS / job
         try:
             said = json.loads((home / "process.json").read_text())
-            if said["began"] and began(int(said["pid"])) == said["began"]:
+            if said["began"] and kernel.began(int(said["pid"])) == said["began"]:
                 return int(said["pid"])
         except (OSError, ValueError, KeyError):
             pass
@@ -215,10 +263,10 @@ class Queue:
                 if answer["type"] == "refused":
                     return
                 self.scaled[gang.job] = wanted
-            said = controller.ask(run / "control", secret, {"type": "status"}, 5.0)
         except (OSError, UserError, ValueError):
             return  # it is not up yet, or is busy: at the next turn
-        if gang.shrinking and 0 < len(said["replicas"]) <= wanted:
+        said = self._status_of(run)
+        if said and gang.shrinking and 0 < len(said["replicas"]) <= wanted:
             self.tell(asks.Shrunk(gang.job))
 
     def _run_of(self, job: str) -> Path | None:

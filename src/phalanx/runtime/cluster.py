@@ -32,7 +32,7 @@ from phalanx.observe import fold
 from phalanx.runtime import controller, inventory, log_tail
 from phalanx.runtime.journal import Fenced, JournalError
 from phalanx.runtime.journal_server import JournalServer, Kept
-from phalanx.runtime.launch import Adapter, Call, Local, Seat, Started
+from phalanx.runtime.launch import Adapter, AgentProcess, Call, Local, Seat, Started
 from phalanx.runtime.reports import Recorder
 from phalanx.runtime.secret import READ, Identity, Secret, copy_secret, load_secret
 from phalanx.runtime.transport import Link, Loop
@@ -41,6 +41,7 @@ from phalanx.runtime.wire import Message
 POLL_S = 0.1
 LOOK_S = 0.5
 MORE_NODES, MOST_ADDED = "more-nodes", 64
+LOST_NODES = "lost-nodes"  # a file: how often each node was lost, as one knows who looks after the nodes of many runs
 STOP = "stop"  # the file by which a user asks for the end of a run that would else be handed over
 SPARE_S = 60.0  # after which spares are started at the latest
 CONTROLLER_S = 30.0  # for the controller to start
@@ -203,6 +204,7 @@ class Cluster:
         self._heard_at = 0.0  # the last sign of life of the controller
         self._trouble: tuple[float, str] = (0.0, "")  # since when, and why, the controller cannot write its journal
         self._deaths: dict[str, list[float]] = {}  # what died -> when, of the latest
+        self._lost: dict[str, int] = {}  # node -> how often it was said to be lost
         self._failures: dict[str, int] = {}  # node -> how often it ended since it joined
         self._first_commit = 0  # the last generation that had one
         self._link: Link | None = None
@@ -425,6 +427,7 @@ class Cluster:
         if now > self._look_at:
             self._look_at = now + LOOK_S
             self._add_nodes()
+            self._end_lost()
         for name in [w for w, at in self._again.items() if at <= now]:
             del self._again[name]
             if name == "controller":
@@ -473,6 +476,19 @@ class Cluster:
             before, self.seats = self.seats, self._find_seats()
             for name in self.seats.keys() - before:
                 self._start_node(name)
+
+    def _end_lost(self) -> None:
+        """End what runs on nodes that are said to be lost."""
+        try:
+            said = json.loads((self.folder / LOST_NODES).read_text())
+        except (OSError, ValueError):
+            return
+        for name, times in said.items():
+            agent = self.nodes_up.get(name)
+            if times > self._lost.get(name, 0) and isinstance(agent, AgentProcess):
+                self._tell_node(name, "is said to be lost, and is ended")
+                agent.kill()
+            self._lost[name] = times
 
     def _on_controller(self) -> None:
         assert self._controller and self._controller.stdout

@@ -70,6 +70,16 @@ def stat(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[1])
 
 
+def began(pid: int) -> str:
+    """When it did, in ticks since the machine's start: with the pid, no other process has it. "": it is not there."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            fields = f.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
 def children() -> list[int]:
     me = os.getpid()
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and stat(int(name))[1] == me]

@@ -154,6 +154,11 @@ class AgentProcess(ABC):
     def let_go(self) -> None:
         """Tell it to end."""
 
+    def kill(self) -> None:
+        """End it at once, and with it everything below it."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
     @abstractmethod
     def _code(self) -> int | None:
         """The exit code of a process that has ended, negative for a signal; None if that cannot be known."""
@@ -165,8 +170,7 @@ class AgentProcess(ABC):
         self.let_go()
         deadline = time.monotonic() + CLOSE_S
         if not _readable(self._pidfd, CLOSE_S):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            self.kill()
         self._code()
         if self.proves:
             for pid in filter(None, self.running.values()):  # what workers had started may be left

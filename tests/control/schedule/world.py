@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from phalanx.control.schedule import asks
 from phalanx.control.schedule.asks import Ask, Rules, S, Tenant
 from phalanx.control.schedule.cells import Cells
-from phalanx.control.schedule.gangs import ENDED, LEAVING, RUNNING
+from phalanx.control.schedule.gangs import ENDED, LEAVING, RUNNING, WAITING
 from phalanx.control.schedule.promises import check
 from phalanx.control.schedule.scheduler import Scheduler
 
@@ -20,7 +20,9 @@ LAST_FAULT = 40_000  # seconds; after that the world is kind, and everything mus
 
 
 class World:
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, in_pieces: bool = False):
+        """`in_pieces`: small gangs stay for long, and nobody has to yield to those who come later; so it is in some of
+        the other worlds, too."""
         self.draw = draw = random.Random(seed)
         self.nodes = draw.choice((4, 8, 12))
         self.size = draw.choice((1, 4, 8))
@@ -30,7 +32,11 @@ class World:
             min_run_ns=60 * S,
             watts_per_gpu=draw.choice((0, 100)),
             first_level=draw.choice((200, 3600)),
+            move_share=draw.choice((2, 20)),
         )
+        self.in_pieces = (draw.random() < 0.3 or in_pieces) and self.size > 1
+        if self.in_pieces:
+            self.rules.first_level, self.rules.patience_ns = 10**6, 4 * 3600 * S
         leaf = draw.choice((2, 4))
         self.paths = [(f"leaf-{n // leaf}", f"pod-{n // leaf // 2}") for n in range(self.nodes)]
         total = self.nodes * self.size
@@ -41,7 +47,9 @@ class World:
         self.count, self.now_ns, self.timer_ns = 0, 0, 0
         self.left: dict[str, int] = {}  # what each job has still to run, while it runs with `began`
         self.began: dict[str, int] = {}
-        self.waits: dict[str, int] = {}
+        self.ran: dict[str, int] = {}  # in ns, by this world's own count, up to the last stop
+        self.moved: dict[str, int] = {}
+        self.stopped: dict[str, int] = {}  # when each was told to
 
     def fresh(self) -> Scheduler:
         cells = Cells(self.size, ("leaf", "pod"), self.paths)
@@ -53,7 +61,7 @@ class World:
 
     def populate(self) -> None:
         draw = self.draw
-        for i in range(draw.randrange(6, 18)):
+        for i in range(draw.randrange(6, 18) + self.nodes * self.in_pieces):
             nodes = draw.choice((1, 1, 1, 2, 3))
             replicas = draw.choice((1, 1, 2, 4))
             while nodes * replicas > self.nodes - 1:
@@ -61,6 +69,8 @@ class World:
                 nodes = nodes if replicas else 1
                 replicas = replicas or 1
             gpus = draw.choice((self.size, self.size, max(1, self.size // 2), 1))
+            if self.in_pieces and draw.random() < 0.7:
+                nodes, replicas, gpus = 1, 1, draw.randrange(1, self.size)
             rest = draw.choice((0, 0, 1)) if nodes * replicas + replicas < self.nodes and gpus == self.size > 1 else 0
             ask = Ask(
                 f"j{i}",
@@ -73,11 +83,12 @@ class World:
                 rest=rest,
                 spares=draw.choice((0, 0, 1)) if nodes * replicas + 2 * replicas < self.nodes else 0,
                 level=draw.choice(("", "", "leaf")) if nodes == 1 else "",
+                preemptible=draw.random() < 0.85,
             )
             need = ask.fewest * ask.replica_gpus + ask.spares * ask.gpus
             if any(t.name == ask.tenant and t.most and need > t.most for t in self.tenants):
                 ask = Ask(f"j{i}", ask.tenant, gpus=1)
-            self.left[ask.job] = int(draw.lognormvariate(7, 1.5)) * S + S
+            self.left[ask.job] = int(draw.lognormvariate(9 if self.in_pieces else 7, 1.5)) * S + S
             self.later(draw.uniform(0, 20_000), asks.Submit(ask))
             if draw.random() < 0.1:
                 self.later(draw.uniform(0, 30_000), asks.Cancel(ask.job))
@@ -128,9 +139,16 @@ class World:
             if began < 0:
                 return  # it has ended by itself meanwhile
             self.left[event.job] = max(S, self.left[event.job] - (self.now_ns - began))
+            self.ran[event.job] = self.ran.get(event.job, 0) + self.stopped.pop(event.job) - began
             self.began[event.job] = -1
+        waits = {g.job: self.now_ns - g.since_ns for g in self.scheduler.gangs.values() if g.state == WAITING}
+        moves = isinstance(event, asks.Stopped) and self.scheduler.gangs[event.job].target
         commands = self.scheduler.apply(self.now_ns, event)
         check(self.scheduler)
+        self.check_moves([c for c in commands if isinstance(c, asks.Stop) and "in one piece" in c.why], waits)
+        if moves:
+            arrived = self.scheduler.gangs[event.job].state == RUNNING
+            assert arrived or self.scheduler.cap_watts, f"{event.job} moves, and its place is gone"
         self.journal.append((self.now_ns, event, commands))
         for command in commands:
             self.obey(command)
@@ -143,12 +161,31 @@ class World:
                 self.later(self.left[job] / S + 1e-3, asks.Ended(job))
             case asks.Stop(job, grace_ns):
                 self.check_turn(command)
+                self.stopped[job] = self.now_ns
+                if not grace_ns:
+                    self.left[job] += self.now_ns - self.began[job]  # it has no time to save
                 self.later(self.draw.uniform(0, grace_ns / S), asks.Stopped(job))
             case asks.Shrink(job):
                 self.later(self.draw.uniform(0, 30), asks.Shrunk(job))
             case asks.SetTimer(at_ns):
                 assert at_ns > self.now_ns
                 self.timer_ns = at_ns
+
+    def check_moves(self, stops: list[asks.Stop], waits: dict[str, int]) -> None:
+        """Gangs move for another one only if that pays, a few at a time, and seldom: counted here once more."""
+        rules, gangs = self.rules, self.scheduler.gangs
+        once_ns, costs = rules.grace_ns + rules.restart_ns, dict[str, list[int]]()
+        for stop in stops:
+            head = gangs[stop.why.partition(" needs the room")[0]]
+            assert head.ask.priority >= gangs[stop.job].ask.priority and head.gpus > gangs[stop.job].gpus
+            costs.setdefault(head.job, []).append(gangs[stop.job].gpus * once_ns)
+            self.moved[stop.job] = self.moved.get(stop.job, 0) + 1
+            ran_ns = self.ran.get(stop.job, 0) + self.now_ns - self.began[stop.job]
+            spent_ns = self.moved[stop.job] * once_ns
+            assert spent_ns * rules.move_share <= ran_ns, f"{stop.job} has moved {self.moved[stop.job]} times"
+        for job, each in costs.items():
+            assert len(each) <= rules.moves, f"{len(each)} gangs move for {job}"
+            assert waits.get(job, 0) * gangs[job].gpus >= sum(each), f"the moves for {job} cost more than its wait"
 
     def check_turn(self, stop: asks.Stop) -> None:
         """Gangs of one tenant and priority do not chase each other: whoever was started has its time."""

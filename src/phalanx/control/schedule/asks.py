@@ -40,6 +40,11 @@ class Ask:
         return self.nodes * self.gpus + self.rest
 
     @property
+    def needs_gpus(self) -> int:
+        """To run at all, with its spares."""
+        return self.fewest * self.replica_gpus + self.spares * self.gpus
+
+    @property
     def shape(self) -> tuple[int, int, int, int, int, int, str, str]:
         """Two gangs of one shape fit in the same places."""
         return (self.replicas, self.fewest, self.nodes, self.gpus, self.rest, self.spares, self.level, self.spread)
@@ -99,6 +104,9 @@ class Shrunk(Event):
 @dataclass(frozen=True, slots=True)
 class NodeUp(Event):
     node: str
+
+
+BY_HAND = "said by hand"  # why a node is down: an operator wants it so, until the operator says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +221,8 @@ class Rules:
     first_level: int = (
         3600  # GPU-seconds after which a gang may have to yield to newer ones; each level is 8 times more
     )
+    moves: int = 4  # gangs that move at once, so that another one has its GPUs in one piece; 0: none ever does
+    move_share: int = 20  # a gang spends at most 1/20 of its time on moves
     watts_per_gpu: int = 0
     ramp_watts: int = 0  # that may be switched on at one look; 0: no limit
     rack_level: str = ""

@@ -13,6 +13,27 @@ NOTES = 8  # of the latest decisions that are kept
 
 
 @dataclass(slots=True)
+class Target:
+    """Where a gang goes that moves. The GPUs are held for it until it comes."""
+
+    replicas: dict[int, list[Spot]]
+    spares: list[int]
+    spots: list[Spot]  # all of them
+
+
+@dataclass(slots=True)
+class Visit:
+    """A gang runs in places that are held for others. `since_ns`, `served`, `ran_ns`: as they were when it came."""
+
+    holders: list[str]
+    nodes: set[int]  # on which it has what is lent
+    since_ns: int
+    served: int
+    ran_ns: int
+    lost: bool = False  # it had no time to save
+
+
+@dataclass(slots=True)
 class Gang:
     """`claiming`: its places are chosen, and it has those that are free; the others are `owed` by gangs that leave."""
 
@@ -28,11 +49,16 @@ class Gang:
     owed: dict[int, int] = field(default_factory=dict)  # node -> GPUs
     gpus: int = 0  # that it has, or is owed
     served: int = 0  # GPU-ns, up to `since_ns`
+    ran_ns: int = 0  # up to `since_ns`
     level: int = 0  # how much it has had, as of the last look at it; 0 for newcomers
     safe_ns: int = 0  # until then no gang of its own priority takes its place
     late: bool = False  # it was overdue when it claimed its places
     blockers: list[str] = field(default_factory=list)  # while it claims: gangs that it waits for, not told to leave yet
+    guests: dict[str, None] = field(default_factory=dict)  # while it claims: gangs that it lends places to
+    visit: Visit | None = None  # it is a guest
     stops: int = 0
+    moves: int = 0  # how often it has moved for others
+    target: Target | None = None  # while it leaves: where it goes
     again: bool = False  # while it leaves: it comes back
     slots: list[tuple[int, int]] = field(default_factory=list)  # when it may run, if it follows a curve
     notes: list[tuple[int, str]] = field(default_factory=list)
@@ -48,6 +74,9 @@ class Gang:
 
     def served_at(self, now_ns: int) -> int:
         return self.served + (self.gpus * (now_ns - self.since_ns) if self.state == RUNNING else 0)
+
+    def ran_at(self, now_ns: int) -> int:
+        return self.ran_ns + (now_ns - self.since_ns if self.state == RUNNING else 0)
 
     def weigh(self, now_ns: int, rules: Rules) -> None:
         """Update its level."""

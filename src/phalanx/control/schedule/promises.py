@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from phalanx.control.schedule.gangs import CLAIMING, ENDED, LEAVING, RUNNING, WAITING, Gang
+from phalanx.control.schedule.lending import only_guests
 from phalanx.control.schedule.scheduler import Scheduler
 
 
@@ -17,6 +18,9 @@ def check(scheduler: Scheduler) -> None:
             held[node] += gpus
             assert gang.job in scheduler.at[node] or node in gang.owed, f"node {node} does not know {gang.job}"
         held.subtract(gang.owed)
+        for node, gpus in gang.target.spots if gang.target else ():
+            held[node] += gpus
+            assert gang.job in scheduler.at[node], f"node {node} does not know that {gang.job} moves there"
         used[gang.ask.tenant] += gang.gpus
         watts += gang.gpus * scheduler.rules.watts_per_gpu
     for node, free in enumerate(cells.free):
@@ -40,6 +44,7 @@ def _check_gang(gang: Gang) -> None:
         assert not gang.spots() and not gang.owed, f"{gang.job} is {gang.state} and has GPUs"
         return
     assert gang.state in (CLAIMING, RUNNING, LEAVING), gang.state
+    assert not gang.target or (gang.state == LEAVING and gang.again), f"{gang.job} is {gang.state} and moves"
     assert bool(gang.owed) == (gang.state == CLAIMING), f"{gang.job} is {gang.state} and is owed {gang.owed}"
     if gang.state != LEAVING:
         assert ask.fewest <= len(gang.replicas) <= ask.replicas, f"{gang.job} has {len(gang.replicas)} replicas"
@@ -56,6 +61,12 @@ def _check_counts(scheduler: Scheduler) -> None:
             counts = Counter(cells.free[node] for node in nodes if not cells.closed[node])
             assert cells.counts[level][domain] == [counts[free] for free in range(cells.size + 1)]
         assert cells.sorted[level] == sorted((count[-1], d) for d, count in enumerate(cells.counts[level]))
+    for holder in scheduler.gangs.values():
+        for job in holder.guests:
+            guest = scheduler.gangs[job]
+            assert holder.state == CLAIMING and guest.visit and holder.job in guest.visit.holders
+            kept = guest.state == RUNNING and only_guests(holder, scheduler.gangs)
+            assert not kept, f"{holder.job} waits for nobody but its guests"
     for node, debts in scheduler.debtors.items():
         for job in debts:
             assert scheduler.gangs[job].owed[node] > 0

@@ -22,8 +22,10 @@ from phalanx.control.schedule import asks
 from phalanx.control.schedule.asks import Ask, Command, Event, Rules, Tenant
 from phalanx.control.schedule.cells import Cells, Placing, Spot
 from phalanx.control.schedule.curves import choose
-from phalanx.control.schedule.gangs import CLAIMING, ENDED, LEAVING, RUNNING, WAITING, Account, Gang
+from phalanx.control.schedule.gangs import CLAIMING, ENDED, LEAVING, RUNNING, WAITING, Account, Gang, Visit
+from phalanx.control.schedule.lending import only_guests, place_guest, waits_until
 from phalanx.control.schedule.lines import Lines
+from phalanx.control.schedule.moving import by_node, pays, plan_moves
 from phalanx.control.schedule.wards import Wards
 from phalanx.control.schedule.yielding import Claim, Sacrifice, make_room
 
@@ -55,6 +57,7 @@ class Scheduler:
         self.now_ns, self.out = max(now_ns, self.now_ns), []
         self.lines.age(self.now_ns)
         HANDLERS[type(event)](self, event)
+        self._recall()
         self._look()
         self._wake()
         return self.out
@@ -76,8 +79,9 @@ class Scheduler:
             )
         self._enqueue(gang)
 
-    def _enqueue(self, gang: Gang) -> None:
-        gang.state, gang.since_ns = WAITING, self.now_ns
+    def _enqueue(self, gang: Gang, since_ns: int = -1) -> None:
+        """`since_ns`: since when it waits, if that is not now."""
+        gang.state, gang.since_ns = WAITING, self.now_ns if since_ns < 0 else since_ns
         gang.weigh(self.now_ns, self.rules)
         if gang.slots and gang.slots[0][0] > self.now_ns:
             self.held[gang.job] = gang
@@ -94,6 +98,7 @@ class Scheduler:
                 self._stop(gang, again=False, why="cancelled")
             else:
                 gang.note(self.now_ns, f"{STOPPED}cancelled")
+                self._forget_target(gang)
             gang.again = False
             return
         self.lines.remove(gang)
@@ -105,6 +110,7 @@ class Scheduler:
     def _on_ended(self, event: asks.Ended) -> None:
         gang = self.gangs.get(event.job)
         if gang and gang.state in (RUNNING, LEAVING):
+            self._forget_target(gang)
             self._leave(gang)
             gang.state = ENDED
             gang.note(self.now_ns, "done" if event.ok else "failed")
@@ -112,10 +118,16 @@ class Scheduler:
     def _on_stopped(self, event: asks.Stopped) -> None:
         gang = self.gangs.get(event.job)
         if gang and gang.state == LEAVING:
+            visit = gang.visit
             self._leave(gang)
+            if visit and visit.lost:
+                gang.served, gang.ran_ns = visit.served, visit.ran_ns
             gang.stops += 1
-            if gang.again:
-                self._enqueue(gang)
+            if gang.again and gang.target and not self.refusal(gang, sum(gpus for _, gpus in gang.target.spots)):
+                self._arrive(gang)
+            elif gang.again:
+                self._forget_target(gang)
+                self._enqueue(gang, visit.since_ns if visit else -1)
             else:
                 gang.state = ENDED
                 gang.note(self.now_ns, gang.notes[-1][1].removeprefix(STOPPED))
@@ -132,6 +144,7 @@ class Scheduler:
         self._serve(gang)
         spots = gang.spots()
         gang.replicas, gang.shrinking, gang.spares = {}, {}, []
+        self._end_visit(gang)
         self._retire(gang)
         self._release(gang, spots)
 
@@ -140,15 +153,16 @@ class Scheduler:
             group.pop(gang.job, None)
 
     def _serve(self, gang: Gang) -> None:
-        gang.served, gang.since_ns = gang.served_at(self.now_ns), self.now_ns
+        gang.served, gang.ran_ns = gang.served_at(self.now_ns), gang.ran_at(self.now_ns)
+        gang.since_ns = self.now_ns
 
-    def _stop(self, gang: Gang, again: bool, why: str) -> None:
+    def _stop(self, gang: Gang, again: bool, why: str, grace_ns: int = -1) -> None:
         self._serve(gang)
         self._retire(gang)
         gang.state, gang.again = LEAVING, again
         gang.note(self.now_ns, f"{STOPPED}{why}")
         self.decisions += 1
-        self.out.append(asks.Stop(gang.job, self.rules.grace_ns, again, why))
+        self.out.append(asks.Stop(gang.job, self.rules.grace_ns if grace_ns < 0 else grace_ns, again, why))
 
     # -- GPUs
 
@@ -168,7 +182,11 @@ class Scheduler:
         gang.gpus -= gpus
         self.accounts[gang.ask.tenant].change(self.now_ns, -gpus, self.rules.half_life_ns)
         self.watts -= gpus * self.rules.watts_per_gpu
-        kept = {node for node, _ in gang.spots()}
+        self._part(gang, spots)
+
+    def _part(self, gang: Gang, spots: list[Spot]) -> None:
+        """A gang has left nodes, if it has nothing else there: others may have what is free."""
+        kept = {node for node, _ in gang.spots() + (gang.target.spots if gang.target else [])}
         nodes = dict.fromkeys(node for node, _ in spots)
         for node in nodes:
             if node not in kept:
@@ -205,6 +223,8 @@ class Scheduler:
         for node in owed:
             self._forget_debt(gang.job, node)
         del self.claiming[gang.job]
+        for guest in [self.gangs[job] for job in gang.guests]:
+            self._end_visit(guest)  # it stays: nobody wants the place back
         gang.owed, gang.replicas, gang.spares, gang.blockers, gang.late = {}, {}, [], [], False
         # What it is owed was counted as its own, and is not taken from the cells.
         gpus = sum(owed.values())
@@ -212,7 +232,7 @@ class Scheduler:
         self.accounts[gang.ask.tenant].change(self.now_ns, -gpus, self.rules.half_life_ns)
         self.watts -= gpus * self.rules.watts_per_gpu
         rest = dict(owed)
-        taken = [(node, count - rest.pop(node, 0)) for node, count in _by_node(placed)]
+        taken = [(node, count - rest.pop(node, 0)) for node, count in by_node(placed)]
         for node, _ in placed:
             self.at[node].pop(gang.job, None)
         gang.state = WAITING
@@ -269,6 +289,8 @@ class Scheduler:
             gang = self.gangs[job]
             if gang.state == CLAIMING:
                 self._dissolve(gang, why)
+            if gang.target and any(node == at for at, _ in gang.target.spots):
+                self._forget_target(gang)
             for _ in range(1 + len(gang.replicas)):  # several of its replicas may be there
                 if gang.state == RUNNING:
                     self._move(gang, node, why, must=gone or urgent)
@@ -407,7 +429,7 @@ class Scheduler:
             gang = lines.head(line)
             assert gang
             if not self._try(gang):
-                if attempts and line not in lines.stuck and self._make_room(gang):
+                if attempts and line not in lines.stuck and self._help(gang):
                     attempts -= 1
                 else:
                     lines.blocked.add(line)
@@ -461,7 +483,7 @@ class Scheduler:
     def _begin(self, gang: Gang, why: str) -> None:
         rules = self.rules
         late = gang.late or gang.overdue(self.now_ns, rules)
-        gang.late, gang.blockers = False, []
+        gang.late, gang.blockers, gang.guests = False, [], {}
         gang.safe_ns = self.now_ns + (rules.turn_ns if late else rules.min_run_ns)
         gang.state, gang.since_ns, gang.began_ns = RUNNING, self.now_ns, self.now_ns
         self.claiming.pop(gang.job, None)
@@ -478,8 +500,7 @@ class Scheduler:
 
     def _make_room(self, gang: Gang) -> bool:
         """Have others leave for a gang, if that lets it start."""
-        ask = gang.ask
-        if self.refusal(gang, ask.fewest * ask.replica_gpus + ask.spares * ask.gpus):
+        if self.refusal(gang, gang.ask.needs_gpus):
             return False
         if self.now_ns - self.weighed_ns >= self.rules.look_ns:
             self._weigh()
@@ -507,7 +528,7 @@ class Scheduler:
         gang.state, gang.since_ns = CLAIMING, self.now_ns
         self.claiming[gang.job] = gang
         gang.replicas, gang.spares = dict(enumerate(found.placing)), found.spares
-        spots = _by_node(gang.spots())
+        spots = by_node(gang.spots())
         free = [(node, min(gpus, self.cells.free[node])) for node, gpus in spots]
         gang.owed = {node: gpus - got for (node, gpus), (_, got) in zip(spots, free, strict=True) if gpus > got}
         self._take(gang, [spot for spot in free if spot[1]])
@@ -517,8 +538,9 @@ class Scheduler:
         self.watts += gpus * self.rules.watts_per_gpu
         for node in gang.owed:
             self.debtors.setdefault(node, {})[gang.job] = None
-        names = [victim.job for victim in found.stops] + list(found.shrinks)
-        gang.note(self.now_ns, f"waits for {', '.join(names[:4])}{' and more' if len(names) > 4 else ''} to make room")
+        if names := [victim.job for victim in found.stops] + list(found.shrinks):
+            more = " and more" if len(names) > 4 else ""
+            gang.note(self.now_ns, f"waits for {', '.join(names[:4])}{more} to make room")
         for victim, numbers in found.shrinks.values():
             self._shrink(victim, numbers, _why(gang))
         gang.blockers = [victim.job for victim in found.stops]
@@ -536,6 +558,83 @@ class Scheduler:
             else:
                 left.append(job)
         gang.blockers = left
+
+    def _help(self, gang: Gang) -> bool:
+        return self._make_room(gang) or self._make_one_place(gang) or self._be_guest(gang)
+
+    def _make_one_place(self, gang: Gang) -> bool:
+        """Have others move for a gang whose GPUs are free in pieces, if that pays."""
+        once_ns = self.rules.grace_ns + self.rules.restart_ns
+        too_soon = gang.ask.needs_gpus * (self.now_ns - gang.since_ns) < once_ns  # for the cheapest move of all
+        if too_soon or self.refusal(gang, gang.ask.needs_gpus):
+            return False
+        found = plan_moves(gang, self.at, self.running, self.cells, self.rules, self.now_ns)
+        if found is None or not pays(gang, found, self.now_ns):
+            return False
+        self._claim(gang, Sacrifice(found.placing, found.spares))
+        gang.note(self.now_ns, f"waits for {', '.join(mover.job for mover, _ in found.targets)} to move elsewhere")
+        for mover, target in found.targets:
+            self.cells.take(target.spots)
+            mover.target = target
+            mover.moves += 1
+            for node, _ in target.spots:
+                self.at[node][mover.job] = None
+            self._stop(mover, again=True, why=f"{gang.job} needs the room in one piece, and it moves elsewhere")
+        return True
+
+    def _arrive(self, gang: Gang) -> None:
+        """A gang that moves has left, and starts where it goes."""
+        target, gang.target = gang.target, None
+        assert target
+        self.cells.give(target.spots)
+        gang.replicas, gang.spares = target.replicas, target.spares
+        self._take(gang, target.spots)
+        self._begin(gang, "it has moved")
+
+    def _forget_target(self, gang: Gang) -> None:
+        if gang.target:
+            target, gang.target = gang.target, None
+            self.cells.give(target.spots)
+            self._part(gang, target.spots)
+
+    def _be_guest(self, gang: Gang) -> bool:
+        """Start a gang in places that others hold, and will not need for a while."""
+        ask, least_ns = gang.ask, self.now_ns + self.rules.min_run_ns
+        if not self.claiming or not ask.preemptible or ask.spares or self.refusal(gang, ask.needs_gpus):
+            return False
+        holders = [holder for holder in self.claiming.values() if waits_until(holder, self.gangs) >= least_ns]
+        found = place_guest(gang, holders, self.cells) if holders else None
+        if not found:
+            return False
+        placing, loans = found
+        nodes = {node for _, spots in loans for node, _ in spots}
+        gang.visit = Visit([h.job for h, _ in loans], nodes, gang.since_ns, gang.served, gang.ran_ns)
+        for holder, spots in loans:
+            holder.guests[gang.job] = None
+            self.cells.give(spots)
+            for node, gpus in spots:
+                holder.owed[node] = holder.owed.get(node, 0) + gpus
+                self.debtors.setdefault(node, {})[holder.job] = None
+        self._seat(gang, placing, [])
+        self._begin(gang, f"it is a guest in places that are held for {', '.join(gang.visit.holders)}")
+        return True
+
+    def _recall(self) -> None:
+        """Have guests leave as soon as nobody else keeps the holder waiting, or all the others are leaving."""
+        for holder in [h for h in self.claiming.values() if h.guests]:
+            last = only_guests(holder, self.gangs)
+            if last or not waits_until(holder, self.gangs):
+                for guest in [self.gangs[job] for job in holder.guests]:
+                    if guest.state == RUNNING:
+                        assert guest.visit
+                        guest.visit.lost = last
+                        self._stop(guest, True, f"{holder.job} takes its places back", 0 if last else -1)
+
+    def _end_visit(self, gang: Gang) -> None:
+        if gang.visit:
+            for job in gang.visit.holders:
+                self.gangs[job].guests.pop(gang.job, None)
+            gang.visit = None
 
     def _grow(self) -> None:
         """Give what nobody waits for to gangs that run with fewer replicas than they asked for."""
@@ -562,13 +661,6 @@ class Scheduler:
 
 def _one(ask: Ask) -> Ask:
     return Ask(ask.job, ask.tenant, nodes=ask.nodes, gpus=ask.gpus, rest=ask.rest, level=ask.level)
-
-
-def _by_node(spots: list[Spot]) -> list[Spot]:
-    counts: dict[int, int] = {}
-    for node, gpus in spots:
-        counts[node] = counts.get(node, 0) + gpus
-    return list(counts.items())
 
 
 def _why(gang: Gang) -> str:

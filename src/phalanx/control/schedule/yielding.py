@@ -45,7 +45,7 @@ def make_room(
     """Find the fewest that must yield. The cells are as they were when this returns. `later`: in time, those too that
     are safe for now, and those that only end by themselves."""
     ask, replicas = head.ask, head.ask.fewest
-    need = ask.replica_gpus * replicas + ask.spares * ask.gpus
+    need = ask.needs_gpus
     steps = _steps(head, running, accounts, rules, now_ns)
     if later:
         steps += _later(head, running, {gang.number for gang, replica, _ in steps if replica < 0})
@@ -97,11 +97,11 @@ def _steps(head: Gang, running: list[Gang], accounts: dict[str, Account], rules:
     for gang in sorted(able, key=lambda g: _worth(g, accounts)):
         numbers = sorted(gang.replicas)
         for replica in numbers[: gang.ask.fewest - 1 : -1]:
-            shrinks.append((gang, replica, gang.replicas[replica]))
+            shrinks.append((gang, replica, _frees(gang, gang.replicas[replica])))
         if gang.ask.preemptible and may.displace(gang) and may.leaves(gang, left):
             rest = [spot for number in numbers[: gang.ask.fewest] for spot in gang.replicas[number]]
-            stops.append((gang, -1, rest + [(node, gang.ask.gpus) for node in gang.spares]))
-    return shrinks + stops
+            stops.append((gang, -1, _frees(gang, rest + [(node, gang.ask.gpus) for node in gang.spares])))
+    return [step for step in shrinks + stops if step[2]]
 
 
 def _later(head: Gang, running: list[Gang], named: set[int]) -> list[Step]:
@@ -116,8 +116,13 @@ def _later(head: Gang, running: list[Gang], named: set[int]) -> list[Step]:
     for gang in sorted(left, key=leaves_ns):
         kept = sorted(gang.replicas)[: gang.ask.fewest]
         rest = [spot for number in kept for spot in gang.replicas[number]]
-        out.append((gang, -1, rest + [(node, gang.ask.gpus) for node in gang.spares]))
+        out.append((gang, -1, _frees(gang, rest + [(node, gang.ask.gpus) for node in gang.spares])))
     return out
+
+
+def _frees(gang: Gang, spots: list[Spot]) -> list[Spot]:
+    """What others could have: where a gang is a guest, its places go back to their holder."""
+    return [spot for spot in spots if spot[0] not in gang.visit.nodes] if gang.visit else spots
 
 
 def _worth(gang: Gang, accounts: dict[str, Account]) -> tuple[int, ...]:

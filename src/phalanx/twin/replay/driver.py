@@ -184,8 +184,11 @@ class _Phalanx(Replay):
                     case asks.Start(job, replicas):
                         taken = tuple((int(node), gpus) for replica in replicas for node, gpus in replica)
                         self.start(self.lives[int(job)].job, taken)
-                    case asks.Stop(job):
-                        self.stop(self.lives[int(job)].job)
+                    case asks.Stop(job, grace_ns):
+                        life = self.lives[int(job)]
+                        if not grace_ns:  # it loses what it did since it was started
+                            life.left_ns += self.now_ns - life.began_ns
+                        self.stop(life.job)
                         todo.append(asks.Stopped(job))
                     case asks.SetTimer(at_ns):
                         self.timer_ns = at_ns
