@@ -67,7 +67,7 @@ class Fleet:
     def build(self, replica: int) -> None:
         found = self.gang.worlds.replicas[replica]
         for node, crew in self.gang.worlds.crews(replica, found.waiting).items():
-            self.hear(say.Built(node, 1, found.world, tuple(crew.values())))
+            self.hear(say.Built((node,), (1,), (tuple(crew.values()),), found.world))
 
     def form(self) -> None:
         """All replicas enter the generation, and do a step."""
@@ -92,7 +92,7 @@ class Fleet:
         self.hear(say.WorkerDied(node, 1, worker, Failure(signal="SIGKILL")))
         for name, there in crews.items():
             left = tuple(w for w in there.values() if w != worker)
-            self.hear(say.Parked(name, 1, found.world, left, *self.copy))
+            self.hear(say.Parked((name,), (1,), (left,), found.world, *self.copy))
         self.part(but=broken)
         self.form()
         self.come_up({gang.members.at[rank]: node})

@@ -69,13 +69,13 @@ class Crew:
             yield WorkersUp(command.node, command.incarnation, workers, workers)
         elif isinstance(command, Build):
             incarnation = nodes[command.node].incarnation
-            yield Built(command.node, incarnation, command.world, tuple(command.crew.values()))
+            yield Built((command.node,), (incarnation,), (tuple(command.crew.values()),), command.world)
         elif isinstance(command, Form):
             yield Formed(command.replicas, command.worlds, command.generation)
         elif isinstance(command, Halt):
             for worker in command.workers:
                 held = self.holds.get(self.gang.members.workers[worker].rank, (-1, -1, 0))
-                yield Parked(command.node, nodes[command.node].incarnation, command.world, (worker,), *held)
+                yield Parked((command.node,), (nodes[command.node].incarnation,), ((worker,),), command.world, *held)
         elif isinstance(command, Kill):
             for worker in command.workers:
                 yield died(command.node, worker)
@@ -98,7 +98,8 @@ class Crew:
         """A rank has left its world."""
         world = self.gang.worlds.replicas[rank // self.gang.members.replica_size].world
         prepared = step if prepared is None else prepared
-        return Parked(self.node(rank), 1, world, (self.worker(rank),), step, prepared, self.gang.generation)
+        about = ((self.node(rank),), (1,), ((self.worker(rank),),))
+        return Parked(*about, world, step, prepared, self.gang.generation)
 
     def parted(self, replica, step, prepared=None, made=None, kept=False):
         world, generation = self.gang.worlds.replicas[replica].world, self.gang.generation

@@ -259,6 +259,8 @@ class Model:
 
     def late(self, gang, event):
         workers = getattr(event, "workers", (getattr(event, "worker", 10**9),))
+        if isinstance(event, messages.Built | messages.Parked):
+            workers = [worker for some in workers for worker in some]
         known = gang.members.workers.keys() | gang.staff.killed.keys()
         awaited = {messages.Parted: gang.gen.left, messages.Formed: gang.gen.waiting}.get(type(event))
         if awaited is not None and awaited.isdisjoint(event.replicas) and event.generation == gang.generation:

@@ -66,7 +66,9 @@ def test_who_has_left_says_so_again_and_is_not_told_again():
     for second in (2, 3):
         agent.fire(second * S, "gather")
         said = agent.take()
-        assert [action.event for action in said if isinstance(action, Post)] == [Parked("n", 1, 1, (1,), 3, 3, 1)]
+        assert [action.event for action in said if isinstance(action, Post)] == [
+            Parked(("n",), (1,), ((1,),), 1, 3, 3, 1)
+        ]
         assert not [action for action in said if isinstance(action, Send)]
         agent.obey(S, Halt("n", 1, (1,)))
 

@@ -71,12 +71,12 @@ def test_the_others_keep_their_worlds_and_redo_only_what_is_missing(broken):
     kill(world, *broken)
     _, degraded, *joined = finish(world, broken)
     stay = tuple(r for r in range(REPLICAS) if r not in broken)
-    assert degraded.replicas == stay and degraded.step >= step and not degraded.sources
+    assert degraded.replicas == stay and degraded.step >= step and not degraded.by_rank()
     assert degraded.kept == stay, "what they had computed is not thrown away"
     for before, form in pairwise([degraded, *joined]):
         assert f"replicas {sorted({*form.replicas}.difference(before.replicas))} join" in form.reason
-    assert {rank // SIZE for form in joined for rank in form.sources} == broken
-    assert all(source.kind == "live" for form in joined for source in form.sources.values())
+    assert {rank // SIZE for form in joined for rank in form.by_rank()} == broken
+    assert all(source.kind == "live" for form in joined for source in form.by_rank().values())
     assert all(form.joins for form in joined) and not degraded.joins, "after a join all compare their states"
     assert len(pauses(world)) == len(joined) <= len(broken), "each join stops the gang once"
 
@@ -148,7 +148,7 @@ def test_many_replicas_that_cannot_be_built_are_not_one_that_never_can(each, end
             elif isinstance(command, Build) and failed[command.replica] < each:
                 failed[command.replica] += 1
                 why, workers = Failure("RuntimeError", "no such interface"), tuple(command.crew.values())
-                todo.append(Parked(command.node, 1, command.world, workers, -1, -1, 0, why))
+                todo.append(Parked((command.node,), (1,), (workers,), command.world, -1, -1, 0, why))
     assert (gang.phase == "ended") == ends
 
 

@@ -81,7 +81,7 @@ def a_donor_that_keeps_failing():
     world.deaf.add(deaf)
     rank(world, 1).die("SIGKILL")
     assert end(world).ok and not world.ledger.undone
-    donors = [f.sources[1].node for f in world.controller.forms[1:] if 1 in f.sources]
+    donors = [found.node for form in world.controller.forms[1:] if (found := form.source_of(1))]
     assert donors.count(deaf) == 1 and len(set(donors)) == 2
     assert any(deaf in text for _, text in world.controller.notes) or world.gang.members.nodes[deaf].deaths
 
@@ -93,7 +93,7 @@ def every_memory_fails():
     for proc in world.procs():
         proc.die("SIGKILL")
     assert end(world).ok
-    kinds = [{s.kind for s in form.sources.values() or [form.every]} for form in world.controller.forms[1:]]
+    kinds = [{s.kind for s in form.by_rank().values() or [form.every]} for form in world.controller.forms[1:]]
     assert {"memory"} in kinds and kinds[-1] == {"durable"} and len(kinds) <= 4
 
 

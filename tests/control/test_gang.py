@@ -136,7 +136,7 @@ def test_memory_is_better_than_a_checkpoint_and_damaged_memory_is_passed_over():
 def test_late_words_change_nothing():
     crew = Crew(replicas=2, shards=2)
     old = (crew.parted(1, 3), crew.parked(0, 3), Formed((1,), (crew.gang.worlds.replicas[1].world,), 1))
-    old += (Built("n0", 1, crew.gang.worlds.replicas[0].world, (crew.worker(0),)), StepsDone(1, 90))
+    old += (Built(("n0",), (1,), ((crew.worker(0),),), crew.gang.worlds.replicas[0].world), StepsDone(1, 90))
     crew.mute = Form
     crew.say(crew.dies(1), crew.parted(1, 4))
     before = crew.gang.to_bytes()
@@ -162,14 +162,14 @@ def test_a_worker_that_should_be_gone_is_ended():
     crew = Crew()
     parked = crew.parked(1, 3)
     crew.say(crew.dies(1))
-    assert Kill("n1", parked.workers) in crew.say(parked)
+    assert Kill("n1", parked.workers[0]) in crew.say(parked)
 
 
 def test_a_node_speaks_for_its_own_workers():
     crew = Crew(replicas=1, shards=3)
     crew.mute = Halt
     crew.say(crew.dies(0))
-    crew.say(replace(crew.parked(1, 4), workers=(crew.worker(1), crew.worker(2))))
+    crew.say(replace(crew.parked(1, 4), workers=((crew.worker(1), crew.worker(2)),)))
     assert crew.gang.worlds.replicas[0].waiting == {crew.worker(2)}
 
 

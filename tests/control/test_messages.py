@@ -15,11 +15,13 @@ from phalanx.control.gang import Gang
 from phalanx.control.membership import Membership, Node, Worker
 from phalanx.control.messages import (
     KINDS,
+    Built,
     Command,
     Event,
     Failure,
     Form,
     Formed,
+    Gift,
     Halt,
     Parked,
     Parted,
@@ -42,7 +44,7 @@ SIMPLE = {int: st.integers(0, 99), str: st.text(max_size=5), bool: st.booleans()
 def values(kind):
     if kind in SIMPLE:
         return SIMPLE[kind]
-    if kind in (Source, Failure):
+    if kind in (Source, Gift, Failure):
         return st.builds(kind, *(values(k) for k in codec.hints(kind).values()))
     if type(None) in get_args(kind):
         return st.none() | values(get_args(kind)[0])
@@ -61,6 +63,9 @@ def messages(kind):
         made["prepared"] = lambda rest: rest["step"] + rest["step"] % 2
     if kind in (Formed, Parted):  # each replica has a world
         made["worlds"] = lambda rest: tuple(replica + 1 for replica in rest["replicas"])
+    if kind in (Built, Parked):  # each node has a life, and workers
+        made["incarnations"] = lambda rest: (1,) * len(rest["nodes"])
+        made["workers"] = lambda rest: ((1, 2),) * len(rest["nodes"])
     if kind is WorkersUp:  # each worker has a port
         made["ports"] = lambda rest: tuple(worker + 1 for worker in rest["workers"])
     fields = {name: values for name, values in fields.items() if name not in made}
@@ -77,7 +82,7 @@ def test_a_message_survives_the_wire(kind):
     check()
 
 
-PARKED = Parked("n0", 1, 2, (3,), 4, 5, 2).to_dict()
+PARKED = Parked(("n0",), (1,), ((3,),), 2, 4, 5, 2).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -89,8 +94,9 @@ PARKED = Parked("n0", 1, 2, (3,), 4, 5, 2).to_dict()
         ({"step": True}, "Parked.step = 'True': expected int"),
         ({"world": -1}, "Parked.world = -1: expected no negative number"),
         ({"workers": 3}, "Parked.workers = '3': expected tuple"),
-        ({"workers": ["a"]}, "Parked.workers = 'a': expected int"),
-        ({"more": 1}, "expected the fields node, incarnation"),
+        ({"workers": [["a"]]}, "Parked.workers = 'a': expected int"),
+        ({"workers": []}, "expected one for each of"),
+        ({"more": 1}, "expected the fields nodes, incarnations"),
         ({"prepared": 9}, "Parked.prepared = 9: expected step, 4, or the one after it"),
     ],
 )
@@ -123,6 +129,11 @@ def test_each_node_is_told_its_own_part_of_a_form():
         "a": ["2"], "b": ["2", "3"], "c": ["3"], "d": ["5"],
     }  # fmt: skip
     assert {node: part["buddies"] for node, part in own.items() if "buddies" in part} == {"b": {"b": "c:1"}}
+    gift = Gift(("a", "c"), (1, 2), (10, 20), {"a": "h1", "c": "h2"}, ("b", "d"))
+    given = Form(**named, **more, sources={}, gifts={2: gift})
+    assert given.source_of(5) == Source("live", "c", 2, 0, "h2:20") and given.source_of(3) is None
+    parts = {node: sorted(part.get("sources", ())) for node, part in given.own().items()}
+    assert parts == {"a": ["4"], "b": ["4"], "c": ["5"], "d": ["5"]}, "replica 2 has ranks 4 and 5"
 
 
 def test_workers_that_are_alike_are_there_once_and_lists_are_not_shared():

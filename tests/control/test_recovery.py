@@ -73,7 +73,7 @@ def test_a_device_that_warns_is_swapped_at_a_step_boundary_and_nothing_is_lost()
     first, swapped = to_the_end(world)
     assert swapped.rung == 0 and "ecc at 100" in swapped.reason
     assert warned in homes(world, first) and warned not in homes(world, swapped)
-    assert swapped.sources[0].kind == "live" and not swapped.branch and not world.ledger.undone
+    assert swapped.source_of(0).kind == "live" and not swapped.branch and not world.ledger.undone
 
 
 def test_without_a_spare_it_is_kept():
@@ -100,7 +100,7 @@ def test_a_worker_dies_and_the_others_go_on_at_once_while_it_is_restarted_in_pla
     assert degraded.replicas == (0,) and degraded.rung == 1 and "rank 1" in degraded.reason
     assert the_worker(world, 0) is survivor, "survivors keep their processes"
     assert healed.replicas == (0, 1) and homes(world, healed)[1] == victim.node.name
-    assert healed.sources[1].kind == "live" and healed.sources[1].number == survivor.number
+    assert healed.source_of(1).kind == "live" and healed.source_of(1).number == survivor.number
     assert not world.ledger.undone
 
 
@@ -108,7 +108,7 @@ def test_the_only_copy_comes_back_from_the_nodes_own_memory():
     world = a_gang(replicas=1, nodes=1)
     the_worker(world, 0).die("SIGKILL")
     _, again = to_the_end(world)
-    assert again.rung == 1 and again.sources[0].kind == "memory" and again.sources[0].node == "n0"
+    assert again.rung == 1 and again.source_of(0).kind == "memory" and again.source_of(0).node == "n0"
     assert again.step >= 4
 
 
@@ -141,7 +141,7 @@ def test_a_node_dies_and_the_spare_takes_its_place():
     the_worker(world, 1).node.power_off(proved=True)
     _, degraded, healed = to_the_end(world)
     assert degraded.rung == 2 and degraded.replicas == (0,)
-    assert homes(world, healed)[1] == spare and healed.sources[1].kind == "live" and not world.ledger.undone
+    assert homes(world, healed)[1] == spare and healed.source_of(1).kind == "live" and not world.ledger.undone
 
 
 def test_a_node_that_merely_falls_silent_is_given_up_after_a_while():
@@ -165,7 +165,7 @@ def test_a_replica_over_several_nodes_is_left_out_as_a_whole_and_its_survivors_s
     the_worker(world, 2).node.power_off(proved=True)
     _, degraded, healed = to_the_end(world)
     assert degraded.replicas == (0,)
-    assert the_worker(world, 3) is stays and {s.kind for s in healed.sources.values()} == {"live"}
+    assert the_worker(world, 3) is stays and {s.kind for s in healed.by_rank().values()} == {"live"}
 
 
 def test_two_broken_replicas_make_one_whole_state():
@@ -176,7 +176,7 @@ def test_two_broken_replicas_make_one_whole_state():
         the_worker(world, rank).die("SIGKILL")
     forms = to_the_end(world)
     assert forms[1].step >= committed and not world.ledger.undone
-    assert {s.kind for s in forms[1].sources.values()} == {"live"}
+    assert {s.kind for s in forms[1].by_rank().values()} == {"live"}
 
 
 def test_a_job_may_ask_to_wait_for_the_spare():
@@ -200,7 +200,7 @@ def test_the_buddys_memory_serves_when_all_replicas_lose_a_coordinate():
     world = a_gang(replicas=1, nodes=3, domains=3, shards=2, buddies=True)
     the_worker(world, 0).node.power_off(proved=True)
     forms = to_the_end(world)
-    assert forms[1].sources[0].kind == "memory" and forms[1].sources[0].node in world.nodes
+    assert forms[1].source_of(0).kind == "memory" and forms[1].source_of(0).node in world.nodes
 
 
 def test_when_memory_is_lost_too_all_go_back_to_the_checkpoint_and_what_is_abandoned_is_named():

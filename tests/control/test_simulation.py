@@ -149,7 +149,7 @@ def decide_early(m):
 def seat_twice(m):
     def sit(self, place, name, which="now"):
         original(self, place, name, which)
-        self.spares.add(name)
+        self._free(name)
 
     original = Membership.sit
     m.setattr(Membership, "sit", sit)

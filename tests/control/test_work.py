@@ -158,7 +158,7 @@ EVENTS = [
     NodeSuspect("n1", 1),
     NodeJoined("n1", 1, ""),
     NodeJoined("new", 1, ""),
-    Parked("n1", 1, 0, (2,), 3, 3, 0),
+    Parked(("n1",), (1,), ((2,),), 0, 3, 3, 0),
     DeviceWarning("n1", 1, "ecc", 99),
     Durable(3, 1),
     TimerFired("resend"),

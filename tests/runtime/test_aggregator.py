@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.control.liveness import Edge, Liveness, Roster, event_of
-from phalanx.control.messages import EVERYONE, Event, Form, Formed, Parted, Source
+from phalanx.control.messages import EVERYONE, Event, Form, Formed, Parked, Parted, Source
 from phalanx.observe.fold import fold_of
 from phalanx.runtime import aggregator as module
 from phalanx.runtime import inventory, secret
@@ -189,6 +189,18 @@ def test_what_replicas_say_alike_becomes_one():
     assert Event.from_dict(event_of(first)) == Parted((0, 1, 3), (10, 11, 13), 1, 3, 3, 1)
     assert Event.from_dict(event_of(other)) == parted(2, step=4)
     assert items[0]["event"]["replicas"] == [0], "what the agents are waiting for stays as it was"
+
+
+def test_what_nodes_say_alike_becomes_one():
+    def parked(node, worker, world=5):
+        return Parked((node,), (1,), ((worker,),), world, 3, 3, 1)
+
+    lie = item("d", 2, parked("a", 7))
+    items = [item("a", 1, parked("a", 1)), item("b", 4, parked("b", 2)), item("c", 9, parked("c", 3, world=6)), lie]
+    first, other, passed = merged(items)
+    assert first["said"] == [["a", 1, 1], ["b", 1, 4]] and passed == lie, "a node speaks for itself"
+    assert Event.from_dict(event_of(first)) == Parked(("a", "b"), (1, 1), ((1,), (2,)), 5, 3, 3, 1)
+    assert Event.from_dict(event_of(other)) == parked("c", 3, world=6)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["Formed", "Parted", "died"])), max_size=12))

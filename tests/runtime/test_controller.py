@@ -134,7 +134,7 @@ def built(play, *agents):
     play.until(lambda: all(agent.of("Build") for agent in agents))
     worlds = {agent.name: agent.of("Build")[0]["world"] for agent in agents}
     for agent in agents:
-        agent.post(messages.Built(agent.name, 1, worlds[agent.name], (workers[agent.name][1],)))
+        agent.post(messages.Built((agent.name,), (1,), ((workers[agent.name][1],),), worlds[agent.name]))
     play.until(lambda: all(agent.of("Form") for agent in agents))
     return workers, worlds
 
@@ -193,13 +193,13 @@ def test_a_killed_controller_goes_on_where_it_was(play):
     b.post(messages.WorkersUp("b", 1, (workers["b"][1],), (9,)))
     play.until(lambda: a.of("Build") and b.of("Build"))
     assert play.lines("state")[0]["phase"] == "gathering"
-    a.post(messages.Built("a", 1, a.of("Build")[0]["world"], (workers["a"][1],)))
+    a.post(messages.Built(("a",), (1,), ((workers["a"][1],),), a.of("Build")[0]["world"]))
     play.until(lambda: a.link.outbox.acked == a.link.outbox.last)
     play.controllers[1].kill()
     play.start("--aggregate")
     play.until(lambda: len(b.of("Build")) > 1)
     assert b.of("Build")[0] == b.of("Build")[1], "the same world"
-    b.post(messages.Built("b", 1, b.of("Build")[0]["world"], (workers["b"][1],)))
+    b.post(messages.Built(("b",), (1,), ((workers["b"][1],),), b.of("Build")[0]["world"]))
     play.until(lambda: a.of("Form") and b.of("Form"))
     play.until(lambda: play.lines("form"))
     play.controllers[2].kill()
@@ -723,8 +723,11 @@ def test_only_what_replicas_say_can_be_of_many(state):
     said, before = [["a", 1, 2], ["b", 1, 2]], state.gang.to_bytes()
     died = messages.WorkerDied("c", 1, 1, Failure(text="not theirs")).to_dict()
     news, commands = heard(state, {"type": "many", "said": said, "event": died})
-    assert news["items"] == [] and commands == [] and "nothing that replicas say alike" in state.refused
+    assert news["items"] == [] and commands == [] and "nothing that many say alike" in state.refused
     assert state.gang.to_bytes() == before
+    built = messages.Built(("a", "c"), (1, 1), ((1,), (2,)), 1).to_dict()
+    news, _ = heard(state, {"type": "many", "said": said, "event": built})
+    assert news["items"] == [] and "Built.nodes has one that has not said it" in state.refused
 
 
 @pytest.mark.parametrize("kind", ["event", "many"])

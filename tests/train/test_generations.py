@@ -84,7 +84,7 @@ def test_a_worker_dies_in_a_step_and_is_replaced(at, wait_s, text, tmp_path, cle
     assert c.forms[1].step in {"forward": (4,), "gradients": (4, 5), "voting": (4, 5)}.get(at, (5,))
     if len(c.crew) == 4:
         back = next(form for form in c.forms[1:] if 1 in form.replicas)
-        assert back.sources[2].kind == "live" and c.builds.count((1, back.worlds[1])) == 1
+        assert back.source_of(2).kind == "live" and c.builds.count((1, back.worlds[1])) == 1
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_without_a_replacement_the_others_do_its_part_and_take_it_back(text, tmp
         c.join("n1", incarnation=2)  # after repair
         c.until(lambda: len(c.forms) == 3)
         assert c.forms[2].replicas == (0, 1) and c.forms[2].rung == -1
-        assert {s.kind for s in c.forms[2].sources.values()} == {"live"}
+        assert {s.kind for s in c.forms[2].by_rank().values()} == {"live"}
         assert c.finish() == want
         assert {w: c.pids[w] for w in (1, 2)} == pids and {1, 2} <= set(c.crew.values())
 

@@ -400,10 +400,10 @@ class Agent:
                 if kind == "up":
                     self._do_post(messages.WorkersUp(node, me, numbers, tuple(found[n] for n in numbers)))
                 elif kind == "built":
-                    self._do_post(messages.Built(node, me, alike[1], numbers))
+                    self._do_post(messages.Built((node,), (me,), (numbers,), alike[1]))
                 elif kind == "parked":
                     _, world, step, prepared, made, why = alike
-                    self._do_post(messages.Parked(node, me, world, numbers, step, prepared, made, why))
+                    self._do_post(messages.Parked((node,), (me,), (numbers,), world, step, prepared, made, why))
                 else:
                     checkpoint, step, generation, ranks, seal = alike
                     files = {rank: (size, root) for rank, (size, root, _) in found.items()}
@@ -634,7 +634,8 @@ class Agent:
     def _form(self, form: messages.Form) -> None:
         worlds = dict(zip(form.replicas, form.worlds, strict=True))
         where: Body = {"generation": form.generation, "step": form.step, "store": self._store}
-        donors = {s.number for s in form.sources.values() if s.kind == "live"}
+        sources = form.by_rank()
+        donors = {s.number for s in sources.values() if s.kind == "live"}
         if address := form.buddies.get(self.name):
             host, _, port = address.rpartition(":")
             self._to_keeper({"type": "buddy", "host": host, "port": int(port)})
@@ -648,7 +649,7 @@ class Agent:
             elif mate.formed < form.generation:
                 mate.formed, mate.said = form.generation, None
                 self._allow(number, "gang", form.generation)
-                source = codec.encode(form.every or form.sources.get(mate.rank))
+                source = codec.encode(form.every or sources.get(mate.rank))
                 more = {"replicas": list(form.replicas), "world": mate.world, "rank": mate.rank, "source": source}
                 more |= {"gives": gives, "joins": form.joins, "branch": form.branch, "kept": form.kept}
                 self._to([number], "form", **where, **more)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from phalanx.control.commits import Commits
 from phalanx.control.desk import Desk
 from phalanx.control.membership import Membership
-from phalanx.control.messages import Ask, Source
+from phalanx.control.messages import Ask, Gift, Source
 from phalanx.control.policy import Policy
 from phalanx.control.sources import Copy, Lineage, Stocks
 from phalanx.control.worlds import Worlds
@@ -30,21 +30,21 @@ class Finder:
         self._desk, self._members, self._policy = desk, members, policy
         self._replicas, self._homes, self._lineage, self._commits = worlds.replicas, worlds.homes, lineage, commits
 
-    def from_peer(self, replica: int, standing: list[int]) -> dict[int, Source] | None:
+    def from_peer(self, replica: int, standing: list[int]) -> Gift | None:
         """For a replica that lacks the last step: the same ranks of the next one that has it. None: nobody could take
         the state of any."""
-        size = self._members.replica_size
         at = bisect(standing, replica)
         for donor in standing[at:] + standing[:at]:
-            crew = self._replicas[donor].crew
-            if donor != replica and self.banned.isdisjoint(crew.values()):
-                shift = (replica - donor) * size
-                workers = self._members.workers
-                address = {name: self._members.nodes[name].address for name in self._replicas[donor].nodes}
-                return {
-                    rank + shift: Source("live", node, w, 0, f"{address[node]}:{workers[w].port}")
-                    for (rank, w), node in zip(crew.items(), self._homes(donor), strict=True)
-                }
+            workers = tuple(self._replicas[donor].crew.values())
+            if donor != replica and self.banned.isdisjoint(workers):
+                known, nodes = self._members.workers, self._members.nodes
+                return Gift(
+                    givers=tuple(self._homes(donor)),
+                    workers=workers,
+                    ports=tuple([known[worker].port for worker in workers]),
+                    addresses={name: nodes[name].address for name in self._replicas[donor].nodes},
+                    takers=tuple(self._homes(replica)),
+                )
         return None
 
     def newest(self, crew: dict[int, int], committed: int | None) -> tuple[int, dict[int, Source]]:

@@ -10,7 +10,7 @@ from phalanx.control.desk import Desk
 from phalanx.control.finding import Finder
 from phalanx.control.generation import Generation
 from phalanx.control.membership import Membership
-from phalanx.control.messages import EVERYONE, Form, Source
+from phalanx.control.messages import EVERYONE, Form, Gift, Source
 from phalanx.control.policy import Policy
 from phalanx.control.sources import Lineage
 from phalanx.control.staffing import Staff
@@ -19,6 +19,7 @@ from phalanx.core.checkpoint import buddies
 
 MOST_REASONS = 16  # in a Form: every node is told
 Sources = dict[int, Source]  # by rank that lacks the step
+Gifts = dict[int, Gift]  # by replica that does
 
 
 @dataclass
@@ -58,30 +59,30 @@ class Forming:
         missing = len(self._worlds.built) < len(self._members.wanted)
         return missing and self._desk.now_ns < self.patience_ns and not self._staff.leaving
 
-    def gather(self, attempts: int) -> Form | list[int]:
+    def gather(self) -> Form | list[int]:
         """Form the next generation, if it can be. Nodes may have to be asked for what they hold first, and worlds to be
-        halted, which are returned, before a step is given up: only their workers know. `attempts`: since the last
-        step; after each one they meet elsewhere."""
-        has = self._worlds.up_to_date(self._lineage)
+        halted, which are returned, before a step is given up: only their workers know."""
+        lineage, finder = self._lineage, self._finder
+        has = self._worlds.up_to_date(lineage)
         chosen = self._choose(has)
         if not chosen:
             return []
         standing = [r for r in chosen if r in has]
         if standing and (found := self._around(chosen, standing)):
-            return self._form(attempts, *found)
+            chosen, gifts, kept = found
+            return self._form(chosen, lineage.committed, {}, gifts, kept)
         if self._worlds.among(self._worlds.astir, "leaving"):
             return []  # they may hold what is looked for
-        lineage, finder = self._lineage, self._finder
         crew = {rank: worker for r in chosen for rank, worker in self._worlds.replicas[r].crew.items()}
         step, sources = finder.newest(crew, lineage.committed if lineage.certain else None)
-        kept = all(source.kind == "live" for source in sources.values())
-        if self._gen.begun and not finder.asked and not (kept and step == lineage.committed and lineage.certain):
+        live = all(source.kind == "live" for source in sources.values())
+        if self._gen.begun and not finder.asked and not (live and step == lineage.committed and lineage.certain):
             self._desk.phase = "asking"
             finder.ask(self._gen.number)
             return []
         if not (lineage.certain and step == lineage.committed) and (unsaid := self._worlds.unsaid()):
             return unsaid
-        return self._form(attempts, chosen, step, sources)
+        return self._form(chosen, step, sources)
 
     def _choose(self, has: set[int]) -> list[int]:
         """Choose the replicas that take part; []: too few can, or more are waited for. `has`: those that are up to
@@ -112,10 +113,10 @@ class Forming:
             return []
         return chosen
 
-    def _around(self, chosen: list[int], standing: list[int]) -> tuple[list[int], int, Sources, tuple[int, ...]] | None:
+    def _around(self, chosen: list[int], standing: list[int]) -> tuple[list[int], Gifts, tuple[int, ...]] | None:
         """Continue with the replicas that stand; the others join them, and take the state of one of them. While a step
         is redone whose gradients are kept, nobody joins, unless the job waits for full strength. None: too few can."""
-        sources: Sources = {}
+        gifts: Gifts = {}
         kept = self._keeping(standing)
         if kept and len(standing) >= self._policy.min_replicas and not self._policy.wait_ns:
             chosen = standing
@@ -124,12 +125,12 @@ class Forming:
             if given is None:
                 chosen = [r for r in chosen if r != number]
             else:
-                sources |= given
+                gifts[number] = given
         if len(chosen) < self._policy.min_replicas:
             return None
-        if sources:
+        if gifts:
             self._staff.why.append((-1, f"replicas {sorted({*chosen}.difference(standing))} join"))
-        return chosen, self._lineage.committed, sources, () if sources else kept
+        return chosen, gifts, () if gifts else kept
 
     def _keeping(self, standing: list[int]) -> tuple[int, ...]:
         """Return the replicas that keep the gradients of what was dealt to them of the next step: all must know of that
@@ -141,7 +142,9 @@ class Forming:
 
     # -- what they are told
 
-    def _form(self, attempts: int, chosen: list[int], step: int, sources: Sources, kept: tuple[int, ...] = ()) -> Form:
+    def _form(
+        self, chosen: list[int], step: int, sources: Sources, gifts: Gifts | None = None, kept: tuple[int, ...] = ()
+    ) -> Form:
         """Put a Form together, and take the lineage to its step. `kept`: replicas that keep gradients of the next."""
         staff, worlds, lineage, wanted = self._staff, self._worlds, self._lineage, self._members.wanted
         number, last = self._gen.number + 1, max(step, lineage.committed)
@@ -168,7 +171,8 @@ class Forming:
             rung=max((rung for rung, _ in staff.why), default=-1),
             reason=self._reason(),
             nodes=EVERYONE,
-            joins=bool(sources) and not every,
+            joins=bool(sources or gifts) and not every,
+            gifts=gifts or {},
         )
 
     def _every(self, chosen: list[int], sources: Sources) -> Source | None:

@@ -218,13 +218,9 @@ class Gang:
             self._resolve()
 
     def _hear_ghost(self, event: Event) -> None:
-        """Hear a node that was declared dead. That its workers have left the groups for good counts all the same."""
+        """Hear of a node that was declared dead."""
         if isinstance(event, messages.NodeDead) and event.proof:
             self._prove(event.node, event.proof)
-            self._advance()
-        elif self.phase == "fencing" and isinstance(event, messages.Parked) and event.world in self.gen.worlds.values():
-            self.gen.prove("acknowledged")
-            self._resolve()
             self._advance()
 
     # -- workers
@@ -333,8 +329,12 @@ class Gang:
 
     def _on_parked(self, event: messages.Parked) -> bool:
         number, workers = self.worlds.hear_parked(event)
+        if self.phase == "fencing" and event.world in self.gen.worlds.values():
+            # That they have left the groups for good counts also if their node was declared dead.
+            self.gen.prove("acknowledged")
+            self._resolve()
         if not workers:
-            return False
+            return self.phase == "gathering"
         rank = self.members.workers[workers[0]].rank
         if event.why:
             self._hear_of(rank, f"rank {rank}", event.why, died=False)
@@ -524,7 +524,7 @@ class Gang:
         if self.forming.waits:
             return
         self._take_over({})
-        found = self.forming.gather(self.verdict.attempts)
+        found = self.forming.gather()
         if isinstance(found, Form):
             self._form(found)
             return
@@ -570,7 +570,7 @@ class Gang:
         if number not in self.gen.waiting:
             return False
         assert self.form
-        source = self.form.every or self.form.sources.get(worker.rank)
+        source = self.form.source_of(worker.rank)
         name = f"rank {worker.rank}"
         text = f"cannot form its groups: {event.reason}" if event.groups else f"did not get its state: {event.reason}"
         worker.misses += 1

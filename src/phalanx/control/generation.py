@@ -168,6 +168,7 @@ class Generation:
             assert self.form
             late, replica_of = self._worlds.nodes(self.waiting), self._members.replica_of
             late |= {s.node for rank, s in self.form.sources.items() if s.node and replica_of(rank) in self.waiting}
+            late.update(*(gift.addresses for replica, gift in self.form.gifts.items() if replica in self.waiting))
             return [replace(self.form, nodes=tuple(sorted(late)))]
         if phase == "parting" and self.left:
             nodes = tuple(sorted(self._worlds.nodes(self.left)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from phalanx.control.gang import Gang
+from phalanx.control.membership import top_of
 
 PHASES = ("gathering", "asking", "forming", "running", "parting", "fencing", "saving", "flushing", "ended")
 
@@ -43,7 +44,10 @@ def _check_nodes(gang: Gang) -> None:
         node = members.nodes[name]
         assert not node.dead and node.place == number, f"{name} is not at place {number}"
     free = {name for name, node in members.nodes.items() if not node.dead} - {name for name, _ in seated}
-    assert members.spares == free
+    assert members.spares == free and members.spares_by_name == sorted(free)
+    assert {(name, top) for top, names in members.spares_in.items() for name in names} == {
+        (name, top_of(members.nodes[name].domain)) for name in free
+    }
     assert members.alive == sum(not node.dead for node in members.nodes.values())
     staff = gang.staff
     assert staff.silent <= staff.suspects <= {name for name, node in members.nodes.items() if not node.dead}

@@ -19,6 +19,7 @@ from phalanx.core.layout import Layout
 FROM_USERS = (messages.Drain, messages.Scale, messages.Stop, messages.Trace)
 MOST_TRACED = (16, 100)  # ranks, steps
 FROM_REPLICAS = (messages.Formed, messages.Parted)
+FROM_NODES = (messages.Built, messages.Parked)  # that say it alike
 FROM_AGENTS = (
     messages.NodeJoined, messages.WorkersUp, messages.WorkerDied, messages.ServiceDied, messages.Built,
     messages.Parked, messages.Formed, messages.Parted, messages.Missing, messages.Standing, messages.Held,
@@ -117,8 +118,13 @@ class State:
         event = Event.from_dict(found) if found else None
         if item["type"] == "event":
             _check_agent(item, event)
+        elif item["type"] == "many" and isinstance(event, FROM_NODES):
+            if not {*zip(event.nodes, event.incarnations, strict=True)} <= {
+                (name, life) for name, life, _ in item["said"]
+            }:
+                raise ValueError(f"{type(event).__name__}.nodes has one that has not said it")
         elif item["type"] == "many" and not isinstance(event, FROM_REPLICAS):
-            raise ValueError(f"{type(event).__name__} is nothing that replicas say alike")
+            raise ValueError(f"{type(event).__name__} is nothing that many say alike")
         if isinstance(event, FROM_REPLICAS):
             self._check_replicas(item, event)
         return event
@@ -187,6 +193,8 @@ def _check_agent(item: Item, event: Event | None) -> None:
     """An agent speaks for itself."""
     if not isinstance(event, FROM_AGENTS):
         raise ValueError(f"{type(event).__name__} is no event of an agent")
-    told = (getattr(event, "node", item["node"]), getattr(event, "incarnation", item["incarnation"]))
-    if told != (item["node"], item["incarnation"]):
+    told = [getattr(event, "node", item["node"]), getattr(event, "incarnation", item["incarnation"])]
+    if isinstance(event, FROM_NODES):
+        told = [*event.nodes, *event.incarnations]
+    if told != [item["node"], item["incarnation"]]:
         raise ValueError(f"{type(event).__name__} is about another node")

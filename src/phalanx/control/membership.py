@@ -7,6 +7,7 @@ spare.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -57,6 +58,11 @@ class Place:
         return [seat for seat in (self.now, self.next, self.old) if seat]
 
 
+def top_of(domain: str) -> str:
+    """Return the top level of a domain."""
+    return domain.partition(".")[0]
+
+
 @dataclass
 class Membership:
     replica_size: int
@@ -70,6 +76,8 @@ class Membership:
     # What follows from the above, so that nobody has to look through it.
     alive: int = field(init=False)  # nodes
     spares: set[str] = field(init=False)
+    spares_by_name: list[str] = field(init=False)
+    spares_in: dict[str, set[str]] = field(init=False)  # by the top level of their domain
     down: dict[int, int] = field(init=False)  # wanted replica -> its ranks without a worker that is up
     whole: set[int] = field(init=False)  # wanted replicas that lack none
     news: set[int] = field(init=False)  # of those, which nobody has looked at since they lacked some
@@ -81,7 +89,10 @@ class Membership:
     def __post_init__(self) -> None:
         there = {name for name, node in self.nodes.items() if not node.dead}
         self.alive = len(there)
-        self.spares = {name for name in there if self.nodes[name].place < 0}
+        self.spares, self.spares_by_name, self.spares_in = set(), [], {}
+        for name in there:
+            if self.nodes[name].place < 0:
+                self._free(name)
         self.want(self.wanted)
 
     # -- replicas and places
@@ -127,23 +138,36 @@ class Membership:
     def join(self, name: str, incarnation: int, domain: str, address: str = "", memory: str = "") -> None:
         """Its last incarnation leaves two things behind: that it is drained, and when workers died on it."""
         old = self.nodes.get(name)
+        self._take(name)
         self.nodes[name] = Node(incarnation, domain, address, memory)
         if old:
             self.nodes[name].drained, self.nodes[name].deaths = old.drained, old.deaths
         self.alive += 1
-        self.spares.add(name)
+        self._free(name)
 
     def lose(self, name: str) -> dict[int, int]:
         """The workers that are gone with it, by rank."""
         node = self.nodes[name]
         node.dead = True
         self.alive -= 1
-        self.spares.discard(name)
+        self._take(name)
         if node.place < 0:
             return {}
         place = self.places[node.place]
         which = next(w for w in ("now", "next", "old") if (seat := getattr(place, w)) and seat.node == name)
         return self.clear(node.place, which)
+
+    def _free(self, name: str) -> None:
+        if name not in self.spares:
+            self.spares.add(name)
+            insort(self.spares_by_name, name)
+        self.spares_in.setdefault(top_of(self.nodes[name].domain), set()).add(name)
+
+    def _take(self, name: str) -> None:
+        if name in self.spares:
+            self.spares.discard(name)
+            del self.spares_by_name[bisect_left(self.spares_by_name, name)]
+            self.spares_in[top_of(self.nodes[name].domain)].discard(name)
 
     def sit(self, place: int, name: str, which: str = "now") -> None:
         assert name in self.spares, (place, name)
@@ -151,7 +175,7 @@ class Membership:
         self._count(place)
         self.places[place].domain = self.nodes[name].domain
         self.nodes[name].place = place
-        self.spares.discard(name)
+        self._take(name)
 
     def clear(self, number: int, which: str) -> dict[int, int]:
         """Take a node off a place. Returns its workers by rank, which are gone. If it was the one that fills the place,
@@ -166,7 +190,7 @@ class Membership:
         node = self.nodes[seat.node]
         node.place = -1
         if not node.dead:
-            self.spares.add(seat.node)
+            self._free(seat.node)
         for worker in seat.workers.values():
             del self.workers[worker]
         return dict(sorted(seat.workers.items()))

@@ -8,7 +8,8 @@ or late: its world, generation, worker or incarnation tells the receiver whether
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
@@ -149,30 +150,35 @@ class ServiceDied(Event):
     failure: Failure
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: of large replicas come hundreds
+@dataclass(frozen=True, slots=True)
 class Built(Event):
-    """They are in the world of their replica, with an engine: it can take part."""
+    """Workers are in the world of their replica, with an engine: it can take part. What several nodes say alike comes
+    as one."""
 
-    node: str
-    incarnation: int
+    nodes: tuple[str, ...]
+    incarnations: tuple[int, ...]  # of those
+    workers: tuple[tuple[int, ...], ...]  # on each of those
     world: int
-    workers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_columns(self, "nodes", "incarnations", "workers")
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: of large replicas come hundreds
+@dataclass(frozen=True, slots=True)
 class Parked(Event):
-    """They have left `world` and all worlds before it, for good."""
+    """Workers have left `world` and all worlds before it, for good. What several nodes say alike comes as one."""
 
-    node: str
-    incarnation: int
+    nodes: tuple[str, ...]
+    incarnations: tuple[int, ...]  # of those
+    workers: tuple[tuple[int, ...], ...]  # on each of those
     world: int
-    workers: tuple[int, ...]
     step: int  # of the state that they hold; -1: none
     prepared: int  # the step that they have voted yes for and hold the gradients of, or `step`
     made: int  # the generation in which that was
     why: Failure | None = None  # the error that made them leave; None: they were told to
 
     def __post_init__(self) -> None:
+        _check_columns(self, "nodes", "incarnations", "workers")
         if self.prepared - self.step not in (0, 1):
             raise ValueError(f"Parked.prepared = {self.prepared}: expected step, {self.step}, or the one after it")
 
@@ -187,7 +193,7 @@ class Formed(Event):
     generation: int
 
     def __post_init__(self) -> None:
-        _check_columns(self)
+        _check_columns(self, "replicas", "worlds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +210,16 @@ class Parted(Event):
     kept: bool = False  # they keep the gradients of what was dealt to them of the step under way
 
     def __post_init__(self) -> None:
-        _check_columns(self)
+        _check_columns(self, "replicas", "worlds")
         if self.prepared - self.step not in (0, 1):
             raise ValueError(f"Parted.prepared = {self.prepared}: expected step, {self.step}, or the one after it")
 
 
-def _check_columns(event: Formed | Parted) -> None:
-    if len(event.replicas) != len(event.worlds):
-        raise ValueError(f"{type(event).__name__}.worlds = {event.worlds}: expected one for each of {event.replicas}")
+def _check_columns(event: Event, first: str, *others: str) -> None:
+    named = getattr(event, first)
+    for name in others:
+        if len(found := getattr(event, name)) != len(named):
+            raise ValueError(f"{type(event).__name__}.{name} = {found}: expected one for each of {named}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,6 +470,23 @@ class Source:
     address: str = ""  # of that worker or memory
 
 
+@dataclass(slots=True, unsafe_hash=True)
+class Gift:
+    """The state of a replica for another that lacks it, in columns: each rank takes that of the same rank there. A
+    large replica has thousands, and only their nodes need to know."""
+
+    givers: tuple[str, ...]  # nodes
+    workers: tuple[int, ...]
+    ports: tuple[int, ...]
+    addresses: dict[str, str]  # of those nodes
+    takers: tuple[str, ...]  # nodes
+
+    def source(self, at: int) -> Source:
+        """Return where the rank at a place of the replica takes it."""
+        node = self.givers[at]
+        return Source("live", node, self.workers[at], 0, f"{self.addresses[node]}:{self.ports[at]}")
+
+
 @dataclass(frozen=True, slots=True)
 class Form(Command):
     """A new generation: these replicas train together. Ranks without a source keep their state; if that is at `step`
@@ -483,17 +508,35 @@ class Form(Command):
     reason: str
     nodes: tuple[str, ...]
     joins: bool = False  # some take the state of others, so all compare theirs; all nodes are told, unlike `sources`
+    gifts: dict[int, Gift] = field(default_factory=dict)  # by replica that joins; nodes are told theirs as `sources`
 
     def own(self) -> dict[str, dict[str, Any]]:
         """What only some nodes are told, by node: the sources of its ranks and those that it is a source of, and its
         buddy. All others are told the rest, which is the same for all."""
         own: dict[str, dict[str, Any]] = {}
-        for rank, source in self.sources.items():
-            for node in {self.takers[rank], source.node} - {""}:
+        takers = self.takers | {rank: gift.takers[at] for rank, gift, at in self._given()}
+        for rank, source in self.by_rank().items():
+            for node in {takers[rank], source.node} - {""}:
                 own.setdefault(node, {}).setdefault("sources", {})[str(rank)] = codec.encode(source)
         for node, address in self.buddies.items():
             own.setdefault(node, {})["buddies"] = {node: address}
         return own
+
+    def by_rank(self) -> dict[int, Source]:
+        """Return the sources of all ranks that have one of their own."""
+        return self.sources | {rank: gift.source(at) for rank, gift, at in self._given()}
+
+    def source_of(self, rank: int) -> Source | None:
+        """Return where a rank takes its state; None: it keeps what it has."""
+        size = len(next(iter(self.gifts.values())).workers) if self.gifts else 1
+        if gift := self.gifts.get(rank // size):
+            return gift.source(rank % size)
+        return self.every or self.sources.get(rank)
+
+    def _given(self) -> Iterator[tuple[int, Gift, int]]:
+        for replica, gift in self.gifts.items():
+            first = replica * len(gift.workers)
+            yield from ((first + at, gift, at) for at in range(len(gift.workers)))
 
 
 @dataclass(frozen=True, slots=True)

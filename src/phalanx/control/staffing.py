@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from phalanx.control import messages
 from phalanx.control.desk import Desk
-from phalanx.control.membership import Membership
+from phalanx.control.membership import Membership, top_of
 from phalanx.control.messages import Command, Event
 from phalanx.control.policy import Policy
 
@@ -62,13 +62,17 @@ class Staff:
         incarnation = getattr(event, "incarnation", None)
         if incarnation is None or isinstance(event, messages.NodeJoined):
             return False
-        name = getattr(event, "node", "")
+        fence = not isinstance(event, (messages.NodeDead, messages.NodeSuspect))
+        return not self.counts(getattr(event, "node", ""), incarnation, fence)
+
+    def counts(self, name: str, incarnation: int, fence: bool = True) -> bool:
+        """Return whether this incarnation of a node counts. One that was declared dead, and speaks, is fenced."""
         node = self._members.nodes.get(name)
         if node is None or node.incarnation != incarnation:
-            return True
-        if node.dead and not isinstance(event, (messages.NodeDead, messages.NodeSuspect)):
+            return False
+        if node.dead and fence:
             self._desk.say(messages.Fence(name, incarnation))
-        return node.dead
+        return not node.dead
 
     def join(self, event: messages.NodeJoined) -> tuple[bool, Gone]:
         """Whether it is new, and the workers of its last incarnation, which are proven to be gone."""
@@ -137,7 +141,7 @@ class Staff:
             if place.now is None or place.now.node in names:
                 for replica in members.replicas_at(number):
                     lacking[replica] += 1
-        left, enough = len(self._fit()), 0
+        left, enough = sum(self._is_fit(name, good=False) for name in members.spares), 0
         for count in sorted(lacking.values()):
             left -= count
             enough += left >= 0
@@ -308,25 +312,28 @@ class Staff:
 
     # -- filling places
 
-    def _fit(self, good: bool = False) -> list[str]:
-        nodes = self._members.nodes
-        return [n for n in self._members.spares - self.suspects if not (nodes[n].drained or (good and nodes[n].fault))]
+    def _is_fit(self, name: str, good: bool) -> bool:
+        """Return whether a spare may be used; `good`: without a fault."""
+        node = self._members.nodes[name]
+        return not (node.drained or (good and node.fault) or name in self.suspects)
 
     def _spare(self, place: int, good: bool = False) -> str | None:
-        """The best there is: without a fault, near to the last one in the network, in the order of names."""
-        nodes, domain = self._members.nodes, self._members.places[place].domain
-        fit = self._fit(good)
-        fit = [n for n in fit if not nodes[n].fault] or fit
-        # A large fleet has many spares, and few of them are near.
-        top = domain.partition(".")[0]
-        near = {n: _levels_shared(nodes[n].domain, domain) for n in fit if nodes[n].domain.startswith(top)}
-        most = max(near.values(), default=0)
-        return min((n for n in near if near[n] == most) if most else fit, default=None)
+        """The best there is: without a fault, near to the last one in the network, in the order of names. A large fleet
+        has many spares, few of them near, and most of them good: not all are looked at."""
+        members, domain = self._members, self._members.places[place].domain
+        for without_fault in (True, False)[: 1 if good else 2]:
+            near = [n for n in members.spares_in.get(top_of(domain), ()) if self._is_fit(n, without_fault)]
+            if near:
+                return min(near, key=lambda n: (-_levels_shared(members.nodes[n].domain, domain), n))
+            found = next((n for n in members.spares_by_name if self._is_fit(n, without_fault)), None)
+            if found is not None:
+                return found
+        return None
 
     def fill(self) -> None:
         members = self._members
-        for name in sorted(self._fit(good=True)) if members.homes and members.vacant else ():
-            if members.homes.get(name) in members.vacant:
+        for name in [*members.spares_by_name] if members.homes and members.vacant else ():
+            if members.homes.get(name) in members.vacant and self._is_fit(name, good=True):
                 self._seat(members.homes[name], name)
         for place in self._vacant():
             spare = self._spare(place)

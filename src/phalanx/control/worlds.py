@@ -217,8 +217,11 @@ class Worlds:
     def _about(self, event: messages.Built | messages.Parked) -> tuple[int, list[int]]:
         """Return the replica that a report is about, and its workers. A node speaks for its own; those that should be
         gone are ended."""
-        known, node = self._members.workers, event.node
-        workers = [w for w in event.workers if w in known and known[w].node == node]
-        if len(workers) < len(event.workers):
-            self._staff.end_strangers(node, event.workers)
+        known, workers = self._members.workers, list[int]()
+        for node, incarnation, some in zip(event.nodes, event.incarnations, event.workers, strict=True):
+            if self._staff.counts(node, incarnation):
+                own = [w for w in some if w in known and known[w].node == node]
+                workers += own
+                if len(own) < len(some):
+                    self._staff.end_strangers(node, some)
         return self._members.replica_of(known[workers[0]].rank) if workers else -1, workers

@@ -41,8 +41,11 @@ STALL_S = 1.0  # between two ticks: beyond that it was not the nodes that were s
 BUNDLE_S = 0.002  # in which reports are gathered
 BUNDLE = 500  # reports
 JOINS_S = 0.5  # in which joins are gathered, at most
-MERGED = ("Formed", "Parted")  # what all replicas say at once
-COLUMNS = ("replicas", "worlds")  # of those
+#: What replicas, or the nodes of one, say at once; and what of it comes in columns.
+MERGED = {
+    **dict.fromkeys(("Formed", "Parted"), ("replicas", "worlds")),
+    **dict.fromkeys(("Built", "Parked"), ("nodes", "incarnations", "workers")),
+}
 
 #: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's. `said`: for the
 #: run's record. From one that would join (its incarnation is 0): which code it runs, and what it has.
@@ -429,34 +432,42 @@ def check_said(item: Any, node: str) -> None:
 
 
 def merged(items: list[Message]) -> list[Message]:
-    """Make one of what replicas said alike: when a gang parts or forms all of them speak. Nobody overtakes himself: an
-    agent's numbers stay in order, or the controller takes the lower ones for repetitions."""
+    """Make one of what many said alike: when a gang parts or forms all replicas speak, when a world is built or broken
+    all its nodes. Nobody overtakes himself: an agent's numbers stay in order, or the controller takes the lower ones
+    for repetitions."""
     out, alike = list[Message](), dict[str, int]()
     last: dict[str, int] = {}  # node -> where in `out` its last word is
     for item in items:
         event = item.get("event", {})
-        if event.get("kind") not in MERGED or not _has_columns(event):
+        names = MERGED.get(str(event.get("kind")), ())
+        if not names or not _has_columns(item, names):
             last[item["node"]] = len(out)
             out.append(item)
             continue
         said = [item["node"], item["incarnation"], item["number"]]
-        key = json.dumps({name: value for name, value in event.items() if name not in COLUMNS})
+        key = json.dumps({name: value for name, value in event.items() if name not in names})
         at = alike.get(key, -1)
         if last.get(item["node"], 0) <= at:
             many = out[at]
             many["said"].append(said)
-            for name in COLUMNS:
+            for name in names:
                 many["event"][name] += event[name]
         else:
             at = alike[key] = len(out)
-            columns = {name: [*event[name]] for name in COLUMNS}
+            columns = {name: [*event[name]] for name in names}
             out.append({"type": "many", "said": [said], "event": {**event, **columns}})
         last[item["node"]] = at
     return out
 
 
-def _has_columns(event: Message) -> bool:
+def _has_columns(item: Message, names: tuple[str, ...]) -> bool:
     """Else the controller refuses it, and must not refuse others with it."""
-    columns: list[Any] = [event.get(name) for name in COLUMNS]
-    whole = all(isinstance(column, list) and {*map(type, column)} == {int} for column in columns)
-    return whole and len({*map(len, columns)}) == 1
+    event = item["event"]
+    columns: list[Any] = [event.get(name) for name in names]
+    if not all(isinstance(column, list) for column in columns) or len({*map(len, columns)}) != 1:
+        return False
+    if "nodes" in names:  # it speaks for itself
+        *told, workers = columns
+        flat = isinstance(workers[0], list) and {*map(type, workers[0])} <= {int} if workers else False
+        return flat and told == [[item["node"]], [item["incarnation"]]]
+    return all({*map(type, column)} == {int} for column in columns)

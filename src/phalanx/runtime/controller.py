@@ -122,7 +122,7 @@ def _write(path: Path, body: Any) -> None:
 # -- what is said
 
 
-OWN = ("sources", "takers", "buddies")  # of a Form: what some nodes are told, and others are not
+OWN = ("sources", "takers", "gifts", "buddies")  # of a Form: what some nodes are told, and others are not
 
 
 def body_of(command: Command) -> Message:

@@ -129,8 +129,9 @@ class Job:
         for name, workers in crews.items():
             self.hear(say.WorkersUp(name, 1, tuple(workers), tuple(workers)), quiet=True)
         for number, replica in self.gang.worlds.replicas.items():
-            for name, crew in self.gang.worlds.crews(number, replica.waiting).items():
-                self.hear(say.Built(name, 1, replica.world, tuple(crew.values())), quiet=True)
+            crews = self.gang.worlds.crews(number, replica.waiting)
+            workers = tuple(tuple(crew.values()) for crew in crews.values())
+            self.hear(say.Built(tuple(crews), (1,) * len(crews), workers, replica.world), quiet=True)
         assert self.gang.form
         self._formed(self.gang.form)
 
@@ -148,18 +149,6 @@ class Job:
                     self._set_timer(command)
         elif commands:
             self._obey(commands)
-        self._mark()
-
-    def _hear_all(self, events: Iterable[Event]) -> None:
-        """Tell the gang what many nodes say at once."""
-        if self.check:
-            for event in events:
-                self.hear(event)
-            return
-        apply, now = self.gang.apply, self.agenda.now
-        for event in events:
-            if commands := apply(now, event):
-                self._obey(commands)
         self._mark()
 
     def _mark(self) -> None:
@@ -247,14 +236,18 @@ class Job:
         held = self._state() if number >= 0 else (-1, -1, 0)
         lives = self.incarnation
         there = [o for o in orders if o.node not in self.down] if self.down else orders
-        self._hear_all(say.Parked(o.node, lives[o.node], o.world, o.workers, *held) for o in there)
+        if there:
+            about = _columns((o.node, lives[o.node], o.workers) for o in there)
+            self.hear(say.Parked(*about, orders[0].world, *held))
 
     def _built(self, orders: list[say.Build]) -> None:
         self._note(f"built {orders[0].world} {len(orders)}")
         lives = self.incarnation
         bad = self.down | {_name(node) for node in self.sick}
         there = [o for o in orders if o.node not in bad] if bad else orders
-        self._hear_all(say.Built(o.node, lives[o.node], o.world, tuple(o.crew.values())) for o in there)
+        if there:
+            about = _columns((o.node, lives[o.node], tuple(o.crew.values())) for o in there)
+            self.hear(say.Built(*about, orders[0].world))
 
     def _probe(self, command: say.Probe) -> None:
         for name in command.nodes:
@@ -317,7 +310,8 @@ class Job:
             progress.back_to(form.step)
         self.made = max(self.made, form.generation - 1)
         self.buddies = form.buddies
-        kinds = {source.kind for source in form.sources.values()} | ({form.every.kind} if form.every else set())
+        kinds = {source.kind for source in (form.every, *form.sources.values()) if source}
+        kinds |= {"live"} if form.gifts else set()
         takes = max((getattr(times, kind, 0) for kind in kinds), default=0)
         at_ns = now + times.decide + times.form + takes if self.contained else now
         if "durable" in kinds:
@@ -337,7 +331,7 @@ class Job:
         if gang.form is not form or gang.phase != "forming":
             return
         progress.advance(self.agenda.now)
-        if any(self.broken.get(r) for r in form.replicas):
+        if any(count and r in gang.gen.worlds for r, count in self.broken.items()):
             progress.stop("detect")  # somebody is gone, which will be heard
             return
         progress.train(len(form.replicas), self.redo_ns if form.kept else 0)
@@ -691,6 +685,12 @@ class Job:
 def _process(fault: Fault) -> int:
     """Return the rank that a scripted fault takes; -1: it takes a node, or any process."""
     return -1 if fault.effect == "node" else fault.rank
+
+
+def _columns(reports: Iterable[tuple[str, int, tuple[int, ...]]]) -> tuple[Any, Any, Any]:
+    """Make one of what nodes say alike, as an aggregator does: the nodes, their incarnations, their workers."""
+    nodes, lives, workers = zip(*reports, strict=True)
+    return nodes, lives, workers
 
 
 def _name(node: int) -> str:

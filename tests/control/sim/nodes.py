@@ -518,7 +518,7 @@ class Proc:
             return
         self.state = state
         whole, size = world.ledger.forms[generation], world.size
-        kept = not whole.every and any(r * size + self.coordinate not in whole.sources for r in whole.replicas)
+        kept = not whole.every and any(whole.source_of(r * size + self.coordinate) is None for r in whole.replicas)
         if world.flip and source and kept:
             world.flip, self.state, self.true = False, f"{state}?{self.number}", state
         m.restored(step)
