@@ -119,9 +119,8 @@ class State:
         if item["type"] == "event":
             _check_agent(item, event)
         elif item["type"] == "many" and isinstance(event, FROM_NODES):
-            if not {*zip(event.nodes, event.incarnations, strict=True)} <= {
-                (name, life) for name, life, _ in item["said"]
-            }:
+            speakers = {(name, incarnation) for name, incarnation, _ in item["said"]}
+            if not speakers.issuperset(zip(event.nodes, event.incarnations, strict=True)):
                 raise ValueError(f"{type(event).__name__}.nodes has one that has not said it")
         elif item["type"] == "many" and not isinstance(event, FROM_REPLICAS):
             raise ValueError(f"{type(event).__name__} is nothing that many say alike")

@@ -129,9 +129,9 @@ class Job:
         for name, workers in crews.items():
             self.hear(say.WorkersUp(name, 1, tuple(workers), tuple(workers)), quiet=True)
         for number, replica in self.gang.worlds.replicas.items():
-            crews = self.gang.worlds.crews(number, replica.waiting)
-            workers = tuple(tuple(crew.values()) for crew in crews.values())
-            self.hear(say.Built(tuple(crews), (1,) * len(crews), workers, replica.world), quiet=True)
+            there = self.gang.worlds.crews(number, replica.waiting).items()
+            about = _columns((name, 1, tuple(crew.values())) for name, crew in there)
+            self.hear(say.Built(*about, replica.world), quiet=True)
         assert self.gang.form
         self._formed(self.gang.form)
 
