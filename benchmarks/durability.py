@@ -6,7 +6,7 @@ that fail before or after they took effect and actors that die.
 "Before" is what a review of the version of 2026-11-15 lost to the same fault.
 
 Bar: nothing is lost, in no row; 1,000 histories in a folder and 1,000 in a bucket lose no committed checkpoint and load
-none of another run."""
+none of another run, and no older one than was there all the time; with `--resume auto` broken on purpose they do."""
 
 from common import finish, machine  # isort: skip
 
@@ -19,6 +19,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from durability_cases import interleave
@@ -37,6 +38,7 @@ from phalanx.data.fetch import read_manifest
 from phalanx.data.selection import Position, RunData
 from phalanx.data.tokenizer import Bytes
 from phalanx.data.verify import verify
+from phalanx.run import start as start_of
 from phalanx.run.start import AUTO, find_start, take_place
 from tests.checkpoint.test_catalog import make
 from tests.data import s3
@@ -138,11 +140,11 @@ def two_runs(store, root: Path) -> tuple[int, int]:
     return sum(bool(second.read_again(store, name)) for name in names), len(names)
 
 
-def no_catalog(store, root: Path) -> tuple[int, int]:
-    """catalog.json is gone, then torn: checkpoints that are not found."""
-    names = saved(store, (10, 20, 30))
+def no_catalog(store, root: Path) -> tuple[int, int] | None:
+    """catalog.json is gone, then torn: checkpoints that are not found. None: a folder has no such file."""
     if isinstance(store, Folder):
-        return 0, 3
+        return None
+    names = saved(store, (10, 20, 30))
     store.remove(CATALOG)
     missing = len(names) - len(Catalog(store).good())
     store.write(CATALOG, b'{"checkpoints": {"step')
@@ -224,6 +226,20 @@ def histories(make_store, runs: int) -> dict[str, object]:
     }
 
 
+def planted(runs: int) -> dict[str, int]:
+    """Count the violations when `--resume auto` is broken on purpose: none would mean that the histories are blind."""
+    first, candidates = start_of._first, start_of._candidates
+    bugs = {
+        "the job's name is ignored": ("_first", lambda found, job, on_event: first(found, "", on_event)),
+        "the oldest comes first": ("_candidates", lambda catalogs: candidates(catalogs)[::-1]),
+    }
+    seen = {}
+    for bug, (name, broken) in bugs.items():
+        with mock.patch.object(start_of, name, broken):
+            seen[bug] = histories(shm, runs)["violations"]
+    return seen
+
+
 @contextlib.contextmanager
 def shm(seed: int):
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
@@ -247,8 +263,9 @@ def main() -> None:
                 root.mkdir()
                 store = open_store(f"{url}/{number}" if place == "bucket" else str(root / "store"))
                 cells.append(row(store, root))
-            lost[fault] = [gone for gone, _ in cells]
-            print(f"{fault:<42}{before:<26}" + "".join(f"{f'{gone} of {of}':>12}" for gone, of in cells), flush=True)
+            lost[fault] = [cell and cell[0] for cell in cells]
+            told = [f"{cell[0]} of {cell[1]}" if cell else "-" for cell in cells]
+            print(f"{fault:<42}{before:<26}" + "".join(f"{each:>12}" for each in told), flush=True)
         for fault, (gone, of) in {}.items() if args.smoke else in_runs(Path(temporary)).items():
             lost[fault] = [gone]
             print(f"{fault:<42}{'the steps since':<26}{f'{gone} of {of}':>12}{'-':>12}", flush=True)
@@ -259,11 +276,14 @@ def main() -> None:
 
         second.look = lambda store, name, reason="": second.read_again(store, name)  # a process each would be too slow
         figures = {"folder": histories(shm, runs), server: histories(remote, runs)}
+        caught = planted(20)
     for place, told in figures.items():
         print(f"\n{place}: {json.dumps(told)}")
         ok &= told["violations"] == 0
+    print(f"\nviolations with a bug planted: {json.dumps(caught)}")
+    ok &= all(caught.values())
     ok &= not any(gone for cells in lost.values() for gone in cells)
-    finish("durability", ok, lost=lost, histories=figures)
+    finish("durability", ok, lost=lost, histories=figures, planted=caught)
 
 
 if __name__ == "__main__":

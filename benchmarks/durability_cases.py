@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 
@@ -16,14 +18,17 @@ from phalanx.checkpoint.files import Reader, commit, hash_chunks, make_folder, m
 from phalanx.core.checkpoint import MANIFEST, BadCheckpoint, Entry, Manifest, Plan, checkpoint_name, file_name
 from phalanx.core.errors import UserError
 from phalanx.core.held import Held
+from phalanx.core.job import CheckpointConfig, Job, RunConfig
 from phalanx.core.layout import Layout
 from phalanx.core.store import Folder
+from phalanx.run import start as start_of
 
 catalog.THREADS = files.BUCKET_THREADS = 1  # one request of an actor at a time, so that a seed gives one history
 files.RETRY_S = ()
 LAYOUT, KEEP = Layout(shard=2), 2
 ENTRIES = [Entry(Held("weights/w", (6, 5)), "float32"), Entry(Held("exp_avg/w", (6, 5)), "float32")]
 PLANS = [Plan.of(ENTRIES, LAYOUT, LAYOUT.coord(rank)) for rank in range(2)]
+JOBS = {"aaaaaaaa": "mine", "bbbbbbbb": "theirs"}  # by lineage
 FAILS, DIES = 0.03, 0.01  # of requests
 OPERATIONS = ("read", "read_tagged", "replace", "read_range", "write", "write_pieces", "remove", "size", "folders")
 
@@ -40,6 +45,7 @@ class Turns:
         self.waiting: dict[str, bool] = {}
         self.chosen = ""
         self.failures = self.deaths = self.requests = 0
+        self.failed: Counter[str] = Counter()  # by actor
 
     def take(self, actor: str) -> str:
         """Wait for a turn; "", or how the request goes wrong."""
@@ -55,6 +61,7 @@ class Turns:
                 return self.random.choice(("die before", "die after"))
             if drawn < DIES + FAILS:
                 self.failures += 1
+                self.failed[actor] += 1
                 return self.random.choice(("before", "after"))
             return ""
 
@@ -98,6 +105,7 @@ def image(lineage: str, step: int, rank: int) -> memoryview:
 class World:
     store: object
     seed: int
+    turns: Turns
     committed: set[str] = field(default_factory=set)
     removed: dict[str, set[str]] = field(default_factory=dict)  # lineage that removed -> names
     wrong: list[str] = field(default_factory=list)
@@ -116,7 +124,8 @@ class World:
                     tail = make_tail(header, b"", hash_chunks(own, 0, len(own)))
                     write_file(store, f"{name}/{file_name(rank)}", own, tail)
                     made.append((len(own) + len(tail), root_of(tail)))
-                manifest = Manifest(name, step, LAYOUT, ENTRIES, made, step, lineage=lineage, generation=generation)
+                whose = {"lineage": lineage, "generation": generation, "job": {"name": JOBS[lineage]}}
+                manifest = Manifest(name, step, LAYOUT, ENTRIES, made, step, **whose)
                 commit(store, manifest)
                 self.committed.add(name)
                 Catalog(store).added(manifest)
@@ -136,20 +145,33 @@ class World:
             self.removed.setdefault(lineage, set()).update(removed)
 
     def resume(self, store, lineage: str) -> None:
-        """Load the newest of this lineage, as a run does."""
+        """Load what `--resume auto` chooses for this lineage's job."""
         for _ in range(3):
+            before, failed = self._newest(lineage), self.turns.failed["resume"]
             try:
-                here = Catalog(store)
-                for found in here.good():
-                    if found.lineage != lineage:
-                        continue
-                    reader = here.try_open(found.name)
-                    if reader and self._load(reader, lineage):
-                        break
-            except (OSError, BadCheckpoint):
+                loaded = self._resume_once(store, lineage)
+            except (OSError, BadCheckpoint, UserError):
                 continue
+            # What was there all the time, when no request failed, may not be passed over.
+            if before and self.turns.failed["resume"] == failed and _place(loaded) < _place(before):
+                with contextlib.suppress(FileNotFoundError):
+                    self.store.size(f"{before}/{MANIFEST}")
+                    self.wrong.append(f"{loaded or 'nothing'} was loaded, and {before} was there")
 
-    def _load(self, reader: Reader, lineage: str) -> bool:
+    def _newest(self, lineage: str) -> str:
+        return max((n for n in self.committed if n.split("-")[3] == lineage), key=_place, default="")
+
+    def _resume_once(self, store, lineage: str) -> str:
+        """The name of what was loaded; "": there is nothing to continue."""
+        job = Job(JOBS[lineage], run=RunConfig(dir="/nowhere"), checkpoint=CheckpointConfig(dir=store.url))
+        with mock.patch.object(start_of, "open_store", lambda url: store):
+            start = start_of.find_start(start_of.AUTO, job, catalog.ignore)
+            while start and (reason := self._load(start.reader, lineage)):
+                start = start.next(reason, catalog.ignore)
+        return start.reader.name if start else ""
+
+    def _load(self, reader: Reader, lineage: str) -> str:
+        """Why it cannot be loaded; "": it was."""
         m = reader.manifest
         try:
             for rank in range(2):
@@ -159,12 +181,11 @@ class World:
                 if own.tobytes() != bytes(want):
                     self.wrong.append(f"{m.name} was loaded with other bytes")
         except BadCheckpoint as error:
-            Catalog(reader.store).judge(m.name, str(error))
-            return False
+            return str(error)
         if m.lineage != lineage:
             self.wrong.append(f"{m.name} was loaded by a run of {lineage}")
         self.loaded += 1
-        return True
+        return ""
 
     def read(self, store) -> None:
         for _ in range(2):
@@ -197,17 +218,20 @@ class World:
 
 
 def _place(name: str) -> tuple[int, int]:
+    if not name:
+        return -1, -1
     _, step, generation, *_ = name.split("-")
     return int(generation[1:]), int(step)
 
 
 def interleave(store, seed: int) -> tuple[World, Turns]:
-    """One history. Of odd seeds the second saver is a stale writer of the same lineage."""
-    turns, world = Turns(seed), World(store, seed)
-    mine, other = "aaaaaaaa", "aaaaaaaa" if seed % 2 else "bbbbbbbb"
+    """One history. The second saver is of another job; of odd seeds, it is a stale writer of the same lineage."""
+    turns = Turns(seed)
+    world = World(store, seed, turns)
+    mine, other, generation = ("aaaaaaaa", "aaaaaaaa", 2) if seed % 2 else ("aaaaaaaa", "bbbbbbbb", 3)
     actors = {
         "saver": lambda s: world.save(s, mine, 3, range(10, 60, 10)),
-        "other saver": lambda s: world.save(s, other, 2, range(15, 85, 15)),
+        "other saver": lambda s: world.save(s, other, generation, range(15, 85, 15)),
         "retention": lambda s: world.retain(s, mine),
         "resume": lambda s: world.resume(s, mine),
         "reader": lambda s: world.read(s),

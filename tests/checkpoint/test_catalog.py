@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -257,6 +258,29 @@ def test_only_what_a_second_process_finds_damaged_too_is_condemned(folder, event
     assert events[1]["type"] == "checkpoint_unreadable" and names(Catalog(folder)) == [deceived]
     # It reads the files that are named, and no others.
     assert second.look(folder, damaged, f"{damaged}/{file_name(1)}") == []
+
+
+@pytest.mark.real_second_reader
+def test_a_second_reader_that_hangs_condemns_nothing(folder, events, monkeypatch):
+    """Else a mount that does not answer holds up `--resume auto` for ever."""
+    name = make(folder, 1)
+    (folder.path / name / file_name(0)).unlink()
+    os.mkfifo(folder.path / name / file_name(0))  # who opens it waits for a writer
+    monkeypatch.setattr(second, "QUIET_S", 0.5)
+    assert not Catalog(folder).judge(name, f"{name}/{file_name(0)}: no bytes", events.append)
+    assert [e["type"] for e in events] == ["checkpoint_unreadable"] and "nothing was read for" in events[0]["reason"]
+    assert names(Catalog(folder)) == [name]
+
+
+def test_a_lock_that_is_never_let_go_is_named(folder, monkeypatch):
+    folder.path.mkdir(exist_ok=True)
+    monkeypatch.setattr("phalanx.core.store.LOCK_S", 0.05)
+    held = os.open(folder.path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(TimeoutError, match=f"{folder.path}: another process has held its lock.*lsof"):
+        folder.replace("owner.json", b"mine", "")
+    os.close(held)
+    folder.replace("owner.json", b"mine", "")
 
 
 def test_a_checkpoint_is_released_when_all_its_bytes_are_right(store):

@@ -357,6 +357,33 @@ def test_an_order_that_cannot_be_understood_is_answered(keeper, lines, seal):
     assert "could not be committed" in failed["reason"] and not keeper.committed
 
 
+def test_a_run_that_lost_its_lease_commits_and_removes_nothing_more(keeper, lines):
+    keeper.run, keeper.keep = "ours", (1, 0)
+    first, second = (f"step-{step:09d}-aa" for step in (OLD, NEW))
+    keeper.store.write("owner.json", json.dumps({"format": 1, "run": "ours", "host": "here"}).encode())
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, OLD)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+    commit(keeper, OLD)
+    keeper.store.write("owner.json", json.dumps({"format": 1, "run": "theirs", "host": "there"}).encode())
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 1, NEW)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 4)
+    keeper.order(faults.order_of(keeper.channel.of("shard")[2:], NEW))
+    (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
+    assert failed["checkpoint"] == second and "belongs to a run on there now" in failed["reason"]
+    assert [found.name for found in Catalog(keeper.store).good()] == [first], "there is no manifest"
+    # Retention too asks: the lease may be lost after a commit.
+    faults.make(keeper.store, NEW + 1)
+    keeper._retain(second)
+    (refused,) = keeper.channel.of("checkpoint_not_removed")
+    assert "belongs to a run on there now" in refused["reason"] and not keeper.channel.of("checkpoints_removed")
+    assert len(Catalog(keeper.store).good()) == 2
+    keeper.store.write("owner.json", json.dumps({"format": 1, "run": "ours", "host": "here"}).encode())
+    keeper._retain(second)
+    assert [m["names"] for m in keeper.channel.of("checkpoints_removed")] == [[first]], "it would have gone"
+
+
 def test_what_is_not_in_memory_any_more_cannot_be_written(keeper, lines):
     snapshot(lines[0], 0, 0, NEW, durable=False)
     lines[0].wait_free(0)

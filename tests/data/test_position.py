@@ -18,17 +18,29 @@ from phalanx.data.samples import places_of
 from phalanx.data.selection import Position, RunData
 from phalanx.data.tokenizer import Bytes
 
-STREAMS = (Stream("a", 5000, 4, 8), Stream("b", 3000, 4, 8), Stream("c", 4000, 4, 8))
+SOURCES = {"a": 80_000, "b": 48_000, "c": 64_000}  # bytes, which are tokens
 
 WEIGHTS = st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any)
-SEGMENT = st.tuples(  # a run: micro-batches of 2 in a batch, replicas, nodes, steps, weights, how far a skip is ahead
-    st.integers(1, 6),
-    st.sampled_from([1, 2, 3]),
-    st.sampled_from([1, 2, 8, 16]),
-    st.integers(1, 12),
-    WEIGHTS,
-    st.integers(0, 40),
+LAYOUT = st.sampled_from([1, 2, 3, 4, 8]).flatmap(  # replicas, and how many of the ranks are on a node
+    lambda replicas: st.builds(
+        lambda ranks_per_node, shard: Layout(replica=replicas, shard=shard, ranks_per_node=ranks_per_node),
+        st.sampled_from([n for n in range(1, replicas + 1) if replicas % n == 0]),
+        st.sampled_from([1, 2]),
+    )
 )
+# A run: its layout, micro-batches of 2 for each rank, steps, weights, how far a skip is ahead.
+SEGMENT = st.tuples(LAYOUT, st.integers(1, 3), st.integers(1, 12), WEIGHTS, st.integers(0, 40))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """The address of a data set of three sources."""
+    root = tmp_path_factory.mktemp("three")
+    for n, (label, size) in enumerate(SOURCES.items()):
+        (root / label).write_bytes(bytes([65 + n]) * size)
+    inputs = [(label, str(root / label)) for label in SOURCES]
+    build(inputs, root / "set", Bytes(), workers=1, chunk_items=128, shard_chunks=8)
+    return str(root / "set")
 
 
 def draws_of(order: Order, positions: np.ndarray) -> dict[tuple[int, int], list[int]]:
@@ -46,26 +58,32 @@ def draws_of(order: Order, positions: np.ndarray) -> dict[tuple[int, int], list[
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(SEGMENT, min_size=2, max_size=4), st.integers(0, 1 << 40))
-def test_a_resume_serves_exactly_the_orders_samples_none_twice_and_none_left_out(segments, seed):
-    order, cursor, step, seen = None, 0, 0, []
-    for micro, replicas, _nodes, steps, weights, skip in segments:
-        wanted = Order(seed, 4, STREAMS, (Stage(0, quotas(weights)),))
-        if order is not None and skip:
-            at = int(order.position(cursor))
-            wanted = replace(wanted, skips=((max(0, at - 5), at + skip),))
-        before = order
-        order = wanted if order is None else continued(order, cursor, wanted)
-        if before is not None and cursor:  # what was served stays where it was
-            past = np.arange(cursor)
-            assert all(np.array_equal(a, b) for a, b in zip(before.locate(past), order.locate(past), strict=True))
-        batch = 2 * micro * replicas
-        data = RunData("", "", order.to_dict(), 8, batch, 2, None, 4, "", 1.0, 8, first_step=step, first_place=cursor)
+def test_a_resume_serves_exactly_the_orders_samples_none_twice_and_none_left_out(three, segments, seed):
+    before, step, seen, skips = None, 0, [], []
+    for layout, micro, steps, weights, skip in segments:
+        batch = 2 * micro * layout.world_size
+        position = position_of(before, step) if before else None
+        if before and skip:
+            at = int(Order.from_dict(before.order).position(before.cursor(step)))
+            skips = [[max(0, at - 5), at + skip]]
+        config = DataConfig(
+            source=three, stages=[{"at": 0, "weights": dict(zip("abc", weights, strict=True))}], skips=skips
+        )
+        train = TrainConfig(seq_len=16, global_batch=batch, micro_batch=2)
+        job = Job(seed=seed, train=train, layout=layout, data=config)
+        data = RunData.plan(job, three, position)
+        alone = RunData.plan(replace(job, layout=Layout()), three, position)
+        assert data.order == alone.order, "the order follows the layout"
+        if before:  # what was served stays where it was
+            past, orders = np.arange(before.cursor(step)), [Order.from_dict(d.order) for d in (before, data)]
+            assert all(np.array_equal(a, b) for a, b in zip(*(order.locate(past) for order in orders), strict=True))
         for here in range(step, step + steps):
-            ranks = [range(r * micro, (r + 1) * micro) for r in range(replicas)]
-            places = [places_of(list(of), 2) + data.cursor(here) for of in ranks]
-            seen += np.concatenate(places).tolist()
+            coords = [layout.coord(rank) for rank in range(layout.world_size)]
+            served = [places_of(list(job.micro_indices(coord)), 2) + data.cursor(here) for coord in coords]
+            seen += sorted(np.concatenate(served).tolist())
         step += steps
-        cursor = data.cursor(step)
+        before = data
+    order, cursor = Order.from_dict(before.order), before.cursor(step)
     assert seen == list(range(cursor)), "every place once, in its turn"
     served, skipped = order.position(np.arange(cursor)).tolist(), [p for a, b in order.skips for p in range(a, b)]
     assert sorted([*served, *(p for p in skipped if p < served[-1])]) == list(range(served[-1] + 1))
@@ -74,11 +92,12 @@ def test_a_resume_serves_exactly_the_orders_samples_none_twice_and_none_left_out
     streams, samples = order.locate(np.arange(cursor))
     for stream in range(3):
         mine = samples[streams == stream]
-        assert len(set(mine.tolist())) == len(mine) or len(mine) > STREAMS[stream].num_samples // 2
+        assert len(set(mine.tolist())) == len(mine) or len(mine) > order.streams[stream].num_samples // 2
 
 
 def test_without_a_change_the_order_is_the_same():
-    order = Order(7, 4, STREAMS, (Stage(0, quotas([1, 1, 1])), Stage(500, quotas([2, 1, 1]))), ((10, 20),))
+    streams = (Stream("a", 5000, 4, 8), Stream("b", 3000, 4, 8), Stream("c", 4000, 4, 8))
+    order = Order(7, 4, streams, (Stage(0, quotas([1, 1, 1])), Stage(500, quotas([2, 1, 1]))), ((10, 20),))
     assert continued(order, 300, order).to_dict() == order.to_dict()
 
 

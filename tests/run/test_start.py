@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from phalanx.core.job import CheckpointConfig, Job, RunConfig, TrainConfig
 from phalanx.core.lease import Lease, read
 from phalanx.core.store import Folder, ObjectStore
 from phalanx.run.start import AUTO, NEW, check_room, find_start, next_generation, take_place
+from phalanx.run.training import _Run
 from tests.checkpoint.conftest import second_reader_here  # noqa: F401
 from tests.checkpoint.test_catalog import flip, make
 
@@ -221,3 +223,15 @@ def _impatient(url):
 
     retry = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
     return from_url(url, client_options={"allow_http": True, "connect_timeout": "1s"}, retry_config=retry)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [(AUTO, "--resume = 'auto'"), ("runs/one", "--resume = 'runs/one'"), (NEW, "checkpoint.start = 'runs/base'")],
+)
+def test_when_none_is_left_the_error_names_what_was_asked_for(job, asked, named):
+    run = object.__new__(_Run)
+    run.job = dataclasses.replace(job, checkpoint=CheckpointConfig(start="runs/base"))
+    run.start, run.running = SimpleNamespace(next=lambda reason, on_event: None), {}
+    with pytest.raises(UserError, match=f"^{named}: no good checkpoint is left"):
+        run._fall_back("rank-000001.bin: is cut", asked)

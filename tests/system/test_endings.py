@@ -52,6 +52,7 @@ def test_a_last_checkpoint_that_fails_for_good_is_a_failure(tmp_path):
     assert ended.code == 1 and "step 60 was trained, but its checkpoint could not be written" in ended.err
     assert "File too large" in ended.err and ended.summary["status"] == "failed"
     assert len(ended.rows) == 60
+    assert ended.summary["durable"] == 0 and "; nothing of it is saved" in ended.err
 
 
 @pytest.mark.parametrize("recovery", ["true", pytest.param("false", marks=pytest.mark.slow)])

@@ -5,12 +5,13 @@ leaves no process either."""
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.faults import PATIENCE_S, slow_disk
+from tests.checkpoint.faults import PATIENCE_S, Again, resumed_from, slow_disk
 from tests.system.command import TINY, Command, sets
 
 STARTING = {"data.max_mb": 16}  # slow enough to be met while it reads
@@ -101,6 +102,26 @@ def test_a_stop_is_orderly_at_any_moment(outcomes, name):
         return
     assert ended.saved[-1:] == [steps] * bool(steps) and ended.summary["durable"] == steps
     assert (f"saved up to step {steps}: " if steps else "nothing of it is saved") in ended.err
+
+
+@pytest.mark.parametrize("name", ["int", "int, last save"])
+def test_the_printed_command_continues_with_what_is_saved(outcomes, name):
+    ended = outcomes(name)
+    program, *args = shlex.split(ended.err.rpartition("continue with: ")[2])
+    assert program == "phalanx" and args[0] == "train"
+    command = Again(ended.runs[0].parent.parent, *args[1:])
+    if name == "int":
+        command.wait_until(command.rows, PATIENCE_S)
+        command.signal(signal.SIGINT)
+    again = command.end(PATIENCE_S)
+    again.check_clean()
+    steps = ended.summary["durable"]
+    if name == "int":
+        assert again.code == 130 and resumed_from(command) == again.rows[0]["step"] == steps > 0, again.err
+        assert again.summary["durable"] == steps + len(again.rows)
+    else:  # nothing is left to train
+        assert again.code == 0 and steps == 30 and again.rows == [], again.err
+        assert "nothing is left to do" in again.out + again.err
 
 
 @pytest.mark.parametrize("name", ["kill"])

@@ -34,7 +34,7 @@ class Run:
         self.engine, self.job, self.me = self.rank.engine, self.rank.job, self.rank.coord.replica
         self.generation = args["generation"]
         self.there = list(range(self.job.layout.replica))
-        self.said = {"grads": [], "norms": [], "loads": [], "losses": {}}
+        self.said = {"grads": [], "norms": [], "loads": [], "losses": {}, "residuals": []}
         self.arrays = []
 
     def batches(self, step, dealt):
@@ -62,9 +62,12 @@ class Run:
         """The others form another group among themselves. Returns the deal of what is missing now."""
         self.there = [r for r in self.there if r not in lost]
         self.generation += 1
+        before = len(self.engine.groups.cross._residual)
         layout, collectives = self.job.layout, self.job.collectives
         about = (layout, self.rank.coord, self.rank.device, collectives, self.there)
         self.engine.rejoin(form_cross(self.rank.store, self.generation, *about))
+        if cross := self.engine.groups.cross:
+            self.said["residuals"].append((before, len(cross._residual)))
         dealt = deal(self.job, self.there, held)
         assert dealt.held[self.me] == self.engine.held
         return dealt

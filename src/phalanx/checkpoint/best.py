@@ -9,9 +9,11 @@ import math
 from dataclasses import dataclass
 
 from phalanx.core import document
+from phalanx.core.errors import UserError
 from phalanx.core.store import Store
 
 FILE = "best.json"
+FORMAT = 1
 
 
 @dataclass
@@ -33,14 +35,17 @@ class Best:
 
     @staticmethod
     def read(store: Store) -> Best | None:
-        """None: there is none, or it cannot be understood. OSError: it cannot be read now."""
+        """None: there is none, or it is damaged. OSError: it cannot be read now. UserError: it is newer."""
         try:
             body = json.loads(store.read(FILE))
+            document.check_version({"format": FORMAT, **body}, FORMAT, f"{store.url}/{FILE}")
             return document.make(Best, {**body, "loss": math.inf if body["loss"] is None else float(body["loss"])})
+        except UserError:
+            raise
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
 
     def write(self, store: Store) -> None:
         """OSError."""
-        body = dataclasses.asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
+        body = {"format": FORMAT} | dataclasses.asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
         store.write(FILE, json.dumps(body).encode())

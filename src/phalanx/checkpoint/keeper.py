@@ -399,7 +399,7 @@ class Keeper:
             best = Best.read(self.store)
             spares = best.spares if best and best.lineage == lineage else lambda step: False
             removed = self.catalog.retain(*self.keep, self.channel.send, lineage, spares)
-        except OSError as error:
+        except (OSError, UserError) as error:
             self.channel.send({"type": "checkpoint_not_removed", "checkpoint": name, "reason": str(error)})
             return
         if removed:

@@ -7,15 +7,17 @@ import contextlib
 import json
 import os
 import re
+import selectors
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from phalanx.checkpoint.files import Fault, Reader
 from phalanx.core.checkpoint import MANIFEST, BadCheckpoint, Unreadable, file_name
 from phalanx.core.errors import UserError
 from phalanx.core.store import Folder, Store, open_store
 
+QUIET_S = 120.0  # without a byte read: the disk hangs
 RANK_FILE = re.compile(r"/rank-(\d{6,})\.bin")
 
 
@@ -26,15 +28,38 @@ def look(store: Store, name: str, reason: str = "") -> list[Fault]:
         return read_again(store, name, ranks)
     command = [sys.executable, "-P", "-m", "phalanx.checkpoint.second", store.url, name, *map(str, ranks)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(command, capture_output=True, env=env, stdin=subprocess.DEVNULL)
+    reader = subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
-        return [Fault(str(text), bool(damage)) for text, damage in json.loads(done.stdout)]
-    except ValueError:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return [Fault(f"{name}: the second reader failed with code {done.returncode}: {said}", False)]
+        last = _last_line(reader)
+        return [Fault(str(text), bool(damage)) for text, damage in json.loads(last)]
+    except (TimeoutError, subprocess.TimeoutExpired):
+        return [Fault(f"{name}: cannot be read: nothing was read for {QUIET_S:.0f} s", False)]
+    except (ValueError, TypeError):
+        return [Fault(f"{name}: the second reader failed with code {reader.poll()}: {last}", False)]
 
 
-def read_again(store: Store, name: str, ranks: Sequence[int] = ()) -> list[Fault]:
+def _last_line(reader: subprocess.Popen[bytes]) -> str:
+    """What it says at its end. Every line before is a sign of life; TimeoutError: there was none for QUIET_S."""
+    assert reader.stdout
+    said, there = b"", selectors.DefaultSelector()
+    with there, reader.stdout as pipe:
+        there.register(pipe, selectors.EVENT_READ)
+        while there.select(QUIET_S):
+            if not (data := os.read(pipe.fileno(), 1 << 16)):
+                reader.wait(QUIET_S)
+                return said.decode(errors="replace").strip().rpartition("\n")[2]
+            said += data
+    reader.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it may be stuck in the kernel
+        reader.wait(1.0)
+    raise TimeoutError
+
+
+def read_again(
+    store: Store, name: str, ranks: Sequence[int] = (), on_bytes: Callable[[int], None] = lambda n: None
+) -> list[Fault]:
     """What is wrong with these ranks' files, or with all of them."""
     try:
         _forget(store, f"{name}/{MANIFEST}")
@@ -42,7 +67,7 @@ def read_again(store: Store, name: str, ranks: Sequence[int] = ()) -> list[Fault
         wanted = [rank for rank in ranks or range(len(reader.manifest.files)) if rank < len(reader.manifest.files)]
         for rank in wanted:
             _forget(store, f"{name}/{file_name(rank)}")
-        return reader.verify(ranks=wanted)
+        return reader.verify(on_bytes, wanted)
     except FileNotFoundError:
         return [Fault(f"{name}: has been removed", False)]
     except BadCheckpoint as error:
@@ -64,4 +89,5 @@ def _forget(store: Store, name: str) -> None:
 
 if __name__ == "__main__":
     url, checkpoint, *numbers = sys.argv[1:]
-    print(json.dumps(read_again(open_store(url), checkpoint, [int(n) for n in numbers])))
+    faults = read_again(open_store(url), checkpoint, [int(n) for n in numbers], lambda size: print(size, flush=True))
+    print(json.dumps(faults))

@@ -178,10 +178,11 @@ def _why(record: RunRecord) -> list[str]:
         mtbf_ns,
         time_text,
     )
+    from phalanx.core import document
     from phalanx.core.layout import Layout
 
     job = record.job["job"]
-    layout, asked = Layout(**job["layout"]), job.get("checkpoint", {})
+    layout, asked = document.make(Layout, job["layout"]), job.get("checkpoint", {})
     nodes = -(-layout.world_size // layout.ranks_per_node) if layout.ranks_per_node else 1
     rate = float(asked.get("failures", FAILURES_PER_1000_NODE_DAYS))
     events = list(record.events())

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.core import document
+from phalanx.core.errors import UserError
 from phalanx.core.store import Changed, Store
 
 TERM_S = 60.0
@@ -33,7 +35,7 @@ class Held(Exception):
 
 
 def read(store: Store, name: str) -> Body:
-    """What the file says; empty if there is none, or if it is damaged."""
+    """What the file says; empty if there is none, or if it is damaged. UserError: a newer version has written it."""
     return _read(store, name)[0]
 
 
@@ -46,7 +48,10 @@ def _read(store: Store, name: str) -> tuple[Body, str]:
         body = json.loads(data)
     except ValueError:
         body = {}
-    return body if isinstance(body, dict) else {}, tag
+    if not isinstance(body, dict):
+        body = {}
+    document.check_version({"format": FORMAT, **body}, FORMAT, f"{store.url}/{name}")
+    return body, tag
 
 
 class Lease:
@@ -104,7 +109,11 @@ class Lease:
         try:
             self._write(self._tag)
         except Changed:  # perhaps by the write before, whose answer was lost
-            body, tag = _read(self.store, self.name)
+            try:
+                body, tag = _read(self.store, self.name)
+            except UserError:  # a newer version has taken it
+                self.is_lost = True
+                return
             self.is_lost = bool(body) and body.get("token") != self.token
             if not self.is_lost:
                 self._write(tag)

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -26,6 +27,7 @@ from phalanx.core.job import SCHEMES
 
 REMEDY = f"name a folder, or a URL that begins with one of {', '.join(s + '://' for s in SCHEMES)}"
 READ_S = 20  # one read of a range; if given up, it holds its thread and its connection no longer than this
+LOCK_S = 60.0  # until a folder is free: who holds it writes one small file
 WHOLE_S = 120  # one request for a whole object, or for a part of one that is written
 
 T = TypeVar("T")
@@ -153,16 +155,19 @@ class Folder:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """By a lock on the folder, or on a file where folders cannot be locked (NFS)."""
+        """By a lock on the folder, or on a file where folders cannot be locked (NFS). TimeoutError: it is not free."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path, os.O_RDONLY)
         try:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                _lock(lock, self.path)
+            except TimeoutError:
+                raise
             except OSError:
                 os.close(lock)
-                lock = os.open(self.path / f".{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                path = self.path / f".{name}.lock"
+                lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                _lock(lock, path)
             yield
         finally:
             os.close(lock)
@@ -182,6 +187,20 @@ class Folder:
     def refresh(self, name: str) -> None:
         with self._lock:
             self._files.pop(name, None)
+
+
+def _lock(fd: int, path: Path) -> None:
+    until = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise TimeoutError(
+                    f"{path}: another process has held its lock for {LOCK_S:.0f} s; find it with `lsof {path}`, "
+                    "end it if it hangs, and try again"
+                ) from None
+            time.sleep(0.02)
 
 
 def _tag_of(data: bytes) -> str:

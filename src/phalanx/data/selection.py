@@ -26,6 +26,7 @@ from phalanx.data.order import Order, continued
 from phalanx.data.samples import Samples, unpack
 
 FILE = "data.json"
+FORMAT = 1
 GROUPS = 8  # whatever the number of nodes: the order must not depend on it
 POOL_BYTES = 2 << 30  # of chunks in memory, at most
 
@@ -158,11 +159,14 @@ class RunData:
         )
 
     def write(self, run_dir: Path) -> None:
-        (run_dir / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        (run_dir / FILE).write_text(json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=2) + "\n")
 
     @staticmethod
     def read(run_dir: Path) -> RunData:
-        return document.make(RunData, json.loads((run_dir / FILE).read_bytes()))
+        """UserError: it is of a newer version."""
+        body = json.loads((run_dir / FILE).read_bytes())
+        document.check_version({"format": FORMAT, **body}, FORMAT, str(run_dir / FILE))
+        return document.make(RunData, body)
 
     def open(self, on_event: Callable[[Event], None] = lambda event: None) -> Loader:
         store = open_store(self.url)

@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from phalanx.core import document
 from phalanx.core.layout import Layout
 from phalanx.observe.goodput import NS, Painted, Segment, lost, segments, totals
 from phalanx.observe.incidents import Incident, Incidents
@@ -363,7 +364,7 @@ def _writer(part: Part, resumed: Row) -> Path | None:
 
 def _layout(fields: object) -> Layout:
     try:
-        return Layout(**fields) if isinstance(fields, dict) else Layout()
+        return document.make(Layout, fields) if isinstance(fields, dict) else Layout()
     except TypeError:
         return Layout()
 

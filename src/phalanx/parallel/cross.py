@@ -45,11 +45,6 @@ class Cross:
         """What was lost in the step's messages is owed to nobody: they may not even have been numbers."""
         self._pending = {}
 
-    def inherit(self, old: Cross) -> None:
-        """Owe what an earlier group of this replica owed: of its own messages, not of slices of sums, which other ranks
-        have now."""
-        self._residual = {key: t for key, t in old._residual.items() if key[0] == "send" and key[2] == 0}
-
     def _way(self, message: Tensor) -> Way:
         way = self._peers.way("sum", message)
         assert way is not None

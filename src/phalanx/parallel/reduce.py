@@ -117,12 +117,11 @@ class Reducer:
         self._sharded[parts[0]] = [p for p in owner if isinstance(p, DTensor)]
 
     def rejoin(self, cross: Cross | None) -> None:
-        """Sum over these replicas from now on; None: there is no other. What is kept stays."""
+        """Sum over these replicas from now on; None: there is no other. The kept sums stay. What rounding took from
+        earlier messages is forgotten: a new group begins with nothing, so that it depends on no earlier membership."""
         if old := self.link:
             old.cross.close()
             old.close(limit_s=0.0)
-            if cross:
-                cross.inherit(old.cross)
         self.groups.cross = cross
         self.link = Link(cross, self.job.train, self.device) if cross else None
         for unit in self._units:

@@ -22,6 +22,7 @@ from phalanx import __version__
 from phalanx.checkpoint.catalog import Catalog, Found
 from phalanx.control.messages import Failure
 from phalanx.control.verdict import remedy
+from phalanx.core import document
 from phalanx.core.checkpoint import BadCheckpoint, Facts
 from phalanx.core.errors import RunFailed, TimeUp, UserError
 from phalanx.core.job import Job
@@ -40,7 +41,7 @@ from phalanx.observe.steps import StepTable
 from phalanx.run.follow import TOLD, Starter, write_head
 from phalanx.run.host import refuse, refuse_hosts, warnings
 from phalanx.run.planned import Forecast, rates
-from phalanx.run.start import AUTO, FOLDER, Start, check_fits, check_room, find_start, next_generation, take_place
+from phalanx.run.start import AUTO, FOLDER, NEW, Start, check_fits, check_room, find_start, next_generation, take_place
 from phalanx.run.stop import Stop
 from phalanx.run.validations import Validations, told
 from phalanx.runtime.cluster import Begin, Cluster, Entries, Shared, Superseded
@@ -234,7 +235,7 @@ class _Run:
             self.listener.note("no earlier checkpoint of this job was found: starting from the beginning")
         with self.stop.at_once():
             if self.kept:
-                self.data = RunData(**self.kept.spec["services"]["data"]["args"]["data"])
+                self.data = document.make(RunData, self.kept.spec["services"]["data"]["args"]["data"])
                 self.data.write(self.record.path)
             else:
                 self._build_source()
@@ -249,7 +250,7 @@ class _Run:
                 ended = self._launch()
                 break
             except _Damaged as damaged:
-                self._fall_back(str(damaged))
+                self._fall_back(str(damaged), resume)
         saved = self._saved()
         return {
             "status": "done",
@@ -337,7 +338,7 @@ class _Run:
             reason, rank=rank if rank >= 0 else None, log_tail=failure.tail, remedy=remedy(failure) or SEE_EVENTS
         )
 
-    def _fall_back(self, reason: str) -> None:
+    def _fall_back(self, reason: str, resume: str) -> None:
         """To the next older checkpoint: the one that was to be loaded is damaged."""
         if self.start is None:  # others have chosen it, and it is not known here what they would take next
             raise RunFailed(reason, remedy="begin again with --resume auto, from another checkpoint")
@@ -346,10 +347,11 @@ class _Run:
         self.table = StepTable(self.job.layout.world_size, self.job.tokens_per_step)
         self.running.clear()
         if self.start is None:
+            start = self.job.checkpoint.start
             raise UserError(
                 f"no good checkpoint is left; the last was refused: {reason}",
-                field="--resume",
-                value=AUTO,
+                field="checkpoint.start" if resume in ("", NEW) else "--resume",
+                value=start if resume in ("", NEW) else resume,
                 remedy="restore one from elsewhere, or begin anew with --resume new, which deletes none of them",
             )
         assert self.data
