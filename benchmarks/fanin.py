@@ -5,10 +5,16 @@ processes of this machine.
 An aggregator serves 500 nodes, and is measured with as many real connections: each node says one message a step. What
 250 aggregators say upwards goes through real relays of 16 each to the real keeper of the record (the process that the
 user started). At the controller as many real aggregators, in processes of their own, each with one node, whose agent
-says once in a heartbeat which step is done. Per step of one second.
+says once in a heartbeat which step is done. Per step of one second. So the controller's plan has one node for each
+aggregator, 250 at "125,000": what a node says beyond that ends at its aggregator, and a plan of 125,000 nodes would
+need as many real connections on this machine. What a large plan costs the controller when nodes fail is measured by
+control_load.py.
+
+Bytes are counted at the sockets, of what comes in, with frames and tags; over loopback there is no TLS. CPU is that of
+the whole process.
 
 Bar: at an aggregator one message per node and step, whatever the fleet; at the top, which is the record's keeper and
-the controller, no more than 20 messages and 32 KiB a step at any size.
+the controller, no more than 20 messages, 32 KiB and 50 ms of CPU (5% of a core) a step at any size.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ from phalanx.runtime.transport import Link, Loop, Server
 
 RANKS, PER_AGGREGATOR, FAN_IN = 8, 20 if SMOKE else 500, 16
 SIZES = (40, 100) if SMOKE else (1_000, 12_500, 125_000)
-MOST_MESSAGES, MOST_BYTES = 20, 32 << 10
+MOST = {"heard": 20, "bytes": 32 << 10, "cpu_s": 0.05}  # a step, at the top
 STEPS = 3 if SMOKE else 30
 STEP_S = 1.0 if not SMOKE else 0.2
 LOOPBACK = "127.0.0.1"
@@ -85,20 +91,41 @@ def keep_record(pipe, folder: str, world: int) -> None:
             rows[0] += 1
 
     recorder = Recorder(loop, load_secret(Path(folder) / "secret"), LOOPBACK, 0, take)
-    counted = count_bytes(recorder.server)
+    counted = count(recorder.server)
     serve(pipe, loop, recorder.server.address, lambda: {"messages": recorder.messages, "rows": rows[0], **counted})
 
 
-def count_bytes(server: Server) -> dict:
-    """Count what a server takes in."""
-    counted, hear = {"bytes": 0, "heard": 0}, server._on_message
+class Counting:
+    """A socket that counts the bytes which pass through it."""
+
+    def __init__(self, sock, counted: dict) -> None:
+        self._sock, self._counted = sock, counted
+
+    def recv(self, size: int) -> bytes:
+        data = self._sock.recv(size)
+        self._counted["bytes"] += len(data)
+        return data
+
+    def send(self, data) -> int:
+        size = self._sock.send(data)
+        self._counted["sent_bytes"] += size
+        return size
+
+    def __getattr__(self, name: str):
+        return getattr(self._sock, name)
+
+
+def count(server: Server) -> dict:
+    """Count the messages that a server takes in, and the bytes at its sockets. Over loopback there is no TLS."""
+    counted = {"heard": 0, "bytes": 0, "sent_bytes": 0}
+    hear, greet = server._on_message, server._porch._greet
 
     def heard(session, number, body) -> None:
-        counted["bytes"] += len(str(body))
         counted["heard"] += 1
         hear(session, number, body)
 
     server._on_message = heard
+    server._porch._greet = lambda channel: greet(Counting(channel, counted))
     return counted
 
 
@@ -113,7 +140,7 @@ def aggregate(pipe, folder: str, controller, recorder) -> None:
     secret = load_secret(Path(folder) / "secret")
     made = Aggregator(loop, secret, me, [tuple(controller)], LOOPBACK, recorder=tuple(recorder), beat_s=5.0)
     made._learn({"version": "x"}, [])
-    counted = count_bytes(made.server)
+    counted = count(made.server)
     serve(pipe, loop, made.server.address, lambda: dict(counted))
 
 
@@ -122,7 +149,7 @@ def lead(pipe, folder: str, nodes: int) -> None:
     control.write_plan(place, Plan(Layout(replica=nodes, ranks_per_node=1), 10**9, 0, 0, Policy(save=False)))
     made = control.Controller(place, secret, LOOPBACK, printer=control.Printer(os.open("/dev/null", os.O_WRONLY)))
     control.tidy(made)
-    counted = count_bytes(made.server)
+    counted = count(made.server)
     serve(pipe, made.loop, made.server.address, lambda: dict(counted))
 
 
@@ -298,9 +325,16 @@ def main() -> None:
         for i, place in enumerate(("record", "controller"))
         for key in ("heard", "bytes", "cpu_s")
     }
-    ok = each["heard"] <= 1.01
     for place in ("record", "controller"):
-        ok = ok and most[f"{place}_heard"] <= MOST_MESSAGES and most[f"{place}_bytes"] <= MOST_BYTES
+        worst = {key: most[f"{place}_{key}"] for key in MOST}
+        over = [key for key in MOST if worst[key] > MOST[key]]
+        print(
+            f"{place}, at most a step: {worst['heard']:.1f} messages, {worst['bytes']:.0f} bytes, "
+            f"{worst['cpu_s'] * 1e3:.1f} ms of CPU: {f'over the bar in {over}' if over else 'within the bar'}"
+        )
+    ok = each["heard"] <= 1.01 and all(
+        most[f"{place}_{key}"] <= MOST[key] for place in ("record", "controller") for key in MOST
+    )
     finish("fanin", ok, per_node={key: round(value, 6) for key, value in each.items()}, most=most)
 
 

@@ -1,9 +1,13 @@
 """From `phalanx train` to the first step, by phase: on this machine, and on four hosts made of namespaces that are
-entered by ssh (root, iproute2, util-linux, openssh-server; data on S3). And the messages that 100 and 1,000 agents cost
-the controller while they join, through a real aggregator.
+entered by ssh (root, iproute2, util-linux, openssh-server; data on S3). And the messages and bytes that 100 and 1,000
+agents cost the controller in each phase, through a real aggregator: they join; their services are up, and they are
+welcome; their ranks are up and built, once the ten of a replica have met; and a generation is formed, once the ranks of
+a place in all replicas have met. Agents and members are the real machines, and meet through real hubs; no process is
+started, and nothing is computed.
 
-Bar: every phase is told; with 1,000 nodes the controller hears at most 3x the messages of 100 while they join, and each
-agent sends a constant number.
+Bar: every phase is told; in each the controller hears at most 3x the messages with 1,000 agents that it hears with 100,
+and an agent says at most 1.5x (one that waits for an answer asks again). Bytes are printed and not judged: every node
+has something of its own to say.
 """
 
 from __future__ import annotations
@@ -16,13 +20,15 @@ import time
 from functools import partial
 from pathlib import Path
 
+import control_load_cases as cases
 from common import SMOKE, finish, machine, options
-from fanin import LOOPBACK, Child, count_bytes, serve
+from fanin import LOOPBACK, Child, count, serve
 
 from phalanx.chaos.hosts import why_not
 from phalanx.control.journaled import Plan
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
+from phalanx.gate.hub import Hub
 from phalanx.runtime import controller as control
 from phalanx.runtime import inventory
 from phalanx.runtime.joining import Joiner
@@ -30,7 +36,14 @@ from phalanx.runtime.secret import load_secret
 from phalanx.runtime.transport import Loop
 from tests.hosts.fleet import JOB, NETWORKS, SSHD, TRAINERS, Fleet, Training
 
-COUNTS = (10, 40) if SMOKE else (100, 1_000)
+COUNTS = (20, 40) if SMOKE else (100, 1_000)
+MOST_TIMES = 3  # the messages of ten times the agents
+MOST_SAID = 1.5  # times what an agent of the small fleet says: one that waits for an answer asks again after a second
+REPLICA_SIZE = 10
+ADDRESS = "x" * 200  # a value of the size that Gloo sets for a rank
+BEAT_S = 2.0
+LIMIT_S = 300.0
+HEADS = ("agents", "messages", "kB in", "kB out", "CPU s", "each says")
 PHASES = ("data", "controller", "agents join", "services", "ranks up and built", "groups", "first step")
 
 
@@ -73,31 +86,147 @@ def on_four_hosts(folder: str) -> dict[str, float]:
 
 def lead(pipe, folder: str, nodes: int) -> None:
     place, secret = Path(folder) / f"control-{nodes}", load_secret(Path(folder) / "secret")
-    control.write_plan(place, Plan(Layout(replica=nodes, ranks_per_node=1), 10, 0, 0, Policy(save=False)))
+    layout = Layout(replica=nodes // REPLICA_SIZE, shard=REPLICA_SIZE, ranks_per_node=1)
+    late = dict.fromkeys(
+        ("gather_ns", "launch_ns", "form_ns", "resend_ns"), int(LIMIT_S * 1e9)
+    )  # one machine plays all
+    control.write_plan(place, Plan(layout, 10, 0, 0, Policy(save=False, **late)))
     control.write_spec(place, {"version": "x", "filler": "y" * 20_000})
     quiet = control.Printer((Path(folder) / "lines").open("w").fileno())
     made = control.Controller(place, secret, LOOPBACK, aggregate=True, printer=quiet)
-    counted = count_bytes(made.server)
-    serve(pipe, made.loop, made.aggregator.server.address, lambda: dict(counted))
+    counted = count(made.server)
+    figures = lambda: {**counted, "running": made.gang.phase == "running"}  # noqa: E731
+    serve(pipe, made.loop, made.aggregator.server.address, figures)
 
 
-def joins(folder: str, nodes: int) -> dict[str, float]:
-    """So many agents join at once."""
-    child, loop, served = Child(lead, folder, nodes), Loop(), set()
-    secret = load_secret(Path(folder) / "secret")
-    here = inventory.about(LOOPBACK)
-    before, began = child.figures(), time.monotonic()
+class Asking(Joiner):
+    def __init__(self, fleet, name: str, address, about: dict, on_served):
+        self.fleet = fleet
+        super().__init__(fleet.loop, fleet.secret, name, [address], about, on_served, give_up_s=LIMIT_S)
+
+    def _ask(self) -> None:
+        self.fleet.joins += self._link.session is not None  # nothing is sent before
+        super()._ask()
+
+
+class Node(cases.Node):
+    """It meets others before it says that it is built or has formed, as ranks do. A rank is on a node of its own."""
+
+    def __init__(self, fleet, number: int, address):
+        self.hub, self.meetings = Hub(self.told, self.meet), {}
+        super().__init__(fleet, number, address)
+
+    @property
+    def is_built(self) -> bool:
+        return bool(self.members) and all(m.phase not in ("new", "building") for m in self.members.values())
+
+    def meet(self, item: list) -> None:
+        self.fleet.met += 1
+        self.link.tell({"type": "store", "items": [item]}, must=True)
+
+    def commanded(self, session, number: int, body: dict) -> None:
+        if body["type"] == "store":
+            for item in body["items"]:
+                self.hub.hear(item)
+        command = partial(super().commanded, session, number, body)
+        if body.get("command", {}).get("kind") == "Launch" and not self.fleet.launches:
+            self.fleet.held.append(command)
+        else:
+            command()
+
+    def tell(self, worker: int, body: dict) -> None:
+        """A worker hears its agent: it sets its own key, and goes on when it has those of the others."""
+        if body["type"] == "build":
+            self.rank = body["rank"]
+            room, me, size = "ranks", self.rank % REPLICA_SIZE, REPLICA_SIZE
+            scope = (f"replica {body['replica']}", body["world"])
+        elif body["type"] == "form":
+            room, me, size = f"rails{self.rank % REPLICA_SIZE}", self.rank // REPLICA_SIZE, self.fleet.replicas
+            scope = ("gang", body["generation"])
+        else:
+            super().tell(worker, body)
+            return
+        self.meetings[scope] = (set(range(size)), worker, body)
+        self.hub.take(worker, ["set", *scope, f"{room}/{me}", ADDRESS])
+        for other in range(size):
+            self.hub.take(worker, ["want", *scope, f"{room}/{other}"])
+
+    def told(self, who, item: list) -> None:
+        kind, what, number, *fields = item
+        if kind == "over":
+            return
+        missing, worker, body = self.meetings[what, number]
+        missing.discard(int(fields[0].rpartition("/")[2]))
+        if not missing and not body.get("met"):
+            body["met"] = True
+            super().tell(worker, body)
+            self.act()
+
+
+class Crowd:
+    """What the nodes share."""
+
+    def __init__(self, secret, nodes: int):
+        self.loop, self.secret, self.replica_size, self.replicas = Loop(), secret, REPLICA_SIZE, nodes // REPLICA_SIZE
+        self.beats = self.events = self.met = self.joins = 0
+        self.nodes: dict[int, Node] = {}
+        self.launches, self.held = False, []  # ranks are started once all nodes are welcome: phases are counted apart
+
+    def launch(self) -> None:
+        self.launches = True
+        for command in self.held:
+            command()
+
+    def later(self, at_ns: int, number: int, incarnation: int) -> None:
+        after_s = max(0, at_ns - time.monotonic_ns()) / 1e9
+        self.loop.after(after_s, lambda: self.nodes[number].flush(incarnation))
+
+    def beat(self) -> None:
+        self.loop.after(BEAT_S, self.beat)
+        for node in self.nodes.values():
+            node.beat()
+
+    def until(self, what) -> None:
+        limit = time.monotonic() + LIMIT_S
+        while not what():
+            if time.monotonic() > limit:
+                raise TimeoutError(f"{len(self.nodes)} agents have not come so far in {LIMIT_S} s")
+            self.loop.turn(0.1)
+
+
+def count_phases(folder: str, nodes: int) -> dict[str, dict[str, float]]:
+    """By phase, of so many agents that come at once: what the controller hears, and what each agent says."""
+    secret, here = load_secret(Path(folder) / "secret"), inventory.about(LOOPBACK)
+    child, fleet, served, found = Child(lead, folder, nodes), Crowd(secret, nodes), set[int](), {}
+    at = tuple(child.address)
+    before, since = {**child.figures(), "said": 0}, time.monotonic()
+
+    def end(phase: str) -> None:
+        nonlocal before, since
+        after, now = {**child.figures(), "said": fleet.joins + fleet.events + fleet.met}, time.monotonic()
+        found[phase] = {key: after[key] - before[key] for key in ("heard", "bytes", "sent_bytes", "cpu_s", "said")}
+        found[phase]["seconds"] = now - since
+        before, since = after, now
+
     for i in range(nodes):
         about = {"life": str(i), "version": "x", "about": here | {"address": f"h{i}"}}
-        heard = partial(lambda i, incarnation, spec: served.add(i), i)
-        Joiner(loop, secret, f"n{i}", [tuple(child.address)], about, heard, give_up_s=120)
-        loop.turn(0.0)
-    while len(served) < nodes:
-        loop.turn(0.1)
-    after = child.figures()
+        Asking(fleet, cases.node_name(i), at, about, partial(lambda i, incarnation, spec: served.add(i), i))
+        fleet.loop.turn(0.0)
+    fleet.until(lambda: len(served) == nodes)
+    end("agents join")
+    for i in range(nodes):
+        fleet.nodes[i] = Node(fleet, i, at)
+        fleet.loop.turn(0.0)
+    fleet.loop.after(BEAT_S, fleet.beat)
+    fleet.until(lambda: all(node.agent.welcome for node in fleet.nodes.values()))
+    end("services")
+    fleet.launch()
+    fleet.until(lambda: all(node.is_built for node in fleet.nodes.values()))
+    end("ranks up and built")
+    fleet.until(lambda: child.figures()["running"])
+    end("groups")
     child.close()
-    found = {key: after[key] - before[key] for key in ("heard", "bytes", "cpu_s")}
-    return {**found, "seconds": time.monotonic() - began}
+    return found
 
 
 def main() -> None:
@@ -113,21 +242,30 @@ def main() -> None:
                 print(f"no hosts: {missing}")
             else:
                 tables["four hosts"] = on_four_hosts(folder)
-        counted = {nodes: joins(folder, nodes) for nodes in COUNTS}
+        counted = {nodes: count_phases(folder, nodes) for nodes in COUNTS}
     if tables:
         print(f"{'seconds':20}" + "".join(f"{place:>14}" for place in tables))
         for name in PHASES:
             print(f"{name:20}" + "".join(f"{table[name]:14.2f}" for table in tables.values()))
         print(f"{'all':20}" + "".join(f"{sum(table.values()):14.2f}" for table in tables.values()))
-    for nodes, found in counted.items():
-        print(
-            f"{nodes} agents join: {found['heard']} messages at the controller, {found['bytes'] / 1e3:.0f} kB, "
-            f"{found['cpu_s']:.2f} s of CPU, {found['seconds']:.1f} s"
-        )
-    few, many = (counted[nodes]["heard"] for nodes in COUNTS)
-    ok = len(tables) == 2 and many <= 3 * few
+    print(f"{'at the controller':20}" + "".join(f"{head:>10}" for head in HEADS))
+    ok = len(tables) == 2
+    for phase in counted[COUNTS[0]]:
+        few, many = (counted[nodes][phase] for nodes in COUNTS)
+        for nodes, found in zip(COUNTS, (few, many), strict=True):
+            print(
+                f"{phase:20}{nodes:10}{found['heard']:10}{found['bytes'] / 1e3:10.0f}{found['sent_bytes'] / 1e3:10.0f}"
+                f"{found['cpu_s']:10.2f}{found['said'] / nodes:10.1f}"
+            )
+        grows = many["heard"] > MOST_TIMES * few["heard"]
+        says_more = many["said"] / COUNTS[1] > MOST_SAID * few["said"] / COUNTS[0]
+        if grows:
+            print(f"{phase}: messages grow with the agents")
+        if says_more:
+            print(f"{phase}: an agent says more in a larger fleet")
+        ok = ok and not grows and not says_more
     finish(
-        "first_step", ok, phases={p: {k: round(v, 2) for k, v in t.items()} for p, t in tables.items()}, joins=counted
+        "first_step", ok, phases={p: {k: round(v, 2) for k, v in t.items()} for p, t in tables.items()}, counted=counted
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import select
@@ -137,6 +138,30 @@ def claim(host, port, key, kind, *names):
     return found
 
 
+def replay(host, port, key, name):
+    """How many frames a member hears that proves itself, and how many whoever says the same once more. It is given
+    what was said inside TLS, which is more than a stranger sees."""
+    sock = client_context().wrap_socket(socket.create_connection((host, int(port)), 5))
+    seen = hashlib.sha256(sock.getpeercert(True)).digest()
+    proof = Proof(Secret(Path(), bytes.fromhex(key)), Identity("agent", name, 1 << 40), False, seen)
+    told, heard = proof.begin(), b""
+    sock.sendall(told)
+    while not proof.peer and (data := sock.recv(1000)):
+        answer = proof.receive(data)
+        sock.sendall(answer)
+        told, heard = told + answer, heard + data
+    heard += sock.recv(1000)  # what is said to members alone
+    sock.close()
+    return [frames(heard), frames(bytes.fromhex(said(host, int(port), told, tls=True)))]
+
+
+def frames(data):
+    count = 0
+    while data:
+        count, data = count + 1, data[4 + struct.unpack_from(">I", data)[0] :]
+    return count
+
+
 if __name__ == "__main__":
-    what = {"scan": scan, "speaks_tls": speaks_tls, "knock": knock, "crowd": crowd, "claim": claim}
+    what = {"scan": scan, "speaks_tls": speaks_tls, "knock": knock, "crowd": crowd, "claim": claim, "replay": replay}
     print(json.dumps(what[sys.argv[1]](*sys.argv[2:])))

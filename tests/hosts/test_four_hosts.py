@@ -44,7 +44,7 @@ def broken(fleet, tmp_path_factory):
     run.story = {}
     run.until(lambda: run.steps() > 10 and all(joined(run, name) for name in TRAINERS))
     run.until(lambda: len(ready_nodes(run)) == len(TRAINERS))
-    for name, fault in (("lost", lose), ("link", cut_a_link), ("slow", slow_down), ("cut", cut_off)):
+    for name, fault in FAULTS.items():
         before = len(run.read("events.jsonl"))
         host = fault(fleet, run)
         run.story[name] = (host, run.read("events.jsonl")[before:])
@@ -98,6 +98,18 @@ def cut_a_link(fleet, run) -> str:
     return name
 
 
+def cut_from_the_head(fleet, run) -> str:
+    """The network by which it has joined, and by which ranks take state from it."""
+    name = nodes_at_work(run)[0]
+    fleet.hosts[name].cut(0)
+    run.until(lambda: any("lost its link eth0" in e["text"] for e in run.events("control note")))
+    run.goes_on(40)
+    fleet.hosts[name].mend(0)
+    run.until(lambda: any("has again its link eth0" in e["text"] for e in run.events("control note")))
+    run.until(lambda: at_full_strength(run))
+    return name
+
+
 def slow_down(fleet, run) -> str:
     name = nodes_at_work(run)[2]
     fleet.hosts[name].slow(2)
@@ -114,6 +126,9 @@ def cut_off(fleet, run) -> str:
     run.goes_on()
     fleet.hosts[name].mend()
     return name
+
+
+FAULTS = {"lost": lose, "link": cut_a_link, "head": cut_from_the_head, "slow": slow_down, "cut": cut_off}
 
 
 def test_a_run_that_was_left_alone_trains_on_three_hosts_and_keeps_a_spare(clean):
@@ -134,12 +149,14 @@ def test_what_ranks_wrote_on_other_hosts_is_in_the_record(broken):
     assert "generation 1 ended at step" in said
 
 
-@pytest.mark.parametrize("fault", ["lost", "link", "slow", "cut"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_run_goes_on(broken, fault):
     host, said = broken.story[fault]
     reasons = [e["reason"] for e in said if e["type"] == "control form"]
     if fault == "slow":
         assert not reasons, "a slow network is not a lost one"
+    elif fault == "head":
+        assert not reasons, "the ranks speak over the other network"
     elif fault == "link":
         assert not any(e["type"] == "started" and e["node"] == host for e in said), "its ranks keep their processes"
         assert reasons
@@ -166,6 +183,8 @@ def test_by_hand_as_the_docs_say(fleet, tmp_path):
     lines = [line.split() for line in head.run("cat", "/proc/net/tcp").stdout.splitlines()]
     at = {socket.inet_ntoa(bytes.fromhex(line[1][:8])[::-1]) for line in lines if line[3] == "0A"}
     assert at == {"10.77.0.2", "10.77.1.2"}, "both networks that the job names, and nothing else"
+    (told,) = re.findall(r"phalanx agent --join (\S+)", run.log.read_text())
+    assert told == "10.77.0.2:7700,10.77.1.2:7700", "agents are told all addresses"
     folder = head.run("sh", "-c", "echo runs/four-2*").stdout.strip()
     fleet.on_head("nodes", "token", folder, "d", "--out", "token")
     keys = {name: head.run("cat", f"{folder}/control/secret").stdout for name in TRAINERS}
@@ -173,7 +192,7 @@ def test_by_hand_as_the_docs_say(fleet, tmp_path):
     agents = []
     for name, key in keys.items():
         fleet.hosts[name].run("sh", "-c", f"umask 077; printf %s {shlex.quote(key)} > secret")
-        join = [*PHALANX, "agent", "--join", "10.77.0.2:7700", "--secret", "secret"]
+        join = [*PHALANX, "agent", "--join", told, "--secret", "secret"]
         agents.append(fleet.hosts[name].start(*join, env=ENV, stderr=subprocess.PIPE))
     assert "bit-identical" in run.end()
     said = [agent.communicate(timeout=PATIENCE_S)[1].decode() for agent in agents]

@@ -198,6 +198,14 @@ def test_a_captured_token_opens_one_name(town, job, ports):
     job.goes_on()
 
 
+def test_what_a_member_said_is_not_taken_once_more(town, job):
+    """The recorded answer was to another challenge: nothing is heard, and nobody is let in."""
+    at = json.loads((job.run / "control" / "controller.json").read_text())["aggregators"][0][1]
+    secret = (job.run / "control" / "secret").read_text().strip()
+    assert town.intrude("replay", HOME, at, secret, "node-9") == [2, 0]
+    job.goes_on()
+
+
 def test_a_crowd_on_every_port_while_a_worker_dies(town, job, ports):
     """A thousand half-open connections to each port, Gloo's too, for as long as this lasts. A rank is killed: its next
     one gets through to the state of a peer, between those who have to make way."""

@@ -14,7 +14,9 @@ from phalanx.engines.table import Where, refuse_options
 from phalanx.runtime import inventory
 from phalanx.runtime.launch import Adapter, Call, Seat, StartedAgent
 
-SSH_COMMAND = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+# A cable may be out for a minute: the agent is reached by another network, and lives as long as its ssh.
+ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=12")
+SSH_COMMAND = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *ALIVE)
 
 
 def hosts_of(text: str) -> dict[str, tuple[str, ...]]:

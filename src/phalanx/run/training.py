@@ -519,8 +519,8 @@ class _Run:
                 self.listener.note(f"the trace of rank {rank} is lost: {error}")
 
     def _tell_where(self, event: dict[str, Any]) -> None:
-        address, secret = f"{event['host']}:{event['port']}", self.record.path / "control" / "secret"
-        self.listener.note(f"waiting for {event['nodes']} nodes: phalanx agent --join {address} --secret {secret}")
+        nodes, join, secret = event["nodes"], event["join"], self.record.path / "control" / "secret"
+        self.listener.note(f"waiting for {nodes} nodes: phalanx agent --join {join} --secret {secret}")
 
     def _on_decision(self, said: dict[str, Any]) -> None:
         """Note a decision of the controller."""

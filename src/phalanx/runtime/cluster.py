@@ -246,9 +246,8 @@ class Cluster:
             self.shared.journal.rest()
         port = int(address["aggregators"][0][1])
         self.join = [(host, port) for host in self._addresses()]
-        self.on_event(
-            {"type": "listening", "host": self.join[0][0], "port": self.join[0][1], "nodes": num_nodes(self.job.layout)}
-        )
+        join = ",".join(f"{host}:{port}" for host, port in self.join)
+        self.on_event({"type": "listening", "join": join, "nodes": num_nodes(self.job.layout)})
         while self.adapter.is_preparing():
             if self.stop():
                 raise KeyboardInterrupt

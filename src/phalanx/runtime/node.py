@@ -211,7 +211,18 @@ class Node(Host):
             if up != was_up:
                 self.rails[interface] = up
                 self.agent.link_changed(interface, up)
+                if not up:
+                    self._leave_rail(interface)
         self._act()
+
+    def _leave_rail(self, interface: str) -> None:
+        """Do not wait for silence to tell: by then the others take this node for dead."""
+        if (
+            self.link
+            and len(self.options.join) > 1
+            and self.link.local_address == inventory.interfaces().get(interface)
+        ):
+            self.link.drop(f"{interface} has no carrier, and there are other addresses")
 
     # -- what the agent asks for
 

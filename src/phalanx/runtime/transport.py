@@ -275,6 +275,7 @@ class Link:
         self.me, self.addresses, self.outbox = me, addresses, Outbox()
         self.session: Session | None = None  # while there is a connection
         self.visits = 0  # connections so far
+        self.local_address = ""  # of this end, over the last one
         self.trouble = ""  # why the last one ended
         self._loop, self._secret, self._schemas, self._encrypt = loop, secret, schemas, encrypt
         self._on_message, self._on_open, self._on_close, self._on_ack = on_message, on_open, on_close, on_ack
@@ -330,6 +331,7 @@ class Link:
             code = self._sock.connect_ex((host, port))
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
+            self.local_address = self._sock.getsockname()[0]
             self._loop.watch(self._sock, WRITE, self._connected)
         except OSError as error:
             self._end(f"{self._address}: {error}")
