@@ -116,8 +116,8 @@ class Incident:
     def to_dict(self) -> dict[str, Any]:
         names = (
             "number", "kind", "at", "since", "subject", "what", "step", "rung", "stops", "decided", "started",
-            "committed", "joined", "join_s", "healed", "restore_s", "lost_steps", "generation", "ended_run", "evidence", "lost_gpu_s",
-            "dollars", "kwh", "open", "to_the_end",
+            "committed", "joined", "join_s", "healed", "restore_s", "lost_steps", "generation", "ended_run", "evidence",
+            "lost_gpu_s", "dollars", "kwh", "open", "to_the_end",
         )  # fmt: skip
         out = {name: getattr(self, name) for name in names}
         return {**out, "sources": sorted(self.sources), "phases": self.phases(), "verdict": self.verdict()}
