@@ -141,7 +141,7 @@ class World:
             self.left[event.job] = max(S, self.left[event.job] - (self.now_ns - began))
             self.ran[event.job] = self.ran.get(event.job, 0) + self.stopped.pop(event.job) - began
             self.began[event.job] = -1
-        waits = {g.job: self.now_ns - g.since_ns for g in self.scheduler.gangs.values() if g.state == WAITING}
+        waits = {g.job: self.now_ns - g.idle_ns for g in self.scheduler.gangs.values() if g.state == WAITING}
         moves = isinstance(event, asks.Stopped) and self.scheduler.gangs[event.job].target
         commands = self.scheduler.apply(self.now_ns, event)
         check(self.scheduler)

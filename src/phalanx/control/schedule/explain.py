@@ -72,7 +72,7 @@ def _moves(scheduler: Scheduler, gang: Gang, now_ns: int) -> str:
     if not found:
         return "no few gangs can move to make one place of them"
     names = ", ".join(mover.job for mover, _ in found.targets)
-    left_ns = gang.since_ns + -(-found.cost // gang.ask.needs_gpus) - now_ns
+    left_ns = gang.idle_ns + -(-found.cost // gang.ask.needs_gpus) - now_ns
     when = f"in {_ago(left_ns)}, when its wait has cost as much as that" if left_ns > 0 else "at the next look"
     return f"{names} can move to make one place of them: they do so {when}"
 

@@ -48,6 +48,7 @@ class Gang:
     spares: list[int] = field(default_factory=list)
     owed: dict[int, int] = field(default_factory=dict)  # node -> GPUs
     gpus: int = 0  # that it has, or is owed
+    idle_ns: int = 0  # while it waits: since when it has nothing; `since_ns` is before it was a guest
     served: int = 0  # GPU-ns, up to `since_ns`
     ran_ns: int = 0  # up to `since_ns`
     level: int = 0  # how much it has had, as of the last look at it; 0 for newcomers

@@ -68,7 +68,7 @@ def plan_moves(
 
 def pays(head: Gang, moves: Moves, now_ns: int) -> bool:
     """Whether its wait has cost as much as the moves will."""
-    return head.ask.needs_gpus * (now_ns - head.since_ns) >= moves.cost
+    return head.ask.needs_gpus * (now_ns - head.idle_ns) >= moves.cost
 
 
 def _clear(

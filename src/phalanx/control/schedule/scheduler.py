@@ -82,6 +82,7 @@ class Scheduler:
     def _enqueue(self, gang: Gang, since_ns: int = -1) -> None:
         """`since_ns`: since when it waits, if that is not now."""
         gang.state, gang.since_ns = WAITING, self.now_ns if since_ns < 0 else since_ns
+        gang.idle_ns = self.now_ns
         gang.weigh(self.now_ns, self.rules)
         if gang.slots and gang.slots[0][0] > self.now_ns:
             self.held[gang.job] = gang
@@ -565,7 +566,7 @@ class Scheduler:
     def _make_one_place(self, gang: Gang) -> bool:
         """Have others move for a gang whose GPUs are free in pieces, if that pays."""
         once_ns = self.rules.grace_ns + self.rules.restart_ns
-        too_soon = gang.ask.needs_gpus * (self.now_ns - gang.since_ns) < once_ns  # for the cheapest move of all
+        too_soon = gang.ask.needs_gpus * (self.now_ns - gang.idle_ns) < once_ns  # for the cheapest move of all
         if too_soon or self.refusal(gang, gang.ask.needs_gpus):
             return False
         found = plan_moves(gang, self.at, self.running, self.cells, self.rules, self.now_ns)
