@@ -118,7 +118,7 @@ def damage(directory, how, **more):
     command.wait_until(lambda: len(command.rows()) >= 2)
     shard = sorted((url / "shards").glob("*"))[7]
     how(shard)
-    return shard.name, command.end(timeout=180)
+    return shard.name, command.end(timeout=600)
 
 
 SCENARIOS = {

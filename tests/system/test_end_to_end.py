@@ -30,7 +30,7 @@ def head(directory):
     """`phalanx train | head -1`: the reader goes away while the run starts."""
     command = f"set -o pipefail; {PHALANX} train {' '.join(sets(TINY))} | head -1"
     env = {**os.environ, "PHALANX_TOKEN": (token := f"head-{directory.name}-{os.getpid()}")}
-    done = subprocess.run(["bash", "-c", command], cwd=directory, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], cwd=directory, env=env, capture_output=True, text=True, timeout=300)
     return done, wait_gone(token, 3.0), [RunRecord.open(path) for path in (directory / "runs").glob("[!.]*")]
 
 
@@ -101,7 +101,7 @@ def test_the_library_trains_a_model_of_ones_own(tmp_path):
     }
     script = tmp_path / "script.py"
     script.write_text(f"import json, phalanx\nprint(json.dumps(phalanx.train({job!r}).summary))\n")
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["status"] == "done" and summary["steps"] == 2
