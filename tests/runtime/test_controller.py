@@ -726,7 +726,7 @@ def test_only_what_replicas_say_can_be_of_many(state):
     assert news["items"] == [] and commands == [] and "nothing that many say alike" in state.refused
     assert state.gang.to_bytes() == before
     built = messages.Built(("a", "c"), (1, 1), ((1,), (2,)), 1).to_dict()
-    news, _ = heard(state, {"type": "many", "said": said, "event": built})
+    news, _ = heard(state, {"type": "many", "said": [["a", 1, 3], ["b", 1, 3]], "event": built})
     assert news["items"] == [] and "Built.nodes has one that has not said it" in state.refused
 
 

@@ -364,7 +364,8 @@ def _writer(part: Part, resumed: Row) -> Path | None:
 
 def _layout(fields: object) -> Layout:
     try:
-        return document.make(Layout, fields) if isinstance(fields, dict) else Layout()
+        layout = document.make(Layout, fields) if isinstance(fields, dict) else Layout()
+        return layout if isinstance(layout.world_size, int) else Layout()  # nobody has checked the record
     except TypeError:
         return Layout()
 
