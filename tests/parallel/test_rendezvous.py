@@ -17,6 +17,7 @@ import torch.distributed as dist
 from phalanx.control.verdict import is_echo
 from phalanx.gate.loop import Loop
 from phalanx.gate.meeting import Meeting, serve
+from phalanx.parallel import groups
 from phalanx.parallel.groups import Door, break_connections
 from phalanx.parallel.rendezvous import MeetingStore
 from phalanx.runtime.wire import Conn
@@ -198,3 +199,11 @@ def test_a_process_enters_the_meeting_alone_that_its_agent_has_sent_it_to():
     line.ours.close()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_a_thread_that_never_begins_ends_the_rank_and_not_the_wait(monkeypatch):
+    """So it is in a process that has no memory left; its peers waited 78 s for it in a run with faults."""
+    monkeypatch.setattr(groups, "BEGIN_S", 0.05)
+    monkeypatch.setattr(groups._thread, "start_new_thread", lambda run, args: 0)
+    with pytest.raises(MemoryError, match="did not begin"):
+        Door().form(lambda: None)

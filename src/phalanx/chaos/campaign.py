@@ -22,7 +22,7 @@ from typing import Any
 from phalanx.chaos import door
 from phalanx.chaos.faults import FAULTS, ON_THE_NETWORK, Impossible, save
 from phalanx.chaos.hosts import Switch, why_not
-from phalanx.chaos.scene import Event, Scene
+from phalanx.chaos.scene import GONE, Event, Scene
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.job import Job
 from phalanx.core.layout import num_nodes
@@ -308,7 +308,7 @@ def _follow(fault: Fault, event: Event) -> None:
     kind, at = event["type"], event["time"]
     if at < fault.at:
         return
-    died = kind in ("exit", "hang") or (kind == "node" and "pid" not in event)
+    died = kind in ("exit", "hang") or (kind == "node" and event["what"].startswith(GONE))
     if died and not fault.detected:
         fault.detected = at
     elif kind == "control form" and event["generation"] > fault.generation:

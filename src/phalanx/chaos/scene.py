@@ -11,6 +11,8 @@ from phalanx.chaos.hosts import Switch
 
 Event = dict[str, Any]
 
+GONE = ("died", "is silent")  # how the record begins to tell of the end of a node; other words leave it alive
+
 
 @dataclass
 class Scene:
@@ -56,7 +58,7 @@ class Scene:
         elif kind == "node":
             if "pid" in event:
                 self.agents[event["node"]] = event["pid"]
-            else:
+            elif event["what"].startswith(GONE):
                 self.agents.pop(event["node"], None)
                 gone = [rank for rank, w in self.workers.items() if w["node"] == event["node"]]
                 for rank in gone:

@@ -3,6 +3,7 @@ inside it; across replicas there are only standalone groups, one set per coordin
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import socket
@@ -26,6 +27,7 @@ from phalanx.parallel.tiers import Form, Peers
 
 _standalone_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # those that torch's registry does not know
 NOT_SEEN = -(1 << 63)
+BEGIN_S = 10.0  # within which a thread that was started must run
 T = TypeVar("T")
 DEFAULT = CollectivesConfig()
 
@@ -207,15 +209,21 @@ class Door:
         wait lasts until the groups' time-out. So it waits in a thread of its own, which is left behind then."""
         formed: list[T] = []
         failed: list[BaseException] = []
+        begun = threading.Event()
 
         def run() -> None:
+            begun.set()
             try:
                 formed.append(work())
             except BaseException as error:
                 failed.append(error)
             self._over.set()
 
-        threading.Thread(target=run, daemon=True, name="phalanx-forming").start()
+        # A process without memory can make a thread that ends before its first line. Thread.start() waits for that line
+        # without a limit, and would hold up the whole gang until it is killed.
+        _thread.start_new_thread(run, ())
+        if not begun.wait(BEGIN_S):
+            raise MemoryError(f"a thread that forms the groups did not begin in {BEGIN_S:g} s")
         self._over.wait()
         with self._lock:
             if self._closed:
