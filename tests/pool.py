@@ -20,18 +20,26 @@ class CaseFailed(AssertionError):
 
 class Pool:
     def __init__(self, size: int = 8, threads: int = 1):
-        self.size, self.generation = size, 0
+        self.size, self.threads, self.generation = size, threads, 0
+        self._start()
+
+    def _start(self):
         self._logs = tempfile.TemporaryDirectory(prefix="phalanx-pool-")
         self._node = BareClient(PRELOAD, env={"GLOO_SOCKET_IFNAME": "lo"})
+        self._broken = False
         self._spawn(STORE, "phalanx.gate.meeting:serve", {"alone": True})
         self.store = self._wait({STORE}, START_S)[STORE]["address"]
         self.store_pid = self._node.running[STORE]
-        for worker in range(size):
-            self._spawn(worker, "tests.pool:serve", {"threads": threads})
-        self._wait(set(range(size)), START_S)
+        for worker in range(self.size):
+            self._spawn(worker, "tests.pool:serve", {"threads": self.threads})
+        self._wait(set(range(self.size)), START_S)
 
     def run(self, function: str, job, timeout: float = 120, **kwargs) -> list:
-        """Run `function(args)` on as many workers as the job has ranks; their answers, by rank."""
+        """Run `function(args)` on as many workers as the job has ranks; their answers, by rank. After a failure
+        the next run gets new workers: the old ones are dead, or still in the case that failed."""
+        if self._broken:
+            self.close()
+            self._start()
         self.generation += 1
         ranks = set(range(job.layout.world_size))
         assert len(ranks) <= self.size, f"the pool has {self.size} workers"
@@ -55,6 +63,13 @@ class Pool:
         self._node.spawn(worker, entry, args, Path(self._logs.name) / f"{worker}.log")
 
     def _wait(self, workers, timeout):
+        try:
+            return self._gather(workers, timeout)
+        except BaseException:
+            self._broken = True
+            raise
+
+    def _gather(self, workers, timeout):
         answers, deadline = {}, time.monotonic() + timeout
         while set(answers) != workers:
             event = self._node.events(max(0.0, deadline - time.monotonic()))
