@@ -180,3 +180,25 @@ def test_a_rank_that_dies_while_it_is_welcomed_costs_the_others_nothing(service)
             s.settimeout(30)
             assert s.recv(1, socket.MSG_PEEK)  # the answer is there, and nobody takes it
     assert Feed(service.address, [1], 0).take(0).rows.shape == other.take(0).rows.shape
+
+
+def test_a_rank_that_stops_while_it_is_welcomed_holds_up_nobody(service, run_dir):
+    """The service waited 10 s for it, fed nobody meanwhile, and then closed its connection."""
+    import socket
+
+    hello = json.dumps({"indices": [0], "step": 0, "peers": 1}).encode()
+    silent, halfway = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
+    with silent, halfway:
+        for s in (silent, halfway):
+            s.settimeout(30)
+            s.connect("\0" + service.address)
+        halfway.send(hello)
+        other = Feed(service.address, [1], 0)
+        for step in range(20):
+            assert np.array_equal(other.take(step).rows, wanted(run_dir, [1], step))
+            other.release(step)
+        silent.send(hello)
+        for s in (silent, halfway):
+            assert b"slots" in s.recv(1 << 16)
+            s.send(b"+")
+            assert len(s.recv(8)) == 8

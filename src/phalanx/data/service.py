@@ -42,6 +42,7 @@ class Lane:
     awaited: int  # ranks that have yet to come; until then nothing is overwritten
     fd: int = -1
     clients: dict[socket.socket, int] = field(default_factory=dict)  # -> steps that it is done with
+    told: set[socket.socket] = field(default_factory=set)  # clients that have the descriptor and hear of steps
     _ahead: Located | None = None
     _ahead_from: int = 0
 
@@ -114,8 +115,7 @@ class Service:
                 if key.fileobj is self.channel:
                     return
                 if key.fileobj is self.listener:
-                    client, _ = self.listener.accept()
-                    if self._welcome(client):
+                    if client := self._accept():
                         selector.register(client, selectors.EVENT_READ)
                 elif not self._hear(key.fileobj):  # type: ignore[arg-type]
                     selector.unregister(key.fileobj)
@@ -123,41 +123,52 @@ class Service:
             if self.failure:
                 raise self.failure
 
-    def _welcome(self, client: socket.socket) -> bool:
-        """Take a rank in, if it is one of ours."""
+    def _accept(self) -> socket.socket | None:
+        client, _ = self.listener.accept()
         uid = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if uid != os.getuid():
             client.close()
-            return False
-        client.settimeout(10.0)
-        try:
-            hello = json.loads(client.recv(1 << 20))
-            indices, step, peers = [int(i) for i in hello["indices"]], int(hello["step"]), int(hello["peers"])
-        except (OSError, ValueError, KeyError, TypeError):
-            client.close()
-            return False
+            return None
+        client.settimeout(10.0)  # for a reply that is larger than the socket's buffer
+        return client
+
+    def _hear(self, client: socket.socket) -> bool:
+        """Take what a rank says: its hello, then that it has the descriptor, then how many steps it is done with.
+        Nobody waits for a rank that stops between two of them. Return False if it is gone or makes no sense."""
         with self.changed:
-            places = places_of(indices, self.run.micro_batch)
-            lane = next((x for x in self.lanes if x.holds(step) and np.array_equal(x.places, places)), None)
-            if lane is None:
-                lane = self._new_lane(places, step, peers)
-            lane.awaited -= 1
-            lane.clients[client] = step
-            reply = {"slots": lane.slots, "slot_bytes": lane.slot_bytes, **self.about}
+            lane = next((lane for lane in self.lanes if client in lane.clients), None)
             try:
-                socket.send_fds(client, [json.dumps(reply).encode()], [lane.fd])
-                client.recv(1)  # it has taken the descriptor
-                client.send(_WORD.pack(lane.step))
-            except OSError:  # it has died meanwhile
+                if lane is None:
+                    self._welcome(client, json.loads(client.recv(1 << 20)))
+                elif client not in lane.told:
+                    _all_of(client.recv(1), 1)
+                    client.send(_WORD.pack(lane.step))
+                    lane.told.add(client)
+                else:
+                    lane.clients[client] = _WORD.unpack(_all_of(client.recv(_WORD.size), _WORD.size))[0]
+            except (OSError, ValueError, KeyError, TypeError):
                 self._drop(client)
-                client.close()
                 return False
             self.changed.notify()
         return True
 
+    def _welcome(self, client: socket.socket, hello: dict[str, Any]) -> None:
+        indices, step, peers = [int(i) for i in hello["indices"]], int(hello["step"]), int(hello["peers"])
+        places = places_of(indices, self.run.micro_batch)
+        lane = next((x for x in self.lanes if x.holds(step) and np.array_equal(x.places, places)), None)
+        if lane is None:
+            lane = self._new_lane(places, step, peers)
+        lane.awaited -= 1
+        lane.clients[client] = step
+        reply = {"slots": lane.slots, "slot_bytes": lane.slot_bytes, **self.about}
+        socket.send_fds(client, [json.dumps(reply).encode()], [lane.fd])
+
     def _drop(self, client: socket.socket) -> None:
-        lane = next(lane for lane in self.lanes if client in lane.clients)
+        lane = next((lane for lane in self.lanes if client in lane.clients), None)
+        if lane is None:
+            return
         del lane.clients[client]
+        lane.told.discard(client)
         if not lane.clients:
             self.lanes.remove(lane)
             lane.close()
@@ -167,21 +178,6 @@ class Service:
         size = 8 * extents + len(places) * self.loader.width * self.loader.manifest.dtype.itemsize
         self.lanes.append(Lane(places, self.run.buffer_steps, -(-size // 4096) * 4096, extents, step, peers))
         return self.lanes[-1]
-
-    def _hear(self, client: socket.socket) -> bool:
-        """A rank is done with steps; False if it is gone."""
-        try:
-            data = client.recv(_WORD.size)
-        except OSError:
-            data = b""
-        with self.changed:
-            if len(data) < _WORD.size:
-                self._drop(client)
-                return False
-            lane = next(lane for lane in self.lanes if client in lane.clients)
-            lane.clients[client] = _WORD.unpack(data)[0]
-            self.changed.notify()
-        return True
 
     def _fill(self) -> None:
         """Always the lane that is furthest behind."""
@@ -193,11 +189,17 @@ class Service:
                 lane = min(open_lanes, key=lambda lane: lane.step)
                 lane.fill(self.loader, self.run)
                 with self.changed:
-                    for client in lane.clients:
+                    for client in lane.told:
                         with contextlib.suppress(OSError):  # it is gone, as reading will tell
                             client.send(_WORD.pack(lane.step))
         except BaseException as error:
             self.failure = error
+
+
+def _all_of(data: bytes, size: int) -> bytes:
+    if len(data) < size:
+        raise ConnectionError("the rank is gone")
+    return data
 
 
 def main(channel: Any, args: dict[str, Any]) -> None:
