@@ -34,7 +34,7 @@ class Pool:
             self._spawn(worker, "tests.pool:serve", {"threads": self.threads})
         self._wait(set(range(self.size)), START_S)
 
-    def run(self, function: str, job, timeout: float = 120, **kwargs) -> list:
+    def run(self, function: str, job, timeout: float = 300, **kwargs) -> list:
         """Run `function(args)` on as many workers as the job has ranks; their answers, by rank. After a failure
         the next run gets new workers: the old ones are dead, or still in the case that failed."""
         if self._broken:
