@@ -178,7 +178,7 @@ class Worlds:
         world, waiting = found.world, found.waiting
         if found.phase == "leaving":
             crews = self._by_node(number, found.crew.values())
-            left = ((node, [worker for worker in crew if worker in waiting]) for node, crew in crews)
+            left = [(node, [worker for worker in crew if worker in waiting]) for node, crew in crews]
             return [messages.Halt(node, world, tuple(crew)) for node, crew in left if crew]
         return [messages.Build(node, number, world, crew) for node, crew in self.crews(number, waiting).items()]
 
@@ -221,9 +221,10 @@ class Worlds:
         """Return the replicas that stand, and have the last step."""
         if not lineage.certain:
             return set()
-        parted = [r for r in sorted(self.built) if self.replicas[r].parted >= 0]
-        steps = lineage.steps_of(self.replicas[r].copy for r in parted)
-        return {r for r, step in zip(parted, steps, strict=True) if step == lineage.committed}
+        replicas, committed = self.replicas, lineage.committed
+        parted = [r for r in self.built if replicas[r].parted >= 0]
+        steps = lineage.steps_of([replicas[r].copy for r in parted])
+        return {r for r, step in zip(parted, steps, strict=True) if step == committed}
 
     def _about(self, event: messages.Built | messages.Parked) -> tuple[int, list[int]]:
         """Return the replica that a report is about, and its workers. A node speaks for its own; those that should be
@@ -232,8 +233,10 @@ class Worlds:
         for at, node in enumerate(event.nodes):
             if staff.counts(node, event.incarnations[at]):
                 some = event.workers[at]
-                own = [w for w in some if w in known and known[w].node == node]
-                workers += own
-                if len(own) < len(some):
-                    staff.end_strangers(node, some)
+                for worker in some:
+                    if worker not in known or known[worker].node != node:
+                        staff.end_strangers(node, some)
+                        some = tuple([w for w in some if w in known and known[w].node == node])
+                        break
+                workers += some
         return known[workers[0]].rank // self._members.replica_size if workers else -1, workers
