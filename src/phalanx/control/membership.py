@@ -213,12 +213,13 @@ class Membership:
     def launch(self, place: int, which: str = "now") -> tuple[str, dict[int, int]]:
         """Give every rank of a seat a worker. Returns its node, and the new workers by rank."""
         seat: Seat = getattr(self.places[place], which)
-        name, there, new = seat.node, seat.workers, dict[int, int]()
+        name, there, workers, last = seat.node, seat.workers, self.workers, self.last_worker
+        new: dict[int, int] = {}
         for rank in self.ranks(place):
             if rank not in there:
-                self.last_worker += 1
-                new[rank] = self.last_worker
-                self.workers[self.last_worker] = Worker(rank, name)
+                new[rank] = last = last + 1
+                workers[last] = Worker(rank, name)
+        self.last_worker = last
         seat.workers = dict(sorted({**there, **new}.items())) if there else new.copy()
         if which == "now":
             self.short.discard(place)

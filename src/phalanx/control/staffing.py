@@ -76,7 +76,8 @@ class Staff:
 
     def join(self, event: messages.NodeJoined) -> tuple[bool, Gone]:
         """Whether it is new, and the workers of its last incarnation, which are proven to be gone."""
-        node, gone = self._members.nodes.get(event.node), Gone()
+        node = self._members.nodes.get(event.node)
+        gone: Gone = {}
         if node and event.incarnation <= node.incarnation:
             if event.incarnation == node.incarnation:
                 answer = messages.Fence if node.dead else messages.Welcome

@@ -229,7 +229,8 @@ class Worlds:
     def _about(self, event: messages.Built | messages.Parked) -> tuple[int, list[int]]:
         """Return the replica that a report is about, and its workers. A node speaks for its own; those that should be
         gone are ended."""
-        known, staff, workers = self._members.workers, self._staff, list[int]()
+        known, staff = self._members.workers, self._staff
+        workers: list[int] = []
         for at, node in enumerate(event.nodes):
             if staff.counts(node, event.incarnations[at]):
                 some = event.workers[at]
