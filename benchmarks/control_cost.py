@@ -95,7 +95,7 @@ class Fleet:
             self.hear(say.Parked((name,), (1,), (left,), found.world, *self.copy))
         self.part(but=broken)
         self.form()
-        self.come_up({gang.members.at[rank]: node})
+        self.come_up({gang.members.worker_at(rank): node})
         self.build(broken)
         assert gang.gen.pausing, gang.phase
         self.part()

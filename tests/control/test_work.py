@@ -26,7 +26,7 @@ from phalanx.control.staffing import MANY, Staff
 from tests.control.crew import Crew
 
 PER_NODE = 4
-TABLES = ("nodes", "places", "workers", "at")
+TABLES = ("nodes", "places", "workers")
 
 
 class Table(dict):
@@ -208,7 +208,7 @@ def name_all(monkeypatch):
 
 SCANS = {
     "all workers, for those that are not up": before(Staff, "fill", lambda s: sorted(s._members.workers)),
-    "all ranks, for those of a replica": before(Gang, "_halt", lambda g: [r + 1 for r in range(len(g.members.at))]),
+    "all ranks, for those of a replica": before(Gang, "_halt", lambda g: [w.rank for w in g.members.workers.values()]),
     "all nodes, for those that are dead": before(
         Gang, "_advance", lambda g: any(n.dead for n in g.members.nodes.values())
     ),

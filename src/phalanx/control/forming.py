@@ -89,7 +89,7 @@ class Forming:
         date. Replicas that have failed lately are left out while others can do without them."""
         members, staff, worlds, now_ns = self._members, self._staff, self._worlds, self._desk.now_ns
         built = worlds.built & members.down.keys()
-        keep = {r for r in has if r not in worlds.failing} or has or built  # in any case
+        keep = has - worlds.failing or has or built  # in any case
         late = {r for r in worlds.failing & built if now_ns < worlds.replicas[r].again_ns} - keep
         chosen = sorted(built - late)
         if late:
@@ -135,10 +135,11 @@ class Forming:
     def _keeping(self, standing: list[int]) -> tuple[int, ...]:
         """Return the replicas that keep the gradients of what was dealt to them of the next step: all must know of that
         deal."""
-        found, gen, committed = [self._worlds.replicas[r] for r in standing], self._gen, self._lineage.committed
-        if not all(f.parted == gen.number and f.copy and f.copy.step == committed for f in found):
-            return ()
-        return tuple(r for r, f in zip(standing, found, strict=True) if f.kept)
+        replicas, number, committed = self._worlds.replicas, self._gen.number, self._lineage.committed
+        for found in map(replicas.__getitem__, standing):
+            if found.parted != number or found.copy is None or found.copy.step != committed:
+                return ()
+        return tuple([r for r in standing if replicas[r].kept])
 
     # -- what they are told
 
@@ -146,7 +147,7 @@ class Forming:
         self, chosen: list[int], step: int, sources: Sources, gifts: Gifts | None = None, kept: tuple[int, ...] = ()
     ) -> Form:
         """Put a Form together, and take the lineage to its step. `kept`: replicas that keep gradients of the next."""
-        staff, worlds, lineage, wanted = self._staff, self._worlds, self._lineage, self._members.wanted
+        staff, replicas, lineage, wanted = self._staff, self._worlds.replicas, self._lineage, self._members.wanted
         number, last = self._gen.number + 1, max(step, lineage.committed)
         if self._gen.begun and any(source.kind in ("durable", "start") for source in sources.values()):
             staff.why.append((4, f"step {step} is in a checkpoint only"))
@@ -160,7 +161,7 @@ class Forming:
             generation=number,
             step=step,
             replicas=tuple(chosen),
-            worlds=tuple(worlds.replicas[r].world for r in chosen),
+            worlds=tuple([replicas[r].world for r in chosen]),
             every=every,
             sources={} if every else sources,
             takers={} if every else self._homes(sources),

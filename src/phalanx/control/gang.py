@@ -99,8 +99,10 @@ class Gang:
 
     def apply(self, now_ns: int, event: Event) -> list[Command]:
         desk = self.desk
-        desk.now_ns, desk.out = max(desk.now_ns, now_ns), []
-        if self.phase == "ended":
+        desk.out = []
+        if now_ns > desk.now_ns:
+            desk.now_ns = now_ns
+        if desk.phase == "ended":
             if isinstance(event, messages.NodeJoined):
                 desk.say(messages.Leave(desk.said, (event.node,)))
         elif self.staff.refuses(event):
@@ -513,7 +515,7 @@ class Gang:
 
     def _blame(self, cause: Evidence) -> None:
         """Replace the node of the rank that the same error was first heard from again: another may do better."""
-        worker = self.members.workers.get(self.members.at.get(cause.rank, 0))
+        worker = self.members.workers.get(self.members.worker_at(cause.rank))
         if worker and self.members.spares:
             self.staff.fault(worker.node, 2, cause.failure.brief)
 

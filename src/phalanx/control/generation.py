@@ -94,12 +94,12 @@ class Generation:
     def hear_parted(self, event: messages.Parted) -> list[int]:
         """Return the replicas that have left by this. Those of a fenced generation were given up before."""
         named = zip(event.replicas, event.worlds, strict=True)
-        fenced, worlds = self._desk.phase == "fencing", self.worlds
-        parted = [r for r, world in named if (fenced or r in self.left) and worlds.get(r) == world]
+        fenced, worlds, left = self._desk.phase == "fencing", self.worlds, self.left
+        parted = [r for r, world in named if (fenced or r in left) and worlds.get(r) == world]
         if parted and not fenced:
-            copy = Copy.of(event)
+            replicas, generation, copy, kept = self._worlds.replicas, event.generation, Copy.of(event), event.kept
             for replica in parted:
-                self._worlds.replicas[replica].part(event.generation, copy, event.kept)
+                replicas[replica].part(generation, copy, kept)
             self.lose(parted)
         if parted:
             self.prove("acknowledged")
@@ -122,7 +122,8 @@ class Generation:
 
     def standing(self) -> list[int]:
         """Return the replicas that have parted from it, and stand."""
-        return [r for r in self.worlds if self._worlds.replicas[r].parted == self.number]
+        replicas, number = self._worlds.replicas, self.number
+        return [r for r in self.worlds if replicas[r].parted == number]
 
     def resolve(self) -> bool:
         """Decide which was its last step, when nobody is left in it. Return whether that is decided.
@@ -154,13 +155,14 @@ class Generation:
         """Return the step that all who are left have voted for; None: nobody is left. A step counts when all of them
         have voted for it, as those that are gone may have seen it committed. If one has not, nobody can have."""
         assert self.form
-        copies = [self._worlds.replicas[r].copy for r in standing]
+        replicas, number, step = self._worlds.replicas, self.number, self.form.step
+        copies = [replicas[r].copy for r in standing]
         if not standing:
             worlds, replica_of = self.worlds, self._members.replica_of
             copies = [w.copy for w in self._members.workers.values() if w.parked == worlds.get(replica_of(w.rank), 0)]
         if not copies:
             return None
-        return min(c.prepared if c and c.made == self.number else self.form.step for c in copies)
+        return min([c.prepared if c and c.made == number else step for c in copies])
 
     def outstanding(self) -> list[Command]:
         phase = self._desk.phase

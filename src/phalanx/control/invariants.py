@@ -63,7 +63,7 @@ def _check_workers(gang: Gang) -> None:
     assert not gang.staff.killed.keys() & members.workers.keys()
     fresh = type(members)(members.replica_size, members.ranks_per_place, places=members.places, workers=members.workers)
     fresh.want(members.wanted)
-    for name in ("down", "whole", "vacant", "short", "at", "ready"):
+    for name in ("down", "whole", "vacant", "short", "ready"):
         assert getattr(fresh, name) == getattr(members, name), f"{name} is out of step"
     _distinct("a world has one replica", (r.world for r in replicas.values() if r.phase != "out"))
     _distinct(

@@ -8,7 +8,7 @@ spare.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -44,7 +44,7 @@ class Worker:
 @dataclass(slots=True)
 class Seat:
     node: str
-    workers: dict[int, int] = field(default_factory=dict)  # by rank
+    workers: dict[int, int] = field(default_factory=dict)  # by rank, in order
 
 
 @dataclass(slots=True)
@@ -83,7 +83,6 @@ class Membership:
     news: set[int] = field(init=False)  # of those, which nobody has looked at since they lacked some
     vacant: set[int] = field(init=False)  # places without a node
     short: set[int] = field(init=False)  # places that have a node, and a rank without a worker
-    at: dict[int, int] = field(init=False)  # rank of a wanted replica -> the worker that fills it; 0: none
     ready: set[int] = field(init=False)  # ranks of wanted replicas whose worker is up
 
     def __post_init__(self) -> None:
@@ -101,9 +100,8 @@ class Membership:
         self.wanted = sorted(replicas)
         self.down = dict.fromkeys(self.wanted, self.replica_size)
         self.whole, self.news, self.vacant, self.short, self.ready = set(), set(), set(), set(), set()
-        self.at, self._first_vacant = {}, list[int]()
+        self._first_vacant = list[int]()
         for replica in self.wanted:
-            self.at.update(dict.fromkeys(self._ranks_of(replica), 0))
             for place in self._places_of(replica):
                 self.places.setdefault(place, Place())
         for place in self.places:
@@ -115,13 +113,13 @@ class Membership:
     def replica_of(self, rank: int) -> int:
         return rank // self.replica_size
 
-    def ranks(self, place: int) -> list[int]:
+    def ranks(self, place: int) -> Sequence[int]:
         """The ranks of wanted replicas."""
-        first = place * self.ranks_per_place
-        last = first + self.ranks_per_place - 1
-        if first // self.replica_size == last // self.replica_size:
-            return list(range(first, last + 1)) if first // self.replica_size in self.down else []
-        return [r for r in range(first, last + 1) if r // self.replica_size in self.down]
+        first, size = place * self.ranks_per_place, self.replica_size
+        ranks = range(first, first + self.ranks_per_place)
+        if first // size == ranks[-1] // size:
+            return ranks if first // size in self.down else ()
+        return [r for r in ranks if r // size in self.down]
 
     def _ranks_of(self, replica: int) -> range:
         return range(replica * self.replica_size, (replica + 1) * self.replica_size)
@@ -170,12 +168,15 @@ class Membership:
             self.spares_in[top_of(self.nodes[name].domain)].discard(name)
 
     def sit(self, place: int, name: str, which: str = "now") -> None:
-        assert name in self.spares, (place, name)
-        setattr(self.places[place], which, Seat(name))
-        self._count(place)
-        self.places[place].domain = self.nodes[name].domain
-        self.nodes[name].place = place
+        """Put a spare on a place: on a vacant one (`now`), or as its next."""
+        assert name in self.spares and (which == "next" or place in self.vacant), (place, name)
+        found, node = self.places[place], self.nodes[name]
+        setattr(found, which, Seat(name))
+        found.domain, node.place = node.domain, place
         self._take(name)
+        if which == "now":
+            self.vacant.discard(place)
+            self.short.add(place)
 
     def clear(self, number: int, which: str) -> dict[int, int]:
         """Take a node off a place. Returns its workers by rank, which are gone. If it was the one that fills the place,
@@ -209,15 +210,21 @@ class Membership:
 
     # -- workers
 
-    def launch(self, place: int, ranks: list[int], which: str = "now") -> dict[int, int]:
-        seat = getattr(self.places[place], which)
-        new = dict(zip(ranks, range(self.last_worker + 1, self.last_worker + 1 + len(ranks)), strict=True))
-        self.last_worker += len(ranks)
-        for rank, worker in new.items():
-            self.workers[worker] = Worker(rank, seat.node)
-        seat.workers.update(new)
-        self._count(place)
-        return new
+    def launch(self, place: int, which: str = "now") -> tuple[str, dict[int, int]]:
+        """Give every rank of a seat a worker. Returns its node, and the new workers by rank."""
+        seat: Seat = getattr(self.places[place], which)
+        name, there, workers, last = seat.node, seat.workers, self.workers, self.last_worker
+        new: dict[int, int] = {}
+        for rank in self.ranks(place):
+            if rank not in there:
+                new[rank] = last = last + 1
+                workers[last] = Worker(rank, name)
+        self.last_worker = last
+        seat.workers = dict(sorted({**there, **new}.items())) if there else new.copy()
+        if which == "now":
+            self.short.discard(place)
+            self._shrink()
+        return name, new
 
     def up(self, ports: dict[int, int]) -> None:
         """Workers on one node, and where they give their state to others."""
@@ -243,10 +250,20 @@ class Membership:
 
     def crew(self, replica: int) -> tuple[dict[int, int], tuple[str, ...]]:
         """The crew of a whole replica: rank -> worker, and their nodes."""
-        ranks = self._ranks_of(replica)
-        crew = dict(zip(ranks, map(self.at.__getitem__, ranks), strict=True))
-        filled = (self.places[number].now for number in self._places_of(replica))
-        return crew, tuple(seat.node for seat in filled if seat)
+        crew: dict[int, int] = {}
+        nodes: list[str] = []
+        for number in self._places_of(replica):
+            if seat := self.places[number].now:
+                crew.update(seat.workers)
+                nodes.append(seat.node)
+        if len(crew) > self.replica_size:  # a place has ranks of other replicas too
+            crew = {rank: crew[rank] for rank in self._ranks_of(replica)}
+        return crew, tuple(nodes)
+
+    def worker_at(self, rank: int) -> int:
+        """The worker that fills a rank of a wanted replica; 0: none."""
+        place = self.places[self.place_of(rank)] if self.replica_of(rank) in self.down else None
+        return place.now.workers.get(rank, 0) if place and place.now else 0
 
     def nodes_of(self, workers: Iterable[int]) -> tuple[str, ...]:
         return tuple(sorted({self.workers[worker].node for worker in workers}))
@@ -279,12 +296,10 @@ class Membership:
 
     def _count(self, number: int) -> None:
         """Note what has changed at a place."""
-        seat, ranks, at, ready = self.places[number].now, self.ranks(number), self.at, self.ready
-        filled, workers = seat.workers if seat else {}, self.workers
-        lacks = False
+        seat, ranks, ready, workers = self.places[number].now, self.ranks(number), self.ready, self.workers
+        filled = seat.workers if seat else {}
         for rank in ranks:
-            worker = at[rank] = filled.get(rank, 0)
-            lacks = lacks or not worker
+            worker = filled.get(rank, 0)
             is_up = worker > 0 and workers[worker].up
             if is_up != (rank in ready):
                 self._turn(rank, is_up)
@@ -293,9 +308,12 @@ class Membership:
         if ranks and seat is None:
             self.vacant.add(number)
             heappush(self._first_vacant, number)
-        elif lacks:
+        elif not all(map(filled.__contains__, ranks)):
             self.short.add(number)
-        # A set that was large takes as long to look through as when it was.
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Replace sets that are empty: one that was large stays slow to look through."""
         self.short, self.vacant = self.short or set(), self.vacant or set()
 
     def _turn(self, rank: int, is_up: bool) -> None:

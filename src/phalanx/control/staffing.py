@@ -76,7 +76,8 @@ class Staff:
 
     def join(self, event: messages.NodeJoined) -> tuple[bool, Gone]:
         """Whether it is new, and the workers of its last incarnation, which are proven to be gone."""
-        node, gone = self._members.nodes.get(event.node), Gone()
+        node = self._members.nodes.get(event.node)
+        gone: Gone = {}
         if node and event.incarnation <= node.incarnation:
             if event.incarnation == node.incarnation:
                 answer = messages.Fence if node.dead else messages.Welcome
@@ -344,12 +345,13 @@ class Staff:
             self._restart(place)
         for name in sorted(self.leaving):
             place = members.nodes[name].place
-            seats, ranks = members.places[place], members.ranks(place)
-            if ranks and seats.now and seats.now.node == name and seats.next is None and seats.old is None:
+            seats = members.places[place]
+            fills = seats.now and seats.now.node == name and members.ranks(place)
+            if fills and seats.next is None and seats.old is None:
                 spare = self._spare(place, good=True)
                 if spare is not None:
                     members.sit(place, spare, "next")
-                    self._launch(place, ranks, "next")
+                    self._launch(place, "next")
 
     def _seat(self, place: int, name: str) -> None:
         self._members.sit(place, name)
@@ -378,22 +380,21 @@ class Staff:
         seat = self._members.places[place].now
         assert seat
         deaths, now_ns = self._members.nodes[seat.node].deaths, self._desk.now_ns
-        again_ns = deaths[-self._policy.deaths] + self._policy.deaths_ns if len(deaths) >= self._policy.deaths else 0
-        if again_ns > now_ns:
-            if self._desk.timers.get("retry", now_ns) <= now_ns:
-                self._desk.set("retry", again_ns - now_ns)
-            return
-        at = self._members.at
-        self._launch(place, [rank for rank in self._members.ranks(place) if not at[rank]], "now")
+        if len(deaths) >= self._policy.deaths:
+            again_ns = deaths[-self._policy.deaths] + self._policy.deaths_ns
+            if again_ns > now_ns:
+                if self._desk.timers.get("retry", now_ns) <= now_ns:
+                    self._desk.set("retry", again_ns - now_ns)
+                return
+        self._launch(place, "now")
 
-    def _launch(self, place: int, ranks: list[int], which: str) -> None:
-        workers = self._members.launch(place, ranks, which)
-        until_ns = self._desk.now_ns + self._policy.launch_ns
-        self.starting.update(dict.fromkeys(workers.values(), until_ns))
-        if "launch" not in self._desk.timers:
-            self._desk.set("launch", self._policy.launch_ns)
-        name = self._members.workers[next(iter(workers.values()))].node
-        self._desk.say(messages.Launch(name, self._members.nodes[name].incarnation, workers))
+    def _launch(self, place: int, which: str) -> None:
+        desk, launch_ns = self._desk, self._policy.launch_ns
+        name, workers = self._members.launch(place, which)
+        self.starting.update(dict.fromkeys(workers.values(), desk.now_ns + launch_ns))
+        if "launch" not in desk.timers:
+            desk.set("launch", launch_ns)
+        desk.say(messages.Launch(name, self._members.nodes[name].incarnation, workers))
 
     def is_replacing(self, names: Iterable[str]) -> bool:
         """Whether one of them is bad, and another node prepares to take its place."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
+from typing import TypeVar
 
 from phalanx.control import messages
 from phalanx.control.desk import Desk
@@ -16,6 +17,8 @@ from phalanx.control.policy import Policy
 from phalanx.control.replica import Replica
 from phalanx.control.sources import Copy, Lineage
 from phalanx.control.staffing import Staff
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -108,10 +111,9 @@ class Worlds:
         found = self.replicas.get(number)
         if found is None or found.world != event.world or found.phase == "out":
             return number, []
-        copy, known = Copy.of(event), self._members.workers
-        for worker in workers:
-            left = known[worker]
-            left.parked, left.copy = event.world, copy
+        world, copy = event.world, Copy.of(event)
+        for left in map(self._members.workers.__getitem__, workers):
+            left.parked, left.copy = world, copy
         return number, workers
 
     def leave(self, number: int, workers: Iterable[int]) -> bool:
@@ -173,22 +175,31 @@ class Worlds:
     def _orders(self, number: int) -> list[Command]:
         """Tell each node which of its workers build the world, or leave it."""
         found = self.replicas[number]
-        crews = self.crews(number, found.waiting).items()
+        world, waiting = found.world, found.waiting
         if found.phase == "leaving":
-            return [messages.Halt(node, found.world, tuple(crew.values())) for node, crew in crews]
-        return [messages.Build(node, number, found.world, crew) for node, crew in crews]
+            crews = self._by_node(number, found.crew.values())
+            left = [(node, [worker for worker in crew if worker in waiting]) for node, crew in crews]
+            return [messages.Halt(node, world, tuple(crew)) for node, crew in left if crew]
+        return [messages.Build(node, number, world, crew) for node, crew in self.crews(number, waiting).items()]
 
     def crews(self, number: int, workers: set[int]) -> dict[str, dict[int, int]]:
         """Group those workers of a replica by node, then by rank."""
-        found, per = self.replicas[number], self._members.ranks_per_place
-        ranks, crews, first = iter(found.crew.items()), {}, number * self._members.replica_size % per
-        for node in found.nodes:
-            crew, first = dict(islice(ranks, per - first)), 0
+        crews = {}
+        for node, there in self._by_node(number, self.replicas[number].crew.items()):
+            crew = dict(there)
             if not workers.issuperset(crew.values()):
                 crew = {rank: worker for rank, worker in crew.items() if worker in workers}
             if crew:
                 crews[node] = crew
         return crews
+
+    def _by_node(self, number: int, values: Iterable[T]) -> Iterator[tuple[str, Iterator[T]]]:
+        """Return what each node of a replica has of one value for each rank."""
+        per, values = self._members.ranks_per_place, iter(values)
+        first = number * self._members.replica_size % per  # of its first place the replica may have a part
+        for node in self.replicas[number].nodes:
+            yield node, islice(values, per - first)
+            first = 0
 
     def homes(self, number: int) -> Iterator[str]:
         """Return the node of each rank of a replica in order, also of ranks that are gone."""
@@ -210,18 +221,23 @@ class Worlds:
         """Return the replicas that stand, and have the last step."""
         if not lineage.certain:
             return set()
-        parted = [r for r in sorted(self.built) if self.replicas[r].parted >= 0]
-        steps = lineage.steps_of(self.replicas[r].copy for r in parted)
-        return {r for r, step in zip(parted, steps, strict=True) if step == lineage.committed}
+        replicas, committed = self.replicas, lineage.committed
+        parted = [r for r in self.built if replicas[r].parted >= 0]
+        steps = lineage.steps_of([replicas[r].copy for r in parted])
+        return {r for r, step in zip(parted, steps, strict=True) if step == committed}
 
     def _about(self, event: messages.Built | messages.Parked) -> tuple[int, list[int]]:
         """Return the replica that a report is about, and its workers. A node speaks for its own; those that should be
         gone are ended."""
-        known, workers = self._members.workers, list[int]()
-        for node, incarnation, some in zip(event.nodes, event.incarnations, event.workers, strict=True):
-            if self._staff.counts(node, incarnation):
-                own = [w for w in some if w in known and known[w].node == node]
-                workers += own
-                if len(own) < len(some):
-                    self._staff.end_strangers(node, some)
-        return self._members.replica_of(known[workers[0]].rank) if workers else -1, workers
+        known, staff = self._members.workers, self._staff
+        workers: list[int] = []
+        for at, node in enumerate(event.nodes):
+            if staff.counts(node, event.incarnations[at]):
+                some = event.workers[at]
+                for worker in some:
+                    if worker not in known or known[worker].node != node:
+                        staff.end_strangers(node, some)
+                        some = tuple([w for w in some if w in known and known[w].node == node])
+                        break
+                workers += some
+        return known[workers[0]].rank // self._members.replica_size if workers else -1, workers
