@@ -1,9 +1,10 @@
 """How long an aggregator gathers what its nodes say before it passes it on in one message.
 
 A fleet speaks in rounds: all nodes say that they are up, then that their ranks are built, and so on. The first word of
-a round waits `FIRST_S`. A later one waits as long as the round has lasted, so that a round of any length costs
-O(log(length)) messages, and gathering at most doubles it. No word waits longer than `limit_s`, the time that
-an aggregator needs for one round of all its nodes: a handful of nodes never waits longer than `FIRST_S`.
+a round waits `FIRST_S`. A later one waits as long as the round has lasted, so gathering at most doubles it, but not
+longer than `limit_s`, the time that an aggregator needs for one round of all its nodes. A round costs a logarithmic
+number of messages, and one more for each `limit_s` that it lasts; both grow with the nodes. A handful of nodes never
+waits longer than `FIRST_S`.
 
 What a node says in answer to an answer belongs to the next round, so a chain of questions and answers does not slow
 down: the n-th word of a node, since nobody spoke for `limit_s`, belongs to the n-th round.
