@@ -42,7 +42,7 @@ class Stamping(Aggregator):
     """Each report says when the first of its bundle came, so that waiting anywhere after that counts."""
 
     def _gather(self, item, agent=None):
-        if not self._bundle:
+        if not self._reports.items:
             self._since_ns = time.monotonic_ns()
         super()._gather(item, agent)
 

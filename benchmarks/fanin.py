@@ -117,11 +117,12 @@ class Counting:
 
 def count(server: Server) -> dict:
     """Count the messages that a server takes in, and the bytes at its sockets. Over loopback there is no TLS."""
-    counted = {"heard": 0, "bytes": 0, "sent_bytes": 0}
+    counted = {"heard": 0, "pings": 0, "bytes": 0, "sent_bytes": 0}
     hear, greet = server._on_message, server._porch._greet
 
     def heard(session, number, body) -> None:
         counted["heard"] += 1
+        counted["pings"] += body["type"] == "ping"
         hear(session, number, body)
 
     server._on_message = heard

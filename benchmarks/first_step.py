@@ -6,8 +6,9 @@ a place in all replicas have met. Agents and members are the real machines, and 
 started, and nothing is computed.
 
 Bar: every phase is told; in each the controller hears at most 3x the messages with 1,000 agents that it hears with 100,
-and an agent says at most 1.5x (one that waits for an answer asks again). Bytes are printed and not judged: every node
-has something of its own to say.
+and an agent says at most 1.5x (one that waits for an answer asks again). The aggregator's ping, one a second whatever
+the agents, is not a message of a phase: fanin.py counts it. Bytes are printed and not judged: every node has something
+of its own to say.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ REPLICA_SIZE = 10
 ADDRESS = "x" * 200  # a value of the size that Gloo sets for a rank
 BEAT_S = 2.0
 LIMIT_S = 300.0
-HEADS = ("agents", "messages", "kB in", "kB out", "CPU s", "each says")
+HEADS = ("agents", "messages", "seconds", "kB in", "kB out", "CPU s", "each says")
 PHASES = ("data", "controller", "agents join", "services", "ranks up and built", "groups", "first step")
 
 
@@ -204,7 +205,9 @@ def count_phases(folder: str, nodes: int) -> dict[str, dict[str, float]]:
     def end(phase: str) -> None:
         nonlocal before, since
         after, now = {**child.figures(), "said": fleet.joins + fleet.events + fleet.met}, time.monotonic()
-        found[phase] = {key: after[key] - before[key] for key in ("heard", "bytes", "sent_bytes", "cpu_s", "said")}
+        keys = ("heard", "pings", "bytes", "sent_bytes", "cpu_s", "said")
+        found[phase] = {key: after[key] - before[key] for key in keys}
+        found[phase]["heard"] -= found[phase]["pings"]
         found[phase]["seconds"] = now - since
         before, since = after, now
 
@@ -254,8 +257,8 @@ def main() -> None:
         few, many = (counted[nodes][phase] for nodes in COUNTS)
         for nodes, found in zip(COUNTS, (few, many), strict=True):
             print(
-                f"{phase:20}{nodes:10}{found['heard']:10}{found['bytes'] / 1e3:10.0f}{found['sent_bytes'] / 1e3:10.0f}"
-                f"{found['cpu_s']:10.2f}{found['said'] / nodes:10.1f}"
+                f"{phase:20}{nodes:10}{found['heard']:10}{found['seconds']:10.1f}{found['bytes'] / 1e3:10.0f}"
+                f"{found['sent_bytes'] / 1e3:10.0f}{found['cpu_s']:10.2f}{found['said'] / nodes:10.1f}"
             )
         grows = many["heard"] > MOST_TIMES * few["heard"]
         says_more = many["said"] / COUNTS[1] > MOST_SAID * few["said"] / COUNTS[0]

@@ -21,6 +21,7 @@ from phalanx.runtime import aggregator as module
 from phalanx.runtime import inventory, secret
 from phalanx.runtime.aggregator import COMMANDS, ITEMS, PASSED, WELCOME, Aggregator, merged
 from phalanx.runtime.controller import orders
+from phalanx.runtime.gathering import Rounds
 from phalanx.runtime.secret import Identity, Secret, load_secret
 from phalanx.runtime.transport import Link, Loop, Server
 from phalanx.runtime.wire import WireError, check
@@ -326,11 +327,12 @@ class Cluster:
     def bundle(self, count):
         """The first aggregator sends what agents have posted when it has so many events."""
         first, kept = self.aggregators["r1"], []
-        first._pass = lambda items, bundle: kept.extend(bundle)
+        reports, send = first._reports, first._reports._send
+        reports._send = kept.extend
         self.until(lambda: sum(agent is not None for _, agent in kept) == count)
-        del first._pass
-        first._bundle = kept + first._bundle
-        first._send()
+        reports._send = send
+        reports.put_back(kept, 0.0)
+        reports.flush()
 
     def kill(self, name):
         self.agents.pop(name).close()
@@ -626,7 +628,9 @@ def test_who_has_not_joined_can_only_ask_to(cluster, incarnation):
     join = {"type": "join", "life": "1", "version": "v", "about": {}}
     link.tell(join if incarnation else {"type": "event", "event": {"value": 5}})
     cluster.until(lambda: first.server.refused, 20)
-    assert f"from incarnation {incarnation}" in first.server.trouble and not first._joins and cluster.of("a") == []
+    assert (
+        f"from incarnation {incarnation}" in first.server.trouble and not first._joins.items and cluster.of("a") == []
+    )
 
 
 LEFT = {"type": "left", "life": "x", "n": 1, "node": "bad", "reason": ""}
@@ -670,7 +674,7 @@ def test_who_says_nonsense_of_itself_does_not_join(cluster, about):
     link = cluster.agent("a", first, incarnation=0, beats=False)
     cluster.until(lambda: link.tell({"type": "join", "life": "1", "version": "v", "about": about}))
     cluster.until(lambda: first.server.refused, 20)
-    assert "about." in first.server.trouble and not first._joins
+    assert "about." in first.server.trouble and not first._joins.items
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "", "-x", "a b"])
@@ -683,7 +687,7 @@ def test_a_node_needs_a_name_that_can_be_a_folders(cluster, name):
     )  # fmt: skip
     cluster.until(lambda: link.tell({"type": "join", "life": "1", "version": "v", "about": {}}))
     cluster.until(lambda: heard, 20)
-    assert heard[0]["final"] and "--name" in heard[0]["reason"] and not first._joins
+    assert heard[0]["final"] and "--name" in heard[0]["reason"] and not first._joins.items
     link.close()
 
 
@@ -705,3 +709,22 @@ def test_it_runs_as_a_process(cluster, tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_failures_do_not_wait_for_a_fleet_that_starts(cluster):
+    """Words of a start are gathered, and seconds of it would be added to every failure."""
+    r1 = cluster.aggregate("r1")
+    a, b = cluster.agent("a"), cluster.agent("b")
+    cluster.until(lambda: {name for name, _ in cluster.news} == {"a", "b"})
+    r1._coming = set(map(str, range(100_000)))  # it gathers for 40 s,
+    r1._reports._rounds = Rounds()
+    r1._reports._rounds.wait_s("c", 40.0, time.monotonic() - 30)  # since others have spoken for 30
+    a.post({"type": "event", "event": {"kind": "WorkersUp", "value": 1}})
+    cluster.run(0.2)
+    assert ("a", 1) not in cluster.news, "an ordinary word waits for those of others"
+    b.post({"type": "event", "event": {"kind": "WorkerDied", "value": 2}})
+    cluster.until(lambda: ("b", 2) in cluster.news, timeout=10)
+    assert cluster.news.index(("a", 1)) < cluster.news.index(("b", 2))
+    a.post({"type": "event", "event": {"kind": "WorkersUp", "value": 3}})
+    cluster.kill("b")
+    cluster.until(lambda: ("b", "gone") in cluster.news, timeout=10)

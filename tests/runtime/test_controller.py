@@ -20,8 +20,8 @@ from phalanx.control.journaled import Plan, State
 from phalanx.control.messages import Failure
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
-from phalanx.runtime import aggregator, transport
 from phalanx.runtime import controller as module
+from phalanx.runtime import gathering, transport
 from phalanx.runtime.aggregator import COMMANDS, Aggregator
 from phalanx.runtime.controller import ANSWERS, FENCED, PINGS, Printer, ask, orders, read_address, write_plan
 from phalanx.runtime.controller import Controller as InProcess
@@ -619,7 +619,7 @@ def test_an_aggregator_that_takes_nothing_is_given_up_and_the_controller_lives(p
 def test_what_an_aggregator_cannot_keep_its_agents_keep(play, inside, monkeypatch):
     monkeypatch.setattr(module, "RETRY_S", 0.02)
     monkeypatch.setattr(transport, "OUTBOX_BYTES", 20_000)
-    monkeypatch.setattr(aggregator, "BUNDLE", 20)
+    monkeypatch.setattr(gathering, "MOST", 20)
     made = inside(aggregate=True)
     with full_disk(made, monkeypatch):
         agents = [Puppet(made.loop, play.secret, name, [made.aggregator.server.address]) for name in "abcd"]

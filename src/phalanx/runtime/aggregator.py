@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from phalanx.control.liveness import DEAD, GONE, Edge, Liveness
+from phalanx.control.liveness import DEAD, GONE, SUSPECT, Edge, Liveness
 from phalanx.control.messages import EVERYONE
 from phalanx.gate.hub import Hub, Item
 from phalanx.observe import fold_form
 from phalanx.runtime import inventory, kernel
+from phalanx.runtime.gathering import FIRST_S, Gatherer, limit_s
 from phalanx.runtime.reports import Folder
 from phalanx.runtime.secret import NAME, Identity, Secret
 from phalanx.runtime.spawner import SLOTS
@@ -38,9 +39,10 @@ BEAT_S = 5.0
 TICK_S = 0.1
 PING_S = 1.0  # between two words to the controller, which renew the lease, unless it says otherwise
 STALL_S = 1.0  # between two ticks: beyond that it was not the nodes that were silent
-BUNDLE_S = 0.002  # in which reports are gathered
-BUNDLE = 500  # reports
-JOINS_S = 0.5  # in which joins are gathered, at most
+JOINS_S = 0.5  # in which joins are gathered, at most: nodes that take seconds to start can wait
+RETRY_S = 0.1  # after the controller could not be told
+#: What the controller hears at once, whatever else is gathered: failures, but not the rounds of a start.
+URGENT = (SUSPECT, DEAD, GONE, "NodeDead", "ServiceDied", "WorkerDied", "LinkLost", "DeviceWarning")
 #: What replicas, or the nodes of one, say at once; and what of it comes in columns.
 MERGED = {
     **dict.fromkeys(("Formed", "Parted"), ("replicas", "worlds")),
@@ -105,6 +107,8 @@ ORDERS: Schemas = {
 #: `nodes`: ["*"] for all that are here; `own`: what some of them are told beside the rest.
 _ORDER: Schemas = {"command": {"nodes": list, "command": dict, "own": dict}}
 
+Report = tuple[Message, Session | None]  # who waits for an answer
+
 
 class Sending:
     """What hubs say to those below them, in one message for each and round of the loop."""
@@ -148,16 +152,18 @@ class Aggregator:
         self._lease_ns = 0  # until when the controller is known to listen
         self._ping_s, self._speaks = PING_S, True
         self._loop, self._closed = loop, False
-        self._bundle: list[tuple[Message, Session | None]] = []  # reports, and the agents who wait for an answer
+        # Reports, and the agents who wait for an answer; nodes that would join; what is for the controller's hub.
+        self._reports = Gatherer[Report](loop, self._limit_s, self._send_reports)
+        self._joins = Gatherer[Message](loop, lambda: JOINS_S, self._send_joins)
+        self._above = Gatherer[Item](loop, self._limit_s, self._send_above)
+        self._coming: set[str] = set()  # nodes that were admitted and have not spoken yet
+        self._asker = ""  # the node whose hub is listened to
         self._steps = (0, -1)  # generation, step: the last that was passed on
         self._passed: deque[tuple[int, Session, int]] = deque()  # number to the controller, agent, its number
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
         self._spec: Message = {}  # what an agent is told to serve; its `version` is that of the code
-        self._joins: list[Message] = []
-        self._join_s, self._joined_at = BUNDLE_S, 0.0  # how long the next are gathered; when the last were passed on
         self._secret, self._me = secret, me
         self.folder = Folder(loop)
-        self._above: list[Item] = []  # for the hub of the controller
         self._below = Sending(loop, lambda name: self.server.sessions.get(name))
         self.hub = Hub(self._below.add, self._raise)
         self.server = Server(
@@ -187,6 +193,9 @@ class Aggregator:
         if self._near:
             self._near.close()
 
+    def _limit_s(self) -> float:
+        return limit_s(len(self.server.sessions) + len(self._coming))
+
     def _now_ns(self) -> int:
         """Read a clock that stood still when this process did: beats may have come meanwhile, unread."""
         return time.monotonic_ns() - self._stalled_ns
@@ -206,11 +215,13 @@ class Aggregator:
             self.folder.take(node, body["items"], lambda: agent.tell({"type": "recorded", "upto": upto}))
         elif body["type"] == "beat":
             self.beats[node] = body
+            self._coming.discard(node)
             self._post(self.liveness.beat(node, incarnation, body["visit"], self._now_ns()))
             left_ns = self._lease_ns - time.monotonic_ns()
             if left_ns > 0:
                 agent.tell({"type": "lease", "ns": left_ns})
         elif body["type"] == "store":
+            self._asker = node
             for item in body["items"]:
                 self.hub.take(node, item)
         else:
@@ -232,22 +243,19 @@ class Aggregator:
             agent.tell({"type": "refused", "reason": reason, "final": True})
             return
         inventory.check_about(body["about"])
-        if not self._joins:
-            self._loop.after(self._join_s, self._pass_joins)
-        self._joins.append({"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}})
+        self._joins.add(agent.peer.name, {"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}})
 
-    def _pass_joins(self) -> None:
-        """In bundles that grow while more and more come: a fleet joins in a few messages, and one node at once."""
-        now, joins, self._joins = time.monotonic(), self._joins, []
-        self._join_s = min(JOINS_S, 2 * self._join_s) if now < self._joined_at + 1.0 else BUNDLE_S
-        self._joined_at = now
-        self.link.tell({"type": "joins", "items": joins})
+    def _send_joins(self, items: list[Message]) -> None:
+        self.link.tell({"type": "joins", "items": items})
 
     def _admitted(self, items: list[Message]) -> None:
         for item in items:
             agent = self.server.sessions.get(key_of(Identity("agent", str(item.pop("node")), 0)))
-            if agent:
-                agent.tell({**item, "spec": self._spec} if item.get("type") == "serve" else item)
+            if agent and item.get("type") == "serve":
+                self._coming.add(agent.peer.name)
+                agent.tell({**item, "spec": self._spec})
+            elif agent:
+                agent.tell(item)
 
     def _learn(self, spec: Message, recorder: list[Any]) -> None:
         self._spec = spec
@@ -270,13 +278,10 @@ class Aggregator:
         self.hub.resync()
 
     def _raise(self, item: Item) -> None:
-        """Gather what goes up: all ranks of a gang meet at once."""
-        if not self._above:
-            self._loop.after(BUNDLE_S, self._send_above)
-        self._above.append(item)
+        """Gather what goes up: all ranks of a gang meet at once. A call is made by one rank, which waits for it."""
+        self._above.add(self._asker, item, urgent=item[0] == "call")
 
-    def _send_above(self) -> None:
-        items, self._above = self._above, []
+    def _send_above(self, items: list[Item]) -> None:
         self.link.tell({"type": "store", "items": items}, must=True)
 
     def _ping(self) -> None:
@@ -298,7 +303,7 @@ class Aggregator:
         if seen and not self._closed:
             found = (agent.peer.name, agent.peer.incarnation, seen.visit)
             # In two steps: if this process stood still, what came meanwhile is read in between.
-            self._loop.after(self._beat_s, lambda: self._loop.after(2 * BUNDLE_S, partial(self._missed, *found)))
+            self._loop.after(self._beat_s, lambda: self._loop.after(2 * FIRST_S, partial(self._missed, *found)))
 
     def _missed(self, node: str, incarnation: int, visit: int) -> None:
         seen, session = self.liveness.nodes.get(node), self.server.sessions.get(node)
@@ -351,17 +356,13 @@ class Aggregator:
                 self.server.forget(e.node)
 
     def _gather(self, item: Message, agent: Session | None = None) -> None:
-        kind = item["event"].get("kind") if item["type"] == "event" else ""
+        kind = item["event"].get("kind") if item["type"] == "event" else item["edge"]
         if agent and kind == "StepsDone" and self._is_known(item["event"]):
-            self._send()  # what it said before
+            self._reports.flush()  # what it said before
             self._passed.append((self.link.outbox.last, agent, item["number"]))
             self._acked(self.link.outbox.acked)
             return
-        if not self._bundle:
-            self._loop.after(BUNDLE_S, self._send)
-        self._bundle.append((item, agent))
-        if len(self._bundle) >= BUNDLE:
-            self._send()
+        self._reports.add(item["node"], (item, agent), urgent=kind in URGENT)
 
     def _is_known(self, event: Message) -> bool:
         """All nodes say which steps are done: it is passed on once, and the first of a generation by everybody."""
@@ -372,19 +373,13 @@ class Aggregator:
         self._steps = max((generation, step), self._steps)
         return known
 
-    def _send(self) -> None:
-        bundle, self._bundle = self._bundle, []
-        if bundle:
-            self._pass(merged([item for item, _ in bundle]), bundle)
-
-    def _pass(self, items: list[Message], bundle: list[tuple[Message, Session | None]]) -> int:
+    def _send_reports(self, bundle: list[Report]) -> None:
         try:
-            number = self._post_reports(items)
+            number = self._post_reports(merged([item for item, _ in bundle]))
         except OverflowError:  # nobody has listened for very long
             self._give_back(bundle)
-            return 0
+            return
         self._passed += [(number, agent, item["number"]) for item, agent in bundle if agent]
-        return number
 
     def _post_reports(self, items: list[Message]) -> int:
         """Post them, in several messages if one cannot hold them all. Return the number of the last."""
@@ -398,13 +393,13 @@ class Aggregator:
         self._post_reports(items[:half])
         return self._post_reports(items[half:])
 
-    def _give_back(self, bundle: list[tuple[Message, Session | None]]) -> None:
+    def _give_back(self, bundle: list[Report]) -> None:
         """Agents connect anew, and send what they said again, from the first on that was not acknowledged. Of the edges
         only the last of a node counts."""
         for name in {agent.peer.name for _, agent in bundle if agent}:
             self.server.forget(name)
-        edges = {item["node"]: (item, agent) for item, agent in [*bundle, *self._bundle] if agent is None}
-        self._bundle = [*edges.values()]
+        edges = {item["node"]: (item, agent) for item, agent in bundle if agent is None}
+        self._reports.put_back([*edges.values()], RETRY_S)
 
     def _tick(self) -> None:
         if self._closed:
@@ -414,7 +409,6 @@ class Aggregator:
             self._stalled_ns += now - self._ticked_ns
         self._ticked_ns = now
         self._post(self.liveness.tick(self._now_ns()))
-        self._send()
         self._loop.after(TICK_S, self._tick)
 
 
