@@ -100,7 +100,9 @@ class State:
                 there = what in self.buffers
             else:
                 param = self.params.get(what)
-                there = param is not None and param.numel() > 0 and (kind == "weights" or kind in self.moments(what))
+                there = param is not None and param.numel() > 0
+                if kind != "weights":  # a state that was restored before its first update holds zeros
+                    there = there and self.updates > 0 and kind in self.moments(what)
             if there:
                 out.append(entry.held.name)
         return out
