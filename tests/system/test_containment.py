@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.observe.fold import members
 from tests.system.command import TINY, Command, sets
+from tests.system.test_failures import FAULTY
 
 REPLICAS = 4
 JOB = TINY | {
@@ -110,3 +111,15 @@ def test_the_bits_are_those_of_a_run_left_alone(runs):
     _, disturbed, alone = runs
     steps = range(min(len(disturbed), len(alone)))
     assert len(steps) > 10 and [disturbed[s] for s in steps] == [alone[s] for s in steps]
+
+
+def test_a_rank_that_dies_in_the_first_step_joins_again(tmp_path):
+    """There is nothing but first values to compare, and no optimizer has moments yet."""
+    fault = {"what": "kill", "rank": 0, "step": 0, "once": str(tmp_path / "killed")}
+    options = {f"model.options.{name}": value for name, value in fault.items()}
+    two = {"layout.replica": 2, "recovery.wait_s": 60, "train.global_batch": 4, "train.steps": 5}
+    run = Run(tmp_path / "run", *sets(JOB | two | {"model.family": f"{FAULTY}:FAULTY"} | options))
+    ended = run.end()
+    assert ended.code == 0 and len(ended.rows) == 5, ended.err
+    assert [len(e["replicas"]) for e in run.events("control form")] == [2, 2]
+    assert "live" in {e["source"] for e in run.events("entered")}
