@@ -244,7 +244,8 @@ class Aggregator:
             agent.tell({"type": "refused", "reason": reason, "final": True})
             return
         inventory.check_about(body["about"])
-        self._joins.add(agent.peer.name, {"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}})
+        item = {"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}}
+        self._joins.add(object(), item)  # one that asks again does not begin a round
 
     def _send_joins(self, items: list[Message]) -> None:
         self.link.tell({"type": "joins", "items": items})
