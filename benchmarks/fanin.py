@@ -31,7 +31,7 @@ from phalanx.control.journaled import Plan
 from phalanx.control.messages import NodeJoined, StepsDone
 from phalanx.control.policy import Policy, beat_ns
 from phalanx.core.layout import Layout
-from phalanx.observe.fold import fold_of, folded
+from phalanx.observe.fold import block_of, fold_of, folded, in_blocks
 from phalanx.observe.record import RunRecord
 from phalanx.observe.steps import StepTable
 from phalanx.runtime import controller as control
@@ -66,7 +66,8 @@ def node_fold(step: int, node: int) -> list[dict]:
 
 def aggregate_fold(step: int, aggregator: int, nodes: int) -> list[dict]:
     first = aggregator * PER_AGGREGATOR
-    return folded(fold for node in range(first, min(first + PER_AGGREGATOR, nodes)) for fold in node_fold(step, node))
+    folds = (fold for node in range(first, min(first + PER_AGGREGATOR, nodes)) for fold in node_fold(step, node))
+    return [in_blocks(fold, block_of(nodes * RANKS)) for fold in folded(folds)]
 
 
 # -- real processes, which say where they listen and, when asked, what they have spent
@@ -140,7 +141,7 @@ def aggregate(pipe, folder: str, controller, recorder) -> None:
     loop, me = Loop(), Identity("aggregator", "measured", 1)
     secret = load_secret(Path(folder) / "secret")
     made = Aggregator(loop, secret, me, [tuple(controller)], LOOPBACK, recorder=tuple(recorder), beat_s=5.0)
-    made._learn({"version": "x"}, [])
+    made._learn({"version": "x"}, [], PER_AGGREGATOR * RANKS)
     counted = count(made.server)
     serve(pipe, loop, made.server.address, lambda: dict(counted))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.fold import MOST_TIMES, SLOWEST, block_of, fold_of, folded
+from phalanx.observe.fold import MOST_TIMES, SLOWEST, block_of, fold_of, folded, in_blocks
 from phalanx.observe.steps import PATIENCE_S
 from phalanx.observe.steps import StepTable as Folded
 
@@ -189,6 +189,17 @@ def test_of_many_ranks_blocks_are_kept_and_the_slowest_is_named():
     block, times = fold["times"]
     assert block == block_of(ranks) and len(times) == -(-ranks // block) <= MOST_TIMES
     assert times[str(777 // block)] == max(times.values()) > times["0"] and fold["slowest"][0][1] == 777
+
+
+def test_the_record_loses_nothing_when_finer_times_than_it_keeps_are_not_sent():
+    ranks = 4 * MOST_TIMES + 3
+    folds = [fold_of(rank, report(step=1, time_s=1.0 + rank % 97 / 100)) for rank in range(ranks)]
+    parts = [folded(folds[first : first + 50]) for first in range(0, ranks, 50)]
+    block = block_of(ranks)
+    coarse = [in_blocks(fold, block) for (fold,) in parts]
+    assert folded(coarse) == folded(fold for (fold,) in parts)
+    assert sum(len(fold["times"][1]) for fold in coarse) < ranks / 2
+    assert in_blocks(coarse[0], 1) == coarse[0] and in_blocks({"type": "exit"}, block) == {"type": "exit"}
 
 
 def test_the_least_even_mixture_of_all_stages_is_told():

@@ -622,7 +622,7 @@ def test_it_hears_agents_alone(cluster, role):
 def test_who_has_not_joined_can_only_ask_to(cluster, incarnation):
     """It has no incarnation yet, by which what was said before could be told from what is said now."""
     first = cluster.aggregators["r1"]
-    first._learn({"version": "v"}, [])
+    first._learn({"version": "v"}, [], 1)
     link = cluster.agent("a", first, incarnation=incarnation, beats=False)
     cluster.until(lambda: link.session)
     join = {"type": "join", "life": "1", "version": "v", "about": {}}
@@ -670,7 +670,7 @@ ABOUT = inventory.about("127.0.0.1") | {"clock_s": 0.0}
 def test_who_says_nonsense_of_itself_does_not_join(cluster, about):
     """It would go to the record, and to the process that keeps it."""
     first = cluster.aggregators["r1"]
-    first._learn({"version": "v"}, [])
+    first._learn({"version": "v"}, [], 1)
     link = cluster.agent("a", first, incarnation=0, beats=False)
     cluster.until(lambda: link.tell({"type": "join", "life": "1", "version": "v", "about": about}))
     cluster.until(lambda: first.server.refused, 20)
@@ -680,7 +680,7 @@ def test_who_says_nonsense_of_itself_does_not_join(cluster, about):
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "", "-x", "a b"])
 def test_a_node_needs_a_name_that_can_be_a_folders(cluster, name):
     first, heard = cluster.aggregators["r1"], []
-    first._learn({"version": "v"}, [])
+    first._learn({"version": "v"}, [], 1)
     link = Link(
         cluster.loop, SECRET, Identity("agent", name, 0), [first.server.address], WELCOME,
         lambda session, number, body: heard.append(body),

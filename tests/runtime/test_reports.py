@@ -10,6 +10,7 @@ from phalanx.core.job import Job
 from phalanx.gate.proof import Token
 from phalanx.observe.fold import fold_of
 from phalanx.observe.steps import StepTable
+from phalanx.runtime import reports
 from phalanx.runtime.cluster import Cluster, Entries
 from phalanx.runtime.log_tail import write
 from phalanx.runtime.reports import Folder, Recorder, Relay, Reporter
@@ -72,6 +73,31 @@ def test_steps_of_many_ranks_come_as_one_message_and_events_each(tmp_path, relay
     way.until(lambda: len(way.items) == 5)
     assert way.items[3:] == [{"type": "exit", "worker": 7}, {"type": "exit", "worker": 8}]
     way.until(lambda: all(each.is_empty for each in agents))
+
+
+def test_a_relay_passes_on_at_once_what_all_its_aggregators_have_said(tmp_path, monkeypatch):
+    """Else the top hears a step several times when the aggregators of a large fleet do not speak at the same moment."""
+    monkeypatch.setattr(reports, "RELAY_S", 30.0)
+    way = Way(tmp_path, relayed=True)
+    others = []
+    for i in (1, 2):
+        me = Identity("aggregator", f"g{i}", 1)
+        others.append(Link(way.loop, way.secret, me, [way.at], {}, lambda *_: None))
+    way.until(lambda: len(way.relay.server.sessions) == 3)
+    agent = way.agent("n0")
+    for step in range(2):
+        agent.say(fold_of(0, {**STEP, "step": step}))
+        others[0].post({"type": "said", "items": [fold_of(1, {**STEP, "step": step})]})
+        way.until(lambda: len(way.relay.folder.waiting) == 2)
+        assert way.recorder.messages == step, "one has not spoken yet"
+        others[1].post({"type": "said", "items": [fold_of(2, {**STEP, "step": step})]})
+        way.until(lambda step=step: way.recorder.messages == step + 1)
+        assert way.items[-1]["ranks"] == [[0, 3]]
+    others[1].close()  # and one that is gone is not waited for
+    way.until(lambda: not way.relay.server.sessions["g2"].conn)
+    others[0].post({"type": "said", "items": [fold_of(1, {**STEP, "step": 2})]})
+    agent.say(fold_of(0, {**STEP, "step": 2}))
+    way.until(lambda: way.recorder.messages == 3)
 
 
 def test_steps_come_in_their_order_also_when_a_node_is_late(tmp_path):

@@ -181,6 +181,13 @@ def block_of(ranks: int) -> int:
     return block
 
 
+def in_blocks(item: Fold, block: int) -> Fold:
+    """Return a step with times of blocks no smaller than this: the record keeps no others."""
+    if item["type"] != "step" or item["times"][0] >= block:
+        return item
+    return {**item, "times": merged_times([block, {}], item["times"])}
+
+
 def _add_blocks(longest: dict[str, float], times: dict[str, float], by: int) -> None:
     for number, time_s in times.items():
         at = str(int(number) // by) if by > 1 else number

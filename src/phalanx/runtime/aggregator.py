@@ -24,6 +24,7 @@ from phalanx.control.liveness import DEAD, GONE, SUSPECT, Edge, Liveness
 from phalanx.control.messages import EVERYONE
 from phalanx.gate.hub import Hub, Item
 from phalanx.observe import fold_form
+from phalanx.observe.fold import block_of
 from phalanx.runtime import inventory, kernel
 from phalanx.runtime.gathering import FIRST_S, Gatherer, limit_s
 from phalanx.runtime.reports import Folder
@@ -95,12 +96,12 @@ ITEMS: Schemas = {
 #: From the controller: commands for many nodes; whom it expects there, name -> incarnation, and how long they may be
 #: silent beyond the usual; a lease, counted from when
 #: the ping that it answers was sent, when the next ping is due, and whether to say which steps are done; what agents
-#: are to serve, and where the record is kept; who may join.
+#: are to serve, where the record is kept, and of how many ranks; who may join.
 ORDERS: Schemas = {
     "commands": {"items": list},
     "expect": {"nodes": dict, "grace_ns": int},
     "lease": {"ns": int, "sent_ns": int, "again_ns": int, "speaks": bool},
-    "spec": {"spec": dict, "recorder": list},
+    "spec": {"spec": dict, "recorder": list, "ranks": int},
     "admitted": {"items": list},
     "store": {"items": list},
 }
@@ -243,7 +244,8 @@ class Aggregator:
             agent.tell({"type": "refused", "reason": reason, "final": True})
             return
         inventory.check_about(body["about"])
-        self._joins.add(agent.peer.name, {"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}})
+        item = {"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}}
+        self._joins.add(object(), item)  # one that asks again does not begin a round
 
     def _send_joins(self, items: list[Message]) -> None:
         self.link.tell({"type": "joins", "items": items})
@@ -257,8 +259,8 @@ class Aggregator:
             elif agent:
                 agent.tell(item)
 
-    def _learn(self, spec: Message, recorder: list[Any]) -> None:
-        self._spec = spec
+    def _learn(self, spec: Message, recorder: list[Any], ranks: int) -> None:
+        self._spec, self.folder.block = spec, block_of(ranks)
         self._beat_s = float(spec.get("beat_s", self._beat_s))
         self.liveness.beat_ns = round(self._beat_s * 1e9)
         if (recorder or self._recorder) and not self.folder.upstream:
@@ -336,7 +338,7 @@ class Aggregator:
             self._ping_s, self._speaks = body["again_ns"] / 1e9, body["speaks"]
             return
         if body["type"] == "spec":
-            self._learn(body["spec"], body["recorder"])
+            self._learn(body["spec"], body["recorder"], body["ranks"])
             return
         if body["type"] == "admitted":
             self._admitted(body["items"])

@@ -344,7 +344,8 @@ class Controller:
             name = session.peer.name
             self._orphans.find(name)
             if self._spec:
-                session.post({"type": "spec", "spec": self._spec, "recorder": self._recorder})
+                about = {"recorder": self._recorder, "ranks": self.plan.layout.world_size}
+                session.post({"type": "spec", "spec": self._spec, **about})
             expected = {"nodes": self.state.roster.expected(name), "grace_ns": self._grace_ns()}
             session.post({"type": "expect", **expected})
             said = orders(self.gang.outstanding(), self.state.roster).get(name)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from phalanx.observe.fold import folded
+from phalanx.observe.fold import folded, in_blocks
 from phalanx.runtime.secret import Identity, Secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError
@@ -22,6 +22,7 @@ from phalanx.runtime.wire import Message, Schemas, WireError
 GATHER_S = 0.005  # in which an agent gathers
 FOLD_S = 0.01  # and an aggregator, events
 STEPS_S = 0.1  # and steps, which nobody waits for: enough for all nodes to have said theirs
+RELAY_S = 0.5  # and a relay, steps that some of its aggregators have not said yet
 RETRY_S = 0.25
 AGGREGATORS = ("aggregator",)  # who may speak for the record
 
@@ -79,11 +80,13 @@ class Reporter:
 
 
 class Folder:
-    """An aggregator's part. `upstream` is None until it is known."""
+    """An aggregator's part. `upstream` is None until it is known. `block`: of how many ranks the record keeps one time;
+    finer ones are not passed on."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, steps_s: float = STEPS_S) -> None:
         self.upstream: Link | None = None
-        self._loop = loop
+        self.block = 1
+        self._loop, self._steps_s = loop, steps_s
         self._items: list[Message] = []
         self._owed: dict[str, Callable[[], object]] = {}  # who is to be told that it is recorded
         self._passed: deque[tuple[int, dict[str, Callable[[], object]]]] = deque()
@@ -93,7 +96,16 @@ class Folder:
         """`recorded`: called when the items are, and those that `name` said before."""
         self._items += items
         self._owed[name] = recorded
-        self._later(STEPS_S if all(item["type"] == "step" for item in items) else FOLD_S)
+        self._later(self._steps_s if all(item["type"] == "step" for item in items) else FOLD_S)
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """Whose items are not passed on yet."""
+        return self._owed.keys()
+
+    def flush(self) -> None:
+        self._due_at = time.monotonic()
+        self._send()
 
     def acked(self, number: int) -> None:
         """Hear that the upstream link has acknowledged everything up to `number`."""
@@ -113,7 +125,7 @@ class Folder:
         self._due_at = math.inf
         if self._items and self.upstream:
             try:
-                number = self._post(folded(self._items))
+                number = self._post([in_blocks(item, self.block) for item in folded(self._items)])
             except OverflowError:  # the record's keeper is away for long
                 return self._later(RETRY_S)
             self._passed.append((number, self._owed))
@@ -136,16 +148,18 @@ class Folder:
 
 class Relay:
     """Between many aggregators and the keeper of the record: folds what they say once more, so that however large the
-    fleet is, a few ends speak to the top."""
+    fleet is, a few ends speak to the top. What all have said it passes on at once; else it waits for the others."""
 
     def __init__(self, loop: Loop, secret: Secret, me: Identity, upstream: tuple[str, int], host: str, port: int = 0):
-        self.folder = Folder(loop)
+        self.folder = Folder(loop, RELAY_S)
         self.server = Server(loop, secret, me, SAID, self._heard, host=host, port=port, roles=AGGREGATORS)
         says_nothing = lambda session, number, body: None  # noqa: E731
         self.folder.upstream = Link(loop, secret, me, [upstream], {}, says_nothing, on_ack=self.folder.acked)
 
     def _heard(self, session: Session, number: int, body: Message) -> None:
         self.folder.take(session.peer.name, body["items"], lambda: session.ack(number))
+        if {name for name, each in self.server.sessions.items() if each.conn} <= {*self.folder.waiting}:
+            self.folder.flush()
 
 
 class Recorder:
