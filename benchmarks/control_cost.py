@@ -106,7 +106,8 @@ class Fleet:
 def measure(ranks: int, size: int, failures: int) -> dict[str, float]:
     fleet = Fleet(ranks, size)
     gc.collect()
-    gc.freeze()  # as the controller does
+    gc.freeze()
+    gc.disable()  # as the controller does, which collects when nothing is under way
     fleet.spent()
     fleet.join()
     join_s = fleet.spent()
@@ -116,6 +117,7 @@ def measure(ranks: int, size: int, failures: int) -> dict[str, float]:
     for nth in range(failures):
         fleet.fail(nth * fleet.replicas // failures)
         costs.append(fleet.spent())
+    gc.enable()
     gc.unfreeze()
     cost_s = sorted(costs)[len(costs) // 2]
     bar_s = FIXED_S + EACH_S * fleet.replicas
