@@ -2,6 +2,7 @@
 
 import json
 
+from phalanx.chaos.campaign import Fault, _follow
 from phalanx.chaos.scene import Scene
 
 
@@ -22,3 +23,13 @@ def test_a_controller_that_waits_for_its_disk_is_alive(tmp_path):
 def test_a_controller_that_died_is_gone(tmp_path):
     assert scene_of(tmp_path, "died (-9)").agents == {}
     assert scene_of(tmp_path, "is silent for 10 s, and is ended").agents == {}
+
+
+def test_a_recovery_is_over_whoever_reports_it_first():
+    """The injector waited two minutes for a commit that it had seen, and most faults found no time."""
+    fault = Fault("node", 5, at=1.0, generation=3)
+    form = {"type": "control form", "generation": 4, "reason": "", "rung": 2}
+    words = [form, {"type": "first commit", "generation": 4}, {"type": "control started", "generation": 4}]
+    for at, event in enumerate(words):
+        _follow(fault, {**event, "time": 2.0 + at})
+    assert fault.committed == 3.0 and fault.started == 3.0

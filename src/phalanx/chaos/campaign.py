@@ -315,11 +315,12 @@ def _follow(fault: Fault, event: Event) -> None:
         fault.detected = fault.detected or at
         fault.decided, fault.started, fault.committed = fault.decided or at, 0.0, 0.0
         fault.reason, fault.rung = event["reason"], max(fault.rung, event["rung"])
-    elif kind == "control started" and fault.decided:
+    elif kind == "control started" and fault.decided and not fault.committed:
         fault.started = at
     elif kind == "entered" and fault.decided:
         fault.restore_s = max(fault.restore_s, event["restore_s"])
-    elif kind == "first commit" and event["generation"] > fault.generation and fault.started:
+    elif kind == "first commit" and event["generation"] > fault.generation and fault.decided:
+        fault.started = fault.started or at  # the ranks' word may come before the controller's
         fault.committed = at
 
 

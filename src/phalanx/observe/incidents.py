@@ -136,6 +136,7 @@ class Incidents:
         self.ended: Event | None = None
         self.step = -1
         self._form: Event | None = None
+        self._begun = False  # whether the generation that was formed last is known to train
 
     def add(self, event: Event) -> None:
         kind, at = str(event.get("type", "")), _number(event.get("time"))
@@ -236,7 +237,7 @@ class Incidents:
 
     def _formed(self, at: float, event: Event) -> None:
         first = not self.forms
-        self._form = event
+        self._form, self._begun = event, False
         self.forms.append(event)
         lost = max(0, _int(event.get("last")) - _int(event.get("step"))) if event.get("branch") else 0
         if _int(event.get("rung")) >= 1 and not self._waiting():
@@ -258,6 +259,9 @@ class Incidents:
                 one.evidence.append(event)
 
     def _began(self, at: float, event: Event) -> None:
+        if self._begun:
+            return
+        self._begun = True
         if not self.ready:
             self.ready = at
         elif self._form:
@@ -269,6 +273,10 @@ class Incidents:
 
     def _committed(self, at: float, event: Event) -> None:
         self.step = max(self.step, _int(event.get("step")))
+        form = self._form or {}
+        late = [one for one in self._waiting() if not one.started and one.at <= _number(form.get("time"))]
+        if late and form.get("generation") == event.get("generation"):
+            self._began(at, event)  # the ranks' word has come before the controller's
         for one in self._waiting():
             if not one.started:
                 continue
