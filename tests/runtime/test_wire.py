@@ -89,3 +89,26 @@ def test_fields_are_checked_by_name():
     for wrong in ({"type": "nap"}, {"type": ["kill"]}, {}, [], None, json.loads("3")):
         with pytest.raises(WireError, match="unknown message"):
             check(wrong, schemas)
+
+
+class Wrapped:
+    """A socket that is written to by a function of Python, as one with TLS is: its frame holds what was to be sent."""
+
+    def __init__(self, sock):
+        self._sock = sock
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+    def send(self, data):
+        return self._sock.send(data)
+
+
+def test_a_peer_that_is_gone_in_the_middle_of_a_write_ends_nothing_else():
+    """The buffer could not be emptied while the error was handled, and the process died of it."""
+    ours, theirs = socket.socketpair()
+    conn = Conn(Wrapped(ours))
+    theirs.close()
+    conn.push({"never": "read"})
+    assert not conn.pending_bytes and conn.pull() == [] and conn.eof
+    ours.close()

@@ -70,7 +70,7 @@ class Conn:
         except BlockingIOError:
             pass
         except OSError:
-            self._out.clear()
+            self._out = bytearray()  # the old one cannot shrink while the error's traceback holds a part of it
 
     def pull(self, drain: bool = False) -> list[Message]:
         """The messages completed by one read, or by as many as there is something to read."""
