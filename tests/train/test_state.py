@@ -18,6 +18,7 @@ def update(state: State, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     grads = {p: torch.randn(p.shape, generator=generator).to(p.dtype) for p in state.params.values()}
     state.optimizer.update(grads, 1e-3, torch.tensor(0.5), torch.tensor(True))
+    state.updates += 1
 
 
 def copy(of: State, into: State) -> None:
