@@ -7,7 +7,8 @@
                server is stopped (SIGSTOP) under them for two turns and killed in the end, and the run must not notice
 
 Bars: calls < 0.5 % of the step; on / off: upper end of the 95 % interval <= 1.02; ten browsers against none:
-upper end of the interval of the step time <= 1.05 (server and clients need cores of their own for that); the run ends
+upper end of the interval of the step time <= 1.05 (browsers are on other machines: the
+clients here take only what is left of the cores, as the server itself does); the run ends
 with status 0."""
 
 from common import SMOKE, bootstrap, finish, machine, options  # isort: skip
@@ -75,6 +76,7 @@ def browsers() -> dict[str, float]:
             [*phalanx, "train", *sets], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         dash = subprocess.Popen([*phalanx, "dash", str(runs), "--port", "0"], stdout=subprocess.PIPE, text=True)
+        os.nice(19)  # for the clients, which are threads of this process
         try:
             return _watched(runs, train, dash)
         finally:

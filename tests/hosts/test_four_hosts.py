@@ -21,7 +21,7 @@ from tests.hosts.fleet import ENV, NETWORKS, PHALANX, SSHD, TRAINERS, Fleet, Tra
 
 missing = why_not() or ("" if SSHD else "sshd not found: apt install openssh-server")
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing), reason=missing)]
-STEPS = 1500  # a minute passes before the ssh of a lost host ends and it is started again
+STEPS = 3000  # a minute passes before the ssh of a lost host ends and it is started again
 VALUES = {"run.networks": json.dumps(NETWORKS), "train.steps": STEPS}
 BY_SSH = ("--on", "ssh", "--hosts", ",".join(TRAINERS))
 
@@ -113,8 +113,12 @@ def slow_down(fleet, run) -> str:
 
 def cut_off(fleet, run) -> str:
     """From everybody, for longer than it is waited for. The host that was lost is its spare."""
-    spare = run.story["lost"][0]
+    spare, slowed = run.story["lost"][0], [fleet.hosts[name] for name in nodes_at_work(run).values()]
+    for host in slowed:  # a quick machine would be done before
+        host.slow(1)
     run.until(lambda: sum(e["node"] == spare and e["service"] == "keeper" for e in run.events("started")) == 2)
+    for host in slowed:
+        host.hurry()
     name = nodes_at_work(run)[2]
     fleet.hosts[name].cut()
     run.until(lambda: nodes_at_work(run)[2] != name and at_full_strength(run))
