@@ -30,7 +30,7 @@ from phalanx.observe.tail import Tail
 from tests.cases import make_job
 from tests.pool import Pool
 
-PAIRS, TURNS, TURN_S, STEPS = (4, 2, 1.0, 60) if SMOKE else (150, 16, 4.0, 100_000)
+PAIRS, TURNS, TURN_S, STEPS = (4, 2, 1.0, 60) if SMOKE else (150, 30, 4.0, 100_000)
 CLIENTS = 10
 MODEL = ModelConfig(vocab_size=257, dim=128, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=344)
 JOB = (
@@ -154,7 +154,8 @@ class Clients:
                     if line.startswith(b"data: ") and json.loads(line[6:]).get("run") == self.run:
                         self.messages += 1
                         for path in ("", "/series?points=1280"):
-                            urllib.request.urlopen(self.url + path, timeout=TURN_S + 2).read()
+                            asked = urllib.request.Request(self.url + path, headers={"Accept-Encoding": "gzip"})
+                            urllib.request.urlopen(asked, timeout=TURN_S + 2).read()
                         if stop.wait(0.9):
                             return
         except OSError:

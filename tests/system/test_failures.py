@@ -95,7 +95,9 @@ def test_a_failed_run_names_the_rank_and_the_cause(outcomes, name):
         assert part in ended.err
     assert ended.summary["status"] == "failed"
     assert ended.summary["reason"] in ended.err
-    assert 0 <= ended.summary["steps"] - len(ended.rows) <= ended.summary.get("dropped", 0)  # no room: lines are counted
+    assert (
+        0 <= ended.summary["steps"] - len(ended.rows) <= ended.summary.get("dropped", 0)
+    )  # no room: lines are counted
 
 
 @pytest.mark.parametrize("name", ["killed"])

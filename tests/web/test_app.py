@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -241,10 +242,17 @@ def test_traces_and_reports_are_found_by_their_names_alone(client, root, name, t
     assert client.post("/reports/plan.html").status_code == 405
 
 
+def test_a_reader_that_knows_no_compression_is_answered(client, name):
+    plain, packed = (client.get(f"/api/runs/{name}", headers={"Accept-Encoding": how}) for how in ("identity", "gzip"))
+    assert "content-encoding" not in plain.headers and packed.headers["content-encoding"] == "gzip"
+    assert plain.json().keys() == packed.json().keys()
+
+
 def test_many_who_look_at_one_run_are_answered_from_one_reading(root, name, monkeypatch):
     asked, real = [], Shelf.whole
     monkeypatch.setattr(Shelf, "whole", lambda self, run: asked.append(run) or real(self, run))
     shelf = Shelf(root)
-    first = shelf.answer(name, "whole")
-    assert all(shelf.answer(name, "whole") is first for _ in range(9)) and asked == [name]
+    with ThreadPoolExecutor(10) as viewers:  # at once, as when a step is announced to all
+        first, *others = viewers.map(lambda _: shelf.answer(name, "whole"), range(10))
+    assert all(other is first for other in others) and asked == [name]
     assert shelf.answer(name, "series", 0.0, 1e12, 7) != shelf.answer(name, "series", 0.0, 1e12, 9)

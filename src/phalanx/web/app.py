@@ -6,15 +6,18 @@ name of its own. On any other address it answers only those that know the token.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, StreamingResponse
+from starlette.datastructures import MutableHeaders
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx.web.shelf import REPORTS, Shelf
 
@@ -38,8 +41,33 @@ REPORT_HEADERS = {
     "Content-Security-Policy": "sandbox allow-popups; default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }
-LIVE_S, BEAT_S = 0.5, 10.0
-Next = Callable[[Request], Awaitable[Response]]
+LIVE_S, BEAT_S = 1.0, 10.0
+
+
+class Guard:
+    """Refuse requests from elsewhere, and add the headers that every answer has."""
+
+    def __init__(self, app: ASGIApp, token: str):
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for header, value in HEADERS.items():
+                    headers.setdefault(header, value)
+            await send(message)
+
+        request = Request(scope)
+        app: ASGIApp = _refused(request, self.token) or self.app
+        if app is self.app and self.token and _same(request.query_params.get("token", ""), self.token):
+            app = response = RedirectResponse(str(request.url.remove_query_params("token")), status_code=303)
+            response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict", max_age=30 * 86_400)
+        await app(scope, receive, with_headers)
 
 
 def create_app(shelf: Shelf, token: str = "") -> FastAPI:
@@ -47,19 +75,7 @@ def create_app(shelf: Shelf, token: str = "") -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)
 
-    @app.middleware("http")
-    async def guard(request: Request, call_next: Next) -> Response:
-        refused = _refused(request, token)
-        if refused is not None:
-            response: Response = refused
-        elif token and _same(request.query_params.get("token", ""), token):
-            response = RedirectResponse(str(request.url.remove_query_params("token")), status_code=303)
-            response.set_cookie(COOKIE, token, httponly=True, samesite="strict", max_age=30 * 86_400)
-        else:
-            response = await call_next(request)
-        for header, value in HEADERS.items():
-            response.headers.setdefault(header, value)
-        return response
+    app.add_middleware(Guard, token=token)
 
     @app.exception_handler(KeyError)
     async def missing(request: Request, error: KeyError) -> Response:
@@ -77,12 +93,14 @@ def create_app(shelf: Shelf, token: str = "") -> FastAPI:
         return {"folder": str(shelf.root), "runs": found}
 
     @app.get("/api/runs/{run}")
-    def one(run: str) -> Any:
-        return Response(shelf.answer(run, "whole"), media_type="application/json")
+    def one(run: str, request: Request) -> Any:
+        return _compressed(request, shelf.answer(run, "whole"))
 
     @app.get("/api/runs/{run}/series")
-    def series(run: str, begin: float = 0.0, end: float = 1e12, points: int = Query(800, ge=1, le=4000)) -> Any:
-        return Response(shelf.answer(run, "series", begin, end, points), media_type="application/json")
+    def series(
+        run: str, request: Request, begin: float = 0.0, end: float = 1e12, points: int = Query(800, ge=1, le=4000)
+    ) -> Any:
+        return _compressed(request, shelf.answer(run, "series", begin, end, points))
 
     @app.get("/api/runs/{run}/heat")
     def heat(
@@ -161,6 +179,16 @@ def create_app(shelf: Shelf, token: str = "") -> FastAPI:
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")
 
     return app
+
+
+def _compressed(request: Request, made: bytes) -> Response:
+    """Send JSON as it is kept, to those that can read it."""
+    headers = {"Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        headers["Content-Encoding"] = "gzip"
+    else:
+        made = gzip.decompress(made)
+    return Response(made, media_type="application/json", headers=headers)
 
 
 async def _live(shelf: Shelf, run: str, request: Request) -> AsyncIterator[str]:

@@ -15,7 +15,7 @@ from phalanx.core.errors import UserError
 from phalanx.web.shelf import Shelf
 
 PORT = 7474
-LEAST_URGENT = 19
+LESS_URGENT = 10
 MOST_OPEN = 256  # connections at once; the others are told to come back
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -30,7 +30,7 @@ def serve(root: Path, host: str, port: int, price: float | None, say: Callable[[
         remedy = "pip install 'phalanx[web]'"
         raise UserError(f"the dashboard needs {error.name}, which is not installed", remedy=remedy) from None
     token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
-    os.nice(LEAST_URGENT)  # ranks of this machine come first
+    os.nice(LESS_URGENT)  # ranks of this machine come first
     with _listen(host, port) as listening:
         address = f"http://{_named(host)}:{listening.getsockname()[1]}/"
         say(f"dashboard of {root}: {address}" + (f"?token={token}" if token else ""))
