@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.observe import fold_form
-from phalanx.observe.fold import fold_of, folded
+from phalanx.observe.fold import aged, fold_of, folded, heard
 from phalanx.observe.steps import StepTable
 
 SLOTS = 256
@@ -39,7 +39,7 @@ READ = {"host_cpu": 0.5, "device_busy": 0.25}
 
 def good(kind: str, *ranks: int) -> dict:
     folds = [fold_of(rank, {"type": kind, **copy.deepcopy(SAID[kind])}, READ) for rank in ranks]
-    (whole,) = folded(folds)
+    (whole,) = folded(aged(each, 1.5) for each in folds)
     return json.loads(json.dumps(whole))
 
 
@@ -90,7 +90,7 @@ def test_what_is_not_refused_can_be_merged_and_recorded(place, new):
     for each in merged:
         if each["type"] == "step":
             table.settle(1, 0, 8)
-            table.add(each)
+            table.add(heard(each, 1e9))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.core.job import Job
 from phalanx.gate.proof import Token
+from phalanx.observe import fold
 from phalanx.observe.fold import fold_of
 from phalanx.observe.steps import StepTable
 from phalanx.runtime import reports
@@ -131,7 +132,7 @@ def test_what_an_aggregator_took_with_it_is_said_again_and_recorded_once(tmp_pat
     agent.opened()
     way.until(lambda: agent.is_empty)
     # Of one that was recorded the word that it was may be lost: it comes again, and is not taken twice.
-    agent._kept.append((2, {"type": "exit", "worker": 2, "n": 2, "life": "life of a"}, 1))
+    agent._kept.append((2, {"type": "exit", "worker": 2, "n": 2, "life": "life of a"}, 1, time.monotonic()))
     agent.opened()
     way.until(lambda: agent.is_empty)
     assert [item["worker"] for item in way.items] == [1, 2, 3]
@@ -197,3 +198,23 @@ def test_a_message_that_is_not_understood_is_told_and_ends_nothing(tmp_path):
     cluster._heard({**about, "body": {}})
     cluster._heard({**about, "body": {"type": "checkpoints_removed"}})
     assert told == ["node", "checkpoints_removed"]
+
+
+def test_a_step_that_is_heard_late_is_recorded_at_the_time_when_it_was_over(tmp_path, monkeypatch):
+    """Else a run that trained on while its controller was away looks as if it had stood still."""
+    monkeypatch.setattr(fold, "LATE_S", 0.1)
+    way = Way(tmp_path)
+    way.folder, kept = None, way.folder
+    agents = way.agent("a"), way.agent("b")
+    table, rows = StepTable(2, 1), []
+    table.settle(1, 0, 2)
+    way.recorder._on_item = lambda item: rows.extend(table.add(fold.heard(item, time.time())))
+    over = []
+    for step in range(3):
+        for rank, agent in enumerate(agents):
+            agent.say(fold_of(rank, {**STEP, "step": step}))
+        over.append(time.time())
+        time.sleep(0.3)
+    way.folder = kept
+    way.until(lambda: len(rows) == 3)
+    assert [row["time"] for row in rows] == pytest.approx(over, abs=0.2)

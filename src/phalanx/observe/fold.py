@@ -21,6 +21,8 @@ LOSS_UNITS = 2**48  # of validation losses in a nat: they are summed as integers
 MOST_TIMES = 256  # ranks, or blocks of ranks, whose times are kept one by one
 BLOCKS = 4  # as many ranks or blocks become one, where there are more
 SLOWEST = 4  # ranks that are named
+LAST = (("ago_s", min), ("at", max))  # a step is over when the last rank says so
+LATE_S = 0.5  # a step that waits longer on its way says so
 
 
 def spans(ranks: Iterable[int]) -> Spans:
@@ -92,6 +94,18 @@ def merged(a: Fold, b: Fold) -> Fold:
     }
 
 
+def aged(item: Fold, by_s: float) -> Fold:
+    """A step that has waited on its way, because nobody was there to hear of it: `ago_s` says for how long."""
+    if item["type"] != "step" or by_s < LATE_S:
+        return item
+    return {**item, "ago_s": item.get("ago_s", 0.0) + by_s}
+
+
+def heard(item: Fold, now: float) -> Fold:
+    """A step, with when it was over by the clock of who hears of it."""
+    return {**item, "at": now - item.get("ago_s", 0.0)} if item["type"] == "step" else item
+
+
 def median(bins: dict[str, int]) -> float:
     """Return the median of step times, within 0.5 %."""
     half, seen = (sum(bins.values()) + 1) // 2, 0
@@ -153,6 +167,7 @@ def _merge_steps(a: Fold, b: Fold) -> Fold:
         "experts": _fuller(a.get("experts", {}), b.get("experts", {})),
         "readings": readings.merged(a.get("readings", {}), b.get("readings", {})),
         "whole": a["whole"] or b["whole"],
+        **{name: choose(a.get(name, 0.0), b.get(name, 0.0)) for name, choose in LAST if name in a or name in b},
     }
 
 

@@ -11,9 +11,10 @@ from phalanx.observe.fold import SLOWEST, Fold, Spans, size
 
 MOST_RANK = 1 << 24
 MOST_BIN = 70_000  # of step times: its exponential is a float
+MOST_AGO_S = 30 * 86_400
 MOST_INT = 1 << 63  # an integer that a float can hold
 MOST_SUM = 1 << 200  # of validation losses: divided by the tokens, it is a float
-OPTIONAL = frozenset({"readings"})
+OPTIONAL = frozenset({"readings", "ago_s"})
 Check = Callable[[Any], bool]
 _FLOAT, _NUMBERS, _TEXT = {float}, {float, int}, {str}
 
@@ -175,6 +176,7 @@ FORMS: dict[str, dict[str, Check]] = {
         "lr": _is_number,
         "time_s": _is_number,
         "time_min_s": _is_number,
+        "ago_s": lambda value: _is_number(value) and 0 <= value < MOST_AGO_S,
         "slowest": lambda value: _list_of(_every(_is_slow), 1)(value) and len(value) <= SLOWEST,
         "bins": _dict_of(_every(_is_count), _every(_is_bin)),
         "times": _is_one_by_one,

@@ -118,6 +118,7 @@ class StepTable:
         tokens_per_s = self.tokens_per_step / time_s if time_s > 0 else 0.0
         usual = max(fold["norms"], key=lambda norm: size(fold["norms"][norm]))
         return {
+            **({"time": fold["at"]} if "at" in fold else {}),
             "step": fold["step"],
             "loss": mean_loss(whole["loss_sums"], tokens),
             "grad_norm": float.fromhex(usual),

@@ -572,7 +572,7 @@ class _Run:
         self.listener.status(f"starting ranks: {len(self.running)} {of} running, {ready} {of} ready")
 
     def _on_step(self, said: fold.Fold) -> None:
-        for row in self.table.add(said):
+        for row in self.table.add(fold.heard(said, time.time())):
             self._on_row(row)
         for noticed in self.table.events:
             self.record.event(noticed)

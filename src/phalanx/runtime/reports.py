@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from phalanx.observe.fold import folded, in_blocks
+from phalanx.observe.fold import aged, folded, in_blocks
 from phalanx.runtime.secret import Identity, Secret
 from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError
@@ -36,7 +36,7 @@ class Reporter:
     def __init__(self, loop: Loop, life: str, tell: Callable[[Message], bool], on_empty: Callable[[], object]):
         self.size_bytes = 0
         self._loop, self._life, self._tell, self._on_empty = loop, life, tell, on_empty
-        self._kept: deque[tuple[int, Message, int]] = deque()  # number, item, bytes
+        self._kept: deque[tuple[int, Message, int, float]] = deque()  # number, item, bytes, when it was said
         self._last = self._sent = 0
         self._due = False
 
@@ -49,7 +49,7 @@ class Reporter:
         if "ranks" not in item:
             item = {**item, "n": self._last, "life": self._life}
         size = len(json.dumps(item)) if len(item) < 12 else 1024  # folds are of about this size
-        self._kept.append((self._last, item, size))
+        self._kept.append((self._last, item, size, time.monotonic()))
         self.size_bytes += size
         self._later(GATHER_S)
 
@@ -71,7 +71,8 @@ class Reporter:
 
     def _flush(self) -> None:
         self._due = False
-        items = [item for number, item, _ in self._kept if number > self._sent]
+        now = time.monotonic()
+        items = [aged(item, now - at) for number, item, _, at in self._kept if number > self._sent]
         if items:
             if self._tell({"type": "said", "upto": self._last, "items": folded(items)}):
                 self._sent = self._last
@@ -87,14 +88,15 @@ class Folder:
         self.upstream: Link | None = None
         self.block = 1
         self._loop, self._steps_s = loop, steps_s
-        self._items: list[Message] = []
+        self._items: list[tuple[Message, float]] = []  # and when they came
         self._owed: dict[str, Callable[[], object]] = {}  # who is to be told that it is recorded
         self._passed: deque[tuple[int, dict[str, Callable[[], object]]]] = deque()
         self._due_at = math.inf
 
     def take(self, name: str, items: list[Message], recorded: Callable[[], object]) -> None:
         """`recorded`: called when the items are, and those that `name` said before."""
-        self._items += items
+        now = time.monotonic()
+        self._items += [(item, now) for item in items]
         self._owed[name] = recorded
         self._later(self._steps_s if all(item["type"] == "step" for item in items) else FOLD_S)
 
@@ -124,8 +126,10 @@ class Folder:
             return None  # it was done earlier
         self._due_at = math.inf
         if self._items and self.upstream:
+            now = time.monotonic()
+            items = folded(aged(item, now - at) for item, at in self._items)
             try:
-                number = self._post([in_blocks(item, self.block) for item in folded(self._items)])
+                number = self._post([in_blocks(item, self.block) for item in items])
             except OverflowError:  # the record's keeper is away for long
                 return self._later(RETRY_S)
             self._passed.append((number, self._owed))
