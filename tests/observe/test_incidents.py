@@ -33,3 +33,18 @@ def test_a_late_commit_of_the_last_generation_heals_nothing():
         incidents.add(event)
     (one,) = incidents.all
     assert not one.started and not one.committed
+
+
+def test_a_join_that_is_decided_before_the_step_without_it_is_reported_is_told():
+    """Where steps are short. The incident was called healed with the first step of the others."""
+    incidents, joins = Incidents(replicas=2), {**FORM, "time": 6.2, "generation": 3, "step": 10, "last": 10, "rung": -1}
+    for event in [
+        *BEFORE[:4], {**BEFORE[4], "replicas": [0]}, {**STARTED, "time": 6.0},
+        {**joins, "replicas": [0, 1]}, {**COMMITTED, "time": 6.3}, {**STARTED, "time": 6.4, "generation": 3},
+    ]:  # fmt: skip
+        incidents.add(event)
+    (one,) = incidents.all
+    assert one.committed == 6.3 and one.joined == 6.2 and one.open, "one replica of two is not full strength"
+    incidents.add({**COMMITTED, "time": 7.0, "generation": 3, "step": 11})
+    assert one.healed == 7.0 and one.join_s == pytest.approx(0.2) and one.generation == 2
+    assert "at full strength after 2 s" in one.verdict()

@@ -20,18 +20,18 @@ name = "quickstart"
 [model]
 preset = "tiny"
 family = "moe"
-dim = 32
-num_layers = 2
-num_heads = 2
-num_kv_heads = 2
-ffn_dim = 64
-expert_dim = 32
+dim = 64
+num_layers = 4
+num_heads = 4
+num_kv_heads = 4
+ffn_dim = 128
+expert_dim = 64
 [layout]
 replica = 4
 ranks_per_node = 2
 [train]
 steps = 160
-seq_len = 64
+seq_len = 128
 global_batch = 8
 micro_batch = 2
 reduction = "exact"

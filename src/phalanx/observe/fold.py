@@ -22,7 +22,6 @@ MOST_TIMES = 256  # ranks, or blocks of ranks, whose times are kept one by one
 BLOCKS = 4  # as many ranks or blocks become one, where there are more
 SLOWEST = 4  # ranks that are named
 LAST = (("ago_s", min), ("at", max))  # a step is over when the last rank says so
-LATE_S = 0.5  # a step that waits longer on its way says so
 
 
 def spans(ranks: Iterable[int]) -> Spans:
@@ -95,10 +94,8 @@ def merged(a: Fold, b: Fold) -> Fold:
 
 
 def aged(item: Fold, by_s: float) -> Fold:
-    """A step that has waited on its way, because nobody was there to hear of it: `ago_s` says for how long."""
-    if item["type"] != "step" or by_s < LATE_S:
-        return item
-    return {**item, "ago_s": item.get("ago_s", 0.0) + by_s}
+    """A step that has waited on its way: `ago_s` says for how long, since clocks of hosts differ."""
+    return {**item, "ago_s": round(item.get("ago_s", 0.0) + by_s, 4)} if item["type"] == "step" else item
 
 
 def heard(item: Fold, now: float) -> Fold:

@@ -66,8 +66,8 @@ class Incident:
             "decide": self.decided,
             "re-form": self.started,
             "first step": self.committed,
-            "heal": self.joined,
-            "join": self.healed if self.healed > self.committed else 0.0,
+            "heal": self.joined if self.stops else self.healed,
+            "join": self.healed if self.healed > self.committed > 0 else 0.0,
         }
         out, last = {}, self.since or self.at
         for name, mark in marks.items():
@@ -247,8 +247,10 @@ class Incidents:
                 self.changes.append(event)
             return
         for one in self._waiting():
-            if one.committed:  # it only waits for its replicas, which come back with this generation, or do not
-                one.joined = at if self._is_whole() else one.joined
+            if one.committed or (one.started and _int(event.get("rung")) < 1):
+                # It only waits for its replicas, which come back with this generation, or do not. (The first step
+                # without them may be reported later than this is decided.)
+                one.joined = at if self._is_whole(event) else one.joined
                 continue
             one.decided = one.decided or at
             one.rung = max(one.rung, _int(event.get("rung")))
@@ -273,21 +275,21 @@ class Incidents:
 
     def _committed(self, at: float, event: Event) -> None:
         self.step = max(self.step, _int(event.get("step")))
-        form = self._form or {}
+        form = next((f for f in reversed(self.forms) if f.get("generation") == event.get("generation")), {})
         late = [one for one in self._waiting() if not one.started and one.at <= _number(form.get("time"))]
-        if late and form.get("generation") == event.get("generation"):
+        if late and form is self._form:
             self._began(at, event)  # the ranks' word has come before the controller's
         for one in self._waiting():
             if not one.started:
                 continue
             one.committed = one.committed or at
-            if self._is_whole():
+            if self._is_whole(form):
                 one.healed = at
-                if self._form not in one.evidence and self._form:
-                    one.evidence.append(self._form)
+                if form not in one.evidence:
+                    one.evidence.append(form)
 
-    def _is_whole(self) -> bool:
-        return self._form is not None and len(self._form.get("replicas") or ()) >= self.replicas
+    def _is_whole(self, form: Event) -> bool:
+        return len(form.get("replicas") or ()) >= self.replicas
 
 
 def _number(value: object) -> float:

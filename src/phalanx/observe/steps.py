@@ -115,7 +115,7 @@ class StepTable:
         self._compare_norms(fold)
         whole = fold["whole"] or NOBODY
         tokens, time_s = whole["tokens"], fold["time_s"]
-        tokens_per_s = self.tokens_per_step / time_s if time_s > 0 else 0.0
+        tokens_per_s = self.tokens_per_step / time_s if time_s > 0 else math.nan  # nobody was left to tell
         usual = max(fold["norms"], key=lambda norm: size(fold["norms"][norm]))
         return {
             **({"time": fold["at"]} if "at" in fold else {}),

@@ -493,6 +493,7 @@ class Worker:
                 result = engine.gradients(batches, dealt)
                 reduced = self.device.moment()
             self.report = self._tell_of(step, result, fed) | self._phases()
+            self.report["time_s"] = time.perf_counter() - began  # if its commit is only known when all have parted
         except StepFailed:  # all ranks of the replica say so
             self._depart_with(dealt)
             return
@@ -629,7 +630,6 @@ class Worker:
             "step": step,
             "rank": self.rank,
             "generation": self.member.generation,
-            "time_s": 0.0,
             "grad_norm": norm,
             "lr": result.lr,
             "data_wait_s": fed["data_wait_s"],

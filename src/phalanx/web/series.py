@@ -158,7 +158,7 @@ def _value(row: dict[str, Any], name: str) -> object:
         if name.startswith(prefix):
             found = row.get(group)
             return found.get(name.removeprefix(prefix)) if isinstance(found, dict) else None
-    return row.get(name)
+    return row.get(name) or None if name == "time_s" else row.get(name)  # 0: nobody was left to tell
 
 
 def _number(value: object) -> float:
