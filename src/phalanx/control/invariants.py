@@ -44,10 +44,14 @@ def _check_nodes(gang: Gang) -> None:
         node = members.nodes[name]
         assert not node.dead and node.place == number, f"{name} is not at place {number}"
     free = {name for name, node in members.nodes.items() if not node.dead} - {name for name, _ in seated}
-    assert members.spares == free and members.spares_by_name == sorted(free)
-    assert {(name, top) for top, names in members.spares_in.items() for name in names} == {
-        (name, top_of(members.nodes[name].domain)) for name in free
-    }
+    assert members.spares == free
+    for has_fault, names, tops in zip((False, True), members.fit, members.fit_in, strict=True):
+        known = {n: members.nodes[n] for n in free}
+        fit = {
+            n: top_of(node.domain) for n, node in known.items() if not node.drained and bool(node.fault) == has_fault
+        }
+        assert names == sorted(fit)
+        assert {(name, top) for top, some in tops.items() for name in some} == fit.items()
     assert members.alive == sum(not node.dead for node in members.nodes.values())
     staff = gang.staff
     assert staff.silent <= staff.suspects <= {name for name, node in members.nodes.items() if not node.dead}

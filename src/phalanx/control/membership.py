@@ -76,8 +76,8 @@ class Membership:
     # What follows from the above, so that nobody has to look through it.
     alive: int = field(init=False)  # nodes
     spares: set[str] = field(init=False)
-    spares_by_name: list[str] = field(init=False)
-    spares_in: dict[str, set[str]] = field(init=False)  # by the top level of their domain
+    fit: tuple[list[str], list[str]] = field(init=False)  # spares that are not drained: without a fault, with one
+    fit_in: tuple[dict[str, set[str]], dict[str, set[str]]] = field(init=False)  # by the top level of their domain
     down: dict[int, int] = field(init=False)  # wanted replica -> its ranks without a worker that is up
     whole: set[int] = field(init=False)  # wanted replicas that lack none
     news: set[int] = field(init=False)  # of those, which nobody has looked at since they lacked some
@@ -88,7 +88,7 @@ class Membership:
     def __post_init__(self) -> None:
         there = {name for name, node in self.nodes.items() if not node.dead}
         self.alive = len(there)
-        self.spares, self.spares_by_name, self.spares_in = set(), [], {}
+        self.spares, self.fit, self.fit_in = set(), ([], []), ({}, {})
         for name in there:
             if self.nodes[name].place < 0:
                 self._free(name)
@@ -155,17 +155,37 @@ class Membership:
         which = next(w for w in ("now", "next", "old") if (seat := getattr(place, w)) and seat.node == name)
         return self.clear(node.place, which)
 
+    def mark(self, name: str, fault: str = "", rung: int = -1, drained: bool | None = None) -> None:
+        """Note that a node has a fault, or whether it is drained."""
+        node, is_spare = self.nodes[name], name in self.spares
+        if is_spare:
+            self._take(name)
+        if fault:
+            node.fault, node.rung = fault, rung
+        if drained is not None:
+            node.drained = drained
+        if is_spare:
+            self._free(name)
+
     def _free(self, name: str) -> None:
-        if name not in self.spares:
-            self.spares.add(name)
-            insort(self.spares_by_name, name)
-        self.spares_in.setdefault(top_of(self.nodes[name].domain), set()).add(name)
+        node = self.nodes[name]
+        if name in self.spares:
+            return
+        self.spares.add(name)
+        if not node.drained:
+            which = 1 if node.fault else 0
+            insort(self.fit[which], name)
+            self.fit_in[which].setdefault(top_of(node.domain), set()).add(name)
 
     def _take(self, name: str) -> None:
-        if name in self.spares:
-            self.spares.discard(name)
-            del self.spares_by_name[bisect_left(self.spares_by_name, name)]
-            self.spares_in[top_of(self.nodes[name].domain)].discard(name)
+        if name not in self.spares:
+            return
+        self.spares.discard(name)
+        node = self.nodes[name]
+        if not node.drained:
+            which = 1 if node.fault else 0
+            del self.fit[which][bisect_left(self.fit[which], name)]
+            self.fit_in[which][top_of(node.domain)].discard(name)
 
     def sit(self, place: int, name: str, which: str = "now") -> None:
         """Put a spare on a place: on a vacant one (`now`), or as its next."""

@@ -142,7 +142,7 @@ class Staff:
             if place.now is None or place.now.node in names:
                 for replica in members.replicas_at(number):
                     lacking[replica] += 1
-        left, enough = sum(self._is_fit(name, good=False) for name in members.spares), 0
+        left, enough = sum(name not in self.suspects for names in members.fit for name in names), 0
         for count in sorted(lacking.values()):
             left -= count
             enough += left >= 0
@@ -175,7 +175,7 @@ class Staff:
         """The node should be replaced before it fails, or fails again."""
         node = self._members.nodes[name]
         if not node.fault:
-            node.fault, node.rung = text, rung
+            self._members.mark(name, fault=text, rung=rung)
             self._desk.say(messages.Note(rung, f"node {name} should be replaced: {text}"))
         if node.place >= 0:
             self.leaving.add(name)
@@ -192,7 +192,7 @@ class Staff:
         if node is None or node.dead:
             self._desk.say(messages.Note(-1, f"node {event.node} is not there, so it cannot be drained"))
             return False
-        node.drained = not event.off
+        self._members.mark(event.node, drained=not event.off)
         if event.off:
             place = self._members.places.get(node.place)
             if not node.fault and place and not place.next and not place.old:
@@ -313,28 +313,23 @@ class Staff:
 
     # -- filling places
 
-    def _is_fit(self, name: str, good: bool) -> bool:
-        """Return whether a spare may be used; `good`: without a fault."""
-        node = self._members.nodes[name]
-        return not (node.drained or (good and node.fault) or name in self.suspects)
-
     def _spare(self, place: int, good: bool = False) -> str | None:
-        """The best there is: without a fault, near to the last one in the network, in the order of names. A large fleet
-        has many spares, few of them near, and most of them good: not all are looked at."""
+        """The best there is: without a fault, near to the last one in the network, in the order of names. `good`: none
+        that has a fault."""
         members, domain = self._members, self._members.places[place].domain
-        for without_fault in (True, False)[: 1 if good else 2]:
-            near = [n for n in members.spares_in.get(top_of(domain), ()) if self._is_fit(n, without_fault)]
+        for which in (0,) if good else (0, 1):
+            near = members.fit_in[which].get(top_of(domain), set()) - self.suspects
             if near:
                 return min(near, key=lambda n: (-_levels_shared(members.nodes[n].domain, domain), n))
-            found = next((n for n in members.spares_by_name if self._is_fit(n, without_fault)), None)
+            found = next((n for n in members.fit[which] if n not in self.suspects), None)
             if found is not None:
                 return found
         return None
 
     def fill(self) -> None:
         members = self._members
-        for name in [*members.spares_by_name] if members.homes and members.vacant else ():
-            if members.homes.get(name) in members.vacant and self._is_fit(name, good=True):
+        for name in [*members.fit[0]] if members.homes and members.vacant else ():
+            if members.homes.get(name) in members.vacant and name not in self.suspects:
                 self._seat(members.homes[name], name)
         for place in self._vacant():
             spare = self._spare(place)
@@ -343,7 +338,7 @@ class Staff:
             self._seat(place, spare)
         for place in sorted(members.short):
             self._restart(place)
-        for name in sorted(self.leaving):
+        for name in sorted(self.leaving) if members.fit[0] else ():
             place = members.nodes[name].place
             seats = members.places[place]
             fills = seats.now and seats.now.node == name and members.ranks(place)

@@ -223,7 +223,11 @@ class Job:
         for worker in command.workers:
             self.agenda.after(self.times.decide, self._killed, command.node, incarnation, worker)
         number = _number(command.node)
-        if number in self.sick and not self.block_wise:
+        if self.block_wise:
+            return
+        if self.gang.members.nodes[command.node].fault:  # it was replaced, and somebody looks after it
+            self.sick.setdefault(number, int(self.assume("repair.reboot_s") * S))
+        if number in self.sick:
             self.agenda.after(S, self._repair, number)
 
     def _killed(self, name: str, incarnation: int, worker: int) -> None:
