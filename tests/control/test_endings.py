@@ -191,7 +191,10 @@ def the_controllers_code_raises_on_events():
         world.controller.poisoned = [word]
         before = len(world.ledger.history)
         if word == "WorkerDied":
-            rank(world, 1).die("SIGKILL")
+            victim = rank(world, 1)
+            victim.die("SIGKILL")
+            world.run(until=world.now + BOUND_NS, stop=lambda: world.controller.state.aside)
+            assert world.gang.members.nodes[victim.node.name].dead, "what it said is forgotten, and it counts as there"
         elif world.procs():
             world.procs()[0].die("SIGKILL")
         world.run(until=world.now + BOUND_NS, stop=lambda before=before: len(world.ledger.history) > before + 3)

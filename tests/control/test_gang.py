@@ -203,6 +203,49 @@ def test_the_spare_with_the_most_switches_in_common_is_taken():
     assert of(Launch, crew.say(crew.dead(0)))[0].node == "b"
 
 
+def late(spares=1, **more):
+    """A rank was killed beside another that trains, and starts again on its node, which takes too long."""
+    crew = Crew(spares=spares, **more)
+    crew.mute = Launch
+    (again,) = of(Launch, crew.say(crew.dies(1), crew.parted(0, 4)))
+    assert again.node == "n1" and crew.gang.phase == "running"
+    return crew, again
+
+
+def ups(launch):
+    workers = tuple(launch.workers.values())
+    return WorkersUp(launch.node, 1, workers, workers)
+
+
+def test_beside_a_rank_that_takes_long_to_start_a_spare_starts_and_the_first_one_ready_stays():
+    crew, _ = late()
+    (beside,) = of(Launch, crew.fire("again"))
+    assert beside.node == "n2" and list(beside.workers) == [1]
+    told = crew.say(ups(beside))  # at once: no other event may come for a long time
+    assert {command.node for command in of(Build, told)} == {"n2"}
+    assert of(Pause, told), "it joins the other"
+    (form,) = of(Form, crew.say(crew.parted(0, 5)))
+    assert form.replicas == (0, 1) and "n2 takes place 1 over from n1: its ranks take long to start" in form.reason
+    assert crew.gang.members.spares == {"n1"} and not crew.gang.staff.killed
+
+
+def test_the_spare_is_let_go_when_the_late_rank_is_up_before_it():
+    crew, again = late()
+    (beside,) = of(Launch, crew.fire("again"))
+    told = crew.say(ups(again))
+    assert of(Kill, told) == [Kill("n2", tuple(beside.workers.values()))]
+    assert {command.node for command in of(Build, told)} == {"n1"} and crew.gang.members.spares == {"n2"}
+    assert not crew.gang.staff.leaving
+
+
+def test_no_spare_starts_beside_ranks_that_are_in_time_or_at_a_beginning():
+    crew, again = late()
+    assert not of(Launch, crew.say(ups(again))) and not of(Launch, crew.fire("again"))
+    crew, _ = late(spares=0)
+    assert not of(Launch, crew.fire("again"))
+    assert [launch.node for launch in of(Launch, crew.say(NodeJoined("n9", 1, "rack")))] == ["n9"], "it came later"
+
+
 def test_nodes_fill_the_places_they_were_given_in_whatever_order_they_come():
     gang = Gang.of(Layout(replica=3, ranks_per_node=1), 10, Policy(), homes=("x", "y", "z"))
     launched = {}

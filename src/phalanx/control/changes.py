@@ -73,7 +73,8 @@ class Changes:
             members.switch(place)
             seat, old = members.places[place].now, members.nodes[name]
             assert seat
-            why = f"node {seat.node} takes place {place} over from {name}: {old.fault or 'it is drained'}"
+            reason = old.fault or ("it is drained" if old.drained else "its ranks take long to start")
+            why = f"node {seat.node} takes place {place} over from {name}: {reason}"
             self._staff.why.append((old.rung, why))
             for number in sorted(members.replicas_at(place)):
                 found = self._worlds.replicas.get(number)

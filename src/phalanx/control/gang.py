@@ -395,12 +395,14 @@ class Gang:
 
     def _move_on(self) -> None:
         self.staff.fill()
+        trains = self.phase == "running" and not self.gen.pausing
+        if trains:
+            self._take_over(self.gen.worlds)
         self.worlds.build()
         if self.phase == "gathering":
             if not (self.ending.due and self.ending.save()):
                 self._gather()
-        elif self.phase == "running" and not self.gen.pausing:
-            self._take_over(self.gen.worlds)
+        elif trains:
             self.gen.pause("the run is to stop" if self.ending.stop_ns >= 0 else self.changes.why_pause())
 
     def _take_over(self, active: dict[int, int]) -> None:
@@ -526,6 +528,7 @@ class Gang:
         if self.forming.waits:
             return
         self._take_over({})
+        self.worlds.build()
         found = self.forming.gather()
         if isinstance(found, Form):
             self._form(found)

@@ -30,6 +30,7 @@ class Policy:
     pause_ns: int = 60 * S  # from Pause to Parted: a step, with room
     form_ns: int = 30 * S  # without progress, from Build to Built, and from Form to Formed
     launch_ns: int = 60 * S  # without progress, from Launch to WorkersUp
+    late_ns: int = 5 * S  # a rank that starts again takes so long: a spare starts beside it, the first one ready stays
     ask_ns: int = 5 * S  # from Ask to Held, from Probe to Standing
     resend_ns: int = 2 * S  # a command without an answer is sent again
     deaths: int = 3  # of workers on one node within `deaths_ns`: the node is bad

@@ -43,7 +43,8 @@ class Patience:
 class Staff:
     starting: dict[int, int] = field(default_factory=dict)  # worker -> until when it must be up, or move
     killed: dict[int, str] = field(default_factory=dict)  # worker -> node, until its end is confirmed
-    leaving: set[str] = field(default_factory=set)  # nodes with a fault, and drained ones, that have a place
+    leaving: set[str] = field(default_factory=set)  # nodes with a place that are to be replaced
+    late_ns: dict[str, int] = field(default_factory=dict)  # node that starts ranks again -> when it takes too long
     suspects: set[str] = field(default_factory=set)  # nodes that are silent
     silent: set[str] = field(default_factory=set)  # those of them that were reported dead for it
     given_up_ns: list[int] = field(default_factory=list)  # when nodes were, for their silence
@@ -212,7 +213,27 @@ class Staff:
             self.patience.forget(new)
             ports = dict(zip(event.workers, event.ports, strict=True))
             self._members.up({worker: ports[worker] for worker in new})
+            self._stay(event.node)
         return bool(new)
+
+    def _stay(self, name: str) -> None:
+        """Keep a node on its place if its ranks have started after all, before those of the spare beside it."""
+        if name not in self.late_ns or self._starts(name):
+            return
+        del self.late_ns[name]
+        node, members = self._members.nodes[name], self._members
+        place = members.places[node.place]
+        stays = place.now and place.now.node == name and not (node.fault or node.drained)
+        if stays and name in self.leaving and not members.can_switch(node.place):
+            self.leaving.discard(name)
+            if place.next:
+                self.release(node.place, "next")
+
+    def _starts(self, name: str) -> bool:
+        """Return whether the node fills a place, and starts ranks of it."""
+        place = self._members.places.get(self._members.nodes[name].place)
+        seat = place.now if place else None
+        return seat is not None and seat.node == name and not self.starting.keys().isdisjoint(seat.workers.values())
 
     def lose_worker(self, worker: int, why: str, kill: bool = False) -> Gone:
         members = self._members
@@ -338,6 +359,13 @@ class Staff:
             self._seat(place, spare)
         for place in sorted(members.short):
             self._restart(place)
+        for name, late_ns in sorted(self.late_ns.items()):
+            if not self._starts(name):
+                del self.late_ns[name]
+            elif late_ns > self._desk.now_ns:
+                self._desk.look_after(late_ns - self._desk.now_ns)
+            elif name not in self.leaving and self._spare(members.nodes[name].place, good=True):
+                self.leaving.add(name)
         for name in sorted(self.leaving) if members.fit[0] else ():
             place = members.nodes[name].place
             seats = members.places[place]
@@ -382,6 +410,9 @@ class Staff:
                     self._desk.set("retry", again_ns - now_ns)
                 return
         self._launch(place, "now")
+        # Not at a beginning, when all start, and not from under other replicas that train.
+        if deaths and seat.node not in self.late_ns and len(self._members.replicas_at(place)) == 1:
+            self.late_ns[seat.node] = now_ns + self._policy.late_ns
 
     def _launch(self, place: int, which: str) -> None:
         desk, launch_ns = self._desk, self._policy.launch_ns

@@ -6,6 +6,9 @@ contained   g = (1 - o) / (1 + sum over kinds of failures of their rate x what o
 
 from __future__ import annotations
 
+from math import inf
+
+from phalanx.control.policy import Policy
 from phalanx.plan.cost.goodput import restart_share
 from phalanx.twin.agenda import S
 from phalanx.twin.assumed import DAY_S
@@ -57,9 +60,11 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
     step, decide, form, live = scenario.step_s, times.decide / S, times.form / S, times.live / S
     join = decide + form + live
     # It joins at the end of a step, which takes longer without it. Devices are reset, or tried twice and replaced.
+    # Where there are spares, one starts beside a rank that is late.
     heal = times.launch / S + times.build / S + decide + step / progress.speed / 2
     reset, swapped = _repairs(scenario)
-    heal += reset * assume("repair.reset_s") + swapped * 3 * times.launch / S
+    late_s = Policy().late_ns / S if scenario.policy == "contained" and scenario.spares else inf
+    heal += reset * min(assume("repair.reset_s"), late_s) + swapped * min(3 * times.launch / S, late_s)
     lost = 0.0
     for effect, per_s in rate.items():
         if effect in ("planned", "limp"):

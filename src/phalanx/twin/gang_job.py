@@ -199,7 +199,7 @@ class Job:
         if self.block_wise:
             self.agenda.after(0, self._up, name, incarnation, workers)
             return
-        reset_ns = self.resets.pop(_number(name), 0)
+        reset_ns = self.resets.get(_number(name), 0)
         launch_ns = self.launches.pop(self.gang.members.nodes[name].place, self.times.launch)
         wait_ns = max(0, reset_ns - self.agenda.now) + (launch_ns if self.contained else 0)
         self.agenda.after(wait_ns, self._up, name, incarnation, workers)

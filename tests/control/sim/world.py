@@ -24,7 +24,7 @@ BEAT_NS = 2 * S
 GONE_NS = BEAT_NS
 QUICK = dict(
     gather_ns=20 * S, park_ns=5 * S, pause_ns=15 * S, form_ns=8 * S, launch_ns=8 * S, ask_ns=3 * S, resend_ns=1 * S,
-    deaths_ns=40 * S, silence_ns=15 * S, hold_ns=90 * S, lease_ns=20 * S, save_ns=30 * S,
+    late_ns=1500 * MS, deaths_ns=40 * S, silence_ns=15 * S, hold_ns=90 * S, lease_ns=20 * S, save_ns=30 * S,
 )  # fmt: skip
 
 
