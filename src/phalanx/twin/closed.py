@@ -63,7 +63,9 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
     # Where there are spares, one starts beside a rank that is late.
     heal = times.launch / S + times.build / S + decide + step / progress.speed / 2
     reset, swapped = _repairs(scenario)
-    late_s = Policy().late_ns / S if scenario.policy == "contained" and scenario.spares else inf
+    late_s = scenario.late_s if scenario.late_s >= 0 else Policy().late_ns / S
+    if scenario.policy != "contained" or not scenario.spares:
+        late_s = inf
     heal += reset * min(assume("repair.reset_s"), late_s) + swapped * min(3 * times.launch / S, late_s)
     lost = 0.0
     for effect, per_s in rate.items():

@@ -37,9 +37,10 @@ DIED = Failure(signal="SIGKILL")
 
 def policy_of(scenario: Scenario) -> Policy:
     """Of the control plane, as it is, with an operator who never gives up. Nothing is said twice: nothing is lost."""
+    late_ns = int(scenario.late_s * S) if scenario.late_s >= 0 else Policy().late_ns
     return Policy(
         hold_ns=NEVER_NS, resend_ns=NEVER_NS, form_ns=NEVER_NS, launch_ns=NEVER_NS, park_ns=600 * S, save=False,
-        attempts=10**9, strikes=10**9, errors=10**9, buddies=scenario.policy == "hot",
+        late_ns=late_ns, attempts=10**9, strikes=10**9, errors=10**9, buddies=scenario.policy == "hot",
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Scenario:
     stall_s: float = -1.0  # of one; -1: as assumed
     stop_s: float = 0.0  # of the gang, per failure; 0: as assumed
     detect_s: float = -1.0  # of a failure; -1: as assumed, or by the control plane
+    late_s: float = -1.0  # until a spare starts beside ranks that start again; -1: by the control plane
     replica_gpus: int = 2048
     node_gpus: int = 0  # of a node; 0: as many as the hardware has
     ranks_per_node: int = 0  # of the simulated gang; 0: one for each GPU. 1: a rank stands for a node, and costs less
@@ -122,7 +123,8 @@ class Scenario:
 
 _FIELDS = {f.name: f.type for f in dataclasses.fields(Scenario)}
 _ALIASES = {"interval": "interval_s", "detect": "detect_s", "stop": "stop_s", "stall": "stall_s", "step": "step_s",
-            "replica": "replica_gpus", "repair": "repair.swap_h", "storage": "checkpoint.storage_gb_per_s"}  # fmt: skip
+            "late": "late_s", "replica": "replica_gpus", "repair": "repair.swap_h",
+            "storage": "checkpoint.storage_gb_per_s"}  # fmt: skip
 
 
 def _expect(good: bool, name: str, value: object, remedy: str) -> None:
