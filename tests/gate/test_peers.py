@@ -4,6 +4,7 @@ does not keep a member out."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import random
@@ -59,6 +60,17 @@ def gate(peers):
 
 def test_members_hand_each_other_bulk(peers, gate):
     assert all(ask(peers, gate.port) == BULK for _ in range(3))
+
+
+def test_a_member_is_reached_by_any_of_its_networks(peers):
+    gate = dataclasses.replace(peers, host="127.0.0.1,127.0.0.2").listen(echo)
+    try:
+        for hosts in ("127.0.0.1", "127.0.0.2", "127.0.0.3,127.0.0.2", "127.0.0.2,127.0.0.3"):
+            assert ask(peers, gate.port, hosts) == BULK
+        with pytest.raises(ConnectionRefusedError):
+            ask(peers, gate.port, "127.0.0.3,127.0.0.4")
+    finally:
+        gate.close()
 
 
 def test_what_passes_cannot_be_read_under_tls():

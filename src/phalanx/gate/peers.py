@@ -25,6 +25,7 @@ from phalanx.gate.proof import KEY_BYTES, Identity, Proof, Refused, Secret
 from phalanx.gate.tls import Certificate, binding_of
 
 PATIENCE_S = 30.0  # for a handshake
+REACH_S = 3.0  # for a connection, where the host has other addresses
 ATTEMPTS, PAUSE_S = 6, 0.2  # at a gate that ends connections: strangers may crowd it
 TIMEOUT_S = 60.0  # in which each piece must get through
 PIECE_BYTES = 64 << 20
@@ -83,8 +84,9 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """`key`: what all members share. `host`: where this one listens. `certificate`: for the gates that listen beyond
-    loopback; "": each makes one. `encrypt`: None: what leaves the machine."""
+    """`key`: what all members share. `host`: where this one listens, or several addresses with commas between them.
+    `certificate`: for the gates that listen beyond loopback; "": each makes one. `encrypt`: None: what leaves the
+    machine."""
 
     key: str = field(repr=False)
     host: str = "127.0.0.1"
@@ -103,9 +105,10 @@ class Peers:
         return Gate(self, serve)
 
     def dial(self, address: tuple[str, int]) -> Stream:
-        """OSError: nobody is there, or it cannot prove that it is a member."""
+        """Connect to a member, by the first of its addresses that can be reached. OSError: none can, or it cannot prove
+        that it is a member."""
         for attempt in range(ATTEMPTS):
-            sock = socket.create_connection(address, PATIENCE_S)
+            sock = _reach(*address)
             try:
                 return self._proven(sock)
             except (WireError, OSError) as error:
@@ -131,6 +134,15 @@ class Peers:
             if answer := proof.receive(data):
                 plain.sendall(answer)
         return Stream(channel, proof.rest)
+
+
+def _reach(hosts: str, port: int) -> socket.socket:
+    """Connect to the first of some addresses, with commas between them, that answers. OSError of the last one."""
+    *others, last = hosts.split(",")
+    for host in others:
+        with contextlib.suppress(OSError):
+            return socket.create_connection((host, port), REACH_S)
+    return socket.create_connection((last, port), PATIENCE_S)
 
 
 class Gate:

@@ -186,7 +186,9 @@ class Node(Host):
         except UserError as error:
             raise Refusal(str(error)) from None
         self.rails = {rail["interface"]: True for rail in rails if len(rails) > 1}
-        more = {"host": self.address, "shared": self.options.shared, "rails": rails}
+        # Ranks and keepers hand state to each other over any network that both ends have.
+        host = ",".join(dict.fromkeys([self.address, *(rail["address"] for rail in rails)]))
+        more = {"host": host, "shared": self.options.shared, "rails": rails}
         entries = {"": spec["worker"], **services}
         self.entries = {key: (str(e["entry"]), {**e["args"], **more}) for key, e in entries.items()}
         wanted = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), rails[0]["interface"])
@@ -197,7 +199,7 @@ class Node(Host):
         pace = Pace(int(spec["hang_s"] * 1e9), int(self.beat_s * 1e9))
         domain = ".".join(filter(None, (self.about["topology"], self.about["domain"]))) or self.name
         known = {key: Service() for key in services}
-        self.agent = Agent(self.name, domain, known, pace, self.address, **times)
+        self.agent = Agent(self.name, domain, known, pace, host, **times)
         self.agent.begin(time.monotonic_ns())
         self._act()
         if self.rails:
