@@ -32,7 +32,8 @@ test: setup
 	@echo 'not run here, because they take long: make test-slow, test-hosts, test-slurm, test-ray, test-postgres, test-kubernetes, test-s3, test-browser, test-trackers'
 
 test-ranks: setup
-	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/ranks --ignore-glob='tests/train/test_d*' tests/system tests/train
+	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/ranks tests/system
+	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/ranks --ignore-glob='tests/train/test_d*' tests/train
 
 test-others: setup
 	$(BIN)/python -m pytest --ignore=tests/system --ignore-glob='tests/train/test_[!d]*'
