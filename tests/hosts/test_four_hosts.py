@@ -103,6 +103,20 @@ def cut_a_link(fleet, run, rail) -> str:
     return name
 
 
+def kill_behind_a_cut_link(fleet, run) -> str:
+    """A rank of a host that has lost the network of the controller takes its state over the other one."""
+    name = nodes_at_work(run)[0]
+    before, again = len(run.events("control form")), links(run, "has again its link eth0")
+    fleet.hosts[name].cut(0)
+    run.goes_on(10)
+    killed = fleet.hosts[name].run("pkill", "-KILL", "-f", "^phalanx rank 0")
+    assert killed.returncode == 0, killed
+    run.until(lambda: len(run.events("control form")) >= before + 2 and at_full_strength(run))
+    fleet.hosts[name].mend(0)
+    run.until(lambda: links(run, "has again its link eth0") > again)
+    return name
+
+
 def slow_down(fleet, run) -> str:
     name = nodes_at_work(run)[2]
     fleet.hosts[name].slow(2)
@@ -130,6 +144,7 @@ def cut_off(fleet, run) -> str:
 FAULTS = {
     "lost": lose,
     "head": partial(cut_a_link, rail=0),
+    "head, and a rank dies": kill_behind_a_cut_link,
     "link": partial(cut_a_link, rail=1),
     "head, which the ranks use since": partial(cut_a_link, rail=0),
     "slow": slow_down,
@@ -163,11 +178,14 @@ def test_the_run_goes_on(broken, fault):
         assert not reasons, "a slow network is not a lost one"
     elif fault == "head":
         assert not reasons, "the ranks speak over the other network"
-    elif fault == "link" or fault.startswith("head,"):
+    elif fault == "head, and a rank dies":
+        assert not any("did not get its state" in reason for reason in reasons), reasons
+        assert {e["node"] for e in said if e["type"] == "started" and e["rank"] == 0} == {host}, "it stays on its host"
+    elif fault in ("link", "head, which the ranks use since"):
         assert not any(e["type"] == "started" and e["node"] == host for e in said), "its ranks keep their processes"
         assert reasons
     else:
-        assert any(host in reason for reason in reasons), reasons
+        assert any(f"node {host} " in reason for reason in reasons), reasons
 
 
 def test_it_ends_with_the_bits_of_the_run_that_was_left_alone(clean, broken):
