@@ -30,6 +30,7 @@ from phalanx.control.messages import (
     Launch,
     Leave,
     Missing,
+    NodeClear,
     NodeDead,
     NodeJoined,
     NodeSuspect,
@@ -244,6 +245,49 @@ def test_no_spare_starts_beside_ranks_that_are_in_time_or_at_a_beginning():
     crew, _ = late(spares=0)
     assert not of(Launch, crew.fire("again"))
     assert [launch.node for launch in of(Launch, crew.say(NodeJoined("n9", 1, "rack")))] == ["n9"], "it came later"
+
+
+@pytest.mark.parametrize("switched", [False, True])
+def test_a_node_beside_a_late_one_fills_a_place_that_has_none(switched):
+    crew = Crew(replicas=1, shards=2, spares=1)
+    crew.mute = Launch
+    (again,) = of(Launch, crew.say(crew.dies(1)))
+    (beside,) = of(Launch, crew.fire("again"))
+    if switched:
+        crew.say(ups(beside))
+    told = crew.say(NodeDead("n0", 1, "burnt"))
+    (moved,) = of(Launch, told)
+    assert (moved.node, list(moved.workers)) == ("n1" if switched else "n2", [0])
+    crew.say(ups(moved), *(() if switched else (ups(again),)))
+    crew.fire("ask")  # nobody has what n0 had
+    assert crew.gang.phase == "running", "the run would wait for a node, and end"
+    assert not crew.gang.members.vacant and not crew.gang.staff.leaving and not crew.gang.members.paired
+
+
+def test_a_replica_is_whole_again_with_the_late_node_at_another_place():
+    crew = Crew(replicas=2, shards=2, spares=1)
+    crew.mute = Launch
+    crew.say(crew.dies(3), crew.parted(0, 4))
+    (beside,) = of(Launch, crew.fire("again"))
+    told = crew.say(NodeDead("n2", 1, "burnt"))
+    (moved,) = of(Launch, told)
+    assert (moved.node, list(moved.workers)) == ("n4", [2]) and of(Kill, told)[0].node == "n4"
+    assert crew.gang.members.places[3].now.node == "n3" and beside.node == "n4"
+
+
+def test_a_late_node_whose_ranks_are_up_stays_when_the_spare_is_lost():
+    crew = Crew(spares=1)
+    crew.mute = (Launch, Build)
+    (again,) = of(Launch, crew.say(crew.dies(1), crew.parted(0, 4)))
+    (beside,) = of(Launch, crew.fire("again"))
+    crew.say(ups(beside), NodeClear("n0", 1))
+    crew.say(NodeDead("n2", 1, "burnt"))
+    crew.mute = Launch
+    if of(Pause, crew.say(ups(again))):
+        crew.say(crew.parted(0, 5))
+    assert not crew.gang.staff.leaving
+    crew.now += 3600 * S
+    assert not of(Launch, crew.say(NodeJoined("n9", 1, "rack"))), "it would swap a good node"
 
 
 def test_nodes_fill_the_places_they_were_given_in_whatever_order_they_come():

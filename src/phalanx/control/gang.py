@@ -394,7 +394,7 @@ class Gang:
             self._resend_later()
 
     def _move_on(self) -> None:
-        self.staff.fill()
+        self._lose(self.staff.fill())
         trains = self.phase == "running" and not self.gen.pausing
         if trains:
             self._take_over(self.gen.worlds)

@@ -84,6 +84,7 @@ class Membership:
     vacant: set[int] = field(init=False)  # places without a node
     short: set[int] = field(init=False)  # places that have a node, and a rank without a worker
     ready: set[int] = field(init=False)  # ranks of wanted replicas whose worker is up
+    paired: set[int] = field(init=False)  # places where two nodes stand
 
     def __post_init__(self) -> None:
         there = {name for name, node in self.nodes.items() if not node.dead}
@@ -106,6 +107,7 @@ class Membership:
                 self.places.setdefault(place, Place())
         for place in self.places:
             self._count(place)
+        self.paired = {number for number, place in self.places.items() if place.next or place.old}
 
     def place_of(self, rank: int) -> int:
         return rank // self.ranks_per_place
@@ -197,6 +199,8 @@ class Membership:
         if which == "now":
             self.vacant.discard(place)
             self.short.add(place)
+        else:
+            self.paired.add(place)
 
     def clear(self, number: int, which: str) -> dict[int, int]:
         """Take a node off a place. Returns its workers by rank, which are gone. If it was the one that fills the place,
@@ -207,6 +211,8 @@ class Membership:
         if which == "now" and (other := "old" if place.old else "next" if place.next else ""):
             place.now = getattr(place, other)
             setattr(place, other, None)
+        if not (place.next or place.old):
+            self.paired.discard(number)
         self._count(number)
         node = self.nodes[seat.node]
         node.place = -1

@@ -218,9 +218,9 @@ class Staff:
 
     def _stay(self, name: str) -> None:
         """Keep a node on its place if its ranks have started after all, before those of the spare beside it."""
-        if name not in self.late_ns or self._starts(name):
+        if self._starts(name):
             return
-        del self.late_ns[name]
+        self.late_ns.pop(name, None)
         node, members = self._members.nodes[name], self._members
         place = members.places[node.place]
         stays = place.now and place.now.node == name and not (node.fault or node.drained)
@@ -347,16 +347,14 @@ class Staff:
                 return found
         return None
 
-    def fill(self) -> None:
+    def fill(self) -> Gone:
+        """Return the workers of nodes that were taken off a place for it."""
         members = self._members
         for name in [*members.fit[0]] if members.homes and members.vacant else ():
             if members.homes.get(name) in members.vacant and name not in self.suspects:
                 self._seat(members.homes[name], name)
-        for place in self._vacant():
-            spare = self._spare(place)
-            if spare is None:
-                break
-            self._seat(place, spare)
+        self._fill_vacant()
+        gone = self._part_pairs() if members.vacant and members.paired else Gone()
         for place in sorted(members.short):
             self._restart(place)
         for name, late_ns in sorted(self.late_ns.items()):
@@ -371,10 +369,41 @@ class Staff:
             seats = members.places[place]
             fills = seats.now and seats.now.node == name and members.ranks(place)
             if fills and seats.next is None and seats.old is None:
-                spare = self._spare(place, good=True)
-                if spare is not None:
+                if not self._is_to_leave(name) and name not in self.late_ns:
+                    self.leaving.discard(name)  # its ranks have started, after all
+                elif (spare := self._spare(place, good=True)) is not None:
                     members.sit(place, spare, "next")
                     self._launch(place, "next")
+        return gone
+
+    def _is_to_leave(self, name: str) -> bool:
+        """Return whether the node is to leave its place also if its ranks are up."""
+        node = self._members.nodes[name]
+        return bool(node.fault) or node.drained
+
+    def _fill_vacant(self) -> None:
+        for place in self._vacant():
+            spare = self._spare(place)
+            if spare is None:
+                break
+            self._seat(place, spare)
+
+    def _part_pairs(self) -> Gone:
+        """Where two nodes stand at one place, one only prepares, or is taken over from. Places without a node need it
+        more, unless it is drained. Returns the workers that are gone."""
+        members, gone, lacking = self._members, Gone(), len(self._members.vacant)
+        for number in sorted(members.paired):
+            place = members.places[number]
+            which, seat = ("next", place.next) if place.next else ("old", place.old)
+            if not lacking or not seat or seat.node in self.suspects or members.nodes[seat.node].drained:
+                continue
+            late = place.now.node if place.next and place.now else seat.node
+            gone |= self.release(number, which)
+            if not self._is_to_leave(late):
+                self.leaving.discard(late)
+            lacking -= 1
+        self._fill_vacant()
+        return gone
 
     def _seat(self, place: int, name: str) -> None:
         self._members.sit(place, name)
@@ -428,15 +457,17 @@ class Staff:
         bad = (nodes[name].place for name in names if name in self.leaving and nodes[name].fault)
         return any(places[number].next for number in bad)
 
-    def release(self, place: int, which: str) -> None:
-        """Take a node that lives off a place."""
+    def release(self, place: int, which: str) -> Gone:
+        """Take a node that lives off a place. Returns its workers, which are gone."""
         seat = getattr(self._members.places[place], which)
         gone = self._members.clear(place, which)
         self._forget(gone)
         self.kill(seat.node, gone)
         self.leaving.discard(seat.node)
+        self.late_ns.pop(seat.node, None)
         if self._members.nodes[seat.node].drained:
             self._desk.say(messages.Release(seat.node))
+        return gone
 
 
 def _levels_shared(one: str, other: str) -> int:
