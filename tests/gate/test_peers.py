@@ -73,6 +73,16 @@ def test_a_member_is_reached_by_any_of_its_networks(peers):
         gate.close()
 
 
+def test_a_gate_opens_though_another_network_has_lost_its_address(peers):
+    gate = dataclasses.replace(peers, host="198.51.100.1,127.0.0.1").listen(echo)
+    try:
+        assert ask(peers, gate.port) == BULK
+    finally:
+        gate.close()
+    with pytest.raises(OSError, match="assign"):
+        dataclasses.replace(peers, host="198.51.100.1,198.51.100.2").listen(echo)
+
+
 def test_what_passes_cannot_be_read_under_tls():
     """Neither the key nor the bulk is on the wire."""
     for encrypt in (False, True):

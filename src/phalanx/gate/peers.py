@@ -8,6 +8,7 @@ A `Gate` lets them in: one thread does all handshakes and waits for nobody, then
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import struct
@@ -145,6 +146,19 @@ def _reach(hosts: str, port: int) -> socket.socket:
     return socket.create_connection((last, port), PATIENCE_S)
 
 
+def _present(hosts: str) -> str:
+    """Leave out addresses that this host has lost since they were listed, unless it has lost all."""
+    found = []
+    for host in hosts.split(","):
+        try:
+            socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue
+        found.append(host)
+    return ",".join(found) or hosts
+
+
 class Gate:
     """`serve` gets each member in a thread of its own. It may raise OSError, or ValueError, KeyError and TypeError for
     what the member sent; the connection ends with it."""
@@ -156,7 +170,7 @@ class Gate:
         self._over = False
         certificate = Certificate(peers.certificate) if peers.certificate else None
         self._porch = Porch(
-            self._loop, peers.host, 0, self._greet, self._refuse, peers.encrypt, certificate, handshake_s=PATIENCE_S
+            self._loop, _present(peers.host), 0, self._greet, self._refuse, peers.encrypt, certificate, PATIENCE_S
         )
         self.port: int = self._porch.address[1]
         self._loop.watch(self._closing, READ, lambda mask: self._end())
