@@ -64,6 +64,14 @@ def test_a_run_that_is_never_silent_is_not_remembered_for_ever(monkeypatch):
     assert len(rounds._began) <= 11
 
 
+def test_nodes_that_come_one_after_the_other_are_not_remembered_for_ever(monkeypatch):
+    monkeypatch.setattr(gathering, "NODES", 10)
+    rounds = Rounds()
+    for number in range(100):
+        rounds.wait_s(number, 1.0, number * 0.9)
+    assert len(rounds._words) <= 11
+
+
 def test_what_is_urgent_takes_along_what_waits():
     loop, sent = Loop(), []
     made = Gatherer(loop, lambda: 10.0, lambda items: sent.append((time.monotonic(), items)))

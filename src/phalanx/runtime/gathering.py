@@ -24,6 +24,7 @@ NODE_S = 0.0004  # of CPU for a node's part in a round of a start: half of what 
 # an aggregator and a controller in one process
 MOST = 500  # items in a message
 ROUNDS = 1000  # that are told apart: in training nobody need ever be silent
+NODES = 100_000  # likewise
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class Rounds:
         self._last = -math.inf
 
     def wait_s(self, node: Hashable, limit: float, now: float) -> float:
-        if now - self._last > limit or len(self._began) > ROUNDS:
+        if now - self._last > limit or len(self._began) > ROUNDS or len(self._words) > NODES:
             self._words, self._began = {}, []
         self._last = now
         number = self._words[node] = self._words.get(node, -1) + 1
