@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from phalanx.cli.commands import app
 from phalanx.core.errors import UserError
-from phalanx.web.serve import _listen, beside
+from phalanx.web.serve import LESS_URGENT, _listen, beside
 
 
 def test_a_server_beside_a_run_ends_with_it(tmp_path):
@@ -20,6 +22,23 @@ def test_a_server_beside_a_run_ends_with_it(tmp_path):
         assert json.load(answer)["runs"] == []
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(address, timeout=5)
+
+
+def test_a_server_beside_a_run_takes_what_the_ranks_leave(tmp_path):
+    def children():
+        return {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+
+    before = children()
+    with beside(tmp_path) as address:
+        assert address
+        (server,) = children() - before
+        assert os.getpriority(os.PRIO_PROCESS, server) == LESS_URGENT
+        assert os.getsid(server) == server, (
+            "nice counts within a session only, where the kernel shares cores among them"
+        )
+        group = Path(f"/proc/{server}/autogroup")
+        if group.exists() and group.read_text():
+            assert group.read_text().endswith(f"nice {LESS_URGENT}\n")
 
 
 def test_a_port_that_is_taken_is_told_and_the_usual_one_gives_way(monkeypatch):

@@ -30,7 +30,7 @@ def serve(root: Path, host: str, port: int, price: float | None, say: Callable[[
         remedy = "pip install 'phalanx[web]'"
         raise UserError(f"the dashboard needs {error.name}, which is not installed", remedy=remedy) from None
     token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
-    os.nice(LESS_URGENT)  # ranks of this machine come first
+    _give_way()
     with _listen(host, port) as listening:
         address = f"http://{_named(host)}:{listening.getsockname()[1]}/"
         say(f"dashboard of {root}: {address}" + (f"?token={token}" if token else ""))
@@ -45,11 +45,21 @@ def serve(root: Path, host: str, port: int, price: float | None, say: Callable[[
         uvicorn.Server(config).run(sockets=[listening])
 
 
+def _give_way() -> None:
+    """Let ranks of this machine go first. The kernel may share its cores among sessions; `nice` counts within one."""
+    os.nice(LESS_URGENT)
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(LESS_URGENT))
+
+
 @contextlib.contextmanager
 def beside(root: Path) -> Iterator[str]:
     """Serve from a process of its own, which ends with this one, and give the address; "": it did not start."""
     command = [sys.executable, "-P", "-m", "phalanx.cli.main", "dash", str(root), "--port", str(-1), "--until-closed"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stdin and process.stdout
     try:
         line = process.stdout.readline()
