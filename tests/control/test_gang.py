@@ -18,6 +18,7 @@ from phalanx.control.messages import (
     Built,
     Cost,
     DeviceWarning,
+    Drain,
     Durable,
     Ended,
     Fence,
@@ -38,6 +39,7 @@ from phalanx.control.messages import (
     Pause,
     Probe,
     Save,
+    Scale,
     Source,
     Standing,
     StepsDone,
@@ -288,6 +290,19 @@ def test_a_late_node_whose_ranks_are_up_stays_when_the_spare_is_lost():
     assert not crew.gang.staff.leaving
     crew.now += 3600 * S
     assert not of(Launch, crew.say(NodeJoined("n9", 1, "rack"))), "it would swap a good node"
+
+
+def test_an_order_of_the_operator_ends_no_run_that_a_death_would():
+    crew = Crew(spares=1, recover=False)
+    crew.say(Scale(1))
+    crew.say(crew.parted(0, 1), crew.parted(1, 1))
+    crew.mute = Build
+    crew.say(Scale(2))
+    assert crew.gang.worlds.replicas[1].phase == "building"
+    crew.say(Drain("n1"))
+    assert crew.gang.phase == "running" and crew.gang.members.places[1].now.node == "n2"
+    crew.say(crew.dies(1))
+    assert crew.gang.phase == "flushing", "recovery is off: what is saved is looked for, and the run ends"
 
 
 def test_nodes_fill_the_places_they_were_given_in_whatever_order_they_come():

@@ -357,9 +357,14 @@ class Gang:
         self.worlds.end(number)
         if self.phase == "parting" and not self.gen.left:
             self._resolve()
-        elif self.phase in ("gathering", "running", "forming", "asking") and not self.gen.quiet:
+        elif self.phase in ("gathering", "running", "forming", "asking") and not (self.gen.quiet or self._planned()):
             others = len(self.worlds.aside) >= self.policy.min_replicas or bool(self.gen.standing())
             self._judge(contained=self.phase != "gathering" or others, number=number)
+
+    def _planned(self) -> bool:
+        """Return whether all that happened since the last Form was ordered, such as a node that takes over."""
+        why = self.staff.why
+        return bool(why) and all(rung < 1 for rung, _ in why) and not self.verdict.evidence
 
     def _leave_late(self) -> None:
         """Give up workers that have not left their world. Had they only hung, their agents would have ended them."""
