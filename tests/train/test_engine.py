@@ -34,7 +34,12 @@ def test_rebuilding_many_times_leaks_neither_threads_nor_descriptors(pool, layou
     answers = pool.run(CASES + "rebuild", make_job(layout, precision="fp32"), times=8 if layout == (2, 2, 1) else 3)
     for answer in answers:
         *rebuilt, without, closed = answer["resources"]
-        assert rebuilt[-1] == rebuilt[0] and closed == without, answer["resources"]
+        assert _no_more(rebuilt[-1], rebuilt[0]) and _no_more(closed, without), answer["resources"]
+
+
+def _no_more(after, before):
+    """Fewer is no leak: a connection of the case before may still have been closing."""
+    return all(now <= then for now, then in zip(after, before, strict=True))
 
 
 def test_redoing_the_step_on_the_half_run_engine_is_wrong(pool):
