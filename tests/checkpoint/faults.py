@@ -148,6 +148,7 @@ def a_keeper(url, keep=(3, 0), serve=False, peers=PEERS, ranks=LAYOUT.world_size
         if serve:
             thread.join(10)
         keeper.writers.shutdown()
+        keeper.committer.shutdown()
         keeper.server.close()
         keeper.listener.close()
 

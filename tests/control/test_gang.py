@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from phalanx.control.messages import (
     Part,
     Pause,
     Probe,
+    Report,
     Save,
     Scale,
     Source,
@@ -46,6 +48,7 @@ from phalanx.control.messages import (
     Stop,
     Welcome,
     WorkersUp,
+    Written,
 )  # fmt: skip
 from phalanx.control.policy import Policy
 from phalanx.control.sources import Copy, Lineage
@@ -431,6 +434,16 @@ def test_the_last_step_is_saved_before_all_leave():
     assert of(Leave, told) == [Leave("done after step 10", ("n0", "n1"))]
     assert [(e.ok, e.durable, e.cause) for e in of(Ended, told)] == [(True, 10, "")]
     assert crew.say(NodeJoined("late", 1, "")) == [Leave("done after step 10", ("late",))]
+
+
+def test_a_checkpoint_that_a_newer_one_has_overtaken_is_reported_too():
+    """The user's hook would not hear of it."""
+    crew = Crew(replicas=2)
+    crew.say(StepsDone(1, 4))
+    crew.say(*(Written("n0", 1, f"step-{step}", step, 1, 2, {0: (8, "h"), 1: (8, "h")}, "seal", 0) for step in (2, 4)))
+    told = [*crew.say(Durable(4, 1)), *crew.say(Durable(2, 1)), *crew.say(Durable(6, 1))]
+    assert sorted(json.loads(r.body)["step"] for r in of(Report, told) if r.about == "checkpoint") == [2, 4]
+    assert not crew.gang.commits.drafts
 
 
 def test_an_interval_is_said_again_to_those_who_may_have_missed_it():

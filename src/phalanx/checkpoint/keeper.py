@@ -77,6 +77,7 @@ class Keeper:
         self.committed: dict[str, dict[str, Any] | None] = {}  # checkpoint -> its report; None: on its way
         self.writers = ThreadPoolExecutor(WRITERS, "phalanx-drain")
         self.hashers = ThreadPoolExecutor(WRITERS, "phalanx-hash")
+        self.committer = ThreadPoolExecutor(1, "phalanx-commit")  # one after the other, in the order of the commands
         self.server = BuddyServer(peers, self._own)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"\0phalanx-keeper-{secrets.token_hex(16)}")
@@ -313,7 +314,7 @@ class Keeper:
         """Obey the node."""
         kind = order.get("type")
         if kind == "commit":
-            self.writers.submit(self._commit, order)
+            self.committer.submit(self._commit, order)
         elif kind == "buddy":
             self.buddy = (str(order["host"]), int(order["port"]))
         elif kind == "held":

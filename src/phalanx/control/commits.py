@@ -179,9 +179,9 @@ class Commits:
         first, *others = self.durable
         self.durable = [first, *sorted([*others, made], key=lambda d: (d[1], d[0]))[-KEPT:]]
         for key, old in list(self.drafts.items()):
-            if (old.generation, old.step) < (event.generation, event.step):
+            if (old.generation, old.step) < (event.generation, event.step) and not old.whole:
                 del self.drafts[key]
-        self.tell_all()
+        self.tell(before=event.step)
         if draft:
             size, drain_ns = sum(size for size, _ in draft.files.values()), self._desk.now_ns - draft.begun_ns
             drain_s = (draft.drain_ns + drain_ns) / 1e9
@@ -224,11 +224,11 @@ class Commits:
         self._report("checkpoint_interval", steps=steps, memory_steps=self.interval[1], measured=figures)
         return True
 
-    def tell_all(self) -> None:
-        """Report the checkpoints whose cost nobody will know."""
-        for step, body in self.untold.items():
-            self._report("checkpoint", step=step, **json.loads(body), stall_s=0.0, slowdown_s=0.0)
-        self.untold = {}
+    def tell(self, before: int) -> None:
+        """Report the checkpoints of steps before that one: nobody will know any more what they cost."""
+        for step in [step for step in self.untold if step < before]:
+            body = json.loads(self.untold.pop(step))
+            self._report("checkpoint", step=step, **body, stall_s=0.0, slowdown_s=0.0)
 
     def _report(self, about: str, **body: Any) -> None:
         self._desk.say(messages.Report(about, json.dumps(body)))

@@ -140,7 +140,7 @@ class Ending:
         self._end(ok=False, reason=text)
 
     def _end(self, ok: bool, reason: str, cause: str = "", rank: int = -1, failure: Failure | None = None) -> None:
-        self._commits.tell_all()
+        self._commits.tell(before=self._lineage.committed + 1)
         self._desk.phase, self._desk.said, self._desk.timers = "ended", reason, {}
         about = (self._lineage.committed, self._commits.last, cause, rank, failure or Failure())
         self.outcome = messages.Ended(ok, reason, *about)
