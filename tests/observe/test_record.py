@@ -116,6 +116,23 @@ def test_a_full_disk_loses_no_line_while_there_is_room_for_them_in_memory(tmp_pa
     assert again == sorted(set(again))  # whole lines, in order
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT])
+def test_what_was_lost_is_told_once_the_disk_takes_lines_again(tmp_path, monkeypatch, code):
+    record = RunRecord.create(tmp_path, "a", {})
+    monkeypatch.setattr("phalanx.observe.record.MOST_WAITING", 2)
+    with monkeypatch.context() as away:
+        away.setattr("os.write", lambda *_: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
+        for step in range(5):
+            record.metric({"step": step})
+            assert record.take_dropped() == 0, "nobody could be told"
+    told = []
+    for step in range(5, 8):
+        record.metric({"step": step})
+        told.append(record.take_dropped())
+    assert sum(told) == record.dropped == 3 and told[-1] == 0
+    assert [row["step"] for row in record.metrics()] == [0, 4, 5, 6, 7]
+
+
 def test_rank_times_are_kept_beside_the_rows(tmp_path):
     from phalanx.observe.tiles import TileReader
 

@@ -19,6 +19,7 @@ NOTICES = {
     "data_quarantine": ("data", "is damaged; other samples took the place of its samples"),
     "grad_norm differs": ("numbers", "has another gradient norm on some ranks"),
     "ledger gap": ("numbers", "is missing in the ledger"),
+    "record dropped": ("record", "is the first after the disk of the record was full"),
 }
 SOURCES = {
     "live": "from the live state of another replica",

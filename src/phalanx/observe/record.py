@@ -3,6 +3,7 @@ goes and after a crash; the summary exists only when the run came to its end."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 MOST_WAITING = 10_000  # lines that wait for a disk that is full; after that the oldest are dropped
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+#: Errors of a disk that may be over in a while, those of a network disk among them.
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT}
 
 
 class RunRecord:
@@ -37,7 +39,7 @@ class RunRecord:
         self._files = {name: os.open(path / f"{name}.jsonl", flags, 0o644) for name in names}
         self._waiting: dict[str, deque[bytes]] = {name: deque() for name in names}
         self._ranks: TileWriter | None = None
-        self._lost = 0
+        self._lost = self._told = self._seen = 0
 
     @staticmethod
     def create(root: Path, name: str, meta: Row, job: Row | None = None) -> RunRecord:
@@ -85,6 +87,14 @@ class RunRecord:
         """Lines and rows that were lost because the disk was full."""
         return self._lost + (self._ranks.dropped if self._ranks else 0)
 
+    def take_dropped(self) -> int:
+        """Return what was lost since the last call, once the disk takes everything again; before that 0."""
+        seen, self._seen = self._seen, self.dropped
+        if self._seen != seen or any(self._waiting.values()):
+            return 0
+        lost, self._told = seen - self._told, seen
+        return lost
+
     def ledger(self, line: str) -> None:
         self._append_line("ledger", line)
 
@@ -98,7 +108,8 @@ class RunRecord:
             self._flush(name)
             self._lost += len(self._waiting[name])
         for fd in self._files.values():
-            os.close(fd)
+            with contextlib.suppress(OSError):  # a network disk says only now that it was full
+                os.close(fd)
         self._files.clear()
         if self._ranks:
             self._ranks.close()

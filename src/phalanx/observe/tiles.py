@@ -9,7 +9,6 @@ aggregators keep the single ones (`observe.near`), and a picture of few ranks is
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
@@ -19,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.observe.record import FULL
+
 FOLDER, NEAR = "ranks", "near"
 SHARD = 4096  # ranks of a table of an aggregator
 FACTOR = 4
 SIDE = 64  # ranks and steps of a page
 LEAST, MOST = 0.5, 16.0  # of the median; what is beyond is shown as the end of the scale
 MOST_SAMPLED = 1 << 16  # ranks that the median is taken from; of more, evenly spread ones
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _SCALE = 254 / np.log2(MOST / LEAST)
 Codes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -36,7 +36,7 @@ from phalanx.data.selection import Position, RunData
 from phalanx.data.validation import ValidationSet
 from phalanx.observe import fold, traces
 from phalanx.observe.provenance import provenance
-from phalanx.observe.record import RunRecord
+from phalanx.observe.record import FULL, RunRecord
 from phalanx.observe.steps import StepTable
 from phalanx.run.follow import TOLD, Starter, write_head
 from phalanx.run.host import refuse, refuse_hosts, warnings
@@ -113,13 +113,13 @@ def run_job(
         write_head(record.path, adapter.reference())
         starter = Starter()
         starter.show(record.path)
-        listener = _Recorded(listener, record)
-        run = _Run(job, record, listener, stop, start, noticed, adapter, listen, starter, secret, shared)
+        recorded = _Recorded(listener, record)
+        run = _Run(job, record, recorded, stop, start, noticed, adapter, listen, starter, secret, shared)
         try:
             summary = run.go(resume)
             if forecast:
                 summary["forecast"] = forecast.learn(summary)
-            record.finish(summary)
+            _finish(record, summary, listener)
         except BaseException as error:
             told = run.end(error)
             if told is error:
@@ -129,6 +129,16 @@ def run_job(
             run.close()
         listener.finished(summary)
     return summary
+
+
+def _finish(record: RunRecord, summary: dict[str, Any], listener: Listener) -> None:
+    """Write the summary. All steps are done: a disk without room for it does not make the run a failed one."""
+    try:
+        record.finish(summary)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        listener.note(f"no summary could be written to {record.path}, so the run will look lost: {error.strerror}")
 
 
 class _Recorded:
@@ -601,6 +611,9 @@ class _Run:
         self.num_steps += 1
         self.rows.append(row)
         self.listener.step(row)
+        if lost := self.record.take_dropped():
+            self.record.event({"type": "record dropped", "step": row["step"], "reason": f"{lost:,} lines are lost"})
+            self.listener.note(f"the disk of the record has room again; {lost:,} lines of the record are lost")
 
     def _note_skip(self, step: int, skipped: dict[str, Any]) -> None:
         self.skips += 1
