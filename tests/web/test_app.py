@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import base64
 import json
+import math
+import os
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -256,3 +259,63 @@ def test_many_who_look_at_one_run_are_answered_from_one_reading(root, name, monk
         first, *others = viewers.map(lambda _: shelf.answer(name, "whole"), range(10))
     assert all(other is first for other in others) and asked == [name]
     assert shelf.answer(name, "series", 0.0, 1e12, 7) != shelf.answer(name, "series", 0.0, 1e12, 9)
+
+
+@pytest.mark.parametrize(
+    "file, line", [("metrics", {"step": 4, "time_s": "y"}), ("events", {"type": "checkpoint", "step": "y"})]
+)
+def test_a_run_that_makes_no_sense_hides_no_other(tmp_path, file, line):
+    bad, good = Written(tmp_path, "bad").begin().steps(0, 4), Written(tmp_path, "good").begin().steps(0, 4).end()
+    with open(bad.path / f"{file}.jsonl", "a") as out:
+        out.write(json.dumps({"time": bad.now, **line}) + "\n")
+    client = TestClient(create_app(Shelf(tmp_path)), base_url="http://localhost")
+    found = {run["run"]: run for run in client.get("/api/runs").json()["runs"]}
+    assert found[good.name]["step"] == 4
+    one = found[bad.path.name]
+    assert one["state"] == "unreadable" and one["headline"].startswith("Cannot be read: ") and one["began"] > 1e9
+    scraped = client.get("/metrics")
+    assert scraped.status_code == 200 and f'phalanx_step{{job="good",run="{good.name}"}} 4.0' in scraped.text
+
+
+def test_a_line_whose_time_is_no_number_is_passed_over_and_counted(tmp_path):
+    run = Written(tmp_path).begin().steps(0, 4)
+    for file, line in (("metrics", {"step": 4}), ("events", {"type": "first commit", "generation": 1})):
+        with open(run.path / f"{file}.jsonl", "a") as out:
+            out.writelines(json.dumps({"time": time, **line}) + "\n" for time in ("y", [1], math.nan))
+    (about,) = Shelf(tmp_path).runs()
+    assert about["step"] == 4 and about["damaged_lines"] == 6
+
+
+def test_runs_that_are_lost_are_read_once(tmp_path, monkeypatch):
+    gone = {"host": os.uname().nodename, "pid": os.getpid(), "began": "long ago"}
+    runs = [Written(tmp_path, f"job-{number}", process=gone).begin().steps(0, 4) for number in range(3)]
+    monkeypatch.setattr("phalanx.web.shelf.MOST_OPEN", 1)
+    shelf, read = Shelf(tmp_path), []
+    monkeypatch.setattr("phalanx.web.shelf.Story", lambda path, price: read.append(path.name) or Story(path, price))
+    assert {about["state"] for about in shelf.runs()} == {"lost"} and len(read) == 3
+    assert len(shelf.runs()) == 3 and len(read) == 3
+    runs[0].steps(4, 6)
+    assert sorted(about["step"] for about in shelf.runs()) == [4, 4, 6] and len(read) == 4
+
+
+def test_a_run_that_takes_long_to_read_keeps_nobody_waiting_for_another(tmp_path, monkeypatch):
+    long, short = (Written(tmp_path, name).begin().steps(0, 4).end().name for name in ("long", "short"))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def story(path, price):
+        if path.name == long:
+            begun.set()
+            assert go_on.wait(60)
+        return Story(path, price)
+
+    monkeypatch.setattr("phalanx.web.shelf.Story", story)
+    shelf = Shelf(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(shelf.about, long)
+        assert begun.wait(60)
+        try:
+            assert pool.submit(shelf.about, short).result(20)["step"] == 4
+            assert not slow.done()
+        finally:
+            go_on.set()
+        assert slow.result()["step"] == 4

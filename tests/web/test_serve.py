@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,6 +20,10 @@ from phalanx.core.errors import UserError
 from phalanx.web.serve import LESS_URGENT, _listen, beside
 
 
+def children():
+    return {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+
+
 def test_a_server_beside_a_run_ends_with_it(tmp_path):
     with beside(tmp_path) as address, urllib.request.urlopen(f"{address}api/runs", timeout=20) as answer:
         assert json.load(answer)["runs"] == []
@@ -25,9 +32,6 @@ def test_a_server_beside_a_run_ends_with_it(tmp_path):
 
 
 def test_a_server_beside_a_run_takes_what_the_ranks_leave(tmp_path):
-    def children():
-        return {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
-
     before = children()
     with beside(tmp_path) as address:
         assert address
@@ -39,6 +43,29 @@ def test_a_server_beside_a_run_takes_what_the_ranks_leave(tmp_path):
         group = Path(f"/proc/{server}/autogroup")
         if group.exists() and group.read_text():
             assert group.read_text().endswith(f"nice {LESS_URGENT}\n")
+
+
+def test_a_run_waits_for_no_server_that_hangs(tmp_path, monkeypatch):
+    hangs = tmp_path / "hangs"
+    hangs.write_text("#!/bin/sh\ntrap '' TERM\nexec sleep 600\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr("phalanx.web.serve.START_S", 0.2)
+    monkeypatch.setattr("phalanx.web.serve.LEAVE_S", 0.2)
+    monkeypatch.setattr(sys, "executable", str(hangs))
+    began = time.monotonic()
+    with beside(tmp_path) as address:
+        assert address == ""
+    assert time.monotonic() - began < 60
+
+
+def test_a_run_ends_although_its_server_was_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.web.serve.LEAVE_S", 0.2)
+    before = children()
+    with beside(tmp_path) as address:
+        assert address
+        (server,) = children() - before
+        os.kill(server, signal.SIGSTOP)
+    assert not Path(f"/proc/{server}").exists()
 
 
 def test_a_port_that_is_taken_is_told_and_the_usual_one_gives_way(monkeypatch):

@@ -263,7 +263,8 @@ def _train(
             if page:
                 from phalanx.web.serve import beside
 
-                console.note(f"dashboard: {stack.enter_context(beside(Path(resolved.job.run.dir)))}")
+                address = stack.enter_context(beside(Path(resolved.job.run.dir)))
+                console.note(f"dashboard: {address or 'it does not start; try `phalanx dash` in another terminal'}")
             run_job(resolved.job, resolved.origins, console, resume, forecast, adapter, listen, secret, shared)
     except KeyboardInterrupt as stopped:
         next_ = adapter.run_again() if isinstance(stopped, TimeUp) else ""

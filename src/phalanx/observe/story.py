@@ -4,6 +4,7 @@ resumed from; a step that was abandoned is on a branch, and the step that took i
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -59,12 +60,15 @@ class Part:
         """Read what is new; whether anything is."""
         events, rows = self._events.read(), self._metrics.read()
         for event in events:
+            if not _is_timed(event):
+                self._events.damaged += 1
+                continue
             self.events.append(event)
             self.incidents.add(event)
             if event.get("type") == "first commit":
                 self._anchors[event.get("generation", 0)] = event.get("time", 0.0)
         for row in rows:
-            if not isinstance(row.get("step"), int):
+            if not isinstance(row.get("step"), int) or not _is_timed(row):
                 self._metrics.damaged += 1
                 continue
             row["time"] = self._time(row)
@@ -76,7 +80,7 @@ class Part:
 
     def _time(self, row: Row) -> float:
         """When the step was reported. Records of older versions say it only for the first step of a generation."""
-        if isinstance(row.get("time"), int | float):
+        if "time" in row:
             return float(row["time"])
         last, generation = self.rows[-1] if self.rows else None, row.get("generation", 0)
         if last is None or last.get("generation", 0) != generation:
@@ -360,6 +364,12 @@ def _writer(part: Part, resumed: Row) -> Path | None:
             if any(e.get("type") == "checkpoint" and e.get("checkpoint") == resumed.get("name") for e in events):
                 return folder
     return None
+
+
+def _is_timed(row: Row) -> bool:
+    """Whether its time, if it says one, is a number."""
+    at = row.get("time", 0.0)
+    return isinstance(at, int | float) and math.isfinite(at)
 
 
 def _layout(fields: object) -> Layout:

@@ -3,10 +3,12 @@ the exporters share."""
 
 from __future__ import annotations
 
+import calendar
 import itertools
 import re
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 from phalanx.observe.incidents import figure, money, plural, seconds
@@ -78,6 +80,29 @@ def describe(story: Story) -> dict[str, Any]:
     out = overview(story)
     out["headline"] = headline(out)
     return out
+
+
+def unreadable(path: Path, error: Exception) -> dict[str, Any]:
+    """The overview of a run whose record makes no sense: what is known of it is its name."""
+    nothing = dict.fromkeys(
+        ("step", "steps", "ended", "last_sign", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "step_s", "eta",
+         "ranks", "promise", "durable", "incidents", "open_incidents"), None,
+    )  # fmt: skip
+    reason = f"{type(error).__name__}: {error}"
+    return {
+        **nothing,
+        "run": path.name,
+        "name": path.name.rsplit("-", 2)[0],
+        "began": calendar.timegm(time.strptime(path.name.rsplit("-", 2)[1], "%Y%m%dT%H%M%SZ")),
+        "state": "unreadable",
+        "reason": reason,
+        "headline": f"Cannot be read: {reason}",
+        "layout": "",
+        "experts": {},
+        "readings": {},
+        "phases": {},
+        "goodput": {"states": [], **dict.fromkeys(("ratio", "gpu_s", "dollars", "effective", "mtbf_s", "failures"))},
+    }
 
 
 def headline(o: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from phalanx.web.shelf import Shelf
 PORT = 7474
 LESS_URGENT = 10
 MOST_OPEN = 256  # connections at once; the others are told to come back
+START_S, LEAVE_S = 20.0, 5.0  # that a run waits for its dashboard
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -55,19 +57,25 @@ def _give_way() -> None:
 
 @contextlib.contextmanager
 def beside(root: Path) -> Iterator[str]:
-    """Serve from a process of its own, which ends with this one, and give the address; "": it did not start."""
+    """Serve from a process of its own, which ends with this one, and give the address; "": it did not start in time. No
+    run waits for it, however it hangs."""
     command = [sys.executable, "-P", "-m", "phalanx.cli.main", "dash", str(root), "--port", str(-1), "--until-closed"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdin and process.stdout
     try:
-        line = process.stdout.readline()
+        ready = select.select([process.stdout], [], [], START_S)[0]
+        line = process.stdout.readline() if ready else ""
         yield line.rpartition(": ")[2].strip()
     finally:
         process.stdin.close()
         process.terminate()
-        process.wait()
+        try:
+            process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         process.stdout.close()
 
 

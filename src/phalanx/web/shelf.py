@@ -25,7 +25,7 @@ from phalanx.observe.placement import fleet
 from phalanx.observe.placement import headline as told
 from phalanx.observe.story import NAME, Story, find_runs
 from phalanx.observe.tiles import FOLDER, TileReader
-from phalanx.observe.words import describe
+from phalanx.observe.words import describe, unreadable
 from phalanx.web.series import Columns
 
 LOOK_S = 1.0  # a record is read no more often than that, however many look at it
@@ -38,11 +38,12 @@ MOST_SEGMENTS = 2000
 REPORTS = "reports"  # folder beside the runs
 REPORT, TRACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.html"), re.compile(r"\d+-\d+\.json\.gz")
 LAST = 16  # steps that the map of ranks looks back
+Stamp = tuple[float, ...]
 
 
 @dataclass
 class Open:
-    story: Story
+    story: Story = field(init=False)  # read by the first who looks
     columns: Columns = field(default_factory=Columns)
     lock: threading.Lock = field(default_factory=threading.Lock)
     looked: float = 0.0
@@ -58,7 +59,7 @@ class Shelf:
     def __init__(self, root: Path, price: float | None = None):
         self.root, self.price = root, price
         self._open: OrderedDict[str, Open] = OrderedDict()
-        self._known: dict[str, tuple[float, dict[str, Any]]] = {}  # finished runs, by name
+        self._known: dict[str, tuple[Stamp, dict[str, Any]]] = {}  # runs that are over, by name
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
@@ -66,20 +67,21 @@ class Shelf:
 
     def runs(self) -> list[dict[str, Any]]:
         """The overview of each run, the newest first."""
-        out = []
-        for path in find_runs(self.root):
-            done = path / "summary.json"
-            stamp = done.stat().st_mtime if done.is_file() else 0.0
-            if stamp and self._known.get(path.name, (0.0, {}))[0] == stamp:
-                out.append(self._known[path.name][1])
-                continue
-            if stamp:  # read once; its steps are not kept
-                about = describe(Story(path, self.price))
-                self._known[path.name] = (stamp, about)
-            else:
-                about = self.about(path.name)
-            out.append(about)
-        return out
+        return [self._listed(path) for path in find_runs(self.root)]
+
+    def _listed(self, path: Path) -> dict[str, Any]:
+        """A run that is over is read again only when its files change. One that cannot be read hides no other."""
+        stamp = _stamp(path)
+        if (known := self._known.get(path.name)) and known[0] == stamp:
+            return known[1]
+        try:  # of a run that is over the steps are not kept
+            about = describe(Story(path, self.price)) if known or stamp[0] else self.about(path.name)
+        except Exception as error:  # whatever may be in a file
+            about = unreadable(path, error)
+        self._known.pop(path.name, None)
+        if about["state"] != "running":
+            self._known[path.name] = (stamp, about)
+        return about
 
     def get(self, name: str) -> Open:
         """KeyError: there is no such run."""
@@ -90,12 +92,14 @@ class Shelf:
             raise KeyError(name)  # a link that leads elsewhere
         with self._lock:
             if name not in self._open:
-                self._open[name] = Open(Story(path, self.price))
+                self._open[name] = Open()
                 while len(self._open) > MOST_OPEN:
                     self._open.popitem(last=False)
             self._open.move_to_end(name)
             one = self._open[name]
         with one.lock:
+            if not one.version:  # here, for a long run takes a while, and only those who look at it are to wait
+                one.story = Story(path, self.price)
             now = time.monotonic()
             if now - one.looked >= max(LOOK_S, COST * one.cost_s):
                 state = one.story.part.state
@@ -226,6 +230,18 @@ class Shelf:
             "ends": ends,
             "codes": base64.b64encode(codes.tobytes()).decode(),
         }
+
+
+def _stamp(path: Path) -> Stamp:
+    """Return when the summary was written (0: it was not), and the sizes of the files that grow."""
+    found: list[os.stat_result | None] = []
+    for name in ("summary.json", "metrics.jsonl", "events.jsonl"):
+        try:
+            found.append((path / name).stat())
+        except OSError:
+            found.append(None)
+    done, *growing = found
+    return (done.st_mtime if done else 0.0, *(each.st_size if each else 0 for each in growing))
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
