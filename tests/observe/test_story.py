@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -175,6 +176,30 @@ def test_a_loss_spike_names_its_samples(tmp_path):
     story = Story(run.steps(81, 100).end())
     (spike,) = story.spikes()
     assert spike["step"] == 80 and spike["samples"] == [320, 324]
+
+
+@pytest.mark.parametrize("first", [0, 20, 90])
+def test_a_run_whose_loss_is_no_number_says_so(tmp_path, first):
+    from phalanx.observe.provenance import provenance
+
+    run = Written(tmp_path, steps=200, process=provenance()["process"]).begin().steps(0, first)
+    story = Story(run.steps(first, 120, loss=math.nan).path)
+    (spike,) = story.spikes()
+    assert spike["step"] == first and spike["loss"] is None and spike["samples"][1] == 4 * (first + 1)
+    assert (spike["usual"] is not None) == (first == 90)
+    assert f"step 120 of 200, the loss is not finite since step {first}" in describe(story)["headline"]
+    run.steps(120, 160)
+    run.steps(160, 161, loss=9.0)
+    story.update()
+    assert [one["step"] for one in story.spikes()] == [first, 160], "judged by the finite ones before it"
+    assert "not finite" not in describe(story)["headline"]
+
+
+def test_a_step_that_was_skipped_is_an_incident_that_stops_nobody(tmp_path):
+    run = Written(tmp_path).begin().steps(0, 5)
+    run.event("step skipped", step=5, reason="the loss is nan", places=[[20, 22]])
+    (one,) = Story(run.steps(5, 40).end()).incidents()
+    assert one.kind == "numbers" and not one.stops and "Step 5 was skipped: the loss is nan" in one.verdict()
 
 
 def test_two_runs_part_at_the_first_step_that_differs(tmp_path):

@@ -115,8 +115,10 @@ def show_command(run: Run, root: Dir = Path("runs"), as_json: Json = False, pric
         if phases := one.phases():
             say("  " + ", ".join(f"{name} {seconds(took)}" for name, took in phases.items()))
     for spike in about["spikes"][:10]:
-        say(f"\nloss spike at step {spike['step']:,}: {spike['loss']:.3f}, usually {spike['usual']:.3f}; "
-              f"samples {spike['samples']}")  # fmt: skip
+        loss, usual = (
+            f"{value:.3f}" if value is not None else "not finite" for value in (spike["loss"], spike["usual"])
+        )
+        say(f"\nloss spike at step {spike['step']:,}: {loss}, usually {usual}; samples {spike['samples']}")
 
 
 @runs_app.command("fleet")

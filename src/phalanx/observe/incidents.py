@@ -18,6 +18,7 @@ NOTICES = {
     "retention_refused": ("checkpoint", "was kept although it is old"),
     "data_quarantine": ("data", "is damaged; other samples took the place of its samples"),
     "grad_norm differs": ("numbers", "has another gradient norm on some ranks"),
+    "step skipped": ("numbers", "was skipped"),
     "ledger gap": ("numbers", "is missing in the ledger"),
     "record dropped": ("record", "is the first after the disk of the record was full"),
 }

@@ -300,24 +300,43 @@ class Story:
     # -- steps
 
     def spikes(self) -> list[Row]:
-        """Steps whose loss stands out of the steps before them, with their samples. Each step is judged once."""
+        """Steps whose loss stands out of the steps before them, with their samples. Each step is judged once. A loss
+        that is not finite is None, and stands out if the one before it was finite."""
         import numpy as np
 
-        while (first := max(self._judged, SPIKE_WINDOW)) < len(self.rows):
-            last = min(len(self.rows), first + SPIKE_BATCH)
-            near = self.rows[first - SPIKE_WINDOW : last]
-            losses = np.array([x if isinstance(x := row.get("loss"), float) else np.nan for row in near])
+        while (first := self._judged) < len(self.rows):
+            last, early = min(len(self.rows), first + SPIKE_BATCH), max(0, SPIKE_WINDOW - first)
+            near = self.rows[max(0, first - SPIKE_WINDOW) : last]
+            known = [x if isinstance(x := row.get("loss"), int | float) else np.nan for row in near]
+            losses = np.array([np.nan] * early + known)
             windows = np.lib.stride_tricks.sliding_window_view(losses, SPIKE_WINDOW)[:-1]
-            usual = np.median(windows, axis=1)
-            spread = 1.4826 * np.median(np.abs(windows - usual[:, None]), axis=1)
+            enough = np.isfinite(windows).sum(axis=1) >= SPIKE_WINDOW // 2
+            enough[:early] = False
+            median = np.nanmedian if np.isnan(losses).any() else np.median  # which is much faster
+            usual, spread = np.full((2, len(windows)), np.nan)
+            usual[enough] = median(windows[enough], axis=1)
+            spread[enough] = 1.4826 * median(np.abs(windows[enough] - usual[enough, None]), axis=1)
             least = np.maximum(SPIKE_DEVIATIONS * spread, SPIKE_LEAST * np.abs(usual))
-            for at in np.flatnonzero(losses[SPIKE_WINDOW:] - usual > least).tolist():
-                row, samples = self.rows[first + at], [self.rows[first + at - 1].get("cursor")]
-                samples.append(row.get("cursor"))
-                about = {"step": row["step"], "loss": row["loss"], "usual": float(usual[at]), "samples": samples}
-                self._spikes.append(about)
+            none = np.isnan(losses)
+            stands_out = losses[SPIKE_WINDOW:] - usual > least
+            stands_out |= none[SPIKE_WINDOW:] & ~none[SPIKE_WINDOW - 1 : -1]
+            stands_out[0] |= first == 0 and none[SPIKE_WINDOW]
+            for at in np.flatnonzero(stands_out).tolist():
+                row, before = self.rows[first + at], self.rows[first + at - 1] if first + at else Row()
+                about = {
+                    "step": row["step"],
+                    "loss": row.get("loss"),
+                    "usual": float(usual[at]) if enough[at] else None,
+                }
+                self._spikes.append({**about, "samples": [before.get("cursor"), row.get("cursor")]})
             self._judged = last
         return list(self._spikes)
+
+    @property
+    def not_finite_since(self) -> int | None:
+        """The step since which no loss is finite."""
+        spikes = self.spikes() if self.rows and self.rows[-1].get("loss", 0.0) is None else ()
+        return spikes[-1]["step"] if spikes else None
 
     @property
     def steps(self) -> int:

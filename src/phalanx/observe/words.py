@@ -65,6 +65,7 @@ def overview(story: Story) -> dict[str, Any]:
         "parts": [p.path.name for p in story.parts],
         "branches": [{"step": b.step, "steps": len(b.rows)} for b in story.branches],
         "spikes": story.spikes(),
+        "not_finite_since": story.not_finite_since,
         "damaged_lines": sum(p.damaged for p in story.parts),
         "headline": "",
     }
@@ -115,7 +116,7 @@ def headline(o: dict[str, Any]) -> str:
     state = o["state"]
     if state == "done":
         how = f"Done: {o['step']:,} steps in {seconds(o['goodput']['wall_s'])}"
-        return f"{how}, loss {_loss(o)}, {good}{healed}{cost.removesuffix(' so far')}."
+        return f"{how}, {_loss(o)}, {good}{healed}{cost.removesuffix(' so far')}."
     if state in ("failed", "stopped"):
         reason = o["reason"].splitlines()[0] if o["reason"] else "no reason is recorded"
         return f"{state.capitalize()} at step {o['step']:,} of {o['steps']:,}: {reason}"
@@ -128,7 +129,8 @@ def headline(o: dict[str, Any]) -> str:
     plan = f", {_plan(o['off_plan'])}" if o["off_plan"] is not None else ""
     eta = o["eta"]
     ends = f", ends {_date(eta['at'])} (± {seconds(eta['within_s'])})" if eta else ""
-    return f"Training: step {o['step']:,} of {o['steps']:,}{plan}{ends}, {good}{healed}{cost}."
+    broken = "" if o["not_finite_since"] is None else f", {_loss(o)}"
+    return f"Training: step {o['step']:,} of {o['steps']:,}{broken}{plan}{ends}, {good}{healed}{cost}."
 
 
 def forecast_end(story: Story) -> dict[str, Any] | None:
@@ -167,7 +169,9 @@ def _plan(off: float) -> str:
 
 
 def _loss(o: dict[str, Any]) -> str:
-    return figure(o["loss"]) if isinstance(o["loss"], float) else "unknown"
+    if o["not_finite_since"] is not None:
+        return f"the loss is not finite since step {o['not_finite_since']:,}"
+    return f"loss {figure(o['loss']) if isinstance(o['loss'], float) else 'unknown'}"
 
 
 def _remedy(o: dict[str, Any]) -> str:
