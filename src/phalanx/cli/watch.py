@@ -126,7 +126,7 @@ def logs(
         print(json.dumps(found))
         return
     if found["cut"]:
-        say("older lines are left out")
+        say(found["cut"])
     if not found["lines"]:
         say(f"the {found['ranks']} ranks have written nothing" + (f" with {grep!r}" if grep else ""))
     before = ""

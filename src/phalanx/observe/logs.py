@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,40 +11,84 @@ RANK = re.compile(r"rank-(\d+)\.log")
 #: What differs between ranks in otherwise equal lines: numbers, addresses.
 VOLATILE = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 MOST_BYTES = 1 << 20  # read from the end of each log
+MOST_IN_ALL, LEAST_BYTES = 16 << 20, 1 << 10  # of all logs, and of each one that is read
+MOST_TEXTS = 200_000  # lines that are not equal, kept to compare ranks
 MOST_LINES = 2000
+MOST_ODD = 3  # ranks that are named because their numbers are not those of the others
+
+
+class _Line:
+    """Lines that are equal but for their numbers."""
+
+    def __init__(self) -> None:
+        self.ranks: Counter[int] = Counter()
+        self.texts: dict[str, list[int]] = {}  # as they are written -> ranks that wrote it
+
+    def told(self, ranks: list[int]) -> list[dict[str, Any]]:
+        """As one line, and one for each text of few ranks that is not what most ranks wrote instead."""
+        usual = [text for text, those in self.texts.items() if 2 * len(those) > len(self.ranks)]
+        has = Counter(rank for text in usual for rank in self.texts[text])
+        own: dict[int, str] = {}
+        for text, those in self.texts.items():
+            for rank in those if 2 * len(those) <= len(self.ranks) else ():
+                if has[rank] < max(1, len(usual)):  # it lacks one that most have, rather than having one more
+                    own.setdefault(rank, text)
+        varies = len(own) > MOST_ODD or not usual
+        odd = [] if varies else sorted(own)
+        most = sorted(self.ranks.keys() - set(odd))
+        who = describe(most, ranks)
+        if odd and len(self.ranks) == len(ranks):
+            names = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {_spans(odd)} differ"
+            who = f"{len(most):,} of {len(ranks):,} ranks; {names}"
+        text = usual[0] if usual else next(iter(self.texts))
+        lines = [_told(text, most, sum(self.ranks[rank] for rank in most), f"{who}; numbers differ" if varies else who)]
+        for text in dict.fromkeys(own[rank] for rank in odd):
+            those = [rank for rank in odd if own[rank] == text]
+            lines.append(_told(text, those, len(those), describe(those, ranks)))
+        return [{**line, "varies": varies} for line in lines]
+
+
+def _told(text: str, ranks: list[int], count: int, who: str) -> dict[str, Any]:
+    return {"text": text, "ranks": _spans(ranks), "on": len(ranks), "count": count, "who": who}
 
 
 def folded(folder: Path, grep: str = "", rank: int | None = None) -> dict[str, Any]:
-    """{"ranks": how many have a log, "lines": [{"text", "who", "ranks", "on", "count", "varies"}], "cut": whether older
-    lines were left out}. Lines are in the order in which they are met first."""
-    seen: dict[str, dict[str, Any]] = {}
+    """{"ranks": how many have a log, "lines": [{"text", "who", "ranks", "on", "count", "varies"}], "cut": what was left
+    out, in words}. Lines are in the order in which they are met first."""
+    seen: dict[str, _Line] = {}
     logs = find_logs(folder)
     ranks = sorted({number for number, _ in logs})
-    cut = False
-    for number, path in logs:
-        if rank is not None and number != rank:
-            continue
-        text, was_cut = _end(path)
-        cut |= was_cut
+    asked = [log for log in logs if rank in (None, log[0])]
+    read = asked[: MOST_IN_ALL // LEAST_BYTES]
+    size = min(MOST_BYTES, MOST_IN_ALL // max(1, len(read)))
+    kept, cut = 0, [f"the last {len(asked) - len(read):,} logs are not read"] if len(read) < len(asked) else []
+    were_cut = 0
+    for number, path in read:
+        text, was_cut = _end(path, size)
+        were_cut += was_cut
         for line in text.splitlines():
             if not line.strip() or (grep and grep not in line):
                 continue
-            key = VOLATILE.sub("#", line)
-            one = seen.setdefault(key, {"text": line, "who": set(), "count": 0, "variants": 0, "_last": line})
-            one["count"] += 1
-            one["who"].add(number)
-            if line != one["_last"]:
-                one["variants"], one["_last"] = one["variants"] + 1, line
-    lines = [
-        {"text": one["text"], "ranks": _spans(sorted(one["who"])), "on": len(one["who"]), "count": one["count"],
-         "varies": bool(one["variants"]), "who": describe(sorted(one["who"]), ranks)}
-        for one in list(seen.values())[-MOST_LINES:]
-    ]  # fmt: skip
-    return {"ranks": len(ranks), "lines": lines, "cut": cut or len(seen) > MOST_LINES}
+            one = seen.setdefault(VOLATILE.sub("#", line), _Line())
+            one.ranks[number] += 1
+            if those := one.texts.get(line):
+                if those[-1] != number:
+                    those.append(number)
+            elif kept < MOST_TEXTS or not one.texts:
+                one.texts[line] = [number]
+                kept += 1
+    if were_cut:
+        cut.append(f"older lines of {were_cut:,} logs are left out: the last {size:,} bytes of each are read")
+    if kept >= MOST_TEXTS:
+        cut.append("there are too many different lines to compare them all")
+    if len(seen) > MOST_LINES:
+        cut.append(f"only the last {MOST_LINES:,} kinds of lines are shown")
+    lines = [line for one in list(seen.values())[-MOST_LINES:] for line in one.told(ranks)]
+    return {"ranks": len(ranks), "lines": lines, "cut": "; ".join(cut)}
 
 
 def describe(some: list[int], ranks: list[int]) -> str:
-    """Say which of all ranks these are: 'all 8 ranks', 'rank 3', '7 of 8 ranks; rank 5 differs'."""
+    """Say which of all ranks these are: 'all 8 ranks', 'rank 3', '7 of 8 ranks; not rank 5'."""
     if len(some) == len(ranks) > 1:
         return f"all {len(ranks):,} ranks"
     if len(some) == 1:
@@ -73,14 +118,14 @@ def _spans(numbers: list[int]) -> str:
     return text if len(out) <= 20 else f"{text}, ..."
 
 
-def _end(path: Path) -> tuple[str, bool]:
+def _end(path: Path, most: int) -> tuple[str, bool]:
     try:
         with open(path, "rb") as f:
             size = f.seek(0, 2)
-            f.seek(max(0, size - MOST_BYTES))
-            data = f.read(MOST_BYTES)
+            f.seek(max(0, size - most))
+            data = f.read(most)
     except OSError:
         return "", False
-    if size > MOST_BYTES:
+    if size > most:
         data = data.partition(b"\n")[2]
-    return data.decode(errors="replace"), size > MOST_BYTES
+    return data.decode(errors="replace"), size > most
