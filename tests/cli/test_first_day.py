@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from phalanx.cli.main import run
+from phalanx.core.errors import RunFailed
 
 SMALL = ("--set", "data.max_mb=0.1")
 
@@ -83,3 +84,15 @@ def test_help_shows_examples_and_commands_in_the_order_of_use(monkeypatch, capsy
     told = capsys.readouterr().out
     places = [told.index(f"\n  {name} ") for name in ("demo", "train", "runs", "data", "plan", "chaos")]
     assert places == sorted(places) and "phalanx train job.toml" in told
+
+
+def test_the_log_of_a_rank_does_not_steer_the_terminal(monkeypatch, capsys):
+    def fail():
+        raise RunFailed("rank 3 failed", rank=3, log_tail="\x1b]0;owned\x07\tone\n\x1b[2Jtwo")
+
+    monkeypatch.setattr("phalanx.cli.commands.app", fail)
+    with pytest.raises(SystemExit) as left:
+        run()
+    told = capsys.readouterr().err
+    assert left.value.code == 1 and "\x1b" not in told and "\x07" not in told
+    assert "  | \\x1b]0;owned\\x07\tone\n  | \\x1b[2Jtwo" in told

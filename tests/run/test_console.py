@@ -122,6 +122,18 @@ def test_without_a_terminal_there_are_plain_whole_lines():
     assert any(line.startswith("MFU: of 832 GFLOP/s") and line.endswith("not counted") for line in lines)
 
 
+@pytest.mark.parametrize("columns", [80, None])
+def test_what_a_log_says_does_not_steer_the_terminal(columns):
+    out = io.StringIO()
+    console = PlainConsole(file=out, width=columns, force_terminal=columns is not None, _environ={"TERM": "xterm"})
+    with Console(Job(), out=console) as view:
+        view.starting(Path("runs"))
+        for tell in (view.note, view.status):
+            tell("one\x1b]0;owned\x07\ttwo\nthree\x1b[2J")
+    assert "\x1b]0" not in out.getvalue() and "\x1b[2J" not in out.getvalue() and "\x07" not in out.getvalue()
+    assert "one\\x1b]0;owned\\x07" in out.getvalue() and "\nthree\\x1b[2J" in out.getvalue()
+
+
 def test_a_run_that_fails_leaves_its_last_row_on_the_screen():
     lines = shown(80, rows=[row(0), row(2)], fails=True)
     assert any(line.startswith(" 3/6") for line in lines)

@@ -36,8 +36,10 @@ def _command() -> None:
     try:
         app()
     except (UserError, RunFailed) as error:
+        from phalanx.observe.words import printable  # the end of a rank's log is in it
+
         with contextlib.suppress(OSError):
-            print(f"error: {error}", file=sys.stderr)
+            print(printable(f"error: {error}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.job import Job
+from phalanx.observe.words import printable
 from phalanx.run.planned import Forecast
 
 PLAIN_EVERY_S = 5.0
@@ -53,7 +54,6 @@ def percent(share: float | None) -> str:
 def spent(run_dir: Path) -> dict[str, str]:
     """Say where the GPU-seconds of a run went, and what broke."""
     from phalanx.observe.story import Story
-    from phalanx.observe.words import printable
 
     story = Story(run_dir)
     if not story.rows:
@@ -116,7 +116,7 @@ class Console:
 
     def status(self, text: str) -> None:
         if self._live:
-            self._live.update(Spinner("line", Text(text, style="dim", overflow="ellipsis", no_wrap=True)))
+            self._live.update(Spinner("line", Text(printable(text), style="dim", overflow="ellipsis", no_wrap=True)))
 
     def note(self, text: str) -> None:
         self._line(text)
@@ -162,8 +162,8 @@ class Console:
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True, style="dim")
         table.add_column(overflow="fold")
-        for row in rows.items():
-            table.add_row(*row)
+        for name, value in rows.items():
+            table.add_row(name, printable(value))
         self.out.print(table)
 
     def _learned(self, s: dict[str, Any]) -> dict[str, str]:
@@ -183,8 +183,8 @@ class Console:
     # -- drawing -----------------------------------------------------------------------------------
 
     def _line(self, text: str) -> None:
-        """In a terminal long lines break at words, elsewhere not at all."""
-        self.out.print(text, soft_wrap=not self.out.is_terminal)
+        """In a terminal long lines break at words, elsewhere not at all. What a log says does not steer it."""
+        self.out.print(printable(text), soft_wrap=not self.out.is_terminal)
 
     def _stop_live(self) -> None:
         if self._live:

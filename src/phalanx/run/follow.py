@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.core.job import Job
 from phalanx.engines.table import ask_to_stop, state_of
 from phalanx.observe.record import RunRecord, run_folders
+from phalanx.observe.words import printable
 from phalanx.run.console import Console
 from phalanx.runtime import kernel
 
@@ -155,7 +156,7 @@ def follow(record: RunRecord) -> int:
     if summary is None:
         summary = {"status": "failed", "reason": f"the process that kept its record died; see {record.logs / HEAD_LOG}"}
     stopped = summary["status"] == "stopped"
-    print(f"{'' if stopped else 'error: '}{summary['reason']}", file=sys.stderr)
+    print(printable(f"{'' if stopped else 'error: '}{summary['reason']}"), file=sys.stderr)
     return 130 if stopped else 1
 
 
