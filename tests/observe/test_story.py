@@ -170,6 +170,21 @@ def test_services_controllers_and_notices_stop_nobody(tmp_path):
     assert "It was back after 200 ms; training did not wait" in story.incidents()[0].verdict()
 
 
+def test_two_runs_of_different_code_are_not_called_equal(tmp_path):
+    def run(name, **code):
+        code = {"commit": "c0ffee", "diff": "", "untracked": [], **code}
+        return Story(Written(tmp_path, name, code=code).begin().steps(0, 2).end())
+
+    def code_of(one, other):
+        return {row["field"]: row["values"] for row in compare(one, other)["meta"]}
+
+    plain, one, same = run("plain"), run("one", diff="+ a = 1"), run("same", diff="+ a = 1")
+    assert not code_of(one, same)
+    assert [*code_of(plain, one)] == ["code.changed"] and code_of(plain, one)["code.changed"][0] is False
+    assert [*code_of(one, run("two", diff="+ a = 2"))] == ["code.changed"]
+    assert code_of(plain, run("three", untracked=["my.py"])) == {"code.untracked": [[], ["my.py"]]}
+
+
 def test_a_loss_spike_names_its_samples(tmp_path):
     run = Written(tmp_path, steps=100).begin().steps(0, 80)
     run.steps(80, 81, loss=9.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from phalanx.core.ledger import from_bits
@@ -85,7 +86,9 @@ def _identity(story: Story) -> dict[str, Any]:
     about["data"] = {name: data.get(name) for name in ("version", "order")}
     code = meta.get("code")
     if isinstance(code, dict):
-        about["code"] = {"commit": code.get("commit"), "changed": bool(code.get("diff"))}
+        diff = str(code.get("diff") or "")
+        changed = hashlib.sha256(diff.encode(errors="surrogatepass")).hexdigest()[:12] if diff else False
+        about["code"] = {"commit": code.get("commit"), "changed": changed, "untracked": code.get("untracked")}
     return about
 
 
