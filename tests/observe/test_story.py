@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.observe.compare import compare
-from phalanx.observe.goodput import NS, STATES, Painted, segments, totals
+from phalanx.observe.goodput import NS, STATES, Painted, Running, segments, totals
 from phalanx.observe.story import Story, find_runs
 from phalanx.observe.words import describe
 from tests.observe.records import Written
@@ -168,6 +168,19 @@ def test_services_controllers_and_notices_stop_nobody(tmp_path):
     ]
     assert story.goodput()["failures"] == 0 and len(story.incidents()[2].evidence) == 2
     assert "It was back after 200 ms; training did not wait" in story.incidents()[0].verdict()
+
+
+def test_the_goodput_of_a_live_run_is_that_of_its_record(tmp_path):
+    """But for checkpoints; steps that are done again count once, and ranks that are out not at all."""
+    run = broken(tmp_path)
+    run.steps(30, 40)
+    part = Story(run.end()).part
+    live, shares = Running(part.began, 2), []
+    for row in part.rows:
+        present = 1 if 10 <= row["step"] < 15 else 2
+        shares.append(live.add(row["step"], row["time_s"], row["data_wait_s"], present, row["time"]))
+    assert shares[-1] == pytest.approx(Story(part.path).goodput()["ratio"], rel=1e-3)
+    assert shares[39] > shares[40], "ten steps were abandoned"
 
 
 def test_two_runs_of_different_code_are_not_called_equal(tmp_path):

@@ -37,7 +37,7 @@ SUMMARY = {
 
 def row(step, **other):
     return {
-        "step": step, "loss": 3.7221, "grad_norm": 2.501, "tokens_per_s": 6847.0, "mfu": 0.05,
+        "step": step, "loss": 3.7221, "grad_norm": 2.501, "tokens_per_s": 6847.0, "mfu": 0.05, "goodput": 0.973,
         "time_min_s": 0.596, "time_median_s": 0.597, "time_s": 0.598, **other,
     }  # fmt: skip
 
@@ -85,8 +85,8 @@ def test_the_view_fits_the_terminal(columns):
     lines = shown(columns)
     assert max(map(len, lines)) <= columns
     head = next(i for i, line in enumerate(lines) if line.startswith("step"))
-    assert re.fullmatch(r"step +loss +grad norm +tokens/s +MFU +step ms min/med/max +ETA", lines[head])
-    assert re.fullmatch(r" 6/6 +3.7221 +2.501 +6,847 +5.0% +596/597/598 +0m00s", lines[head + 1])
+    assert re.fullmatch(r"step +loss +grad norm +tokens/s +MFU +goodput +step ms min/med/max +ETA", lines[head])
+    assert re.fullmatch(r" 6/6 +3.7221 +2.501 +6,847 +5.0% +97.3% +596/597/598 +0m00s", lines[head + 1])
     assert sum("3.7221" in line for line in lines) == 1, "one view that moves, not a trail of them"
     assert not any("reading the text" in line for line in lines), "what was waited for has come"
 
@@ -115,9 +115,10 @@ def test_the_summary_is_legible_and_literal(columns):
 
 def test_without_a_terminal_there_are_plain_whole_lines():
     lines = shown(None, rows=[row(0), row(1), row(5)])
+    cells = "loss 3.7221  grad norm 2.501  tokens/s 6,847  MFU 5.0%  goodput 97.3%  step ms min/med/max 596/597/598"
     assert [line for line in lines if line.startswith("step")] == [
-        "step 1/6  loss 3.7221  grad norm 2.501  tokens/s 6,847  MFU 5.0%  step ms min/med/max 596/597/598  ETA 0m03s",
-        "step 6/6  loss 3.7221  grad norm 2.501  tokens/s 6,847  MFU 5.0%  step ms min/med/max 596/597/598  ETA 0m00s",
+        f"step 1/6  {cells}  ETA 0m03s",
+        f"step 6/6  {cells}  ETA 0m00s",
     ], "the first, the last, and between them one every few seconds"
     assert any(line.startswith("MFU: of 832 GFLOP/s") and line.endswith("not counted") for line in lines)
 

@@ -7,6 +7,7 @@ import resource
 from types import SimpleNamespace
 
 from phalanx.core.job import Job, RunConfig
+from phalanx.observe.goodput import Running
 from phalanx.observe.record import RunRecord
 from phalanx.run import training
 
@@ -40,11 +41,12 @@ def test_the_user_is_told_what_a_full_disk_has_cost_once_there_is_room(tmp_path,
     listener = SimpleNamespace(note=notes.append, step=lambda row: None, measure=lambda row: None)
     run = SimpleNamespace(
         record=record, listener=listener, data=SimpleNamespace(cursor=lambda step: step), validations=None,
-        first_loss=0.0, num_steps=0, rows=[],
+        first_loss=0.0, num_steps=0, rows=[], form={"replicas": [0]}, job=Job(), goodput=Running(0.0, 1),
     )  # fmt: skip
 
     def step(number):
         row = {"step": number, "loss": 1.0, "record": "{}", "rank_times": None}
+        row |= {"time_s": 0.1, "data_wait_s": 0.0}
         training._Run._on_row(run, row)
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -3,6 +3,7 @@ to the run to the last one. The states are painted from left to right; what noth
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,25 @@ def lost(pieces: Sequence[Segment], ranks: int, begin: float, end: float) -> flo
             if piece.state in ("recovery", "rollback"):
                 out += length * piece.present
     return out / NS
+
+
+class Running:
+    """Estimate the goodput of a run while it goes, from its steps as they are reported. It takes no checkpoint into
+    account, nor what the parts before this one did: `segments` does."""
+
+    def __init__(self, began: float, ranks: int):
+        self._began, self._ranks, self._first, self._at = began, ranks, -1, began
+        self._sums = array("d")  # GPU-seconds of the steps that count, up to each one
+
+    def add(self, step: int, time_s: float, wait_s: float, present: int, at: float) -> float:
+        """Return the share of all GPU-seconds until `at`; `present`: ranks that took part in the step."""
+        if not self._sums:
+            self._first = step
+        del self._sums[max(0, step - self._first) :]  # they were abandoned
+        before = self._sums[-1] if self._sums else 0.0
+        self._sums.append(before + present * max(0.0, min(time_s, at - self._at) - wait_s))
+        self._at = max(self._at, at)
+        return min(1.0, self._sums[-1] / (self._ranks * max(1e-9, at - self._began)))
 
 
 def _by_presence(begin: int, end: int, state: str, marks: list[tuple[int, int]], ranks: int) -> Iterable[Segment]:

@@ -202,6 +202,7 @@ class Console:
             "grad norm": f"{row['grad_norm']:.3f}",
             "tokens/s": f"{row['tokens_per_s']:,.0f}",
             "MFU": percent(row["mfu"]),
+            "goodput": percent(row.get("goodput")),
             "step ms min/med/max": times,
             "ETA": duration(eta),
         }

@@ -35,6 +35,7 @@ from phalanx.data.order import Order
 from phalanx.data.selection import Position, RunData
 from phalanx.data.validation import ValidationSet
 from phalanx.observe import fold, traces
+from phalanx.observe.goodput import Running
 from phalanx.observe.provenance import provenance
 from phalanx.observe.record import FULL, RunRecord
 from phalanx.observe.steps import StepTable
@@ -231,6 +232,7 @@ class _Run:
         self.memory = ""  # why no recovery can go on from snapshots in memory
         self.incidents = 0  # generations that a failure has ended
         self.table = StepTable(job.layout.world_size, job.tokens_per_step)
+        self.goodput = Running(time.time(), job.layout.world_size)
         self.num_steps, self.skips, self.first_loss = 0, 0, 0.0
         self.rows: deque[dict[str, Any]] = deque(maxlen=1000)  # the latest; all of them are in the record
         self.entropy = 0.0
@@ -592,6 +594,9 @@ class _Run:
     def _on_row(self, row: dict[str, Any]) -> None:
         assert self.data
         row["cursor"] = self.data.cursor(row["step"] + 1)
+        present = len(self.form["replicas"]) * self.job.layout.replica_size
+        at = row.get("time") or time.time()
+        row["goodput"] = self.goodput.add(row["step"], row["time_s"], row["data_wait_s"], present, at)
         line, times = row.pop("record"), row.pop("rank_times")
         if self.validations and (loss := self.validations.take()) is not None:
             row["validation_loss"] = loss
