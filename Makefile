@@ -39,6 +39,7 @@ test-others: setup
 	$(BIN)/python -m pytest --ignore=tests/system --ignore-glob='tests/train/test_[!d]*'
 
 test-slow: setup
+	$(call debian,prometheus,prometheus)
 	$(BIN)/python -m pytest -m slow
 
 # Hosts made of namespaces: root.

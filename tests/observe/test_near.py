@@ -8,11 +8,15 @@ import numpy as np
 
 from phalanx.observe import fold
 from phalanx.observe.near import NearTables
+from phalanx.observe.prometheus import exposition
 from phalanx.observe.record import RunRecord
+from phalanx.observe.story import Story
 from phalanx.observe.tiles import FOLDER, NEAR, TileReader, decode
+from phalanx.observe.words import describe
 from phalanx.runtime.aggregator import COMMANDS, PASSED, Aggregator
 from phalanx.runtime.secret import Identity
 from phalanx.runtime.transport import Link, Loop, Server
+from tests.observe.records import Written
 from tests.runtime.test_aggregator import SECRET
 
 RANKS, STEPS, NODE = 1_200, 20, 8
@@ -68,6 +72,19 @@ def test_ranks_that_no_aggregator_keeps_are_shown_as_blocks(tmp_path):
     blocks = reader.picture((752, 784), (0, STEPS), 256, 800)["codes"]
     assert len(blocks) == 32 // reader.each
     assert (both[24:] == np.repeat(blocks, reader.each, axis=0)[24:]).all(), "776 to 783"
+
+
+def test_what_was_dropped_is_told_to_who_reads_the_record(tmp_path):
+    run = Written(tmp_path).begin().steps(0, 4)
+    assert describe(Story(run.path))["near_dropped"] == 0
+    near = NearTables(run.path, "one")
+    for step in (7, 8, 3):
+        near.take({"generation": 1, "step": step, "times": [4, {"0": 1.0}]})  # of blocks
+    near.take(node_folds(0, 9)[0])
+    near.close()
+    about = describe(Story(run.path))
+    assert about["near_dropped"] == near.dropped == 3
+    assert f'phalanx_rank_times_dropped_total{{job="job",run="{run.path.name}"}} 3.0' in exposition([about])
 
 
 def test_what_cannot_be_kept_is_dropped_and_counted_and_nobody_waits(tmp_path):

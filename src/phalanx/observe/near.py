@@ -16,6 +16,7 @@ from phalanx.observe.tiles import FOLDER, NEAR, SHARD, TileWriter
 
 HELD = 4  # steps that wait for nodes that are late
 WAITING = 256  # messages
+DROPPED = "dropped"  # file with their count
 ALIGN = 4096  # steps: tables begin at a multiple, so that those of all aggregators have the same blocks
 
 
@@ -27,7 +28,7 @@ class NearTables:
         at = folder / FOLDER / NEAR
         at.mkdir(parents=True, exist_ok=True)
         lives = sum(path.name.rpartition(".")[0] == name for path in at.iterdir())
-        self.folder, self.dropped = at / f"{name}.{lives}", 0
+        self.folder, self.dropped, self._told = at / f"{name}.{lives}", 0, 0
         self._open: dict[tuple[int, int], dict[int, float]] = {}  # generation and step -> rank -> seconds
         self._done = (0, -1)  # the last that was written
         self._writers: dict[int, TileWriter] = {}  # by the first rank
@@ -81,3 +82,17 @@ class NearTables:
                 self._writers[first].add(key[1], row, median)
             except OSError:
                 self.dropped += 1
+        if self.dropped != self._told:
+            with contextlib.suppress(OSError):  # a disk that is full hears it with a later step
+                self.folder.mkdir(exist_ok=True)
+                (self.folder / DROPPED).write_text(str(self.dropped))
+                self._told = self.dropped
+
+
+def dropped(record: Path) -> int:
+    """Return how many messages and rows the aggregators of a run could not keep, as far as they have told."""
+    count = 0
+    for file in (record / FOLDER / NEAR).glob(f"*/{DROPPED}"):
+        with contextlib.suppress(OSError, ValueError):  # it is being written
+            count += int(file.read_text())
+    return count

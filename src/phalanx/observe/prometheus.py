@@ -94,6 +94,7 @@ METRICS = (
     Metric("cost_dollars_total", "What the GPU-seconds cost.", _good("dollars"), unit="currencyUSD", panel="Cost"),
     Metric("failures_total", "Failures that stopped the gang.", _good("failures"), panel="Failures"),
     Metric("incidents_total", "Everything that broke.", _plain("incidents")),
+    Metric("rank_times_dropped_total", "Step times of ranks that no aggregator could keep.", _plain("near_dropped")),
     Metric(
         "checkpoint_last_durable_timestamp_seconds",
         "When the newest checkpoint became durable.",

@@ -26,6 +26,8 @@ def printable(text: str) -> str:
 
 def overview(story: Story) -> dict[str, Any]:
     """The figures of a run, without its series."""
+    from phalanx.observe.near import dropped  # which needs numpy
+
     part, goodput, incidents = story.part, story.goodput(), story.incidents()
     last: dict[str, Any] = story.rows[-1] if story.rows else {}
     eta = forecast_end(story)
@@ -66,6 +68,7 @@ def overview(story: Story) -> dict[str, Any]:
         "branches": [{"step": b.step, "steps": len(b.rows)} for b in story.branches],
         "spikes": story.spikes(),
         "not_finite_since": story.not_finite_since,
+        "near_dropped": dropped(story.path),
         "damaged_lines": sum(p.damaged for p in story.parts),
         "headline": "",
     }
@@ -87,7 +90,7 @@ def unreadable(path: Path, error: Exception) -> dict[str, Any]:
     """The overview of a run whose record makes no sense: what is known of it is its name."""
     nothing = dict.fromkeys(
         ("step", "steps", "ended", "last_sign", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "step_s", "eta",
-         "ranks", "promise", "durable", "incidents", "open_incidents"), None,
+         "ranks", "promise", "durable", "incidents", "open_incidents", "near_dropped"), None,
     )  # fmt: skip
     reason = f"{type(error).__name__}: {error}"
     return {
