@@ -126,7 +126,7 @@ def test_ends_that_see_different_certificates_refuse_each_other():
     "fields",
     [
         {"type": "challenge"}, {"type": "answer"}, {"type": None}, {"nonce": 7}, {"nonce": "zz"}, {"role": ["agent"]},
-        {"name": None}, {"incarnation": "3"}, {"incarnation": True}, {"proof": ""}, {"proof": 0}, {"proof": "zz"},
+        {"name": None}, {"name": "\ud800"}, {"role": "\udc00"}, {"nonce": "\ud800"}, {"incarnation": "3"}, {"incarnation": True}, {"incarnation": -1}, {"proof": ""}, {"proof": 0}, {"proof": "zz"},
     ],
 )  # fmt: skip
 def test_a_malformed_hello_is_refused(fields):
@@ -134,6 +134,12 @@ def test_a_malformed_hello_is_refused(fields):
     with pytest.raises(Refused):
         door.receive(changed(client().begin(), **fields))
     assert door.peer is None
+
+
+def test_no_member_has_an_incarnation_that_nobody_follows():
+    """The next process of that name would have no greater one that can be written down."""
+    with pytest.raises(Refused, match="incarnation"):
+        server().receive(client(who=Identity("agent", "node-1", 10**200)).begin())
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"7", b"\xff", b"[" * 500, b"{" * 500, b'{"a":' * 100])

@@ -110,6 +110,13 @@ def test_a_node_whose_starter_knows_a_part_of_its_place_says_that_part(monkeypat
     assert found[0].topology == place
 
 
+@pytest.mark.parametrize("name", ["büro", "a b", "\udcff"])
+def test_a_node_with_a_name_that_no_run_takes_is_told_so_here(tmp_path, capsys, name):
+    load_secret(tmp_path / "secret")
+    assert node.main(["--join", "127.0.0.1:7", "--secret", str(tmp_path / "secret"), "--name", name]) == 2
+    assert "--name" in capsys.readouterr().err
+
+
 @pytest.fixture
 def controller(tmp_path):
     write_plan(tmp_path, Plan(Layout(replica=2, ranks_per_node=1), 10, 0, 0, Policy(save=False)))

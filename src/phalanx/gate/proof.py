@@ -26,6 +26,7 @@ from phalanx.core.errors import WireError
 
 KEY_BYTES = 32
 HELLO_BYTES = 512  # a frame of somebody who has proven nothing
+MOST = 1 << 63  # of a number that comes from elsewhere: sums of such can still be written down
 _LENGTH = struct.Struct(">I")
 
 
@@ -118,6 +119,8 @@ class Proof:
             return b""
         self._nonces[theirs] = _unhex(_field(said, "nonce", str))
         who = Identity(_field(said, "role", str), _field(said, "name", str), _field(said, "incarnation", int))
+        if not 0 <= who.incarnation < MOST:
+            raise Refused(f"{kind}.incarnation = {who.incarnation}: expected 0 to {MOST}")
         self._who[theirs] = who
         if self._server:
             token = self._secret.token_of(who.role, who.name)
@@ -172,8 +175,8 @@ def parsed(body: bytes) -> Any:
 
 def _field(said: dict[str, Any], name: str, kind: type) -> Any:
     value = said.get(name)
-    if type(value) is not kind:
-        raise Refused(f"{said['type']}.{name} = {str(value)[:80]!r}: expected {kind.__name__}")
+    if type(value) is not kind or (kind is str and not value.isascii()):
+        raise Refused(f"{said['type']}.{name} = {ascii(str(value)[:80])}: expected {kind.__name__} (ASCII)")
     return value
 
 

@@ -212,6 +212,10 @@ class Server:
                 session.pump()
         except WireError as error:
             self._drop(conn, str(error))
+        except ValueError as error:
+            if conn.peer:
+                raise
+            self._drop(conn, repr(error))
         if conn.eof:
             self._drop(conn)
 
