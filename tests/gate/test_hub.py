@@ -195,6 +195,7 @@ def test_one_that_is_gone_is_told_nothing():
 @pytest.mark.parametrize(
     "item",
     [None, [], ["set"], ["set", 1, 1, "k", "v"], ["want", "gang", "1", "k"], {}]
+    + [["join", "gang", 1 << 63, "x"], ["join", "gang", -1, "x"], ["call", "gang", 1, 1, "add", ["k", 1 << 63]]]
     + [
         ["call", "gang", 1, 1, *call]
         for call in (
@@ -217,4 +218,14 @@ def test_what_is_no_number_cannot_be_added_to():
     hub = Hub(lambda who, item: said.append(item))
     hub.take("x", ["set", "gang", 1, "k", "!!"])
     hub.take("x", ["call", "gang", 1, 7, "add", ["k", 1]])
+    assert said == [["result", "gang", 1, 7, None]]
+
+
+@pytest.mark.parametrize("there", ["9" * 4300, str((1 << 63) - 1)], ids=["4,300 digits", "63 bits"])
+def test_a_sum_that_nobody_can_write_down_ends_nothing(there):
+    """It ended the topmost hub: of such integers Python makes no text."""
+    said = []
+    hub = Hub(lambda who, item: said.append(item))
+    hub.take("x", ["set", "gang", 1, "k", value(there)])
+    hub.take("x", ["call", "gang", 1, 7, "add", ["k", (1 << 63) - 1]])
     assert said == [["result", "gang", 1, 7, None]]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.core.errors import WireError
+from phalanx.core.errors import MOST_INT, WireError
 
 Item = list[Any]
 Kinds = dict[str, tuple[type | tuple[type, ...], ...]]
@@ -73,6 +73,8 @@ class Hub:
     def take(self, who: Hashable, item: Any) -> None:
         """WireError."""
         kind, what, number, *fields = check(item, ITEMS)
+        if not 0 <= number < MOST_INT:
+            raise WireError(f"store item of the meeting {str(number)[:30]}: expected 0 to {MOST_INT}")
         if kind == "call":
             check_call(*fields[1:])  # here, so that it ends the connection of its sender and nobody else's
         scope = self._enter(what, number)
@@ -163,6 +165,8 @@ class Hub:
                 total = args[1] + (int(base64.b64decode(there)) if there else 0)
             except ValueError:  # what was set there is no number
                 return None
+            if not -MOST_INT <= total < MOST_INT:
+                return None
             self._keep(scope, what, args[0], base64.b64encode(str(total).encode()).decode())
             return total
         _, expected, wanted = args  # of compare_set
@@ -216,3 +220,5 @@ def check_call(op: str, args: list[Any]) -> None:
     types = (str,) * len(args) if op == "check" else CALLS.get(op)
     if types is None or len(args) != len(types) or not all(map(isinstance, args, types)):
         raise WireError(f"store call {op!r} of {str(args)[:200]}: expected one of check, {', '.join(CALLS)}")
+    if not all(-MOST_INT <= arg < MOST_INT for arg in args if isinstance(arg, int)):
+        raise WireError(f"store call {op!r} with a number over {MOST_INT}")

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import UserError
+from phalanx.core.errors import MOST_INT, UserError
 from phalanx.core.limits import limit_bytes, num_cores
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
@@ -158,6 +158,9 @@ def check_about(said: Message) -> None:
     check({**said, "type": "about"}, ABOUT)
     if more := said.keys() - ABOUT["about"].keys():
         raise WireError(f"about.{min(more)} is not known")
+    for name, value in said.items():
+        if isinstance(value, (int, float)) and not -MOST_INT < value < MOST_INT:  # no number at all is refused too
+            raise WireError(f"about.{name} = {str(value)[:30]}: expected at most {MOST_INT}")
 
 
 def _version_of(package: str) -> str:
