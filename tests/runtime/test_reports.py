@@ -200,6 +200,19 @@ def test_a_message_that_is_not_understood_is_told_and_ends_nothing(tmp_path):
     assert told == ["node", "checkpoints_removed"]
 
 
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path):
+    told = []
+    cluster = Cluster(Job(), tmp_path, Entries("x:y", "x:y"), told.append, lambda: False)
+    log = {"type": "log", "node": "a", "file": "x.log", "text": "one \ud800 two"}
+    cluster._heard(log)
+    assert (tmp_path / "logs" / "a" / "x.log").read_text() == "one ? two" and not told
+    (tmp_path / "logs" / "b").write_text("where its folder would be")  # as a disk that takes nothing
+    cluster._heard(log | {"node": "b"})
+    cluster._heard({"type": "exit", "node": "a", "worker": 10**400})
+    cluster._heard({"type": "step"})
+    assert [(event["type"], event.get("node")) for event in told] == [("node", "b"), ("exit", "a"), ("node", "")]
+
+
 def test_a_step_that_is_heard_late_is_recorded_at_the_time_when_it_was_over(tmp_path):
     """Else a run that trained on while its controller was away looks as if it had stood still, and short steps, which
     are gathered on their way, as if there was nothing between two messages."""

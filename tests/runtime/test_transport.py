@@ -441,6 +441,34 @@ def test_a_hello_on_which_the_proof_itself_raises_is_refused(net, monkeypatch):
     good.flush(60)
 
 
+@pytest.mark.parametrize("error", [KeyError, TypeError, OverflowError, UnicodeError, AttributeError])
+def test_a_handler_that_raises_on_what_a_member_sent_ends_that_connection_alone(net, capsys, error):
+    def hear(session, number, body):
+        if session.peer.name == "bad":
+            raise error("nobody thought of it")
+        heard.append(body["value"])
+
+    heard, server = [], net.serve(on_message=hear)
+    bad, good = net.link("bad"), net.link("good")
+    bad.post(n(1))
+    net.until(lambda: server.refused, 10)
+    good.post(n(2))
+    net.until(lambda: heard == [2], 10)
+    said = capsys.readouterr().err
+    assert "what bad sent was not understood" in said and "Traceback" in said
+
+
+def test_a_server_with_a_state_to_keep_is_not_left_with_half_of_it(net):
+    def hear(session, number, body):
+        raise KeyError("a bug")
+
+    net.serve(on_message=hear, exact=True)
+    link = net.link()
+    link.post(n(1))
+    with pytest.raises(KeyError, match="a bug"):
+        net.until(lambda: False, 10)
+
+
 def test_a_hello_that_was_recorded_is_no_proof(net):
     server = net.serve(handshake_s=0.3)
     with socket.create_connection(server.address) as stranger:

@@ -35,7 +35,7 @@ from phalanx.runtime.journal_server import JournalServer, Kept
 from phalanx.runtime.launch import Adapter, AgentProcess, Call, Local, Seat, Started
 from phalanx.runtime.reports import Recorder
 from phalanx.runtime.secret import READ, Identity, Secret, copy_secret, load_secret
-from phalanx.runtime.transport import Link, Loop
+from phalanx.runtime.transport import ODD, Link, Loop
 from phalanx.runtime.wire import Message
 
 POLL_S = 0.1
@@ -537,15 +537,21 @@ class Cluster:
         self.on_event(said)
 
     def _heard(self, item: Message) -> None:
-        """Something for the record, of a node or of ranks."""
+        """Record what a node or ranks have said. One that says nonsense must not end the run, nor a full disk."""
+        try:
+            self._hear(item)
+        except OSError as error:
+            self._tell_node(str(item.get("node", "")), f"said what could not be written down: {error}")
+        except ODD as error:
+            text = f"said what was not understood, and is not recorded: {error!r}"
+            self._tell_node(str(item.get("node", "")), text)
+
+    def _hear(self, item: Message) -> None:
         kind, agent = item["type"], self.nodes_up.get(item.get("node", ""))
         if kind == "log":
             log_tail.write(self.run_dir / "logs", item["node"], item)
         elif kind == "message":
-            try:
-                self._hear_message(item)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:  # one node must not end the run
-                self._tell_node(item["node"], f"said what was not understood, and is not recorded: {error!r}")
+            self._hear_message(item)
         elif kind in ("started", "exit", "hang"):
             if agent and kind == "started" and item["worker"] >= 0:
                 agent.running[item["worker"]] = item["pid"]

@@ -46,7 +46,7 @@ from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, PING_S, Aggregator
 from phalanx.runtime.journal import Entry, Fenced, Journal, JournalError, Tables
 from phalanx.runtime.journal_server import JournalServer
 from phalanx.runtime.secret import READ, Identity, Secret, load_secret
-from phalanx.runtime.transport import Link, Loop, Server, Session
+from phalanx.runtime.transport import ODD, Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 URGENT_S = 0.1  # that a decision is waited for, before others are heard
@@ -254,6 +254,7 @@ class Controller:
             host=host,
             port=port or old["port"],
             roles=("aggregator", "user"),
+            exact=True,  # if an entry is half taken in, the next controller folds the journal
         )
         self.hub = Hub(Sending(self.loop, self.server.sessions.get).add)
         self.aggregator: Aggregator | None = None
@@ -427,18 +428,26 @@ class Controller:
             if self._speaker[0] != self.gang.generation and any(map(_tells_steps, items)):
                 self._speaker = (self.gang.generation, session.peer.name)
             self._take("reports", {"from": session.peer.name, "items": items}, session, number)
-        elif kind == "ping":
-            self._pinged(session, body)
-        elif kind == "joins":
-            session.tell({"type": "admitted", "items": [self._admit(item) for item in body["items"]]})
-        elif kind == "store":
-            for item in body["items"]:
-                self.hub.take(session.peer.name, item)
         elif kind == "status":
             session.post(self.status())
             session.ack(number)
-        else:
+        elif kind == "ask":
             self._ask(session, number, body["event"])
+        else:
+            try:
+                self._hear_in_passing(session, body)
+            except ODD as error:
+                raise WireError(f"{kind} from {session.peer.name}: {error!r}") from error
+
+    def _hear_in_passing(self, session: Session, body: Message) -> None:
+        """What is in no journal."""
+        if body["type"] == "ping":
+            self._pinged(session, body)
+        elif body["type"] == "joins":
+            session.tell({"type": "admitted", "items": [self._admit(item) for item in body["items"]]})
+        else:
+            for item in body["items"]:
+                self.hub.take(session.peer.name, item)
 
     def _pinged(self, session: Session, body: Message) -> None:
         """Renew a lease. However many aggregators there are, a few pings come in a second, several in a lease."""
