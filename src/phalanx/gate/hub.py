@@ -6,7 +6,7 @@ before it. Inside a scope each group has a room, the part of its keys before the
 anybody in a room joins it at the next hub up, and from then on is told all that is set there: when a rank asks for a
 key of another node it is there already, mostly, and what a group says goes to the nodes of that group alone.
 
-A key is set once in its scope. Counters are the topmost hub's, and are read by adding 0.
+A key is set once in its scope: another value for it is not taken. Counters are the topmost hub's, and are read by adding 0.
 
 After a connection to the next hub was lost, `resync` says everything again. So a hub may die and come back empty at any
 time, and those who wait at others wait for the key, not for the hub.
@@ -56,10 +56,16 @@ class Gathering:
 
 
 class Hub:
-    """`send(who, item)` tells one below, `up(item)` the next hub; None: this is the topmost."""
+    """`send(who, item)` tells one below, `up(item)` the next hub; None: this is the topmost. `newest(what)`: the number
+    of the last meeting that anybody was sent to; None: it is not known here."""
 
-    def __init__(self, send: Callable[[Any, Item], object], up: Callable[[Item], object] | None = None):
-        self._send, self._up = send, up
+    def __init__(
+        self,
+        send: Callable[[Any, Item], object],
+        up: Callable[[Item], object] | None = None,
+        newest: Callable[[str], int | None] = lambda what: None,
+    ):
+        self._send, self._up, self._newest = send, up, newest
         self._scopes: dict[str, Gathering] = {}  # the last of each
         self._calls: dict[int, tuple[Any, int]] = {}  # on their way up: whose, and its number
         self._count = 0
@@ -98,9 +104,12 @@ class Hub:
         self._calls = {number: call for number, call in self._calls.items() if call[0] != who}
 
     def _enter(self, what: str, number: int) -> Gathering | None:
-        """None: that meeting is over. If it is a new one, the one before is."""
+        """None: that meeting is over, or nobody was sent to it. If it is a new one, the one before is over."""
         last = self._scopes.get(what)
         if last is None or number > last.number:
+            newest = self._newest(what)
+            if newest is not None and number > newest:
+                return None
             if last:
                 self._end(what, last)
             self._scopes[what] = last = Gathering(number)
@@ -124,6 +133,12 @@ class Hub:
         scope.members.setdefault(room, set()).add(who)
 
     def _set(self, who: Hashable, scope: Gathering, what: str, key: str, value: str) -> None:
+        room = room_of(key)
+        known = self._open(scope, what, room).get(key)
+        if known not in (None, value):
+            if who in scope.members.get(room, ()):  # a hub below, which has to agree with the others
+                self._send(who, ["have", what, scope.number, key, known])
+            return
         self._keep(scope, what, key, value, who)
         if self._up:
             self._up(["set", what, scope.number, key, value])

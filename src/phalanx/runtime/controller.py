@@ -256,14 +256,13 @@ class Controller:
             roles=("aggregator", "user"),
             exact=True,  # if an entry is half taken in, the next controller folds the journal
         )
-        self.hub = Hub(Sending(self.loop, self.server.sessions.get).add)
+        self.hub = Hub(Sending(self.loop, self.server.sessions.get).add, newest=self._newest)
         self.aggregator: Aggregator | None = None
         if aggregate:
             near = Identity("aggregator", "local", self.journal.term)
             at = join_port or (old["aggregators"][0][1] if old["aggregators"] else 0)
-            self.aggregator = Aggregator(
-                self.loop, secret, near, [self.server.address], host, at, seed=self.journal.term, beat_s=beat_s
-            )
+            about: dict[str, Any] = {"seed": self.journal.term, "beat_s": beat_s, "newest": self._newest}
+            self.aggregator = Aggregator(self.loop, secret, near, [self.server.address], host, at, **about)
         self.loop.watch(self.journal, READ, lambda mask: self._settle())
         self._lose_absent()
         self._tick()
@@ -448,6 +447,12 @@ class Controller:
         else:
             for item in body["items"]:
                 self.hub.take(session.peer.name, item)
+
+    def _newest(self, what: str) -> int | None:
+        """Return the number of the last meeting that nodes were sent to."""
+        if what == "gang":
+            return self.gang.generation
+        return self.gang.worlds.last if what.startswith("replica ") else None
 
     def _pinged(self, session: Session, body: Message) -> None:
         """Renew a lease. However many aggregators there are, a few pings come in a second, several in a lease."""
