@@ -222,7 +222,7 @@ class Controller:
         self._recorder = list(recorder or ())
         self._given: dict[str, int] = {}  # node -> the last incarnation that it was given
         self._joined: dict[str, tuple[str, str]] = {}  # node -> its life and address
-        self._torch = ""  # the version that the nodes have
+        self._torch = ""  # the version that those of them have that live
         self.over = ""  # why it ends
         self.fenced = False  # another controller acts, or may
         self.plan = read_plan(self.folder)
@@ -471,16 +471,18 @@ class Controller:
     def _admit(self, join: Message) -> Message:
         """Give a node that joins its incarnation, which is greater than all earlier ones of its name."""
         node, life, about, asker = str(join["node"]), str(join["life"]), join["about"], {"node": join["node"]}
-        known, before = self.gang.members.nodes.get(node), self._joined.get(node, ("", ""))
-        address = str(about.get("address"))
-        if known and not known.dead and before[0] not in ("", life) and before[1] != address:
+        known, address = self.gang.members.nodes.get(node), str(about.get("address"))
+        before, at = self._joined.get(node, ("", ""))
+        if known and not before:  # this controller has not admitted it, an earlier one has
+            at = known.address
+        if known and not known.dead and at and before != life and address not in at.split(","):
             reason = (
-                f"a node with the name {node} is here already, at {before[1]}: give this one another name by --name, "
+                f"a node with the name {node} is here already, at {at}: give this one another name by --name, "
                 "or wait until that one is given up"
             )
             return {**asker, "type": "refused", "reason": reason, "final": False}
         torch = str(about.get("torch", ""))
-        if torch != (self._torch or torch):
+        if self._torch not in ("", torch) and self._has_other(node):  # seldom: it looks at all nodes
             reason = f"it runs torch {torch}, and the other nodes run {self._torch}: install the same on all of them"
             return {**asker, "type": "refused", "reason": reason, "final": True}
         self._torch = torch
@@ -488,6 +490,11 @@ class Controller:
         self._joined[node] = (life, address)
         self.printer.say("joined", node=node, incarnation=number, about=about)
         return {**asker, "type": "serve", "incarnation": number}
+
+    def _has_other(self, node: str) -> bool:
+        """Return whether another node was admitted that lives, or is about to speak."""
+        nodes = self.gang.members.nodes
+        return any(name != node and not (name in nodes and nodes[name].dead) for name in self._joined)
 
     def _ask(self, session: Session, number: int, body: Message) -> None:
         try:
