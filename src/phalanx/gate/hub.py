@@ -6,7 +6,8 @@ before it. Inside a scope each group has a room, the part of its keys before the
 anybody in a room joins it at the next hub up, and from then on is told all that is set there: when a rank asks for a
 key of another node it is there already, mostly, and what a group says goes to the nodes of that group alone.
 
-A key is set once in its scope: another value for it is not taken. Counters are the topmost hub's, and are read by adding 0.
+A key is set once in its scope: another value for it is not taken. Counters are the topmost hub's, and are read by
+adding 0.
 
 After a connection to the next hub was lost, `resync` says everything again. So a hub may die and come back empty at any
 time, and those who wait at others wait for the key, not for the hub.

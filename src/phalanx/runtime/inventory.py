@@ -55,8 +55,15 @@ def resolve(host: str, field: str) -> str:
         ) from None
 
 
-def address_towards(host: str) -> str:
-    """The address of the interface from which this host reaches another."""
+def address_towards(*hosts: str) -> str:
+    """The address of the interface from which this host reaches another, the first to which there is a route."""
+    for host in hosts[:-1]:
+        with contextlib.suppress(UserError):
+            return _address_towards(host)
+    return _address_towards(hosts[-1])
+
+
+def _address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((host, 9))  # nothing is sent
@@ -83,9 +90,21 @@ def interface_of(address: str) -> str:
     return next((name for name, has in interfaces().items() if has == address), "")
 
 
+def network_near(text: str) -> str:
+    """The network of an address that was written with a prefix; "": it is none."""
+    try:
+        return str(ipaddress.ip_network(text, strict=False))
+    except ValueError:
+        return ""
+
+
 def inside(network: str) -> dict[str, str]:
     """The interfaces of this host that are in a network."""
-    known = ipaddress.ip_network(network)
+    try:
+        known = ipaddress.ip_network(network)
+    except ValueError as error:
+        remedy = f'write it as "{network_near(network) or "10.1.0.0/16"}"'
+        raise UserError(f"it is no network: {error}", field="run.networks", value=network, remedy=remedy) from None
     return {name: address for name, address in interfaces().items() if ipaddress.ip_address(address) in known}
 
 

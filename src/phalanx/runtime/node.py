@@ -126,7 +126,7 @@ class Node(Host):
         super().__init__()
         self._warm = warm
         self.options, self.name, self.life = options, options.name, secrets.token_hex(8)
-        self.address = inventory.address_towards(options.join[0][0])
+        self.address = inventory.address_towards(*(host for host, _ in options.join))
         self.about = inventory.about(self.address, options.topology)
         self.agent: Agent | None = None
         self.link: Link | None = None
