@@ -180,8 +180,8 @@ def parsed(body: bytes) -> Any:
 
 
 def _field(said: dict[str, Any], name: str, kind: type) -> Any:
-    value = said.get(name)
-    if type(value) is not kind or (kind is str and not value.isascii()):
+    value: Any = said.get(name)
+    if type(value) is not kind or (isinstance(value, str) and not value.isascii()):
         raise Refused(f"{said['type']}.{name} = {str(value)[:80]!a}: expected {kind.__name__} (ASCII)")
     return value
 
