@@ -93,6 +93,7 @@ PARKED = Parked(("n0",), (1,), ((3,),), 2, 4, 5, 2).to_dict()
         ({"step": "4"}, "Parked.step = '4': expected int"),
         ({"step": True}, "Parked.step = 'True': expected int"),
         ({"world": -1}, "Parked.world = -1: expected no negative number"),
+        ({"world": 1 << 63}, f"Parked.world = {1 << 63}: expected less than"),
         ({"workers": 3}, "Parked.workers = '3': expected tuple"),
         ({"workers": [["a"]]}, "Parked.workers = 'a': expected int"),
         ({"workers": []}, "expected one for each of"),
@@ -164,6 +165,12 @@ def test_a_state_survives_its_bytes():
     gang = Gang.of(Layout(replica=2, shard=2, ranks_per_node=2), 10, Policy())
     assert Gang.from_bytes(gang.to_bytes()) == gang
     assert Gang.from_bytes(gang.to_bytes()).to_bytes() == gang.to_bytes()
+
+
+def test_a_state_with_text_that_no_encoding_takes_survives_its_bytes():
+    """Else the next snapshot would end the controller, and each one after it."""
+    members = Membership(4, 2, [0], {"n0": Node(1, "rack \ud800")})
+    assert codec.from_bytes(Membership, codec.to_bytes(members)).nodes == members.nodes
 
 
 def test_another_form_of_an_event_or_of_the_state_is_told_apart(monkeypatch):

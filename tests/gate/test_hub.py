@@ -144,6 +144,38 @@ def test_a_later_meeting_ends_the_one_before_and_keeps_nothing_of_it():
     assert tree.got[-1] == (old, ["have", *B, "k", value("new")])
 
 
+def test_a_key_that_is_set_has_that_value_for_all():
+    """Also if another node has the name of it, or two say it at once: all see the same."""
+    tree = Tree()
+    honest, other = tree.ranks[0], tree.ranks[-1]
+    tree.say(honest, "set", *A, "k", value("1"))
+    tree.run()
+    tree.say(other, "set", *A, "k", value("2"))
+    tree.run()
+    tree.say(honest, "set", *A, "k", value("1"))  # once more
+    for rank in tree.ranks:
+        tree.say(rank, "want", *A, "k")
+    tree.run()
+    assert {item[4] for _, item in tree.got} == {value("1")} and len(tree.got) == len(tree.ranks)
+    tree.restart("a1")
+    tree.say(other, "want", *A, "k")
+    tree.run()
+    assert tree.got[-1] == (other, ["have", *A, "k", value("1")])
+
+
+def test_nobody_enters_a_meeting_that_nobody_was_sent_to():
+    """It would end that of all the others."""
+    said = []
+    hub = Hub(lambda who, item: said.append((who, item)), newest={"gang": 2}.get)
+    hub.take("a", ["set", *B, "k", value("v")])
+    hub.take("x", ["join", "gang", 3, "room"])
+    hub.take("x", ["call", "gang", 10**9, 7, "count", []])
+    assert said == [("x", ["over", "gang", 3]), ("x", ["result", "gang", 10**9, 7, None])]
+    hub.take("a", ["want", *B, "k"])
+    hub.take("a", ["join", "another", 9, "room"])
+    assert said[2:] == [("a", ["have", *B, "k", value("v")])], "what is not known is not bounded"
+
+
 def test_meetings_of_others_are_not_touched():
     tree = Tree()
     tree.say(tree.ranks[0], "set", "replica 0", 1, "k", value("0"))
@@ -195,6 +227,7 @@ def test_one_that_is_gone_is_told_nothing():
 @pytest.mark.parametrize(
     "item",
     [None, [], ["set"], ["set", 1, 1, "k", "v"], ["want", "gang", "1", "k"], {}]
+    + [["join", "gang", 1 << 63, "x"], ["join", "gang", -1, "x"], ["call", "gang", 1, 1, "add", ["k", 1 << 63]]]
     + [
         ["call", "gang", 1, 1, *call]
         for call in (
@@ -217,4 +250,14 @@ def test_what_is_no_number_cannot_be_added_to():
     hub = Hub(lambda who, item: said.append(item))
     hub.take("x", ["set", "gang", 1, "k", "!!"])
     hub.take("x", ["call", "gang", 1, 7, "add", ["k", 1]])
+    assert said == [["result", "gang", 1, 7, None]]
+
+
+@pytest.mark.parametrize("there", ["9" * 4300, str((1 << 63) - 1)], ids=["4,300 digits", "63 bits"])
+def test_a_sum_that_nobody_can_write_down_ends_nothing(there):
+    """It ended the topmost hub: of such integers Python makes no text."""
+    said = []
+    hub = Hub(lambda who, item: said.append(item))
+    hub.take("x", ["set", "gang", 1, "k", value(there)])
+    hub.take("x", ["call", "gang", 1, 7, "add", ["k", (1 << 63) - 1]])
     assert said == [["result", "gang", 1, 7, None]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import pickle
 import random
@@ -188,6 +189,13 @@ def carry_all(source, sink):
         sink.shutdown(socket.SHUT_RDWR)
 
 
+def hello(lone):
+    """Of a stranger: one of its fields is a lone surrogate, which JSON allows and UTF-8 does not."""
+    said = {"type": "hello", "nonce": "00", "role": "peer", "name": "peer", "incarnation": 1, "proof": ""}
+    body = json.dumps(said | {lone: "\ud800"}).encode()
+    return struct.pack(">I", len(body)) + body
+
+
 MALFORMED = {
     "speaks HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "speaks TLS badly": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
@@ -196,6 +204,8 @@ MALFORMED = {
     "announces more than a hello": struct.pack(">I", 513),
     "sends a pickle": struct.pack(">I", 23) + pickle.dumps(print)[:23].ljust(23),
     "sends a list": struct.pack(">I", 3) + b"[1]",
+    "has a name that cannot be encoded": hello("name"),
+    "has a role that cannot be encoded": hello("role"),
     "comes with an answer": struct.pack(">I", 30) + b'{"type":"answer","proof":"00"}',
 }
 

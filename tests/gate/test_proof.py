@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.gate.proof import Identity, Proof, Refused, Secret, Token
+from phalanx.gate.proof import Identity, Proof, Refused, Secret, Token, parsed
 
 SECRET = Secret(Path(), bytes(range(32)))
 NODE, CONTROLLER = Identity("agent", "node-1", 3), Identity("controller", "controller", 5)
@@ -126,7 +126,8 @@ def test_ends_that_see_different_certificates_refuse_each_other():
     "fields",
     [
         {"type": "challenge"}, {"type": "answer"}, {"type": None}, {"nonce": 7}, {"nonce": "zz"}, {"role": ["agent"]},
-        {"name": None}, {"incarnation": "3"}, {"incarnation": True}, {"proof": ""}, {"proof": 0}, {"proof": "zz"},
+        {"name": None}, {"name": "\ud800"}, {"role": "\udc00"}, {"name": "é"}, {"incarnation": "3"},
+        {"incarnation": True}, {"incarnation": -1}, {"proof": ""}, {"proof": 0}, {"proof": "zz"},
     ],
 )  # fmt: skip
 def test_a_malformed_hello_is_refused(fields):
@@ -134,6 +135,12 @@ def test_a_malformed_hello_is_refused(fields):
     with pytest.raises(Refused):
         door.receive(changed(client().begin(), **fields))
     assert door.peer is None
+
+
+def test_no_member_has_an_incarnation_that_nobody_follows():
+    """The next process of that name would have no greater one that can be written down."""
+    with pytest.raises(Refused, match="incarnation"):
+        server().receive(client(who=Identity("agent", "node-1", 10**200)).begin())
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"7", b"\xff", b"[" * 500, b"{" * 500, b'{"a":' * 100])
@@ -146,6 +153,19 @@ def test_a_long_frame_is_refused_before_it_has_come():
     for door in (server(), client()):
         with pytest.raises(Refused, match="a frame of 513 bytes"):
             door.receive(struct.pack(">I", 513))
+
+
+@pytest.mark.parametrize("text", ["\ud800", "\udc00", "\ud800\ud800", "a\udcffb", "\udc00\ud800", "\ud800x"])
+def test_half_a_surrogate_pair_does_not_come_in(text):
+    """The record, a log, a terminal or a snapshot of the state could not be written with it."""
+    said = parsed(json.dumps({"text": text, text: 1}).encode())
+    assert set(said["text"]) <= {"\ufffd", "a", "b", "x"} and len(said["text"]) == len(text)
+    assert said.keys() == {"text", said["text"]}
+
+
+@pytest.mark.parametrize("text", ["😀", "\\ud800", "\\😀\\\\udc00", 'é\n"\t', "\\u"])
+def test_other_text_comes_in_as_it_is(text):
+    assert parsed(json.dumps({"text": text}).encode()) == {"text": text}
 
 
 def test_keys_are_not_shown():

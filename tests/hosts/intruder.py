@@ -25,12 +25,22 @@ from phalanx.runtime.transport import Link
 
 BATCH = 2000
 PATIENCE_S = 1.0
+
+
+def hello(**fields):
+    """Without a proof."""
+    said = {"type": "hello", "nonce": "00", "role": "agent", "name": "node-0", "incarnation": 9, "proof": ""}
+    body = json.dumps(said | fields).encode()
+    return struct.pack(">I", len(body)) + body
+
+
 SAID = {
     "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "noise": bytes(range(256)) * 8,
     "4 GiB": b"\xff\xff\xff\xff",
-    "a hello without a proof": struct.pack(">I", 83)
-    + b'{"type":"hello","nonce":"00","role":"agent","name":"node-0","incarnation":9,"proof":""}'[:83],
+    "a hello without a proof": hello(),
+    "a name that cannot be encoded": hello(name="\ud800"),
+    "a role that cannot be encoded": hello(role="\udc00"),
 }
 
 

@@ -41,3 +41,25 @@ def test_an_address_that_is_none_is_named():
 def test_a_server_that_is_not_there_is_named():
     with pytest.raises(RunFailed, match=r"host=127.0.0.1 port=1 .* cannot be opened"):
         take_turns("postgresql://u@127.0.0.1:1/x", False, None, print, print)
+
+
+@pytest.mark.parametrize(
+    ("url", "mode"),
+    [
+        ("postgresql://phalanx@db/run7", "require"),
+        ("postgresql://phalanx@127.0.0.1,10.0.0.7/run7", "require"),
+        ("postgresql://phalanx@db/run7?sslmode=verify-full", "verify-full"),
+        ("postgresql://phalanx@db/run7?sslmode=disable", "disable"),
+        ("postgresql://phalanx@localhost:5432/run7", None),
+        ("postgresql:///run7?host=/run/postgresql", None),
+        ("postgresql:///run7", None),
+    ],
+)
+def test_what_goes_to_a_journal_on_another_host_is_encrypted(monkeypatch, url, mode):
+    """The key by which ranks hand each other their state is in it."""
+    pytest.importorskip("psycopg")
+    for name in ("PGSSLMODE", "PGHOST"):
+        monkeypatch.delenv(name, raising=False)
+    assert JournalServer(url, "a")._about.get("sslmode") == mode
+    monkeypatch.setenv("PGSSLMODE", "verify-ca")  # which libpq reads itself
+    assert JournalServer("postgresql://phalanx@db/run7", "a")._about.get("sslmode") is None

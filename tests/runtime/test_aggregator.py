@@ -665,7 +665,12 @@ ABOUT = inventory.about("127.0.0.1") | {"clock_s": 0.0}
 
 
 @pytest.mark.parametrize(
-    "about", [{}, ABOUT | {"incarnation": 9}, ABOUT | {"clock_s": "now"}], ids=["nothing", "more", "another type"]
+    "about",
+    [
+        *({}, ABOUT | {"incarnation": 9}, ABOUT | {"clock_s": "now"}),
+        *(ABOUT | more for more in ({"clock_s": 10**400}, {"memlock_bytes": -(10**400)}, {"clock_s": float("nan")})),
+    ],
+    ids=["nothing", "more", "another type", "too late", "too little", "no number"],
 )
 def test_who_says_nonsense_of_itself_does_not_join(cluster, about):
     """It would go to the record, and to the process that keeps it."""

@@ -452,6 +452,25 @@ def turn_until(loop, what):
     return wait_for(lambda: loop.turn(0.01) or what())
 
 
+def test_a_node_cannot_end_the_meeting_of_the_others(play, inside):
+    """It has a token, and names a generation that is far away."""
+    made = inside(aggregate=True)
+    at = made.aggregator.server.address
+    heard = []
+    hear = lambda session, number, body: heard.extend(body.get("items", ()))  # noqa: E731
+    good, bad = (Link(made.loop, play.secret, Identity("agent", name, 1), [at], COMMANDS, hear) for name in "ab")
+    made.gang.gen.number = made.gang.worlds.last = 1
+    turn_until(made.loop, lambda: made.aggregator.link.session and good.session and bad.session)
+    for what in ("gang", "replica 0"):
+        good.tell({"type": "store", "items": [["set", what, 1, "room/k", "dg=="]]})
+        bad.tell({"type": "store", "items": [["join", what, 10**9, "room"]]})
+    turn_until(made.loop, lambda: len(heard) == 2)
+    bad.tell({"type": "store", "items": [["join", "gang", 1, "room"], ["join", "replica 0", 1, "room"]]})
+    turn_until(made.loop, lambda: len(heard) == 4)
+    assert sorted(item[0] for item in heard) == ["have", "have", "over", "over"]
+    good.close(), bad.close()
+
+
 def test_a_snapshot_is_the_same_as_the_journal(play, inside):
     made = inside(snapshot_every=3)
     events = [messages.NodeJoined(name, 1, "", f"{name}:1") for name in "abcdefgh"]

@@ -110,6 +110,13 @@ def test_a_node_whose_starter_knows_a_part_of_its_place_says_that_part(monkeypat
     assert found[0].topology == place
 
 
+@pytest.mark.parametrize("name", ["büro", "a b", "\udcff"])
+def test_a_node_with_a_name_that_no_run_takes_is_told_so_here(tmp_path, capsys, name):
+    load_secret(tmp_path / "secret")
+    assert node.main(["--join", "127.0.0.1:7", "--secret", str(tmp_path / "secret"), "--name", name]) == 2
+    assert "--name" in capsys.readouterr().err
+
+
 @pytest.fixture
 def controller(tmp_path):
     write_plan(tmp_path, Plan(Layout(replica=2, ranks_per_node=1), 10, 0, 0, Policy(save=False)))
@@ -158,6 +165,27 @@ def test_nodes_with_another_torch_are_refused_with_both_versions(controller):
     assert "it runs torch 2.11.0, and the other nodes run 2.13.0+cu130" in refused["reason"]
 
 
+def test_a_first_node_with_the_wrong_torch_does_not_keep_the_others_out_for_ever(controller):
+    join(controller, "a", "1", "10.0.0.1", torch="2.11.0")
+    has_joined(controller, "a", 1)
+    assert join(controller, "b", "2", "10.0.0.2", torch="2.13.0")["type"] == "refused"
+    assert join(controller, "a", "3", "10.0.0.1", torch="2.13.0")["type"] == "serve", "it was repaired"
+    has_joined(controller, "a", 2)
+    assert join(controller, "b", "4", "10.0.0.2", torch="2.13.0")["type"] == "serve"
+    has_joined(controller, "b", 1)
+    controller.gang.members.nodes["a"].dead = True
+    assert join(controller, "c", "5", "10.0.0.3", torch="2.11.0")["type"] == "refused", "b has another"
+
+
+def test_after_a_restart_of_the_controller_a_live_nodes_name_is_still_its_own(controller):
+    controller._take("event", {"event": NodeJoined("a", 1, "d", address="10.0.0.1,10.1.0.1").to_dict()})
+    assert not controller._joined, "as after a restart"
+    refused = join(controller, "a", "2", "10.0.0.9")
+    assert refused["type"] == "refused" and not refused["final"] and "10.0.0.1" in refused["reason"]
+    assert join(controller, "a", "1", "10.0.0.1")["incarnation"] == 2
+    assert join(controller, "a", "1", "10.0.0.9")["incarnation"] == 3, "the same process, over another network"
+
+
 def test_a_node_says_what_it_has(monkeypatch):
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "spine0.leaf3.n7")
     said = inventory.about("127.0.0.1")
@@ -190,6 +218,26 @@ def test_hosts_come_from_a_list_or_from_a_file_that_says_how_to_get_there(tmp_pa
 def test_an_address_that_is_none_is_named(text):
     with pytest.raises(UserError, match="--join"):
         inventory.parse_address(text, "--join")
+
+
+@pytest.mark.parametrize(("network", "remedy"), [("10.77.1.3/24", "10.77.1.0/24"), ("rack 7", "10.1.0.0/16")])
+def test_what_is_no_network_is_named_with_one_that_is(network, remedy):
+    with pytest.raises(UserError, match=f'run.networks = {network!r}: it is no network.*\n.*write it as "{remedy}"'):
+        inventory.inside(network)
+
+
+def test_a_node_joins_by_the_first_address_to_which_there_is_a_route(monkeypatch):
+    near = inventory._address_towards
+
+    def towards(host):
+        if host.startswith("203.0.113."):
+            raise UserError(f"{host} cannot be reached from here")
+        return near(host)
+
+    monkeypatch.setattr(inventory, "_address_towards", towards)
+    assert inventory.address_towards("203.0.113.1", "127.0.0.1") == "127.0.0.1"
+    with pytest.raises(UserError, match=r"203\.0\.113\.2 cannot be reached"):
+        inventory.address_towards("203.0.113.1", "203.0.113.2")
 
 
 def test_a_node_knows_its_interfaces(monkeypatch):

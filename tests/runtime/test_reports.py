@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -198,6 +199,38 @@ def test_a_message_that_is_not_understood_is_told_and_ends_nothing(tmp_path):
     cluster._heard({**about, "body": {}})
     cluster._heard({**about, "body": {"type": "checkpoints_removed"}})
     assert told == ["node", "checkpoints_removed"]
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path):
+    told = []
+    cluster = Cluster(Job(), tmp_path, Entries("x:y", "x:y"), told.append, lambda: False)
+    log = {"type": "log", "node": "a", "file": "x.log", "text": "one \ud800 two"}
+    cluster._heard(log)
+    assert (tmp_path / "logs" / "a" / "x.log").read_text() == "one ? two" and not told
+    (tmp_path / "logs" / "b").write_text("where its folder would be")  # as a disk that takes nothing
+    cluster._heard(log | {"node": "b"})
+    cluster._heard({"type": "exit", "node": "a", "worker": 10**400})
+    cluster._heard({"type": "step"})
+    assert [(event["type"], event.get("node")) for event in told] == [("node", "b"), ("exit", "a"), ("node", "")]
+
+
+def test_why_a_node_has_not_joined_is_told_once(tmp_path):
+    """A firewall before the head: without it the user sees nothing until the nodes give up."""
+    told, log = [], tmp_path / "a.log"
+    cluster = Cluster(Job(), tmp_path, Entries("x:y", "x:y"), told.append, lambda: False)
+    cluster.nodes_up["a"] = SimpleNamespace(log=log)
+    log.write_text("Warning: added to the known hosts\nnot joined yet: nobody\nnot joined yet: a fire")
+    cluster._tell_waiting()
+    with log.open("a") as file:
+        file.write("wall\nnot joined yet: nobody\n")
+    cluster._tell_waiting()
+    cluster._tell_waiting()
+    assert [event["what"] for event in told] == ["not joined yet: nobody", "not joined yet: a firewall"]
+    cluster.incarnations["a"] = 1
+    with log.open("a") as file:
+        file.write("not joined yet: something else\n")
+    cluster._tell_waiting()
+    assert len(told) == 2, "it has joined"
 
 
 def test_a_step_that_is_heard_late_is_recorded_at_the_time_when_it_was_over(tmp_path):

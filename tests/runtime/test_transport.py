@@ -383,6 +383,8 @@ STRANGERS = {
     "has no proof": [hello(proof="")],
     "has a proof that is no hex": [hello(proof="zz")],
     "has the proof of somebody else": [hello(name="mallory")],
+    "has a name that cannot be encoded": [hello(name="\ud800")],
+    "has a role that cannot be encoded": [hello(role="\udc00")],
     "comes with an answer": [framed(b'{"type":"answer","proof":"00"}')],
     "comes with a message": [framed(b'{"type":"post","seq":1,"body":{"type":"n","value":1}}')],
 }
@@ -419,6 +421,52 @@ def test_a_stranger_gets_nothing_and_harms_nothing(net, pieces, handshake_s):
     good.flush(60)
     assert net.values() == list(range(count)) and server.refused == 1 and not server._porch.strangers
     assert "eve" not in server.sessions
+
+
+def test_a_hello_on_which_the_proof_itself_raises_is_refused(net, monkeypatch):
+    """Nobody has thought of everything that a stranger may send."""
+
+    def token_of(self, role, name):
+        raise ValueError("something that nobody thought of")
+
+    server = net.serve()
+    monkeypatch.setattr(Secret, "token_of", token_of)
+    with socket.create_connection(server.address) as stranger:
+        stranger.sendall(hello(Token("agent", "eve", bytes(32))))
+        net.until(lambda: server.refused, 10)
+        assert stranger.recv(100) == b""
+    monkeypatch.undo()
+    good = net.link()
+    good.post(n(1))
+    good.flush(60)
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, OverflowError, UnicodeError, AttributeError])
+def test_a_handler_that_raises_on_what_a_member_sent_ends_that_connection_alone(net, capsys, error):
+    def hear(session, number, body):
+        if session.peer.name == "bad":
+            raise error("nobody thought of it")
+        heard.append(body["value"])
+
+    heard, server = [], net.serve(on_message=hear)
+    bad, good = net.link("bad"), net.link("good")
+    bad.post(n(1))
+    net.until(lambda: server.refused, 10)
+    good.post(n(2))
+    net.until(lambda: heard == [2], 10)
+    said = capsys.readouterr().err
+    assert "what bad sent was not understood" in said and "Traceback" in said
+
+
+def test_a_server_with_a_state_to_keep_is_not_left_with_half_of_it(net):
+    def hear(session, number, body):
+        raise KeyError("a bug")
+
+    net.serve(on_message=hear, exact=True)
+    link = net.link()
+    link.post(n(1))
+    with pytest.raises(KeyError, match="a bug"):
+        net.until(lambda: False, 10)
 
 
 def test_a_hello_that_was_recorded_is_no_proof(net):

@@ -30,6 +30,7 @@ def refusal(*sets: str) -> UserError:
         ("cluster.tp=2", "cluster", {"tp": 2}, "did you mean layout.tp?"),
         ("zzz.zzz=2", "zzz", {"zzz": 2}, "The sections are model, layout"),
         ("train=3", "train", 3, "[train] is a section"),
+        ('run.networks=["10.77.1.3/24"]', "run.networks", ["10.77.1.3/24"], 'write it as "10.77.1.0/24"'),
         ("train.steps=abc", "train.steps", "abc", "Give an integer >= 1"),
         ("train.steps=true", "train.steps", True, "Give an integer >= 1"),
         ("train.steps=2.0", "train.steps", 2.0, "Give an integer >= 1"),

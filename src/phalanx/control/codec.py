@@ -25,7 +25,7 @@ class _Refused(ValueError):
 
 
 def to_bytes(value: Any) -> bytes:
-    return json.dumps(encode(value, table=True), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return json.dumps(encode(value, table=True), sort_keys=True, separators=(",", ":")).encode()
 
 
 def from_bytes(kind: type[T], data: bytes) -> T:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from phalanx.control import codec
+from phalanx.core.errors import MOST_INT
 
 M = TypeVar("M", bound="Message")
 EVERYONE = ("*",)  # all nodes that are there
@@ -39,6 +40,8 @@ class Message:
         for name, least in _least(kind):
             if rest[name] < least:
                 raise ValueError(f"{kind.__name__}.{name} = {rest[name]}: expected no negative number")
+            if rest[name] >= MOST_INT:
+                raise ValueError(f"{kind.__name__}.{name} = {str(rest[name])[:30]}: expected less than {MOST_INT}")
         return found
 
 

@@ -51,5 +51,8 @@ class TimeUp(KeyboardInterrupt):
     """A run that was stopped because its engine's time limit is near. It may be started again."""
 
 
+MOST_INT = 1 << 63  # that a peer may send: what follows from such numbers has a text, and a float
+
+
 class WireError(ValueError):
     """A peer sent what the protocol does not allow."""

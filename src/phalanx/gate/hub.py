@@ -6,7 +6,8 @@ before it. Inside a scope each group has a room, the part of its keys before the
 anybody in a room joins it at the next hub up, and from then on is told all that is set there: when a rank asks for a
 key of another node it is there already, mostly, and what a group says goes to the nodes of that group alone.
 
-A key is set once in its scope. Counters are the topmost hub's, and are read by adding 0.
+A key is set once in its scope: another value for it is not taken. Counters are the topmost hub's, and are read by
+adding 0.
 
 After a connection to the next hub was lost, `resync` says everything again. So a hub may die and come back empty at any
 time, and those who wait at others wait for the key, not for the hub.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.core.errors import WireError
+from phalanx.core.errors import MOST_INT, WireError
 
 Item = list[Any]
 Kinds = dict[str, tuple[type | tuple[type, ...], ...]]
@@ -56,10 +57,16 @@ class Gathering:
 
 
 class Hub:
-    """`send(who, item)` tells one below, `up(item)` the next hub; None: this is the topmost."""
+    """`send(who, item)` tells one below, `up(item)` the next hub; None: this is the topmost. `newest(what)`: the number
+    of the last meeting that anybody was sent to; None: it is not known here."""
 
-    def __init__(self, send: Callable[[Any, Item], object], up: Callable[[Item], object] | None = None):
-        self._send, self._up = send, up
+    def __init__(
+        self,
+        send: Callable[[Any, Item], object],
+        up: Callable[[Item], object] | None = None,
+        newest: Callable[[str], int | None] = lambda what: None,
+    ):
+        self._send, self._up, self._newest = send, up, newest
         self._scopes: dict[str, Gathering] = {}  # the last of each
         self._calls: dict[int, tuple[Any, int]] = {}  # on their way up: whose, and its number
         self._count = 0
@@ -73,6 +80,8 @@ class Hub:
     def take(self, who: Hashable, item: Any) -> None:
         """WireError."""
         kind, what, number, *fields = check(item, ITEMS)
+        if not 0 <= number < MOST_INT:
+            raise WireError(f"store item of the meeting {str(number)[:30]}: expected 0 to {MOST_INT}")
         if kind == "call":
             check_call(*fields[1:])  # here, so that it ends the connection of its sender and nobody else's
         scope = self._enter(what, number)
@@ -96,9 +105,12 @@ class Hub:
         self._calls = {number: call for number, call in self._calls.items() if call[0] != who}
 
     def _enter(self, what: str, number: int) -> Gathering | None:
-        """None: that meeting is over. If it is a new one, the one before is."""
+        """None: that meeting is over, or nobody was sent to it. If it is a new one, the one before is over."""
         last = self._scopes.get(what)
         if last is None or number > last.number:
+            newest = self._newest(what)
+            if newest is not None and number > newest:
+                return None
             if last:
                 self._end(what, last)
             self._scopes[what] = last = Gathering(number)
@@ -122,6 +134,12 @@ class Hub:
         scope.members.setdefault(room, set()).add(who)
 
     def _set(self, who: Hashable, scope: Gathering, what: str, key: str, value: str) -> None:
+        room = room_of(key)
+        known = self._open(scope, what, room).get(key)
+        if known not in (None, value):
+            if who in scope.members.get(room, ()):  # a hub below, which has to agree with the others
+                self._send(who, ["have", what, scope.number, key, known])
+            return
         self._keep(scope, what, key, value, who)
         if self._up:
             self._up(["set", what, scope.number, key, value])
@@ -162,6 +180,8 @@ class Hub:
             try:
                 total = args[1] + (int(base64.b64decode(there)) if there else 0)
             except ValueError:  # what was set there is no number
+                return None
+            if not -MOST_INT <= total < MOST_INT:
                 return None
             self._keep(scope, what, args[0], base64.b64encode(str(total).encode()).decode())
             return total
@@ -216,3 +236,5 @@ def check_call(op: str, args: list[Any]) -> None:
     types = (str,) * len(args) if op == "check" else CALLS.get(op)
     if types is None or len(args) != len(types) or not all(map(isinstance, args, types)):
         raise WireError(f"store call {op!r} of {str(args)[:200]}: expected one of check, {', '.join(CALLS)}")
+    if not all(-MOST_INT <= arg < MOST_INT for arg in args if isinstance(arg, int)):
+        raise WireError(f"store call {op!r} with a number over {MOST_INT}")

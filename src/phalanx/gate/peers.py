@@ -209,7 +209,7 @@ class Gate:
                 self._admit(stranger)
             else:
                 self._loop.watch(stranger, READ | (WRITE if stranger.out else 0), lambda mask: self._on_event(stranger))
-        except (OSError, WireError) as error:
+        except (OSError, ValueError) as error:  # WireError is one; no stranger may end this thread
             self._refuse(stranger, str(error))
 
     def _admit(self, stranger: _Stranger) -> None:

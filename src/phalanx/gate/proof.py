@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 import secrets
 import struct
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.core.errors import WireError
+from phalanx.core.errors import MOST_INT, WireError
 
 KEY_BYTES = 32
 HELLO_BYTES = 512  # a frame of somebody who has proven nothing
 _LENGTH = struct.Struct(">I")
+_PAIR, _LONE = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}", rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+_ESCAPES = re.compile(_PAIR + rb"|(" + _LONE + rb")|\\.")
 
 
 class Refused(WireError):
@@ -118,6 +121,8 @@ class Proof:
             return b""
         self._nonces[theirs] = _unhex(_field(said, "nonce", str))
         who = Identity(_field(said, "role", str), _field(said, "name", str), _field(said, "incarnation", int))
+        if not 0 <= who.incarnation < MOST_INT:
+            raise Refused(f"{kind}.incarnation = {who.incarnation}: expected 0 to {MOST_INT}")
         self._who[theirs] = who
         if self._server:
             token = self._secret.token_of(who.role, who.name)
@@ -164,16 +169,20 @@ def mac(key: bytes, label: str, *parts: bytes) -> bytes:
 
 
 def parsed(body: bytes) -> Any:
+    """Half a surrogate pair, which JSON can name and no encoding takes, becomes U+FFFD: an error message may have one,
+    and it must end nobody who writes it down. Refused: it is no JSON in ASCII."""
     try:
-        return json.loads(body)
+        if b"\\ud" in body or b"\\uD" in body:
+            body = _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
+        return json.loads(body.decode("ascii"))
     except (ValueError, RecursionError):
         raise Refused("a frame is not JSON") from None
 
 
 def _field(said: dict[str, Any], name: str, kind: type) -> Any:
-    value = said.get(name)
-    if type(value) is not kind:
-        raise Refused(f"{said['type']}.{name} = {str(value)[:80]!r}: expected {kind.__name__}")
+    value: Any = said.get(name)
+    if type(value) is not kind or (isinstance(value, str) and not value.isascii()):
+        raise Refused(f"{said['type']}.{name} = {str(value)[:80]!a}: expected {kind.__name__} (ASCII)")
     return value
 
 

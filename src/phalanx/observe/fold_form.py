@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from phalanx.core.errors import MOST_INT
 from phalanx.observe.fold import SLOWEST, Fold, Spans, size
 
 MOST_RANK = 1 << 24
 MOST_BIN = 70_000  # of step times: its exponential is a float
 MOST_AGO_S = 30 * 86_400
-MOST_INT = 1 << 63  # an integer that a float can hold
 MOST_SUM = 1 << 200  # of validation losses: divided by the tokens, it is a float
 OPTIONAL = frozenset({"readings", "ago_s"})
 Check = Callable[[Any], bool]

@@ -46,6 +46,7 @@ from phalanx.run.start import AUTO, FOLDER, NEW, Start, check_fits, check_room, 
 from phalanx.run.stop import Stop
 from phalanx.run.validations import Validations, told
 from phalanx.runtime.cluster import Begin, Cluster, Entries, Shared, Superseded
+from phalanx.runtime.joining import WAITING
 from phalanx.runtime.journal import JournalError
 from phalanx.runtime.launch import Adapter, Local
 
@@ -513,6 +514,8 @@ class _Run:
             elif event["type"] == "node" and event["what"] == "joined":
                 for text in warnings(event):
                     self.listener.note(text)
+            elif event["type"] == "node" and event["what"].startswith(WAITING):
+                self.listener.note(f"node {event['node']} has {event['what']}")
             elif event["type"] == "listening" and not self.adapter.is_one_machine:
                 self._tell_where(event)
             return

@@ -145,6 +145,7 @@ class Aggregator:
         beat_s: float = BEAT_S,
         recorder: tuple[str, int] | None = None,  # a relay before the one that the controller names
         near: NearTables | None = None,  # where it keeps the step times of its ranks
+        newest: Callable[[str], int | None] = lambda what: None,  # of meetings, as `gate.hub` asks
     ):
         self._recorder, self._near = recorder, near
         self.liveness = Liveness(round(beat_s * 1e9))
@@ -166,7 +167,7 @@ class Aggregator:
         self._secret, self._me = secret, me
         self.folder = Folder(loop)
         self._below = Sending(loop, lambda name: self.server.sessions.get(name))
-        self.hub = Hub(self._below.add, self._raise)
+        self.hub = Hub(self._below.add, self._raise, newest)
         self.server = Server(
             loop, secret, me, REPORTS, self._reported, on_close=self._ended, host=host, port=port, roles=("agent",)
         )

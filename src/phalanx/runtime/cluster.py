@@ -7,6 +7,7 @@ If this process ends, what it started does too: agents and controller end with t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -30,12 +31,13 @@ from phalanx.gate.proof import KEY_BYTES
 from phalanx.gate.tls import Certificate, is_loopback
 from phalanx.observe import fold
 from phalanx.runtime import controller, inventory, log_tail
+from phalanx.runtime.joining import WAITING
 from phalanx.runtime.journal import Fenced, JournalError
 from phalanx.runtime.journal_server import JournalServer, Kept
 from phalanx.runtime.launch import Adapter, AgentProcess, Call, Local, Seat, Started
 from phalanx.runtime.reports import Recorder
 from phalanx.runtime.secret import READ, Identity, Secret, copy_secret, load_secret
-from phalanx.runtime.transport import Link, Loop
+from phalanx.runtime.transport import ODD, Link, Loop
 from phalanx.runtime.wire import Message
 
 POLL_S = 0.1
@@ -51,6 +53,7 @@ FAR_S = 30.0  # between two attempts to start an agent on a host that is lost
 SILENT_S = 10.0  # a controller that gives no sign of life for so long is ended and started again
 LAST_WORDS_S = 5.0  # from an orderly stop to the last word of all agents
 LEAVE_LIMIT_S = 60.0  # from the end of the run to the last word of all ranks
+LOG_BYTES = 64 << 10  # of an agent's log, in one look
 SILENCE_BEATS = 12  # in which nodes fall silent "at once"
 
 
@@ -206,6 +209,8 @@ class Cluster:
         self._deaths: dict[str, list[float]] = {}  # what died -> when, of the latest
         self._lost: dict[str, int] = {}  # node -> how often it was said to be lost
         self._failures: dict[str, int] = {}  # node -> how often it ended since it joined
+        self._read_upto: dict[str, int] = {}  # by node: of its agent's log
+        self._told_waiting: set[tuple[str, str]] = set()  # a node, and why it has not joined
         self._first_commit = 0  # the last generation that had one
         self._link: Link | None = None
         self._recorder: Recorder | None = None
@@ -412,6 +417,8 @@ class Cluster:
 
     def _start_node(self, name: str) -> None:
         env = {"PHALANX_SESSION": self.session}
+        log = self.run_dir / "logs" / f"{name}.log"
+        self._read_upto[name] = log.stat().st_size if log.exists() else 0  # an earlier process may have written to it
         agent = self.adapter.start(Call(self.seats[name], self.join, self.secret, self.run_dir, env))
         self.nodes_up[name] = agent
         self.loop.watch(agent, READ, lambda mask: self._lose_node(name))
@@ -427,6 +434,8 @@ class Cluster:
             self._look_at = now + LOOK_S
             self._add_nodes()
             self._end_lost()
+            if not self.start_s:
+                self._tell_waiting()
         for name in [w for w, at in self._again.items() if at <= now]:
             del self._again[name]
             if name == "controller":
@@ -475,6 +484,20 @@ class Cluster:
             before, self.seats = self.seats, self._find_seats()
             for name in self.seats.keys() - before:
                 self._start_node(name)
+
+    def _tell_waiting(self) -> None:
+        """Before the first step: tell why a node has not joined. It says so in its log alone, which is on this host."""
+        for name, agent in self.nodes_up.items():
+            if name in self.incarnations:
+                continue
+            with contextlib.suppress(OSError), agent.log.open("rb") as file:
+                file.seek(self._read_upto.get(name, 0))
+                *lines, rest = file.read(LOG_BYTES).split(b"\n")
+                self._read_upto[name] = file.tell() - len(rest)
+                for line in dict.fromkeys(each.decode(errors="replace") for each in lines):
+                    if line.startswith(WAITING) and (name, line) not in self._told_waiting:
+                        self._told_waiting.add((name, line))
+                        self._tell_node(name, line)
 
     def _end_lost(self) -> None:
         """End what runs on nodes that are said to be lost."""
@@ -537,15 +560,21 @@ class Cluster:
         self.on_event(said)
 
     def _heard(self, item: Message) -> None:
-        """Something for the record, of a node or of ranks."""
+        """Record what a node or ranks have said. One that says nonsense must not end the run, nor a full disk."""
+        try:
+            self._hear(item)
+        except OSError as error:
+            self._tell_node(str(item.get("node", "")), f"said what could not be written down: {error}")
+        except ODD as error:
+            text = f"said what was not understood, and is not recorded: {error!r}"
+            self._tell_node(str(item.get("node", "")), text)
+
+    def _hear(self, item: Message) -> None:
         kind, agent = item["type"], self.nodes_up.get(item.get("node", ""))
         if kind == "log":
             log_tail.write(self.run_dir / "logs", item["node"], item)
         elif kind == "message":
-            try:
-                self._hear_message(item)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:  # one node must not end the run
-                self._tell_node(item["node"], f"said what was not understood, and is not recorded: {error!r}")
+            self._hear_message(item)
         elif kind in ("started", "exit", "hang"):
             if agent and kind == "started" and item["worker"] >= 0:
                 agent.running[item["worker"]] = item["pid"]

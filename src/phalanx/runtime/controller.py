@@ -46,7 +46,7 @@ from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, PING_S, Aggregator
 from phalanx.runtime.journal import Entry, Fenced, Journal, JournalError, Tables
 from phalanx.runtime.journal_server import JournalServer
 from phalanx.runtime.secret import READ, Identity, Secret, load_secret
-from phalanx.runtime.transport import Link, Loop, Server, Session
+from phalanx.runtime.transport import ODD, Link, Loop, Server, Session
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 URGENT_S = 0.1  # that a decision is waited for, before others are heard
@@ -222,7 +222,7 @@ class Controller:
         self._recorder = list(recorder or ())
         self._given: dict[str, int] = {}  # node -> the last incarnation that it was given
         self._joined: dict[str, tuple[str, str]] = {}  # node -> its life and address
-        self._torch = ""  # the version that the nodes have
+        self._torch = ""  # the version that those of them have that live
         self.over = ""  # why it ends
         self.fenced = False  # another controller acts, or may
         self.plan = read_plan(self.folder)
@@ -254,15 +254,15 @@ class Controller:
             host=host,
             port=port or old["port"],
             roles=("aggregator", "user"),
+            exact=True,  # if an entry is half taken in, the next controller folds the journal
         )
-        self.hub = Hub(Sending(self.loop, self.server.sessions.get).add)
+        self.hub = Hub(Sending(self.loop, self.server.sessions.get).add, newest=self._newest)
         self.aggregator: Aggregator | None = None
         if aggregate:
             near = Identity("aggregator", "local", self.journal.term)
             at = join_port or (old["aggregators"][0][1] if old["aggregators"] else 0)
-            self.aggregator = Aggregator(
-                self.loop, secret, near, [self.server.address], host, at, seed=self.journal.term, beat_s=beat_s
-            )
+            about: dict[str, Any] = {"seed": self.journal.term, "beat_s": beat_s, "newest": self._newest}
+            self.aggregator = Aggregator(self.loop, secret, near, [self.server.address], host, at, **about)
         self.loop.watch(self.journal, READ, lambda mask: self._settle())
         self._lose_absent()
         self._tick()
@@ -427,18 +427,32 @@ class Controller:
             if self._speaker[0] != self.gang.generation and any(map(_tells_steps, items)):
                 self._speaker = (self.gang.generation, session.peer.name)
             self._take("reports", {"from": session.peer.name, "items": items}, session, number)
-        elif kind == "ping":
-            self._pinged(session, body)
-        elif kind == "joins":
-            session.tell({"type": "admitted", "items": [self._admit(item) for item in body["items"]]})
-        elif kind == "store":
-            for item in body["items"]:
-                self.hub.take(session.peer.name, item)
         elif kind == "status":
             session.post(self.status())
             session.ack(number)
-        else:
+        elif kind == "ask":
             self._ask(session, number, body["event"])
+        else:
+            try:
+                self._hear_in_passing(session, body)
+            except ODD as error:
+                raise WireError(f"{kind} from {session.peer.name}: {error!r}") from error
+
+    def _hear_in_passing(self, session: Session, body: Message) -> None:
+        """What is in no journal."""
+        if body["type"] == "ping":
+            self._pinged(session, body)
+        elif body["type"] == "joins":
+            session.tell({"type": "admitted", "items": [self._admit(item) for item in body["items"]]})
+        else:
+            for item in body["items"]:
+                self.hub.take(session.peer.name, item)
+
+    def _newest(self, what: str) -> int | None:
+        """Return the number of the last meeting that nodes were sent to."""
+        if what == "gang":
+            return self.gang.generation
+        return self.gang.worlds.last if what.startswith("replica ") else None
 
     def _pinged(self, session: Session, body: Message) -> None:
         """Renew a lease. However many aggregators there are, a few pings come in a second, several in a lease."""
@@ -457,16 +471,18 @@ class Controller:
     def _admit(self, join: Message) -> Message:
         """Give a node that joins its incarnation, which is greater than all earlier ones of its name."""
         node, life, about, asker = str(join["node"]), str(join["life"]), join["about"], {"node": join["node"]}
-        known, before = self.gang.members.nodes.get(node), self._joined.get(node, ("", ""))
-        address = str(about.get("address"))
-        if known and not known.dead and before[0] not in ("", life) and before[1] != address:
+        known, address = self.gang.members.nodes.get(node), str(about.get("address"))
+        before, at = self._joined.get(node, ("", ""))
+        if known and not before:  # this controller has not admitted it, an earlier one has
+            at = known.address
+        if known and not known.dead and at and before != life and address not in at.split(","):
             reason = (
-                f"a node with the name {node} is here already, at {before[1]}: give this one another name by --name, "
+                f"a node with the name {node} is here already, at {at}: give this one another name by --name, "
                 "or wait until that one is given up"
             )
             return {**asker, "type": "refused", "reason": reason, "final": False}
         torch = str(about.get("torch", ""))
-        if torch != (self._torch or torch):
+        if self._torch not in ("", torch) and self._has_other(node):  # seldom: it looks at all nodes
             reason = f"it runs torch {torch}, and the other nodes run {self._torch}: install the same on all of them"
             return {**asker, "type": "refused", "reason": reason, "final": True}
         self._torch = torch
@@ -474,6 +490,11 @@ class Controller:
         self._joined[node] = (life, address)
         self.printer.say("joined", node=node, incarnation=number, about=about)
         return {**asker, "type": "serve", "incarnation": number}
+
+    def _has_other(self, node: str) -> bool:
+        """Return whether another node was admitted that lives, or is about to speak."""
+        nodes = self.gang.members.nodes
+        return any(name != node and not (name in nodes and nodes[name].dead) for name in self._joined)
 
     def _ask(self, session: Session, number: int, body: Message) -> None:
         try:

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import UserError
+from phalanx.core.errors import MOST_INT, UserError
 from phalanx.core.limits import limit_bytes, num_cores
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
@@ -55,8 +55,15 @@ def resolve(host: str, field: str) -> str:
         ) from None
 
 
-def address_towards(host: str) -> str:
-    """The address of the interface from which this host reaches another."""
+def address_towards(*hosts: str) -> str:
+    """The address of the interface from which this host reaches another, the first to which there is a route."""
+    for host in hosts[:-1]:
+        with contextlib.suppress(UserError):
+            return _address_towards(host)
+    return _address_towards(hosts[-1])
+
+
+def _address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((host, 9))  # nothing is sent
@@ -83,9 +90,21 @@ def interface_of(address: str) -> str:
     return next((name for name, has in interfaces().items() if has == address), "")
 
 
+def network_near(text: str) -> str:
+    """The network of an address that was written with a prefix; "": it is none."""
+    try:
+        return str(ipaddress.ip_network(text, strict=False))
+    except ValueError:
+        return ""
+
+
 def inside(network: str) -> dict[str, str]:
     """The interfaces of this host that are in a network."""
-    known = ipaddress.ip_network(network)
+    try:
+        known = ipaddress.ip_network(network)
+    except ValueError as error:
+        remedy = f'write it as "{network_near(network) or "10.1.0.0/16"}"'
+        raise UserError(f"it is no network: {error}", field="run.networks", value=network, remedy=remedy) from None
     return {name: address for name, address in interfaces().items() if ipaddress.ip_address(address) in known}
 
 
@@ -158,6 +177,9 @@ def check_about(said: Message) -> None:
     check({**said, "type": "about"}, ABOUT)
     if more := said.keys() - ABOUT["about"].keys():
         raise WireError(f"about.{min(more)} is not known")
+    for name, value in said.items():
+        if isinstance(value, (int, float)) and not -MOST_INT < value < MOST_INT:  # no number at all is refused too
+            raise WireError(f"about.{name} = {str(value)[:30]}: expected at most {MOST_INT}")
 
 
 def _version_of(package: str) -> str:

@@ -15,6 +15,7 @@ from phalanx.runtime.transport import Link, Loop, Session
 from phalanx.runtime.wire import Message
 
 AGAIN_S = 1.0
+WAITING = "not joined yet: "  # how a line of the log begins that says why
 
 
 HINTS = {
@@ -66,7 +67,7 @@ class Joiner:
             self._ask()
             self._loop.after(AGAIN_S, self._again)
             if self._link.trouble:
-                self._complain(f"not joined yet: {self._link.trouble}{hint(self._link.trouble)}")
+                self._complain(f"{WAITING}{self._link.trouble}{hint(self._link.trouble)}")
 
     def _complain(self, text: str) -> None:
         """Each once, until another comes."""
@@ -84,7 +85,7 @@ class Joiner:
         elif body["final"]:
             raise Refusal(f"this node may not join: {body['reason']}")
         else:
-            self._complain(f"not joined yet: {body['reason']}")
+            self._complain(f"{WAITING}{body['reason']}")
 
     def _give_up(self) -> None:
         if not self._done:

@@ -93,7 +93,14 @@ class JournalServer:
         self.name = "the journal " + " ".join(
             f"{key}={known[key]}" for key in ("host", "port", "dbname") if known.get(key)
         )
-        times = {"connect_timeout": 3, "keepalives_idle": 3, "keepalives_interval": 1, "keepalives_count": 3}
+        times: dict[str, Any] = {
+            "connect_timeout": 3,
+            "keepalives_idle": 3,
+            "keepalives_interval": 1,
+            "keepalives_count": 3,
+        }
+        if not is_local(known) and "PGSSLMODE" not in os.environ:
+            times["sslmode"] = "require"  # libpq would do without; the key by which ranks hand on state goes there
         self._about: dict[str, Any] = {**times, "tcp_user_timeout": 5000, "application_name": "phalanx", **known}
 
     # -- as tables
@@ -241,6 +248,13 @@ class JournalServer:
                 db.execute("CREATE SCHEMA IF NOT EXISTS phalanx")
                 db.execute(_SCHEMA)
                 db.execute("INSERT INTO head VALUES (0, 0, %s, %s, '', '', 0)", (GENESIS, LEFT))
+
+
+def is_local(known: dict[str, Any]) -> bool:
+    """Return whether what goes to a server stays on this host. `known`: the parts of its address, as libpq has them."""
+    hosts = known.get("hostaddr") or known.get("host") or os.environ.get("PGHOST", "")
+    near = ("", "localhost", "127.0.0.1", "::1")
+    return all(host in near or host.startswith(("/", "@")) for host in str(hosts).split(","))
 
 
 def _host() -> str:

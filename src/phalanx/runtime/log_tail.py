@@ -43,5 +43,5 @@ def write(folder: Path, node: str, item: Message) -> None:
     name = str(item["file"])
     if NAME.fullmatch(node) and NAME.fullmatch(name):
         (folder / node).mkdir(parents=True, exist_ok=True)
-        with (folder / node / name).open("a") as file:
+        with (folder / node / name).open("a", encoding="utf-8", errors="replace") as file:
             file.write(str(item["text"]))

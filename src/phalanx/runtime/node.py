@@ -42,7 +42,7 @@ from phalanx.runtime.joining import Joiner, Refusal
 from phalanx.runtime.launch import GIVE_UP_S
 from phalanx.runtime.log_tail import Logs
 from phalanx.runtime.reports import Reporter
-from phalanx.runtime.secret import READ, Identity, Keys, load_keys, read_token
+from phalanx.runtime.secret import NAME, READ, Identity, Keys, load_keys, read_token
 from phalanx.runtime.spawner import Spawner, Stop, Warm, Worker
 from phalanx.runtime.telemetry import Telemetry
 from phalanx.runtime.transport import Link, Session
@@ -126,7 +126,7 @@ class Node(Host):
         super().__init__()
         self._warm = warm
         self.options, self.name, self.life = options, options.name, secrets.token_hex(8)
-        self.address = inventory.address_towards(options.join[0][0])
+        self.address = inventory.address_towards(*(host for host, _ in options.join))
         self.about = inventory.about(self.address, options.topology)
         self.agent: Agent | None = None
         self.link: Link | None = None
@@ -566,6 +566,9 @@ def main(argv: list[str] | None = None, warm: Warm | None = None) -> int:
             join = [inventory.parse_address(each, "--join") for each in args.join.split(",")]
             folder = args.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-")))
             name = args.name or socket.gethostname()
+            if not NAME.fullmatch(name):
+                remedy = "give it one of letters, digits, '.', '_' and '-' by --name"
+                raise UserError("that is no name of a node", field="--name", value=name, remedy=remedy)
             place = ".".join(filter(None, args.topology.split(".")))  # its starter may not know all parts
             options = Options(join, secret, name, folder, args.logs, args.attached, args.shared, place)
             times = {"pulse": args.pulse, "give_up_s": args.give_up_s}

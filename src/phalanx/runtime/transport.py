@@ -18,6 +18,7 @@ import os
 import random
 import socket
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,12 +26,16 @@ from typing import Any
 from phalanx.gate.loop import READ, WRITE, Loop
 from phalanx.gate.porch import HANDSHAKE_S, Porch, dialled
 from phalanx.gate.proof import Identity, Keys, Refused
+from phalanx.runtime import kernel
 from phalanx.runtime.secret import Secure, body_of
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 OUTBOX_BYTES = 64 << 20  # posted and not acknowledged
 WINDOW_BYTES = 1 << 20  # given to a connection and not yet taken by the kernel
 BACKOFF_S = (0.05, 5.0)  # between attempts to connect: first, and at most
+
+#: What a handler raises on something that nobody thought that a peer could send.
+ODD = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 
 _ENVELOPES: Schemas = {
     "resume": {"seq": int},  # all that I posted up to here was acknowledged
@@ -151,7 +156,8 @@ class Server:
     """Listens on loopback unless told otherwise; elsewhere under TLS (`encrypt` None). Its messages go to
     `on_message(session, number, body)`, which acknowledges a number with `session.ack`. `on_open` and `on_close` hear
     of connections. `roles`: those that are let in; none: all. `positions`: what an earlier process had acknowledged, as
-    its `positions()` said."""
+    its `positions()` said. A handler that raises on what a peer sent (ODD) ends that connection, with a note in the
+    log. `exact`: it ends this process instead, whose state may be half changed."""
 
     def __init__(
         self,
@@ -168,8 +174,9 @@ class Server:
         encrypt: bool | None = None,
         positions: dict[str, tuple[int, int]] | None = None,
         handshake_s: float = HANDSHAKE_S,
+        exact: bool = False,
     ):
-        self.me = me
+        self.me, self._exact = me, exact
         self.refused, self.trouble = 0, ""  # connections that were ended by this end; the last reason
         self.sessions: dict[str, Session] = {}
         for name, (incarnation, seq) in (positions or {}).items():
@@ -212,6 +219,13 @@ class Server:
                 session.pump()
         except WireError as error:
             self._drop(conn, str(error))
+        except ODD as error:
+            if conn.peer and self._exact:
+                raise
+            reason = f"what {conn.peer.name if conn.peer else 'a stranger'} sent was not understood: {error!r}"
+            if conn.peer and reason != self.trouble:
+                kernel.complain(f"{reason}\n{traceback.format_exc()}")
+            self._drop(conn, reason)
         if conn.eof:
             self._drop(conn)
 

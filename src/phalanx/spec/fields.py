@@ -3,6 +3,7 @@ dataclasses' own, so that a job made in code and a job read from a file start fr
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import ipaddress
 import os
@@ -57,7 +58,10 @@ def _check_networks(networks: list[str]) -> list[str]:
         try:
             ipaddress.ip_network(network)
         except ValueError as error:
-            raise _refuse(f"{network!r} is no network: {error}", 'write it as "10.1.0.0/16"') from None
+            near = "10.1.0.0/16"
+            with contextlib.suppress(ValueError):
+                near = str(ipaddress.ip_network(network, strict=False))  # an address of it, perhaps
+            raise _refuse(f"{network!r} is no network: {error}", f'write it as "{near}"') from None
     return networks
 
 
