@@ -48,6 +48,7 @@ from phalanx.control.messages import (
     Stop,
     Welcome,
     WorkersUp,
+    Write,
     Written,
 )  # fmt: skip
 from phalanx.control.policy import Policy
@@ -434,6 +435,46 @@ def test_the_last_step_is_saved_before_all_leave():
     assert of(Leave, told) == [Leave("done after step 10", ("n0", "n1"))]
     assert [(e.ok, e.durable, e.cause) for e in of(Ended, told)] == [(True, 10, "")]
     assert crew.say(NodeJoined("late", 1, "")) == [Leave("done after step 10", ("late",))]
+
+
+def stopped(grace_s=40):
+    crew = Crew(replicas=1, shards=2, per_node=2)
+    crew.say(StepsDone(1, 50), Durable(10, 1), Stop(grace_s * S))
+    return crew, crew.now
+
+
+def test_a_stop_of_a_broken_gang_writes_what_is_in_memory():
+    crew, began = stopped()
+    crew.mute = (Launch,)
+    crew.say(crew.dies(0))
+    assert of(Ask, crew.fire("stop")) and crew.now - began < 20.1 * S and crew.gang.phase == "flushing"
+    assert of(Write, crew.say(Held("n0", 1, 1, ((0, 49, 1), (1, 49, 1))))) == [Write(49, 1, ("n0",))]
+    (ended,) = of(Ended, crew.say(Durable(49, 1)))
+    assert (ended.durable, ended.cause) == (49, "") and "step 49 is saved" in ended.reason
+
+
+def test_a_stop_ends_in_time_if_memories_cannot_be_written():
+    crew, began = stopped()
+    crew.mute = (Launch,)
+    crew.say(crew.dies(0))
+    crew.fire("stop")
+    crew.say(Held("n0", 1, 1, ((0, 49, 1), (1, 49, 1))))
+    (ended,) = of(Ended, crew.fire("stop"))
+    assert crew.now - began < 40.1 * S and ended.durable == 10 and "step 10 is saved" in ended.reason
+
+
+def test_a_step_may_take_longer_than_half_of_the_time_to_stop():
+    crew, began = stopped()
+    assert not of(Ask, crew.fire("stop"))
+    assert of(Save, crew.say(crew.parted(0, 51))) and not of(Ask, crew.fire("stop"))
+    (ended,) = of(Ended, crew.say(Durable(51, 1)))
+    assert ended.ok and ended.durable == 51
+
+
+def test_a_step_that_takes_longer_than_three_quarters_is_not_waited_for():
+    crew, began = stopped()
+    assert not of(Ask, crew.fire("stop"))
+    assert of(Ask, crew.fire("stop")) and crew.now - began < 30.1 * S
 
 
 def test_a_checkpoint_that_a_newer_one_has_overtaken_is_reported_too():

@@ -1,5 +1,6 @@
-"""How a run ends. One that is done, or is told to stop, saves its last step. One that fails writes what is in memory
-and newer than the last checkpoint. Then all are told to leave. The phases saving, flushing and ended begin here."""
+"""How a run ends. One that is done, or is told to stop, saves its last step. One that fails, or is broken when half of
+the time to stop is over, writes what is in memory and newer than the last checkpoint. Then all are told to leave. The
+phases saving, flushing and ended begin here."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from phalanx.control.worlds import Worlds
 class Ending:
     steps: int  # of the whole run
     stop_ns: int = -1  # by when to be gone
+    grace_ns: int = 0  # from the order to stop until then
     outcome: messages.Ended | None = None  # while flushing and after
     write: messages.Write | None = None  # what is written while flushing
 
@@ -44,9 +46,33 @@ class Ending:
         return self.stop_ns >= 0 or self._lineage.committed >= self.steps
 
     def stop(self, event: messages.Stop) -> bool:
-        self.stop_ns = self._desk.now_ns + event.grace_ns
-        self._desk.set("stop", event.grace_ns)
+        self.stop_ns, self.grace_ns = self._desk.now_ns + event.grace_ns, event.grace_ns
+        self._desk.set("stop", event.grace_ns // 2)
         return True
+
+    def look_at_time(self) -> None:
+        """Write what is in memory at half of the time, if the gang is broken; at three quarters, if it still trains."""
+        left_ns, phase = self.stop_ns - self._desk.now_ns, self._desk.phase
+        if left_ns <= 0:
+            self._end_flush()
+        elif left_ns > self.grace_ns // 4 and self._moves:
+            self._desk.set("stop", left_ns // 2)
+        else:
+            self._desk.set("stop", left_ns)
+            if phase not in ("saving", "flushing") and self._policy.save and self._has_stepped:
+                self._ask_memories()
+                self._desk.set("ask", min(self._policy.ask_ns, left_ns // 2))
+
+    @property
+    def _moves(self) -> bool:
+        """Whether the gang is about to save, or saves."""
+        phase = self._desk.phase
+        return phase in ("forming", "running", "saving") or (phase == "parting" and self._gen.quiet)
+
+    @property
+    def _has_stepped(self) -> bool:
+        """Whether a step of this generation is known, which memories may hold."""
+        return self._gen.form is not None and self._lineage.committed > self._gen.form.step
 
     # -- the last checkpoint
 
@@ -105,13 +131,16 @@ class Ending:
         rank, failure = (cause.rank, cause.failure) if cause else (-1, Failure())
         about = (self._lineage.committed, self._commits.last, kind, rank, failure)
         self.outcome = messages.Ended(False, reason, *about)
-        self._desk.drop("form", "build", "leave", "park", "lease", "again", "wait", "hold")
-        self._desk.phase, self._finder.asked = "flushing", False
         if self._policy.save and kind == "failed" and self._gen.begun:
-            self.be_patient()
-            self._finder.ask(self._gen.number)
+            self._ask_memories()
         else:
             self._end_flush()
+
+    def _ask_memories(self) -> None:
+        self._desk.drop("form", "build", "leave", "park", "lease", "again", "wait", "hold")
+        self._desk.phase, self._finder.asked = "flushing", False
+        self.be_patient()
+        self._finder.ask(self._gen.number)
 
     def flush(self) -> None:
         """Write the newest step that all nodes have in memory."""
@@ -125,19 +154,21 @@ class Ending:
             self._desk.say(self.write)
 
     def _end_flush(self) -> None:
-        e = self.outcome
-        assert e
-        self._end(e.ok, e.reason, e.cause, e.rank, e.failure)
+        """End as it has failed; or say what is saved of a run that could not save its last step in time."""
+        step, saved = self._lineage.committed, self._commits.last
+        if e := self.outcome:
+            self._end(e.ok, e.reason, e.cause, e.rank, e.failure)
+        elif step == saved:
+            self._done()
+        else:
+            what = f"step {saved} is saved" if saved >= 0 else "none of its steps is saved"
+            self._end(ok=False, reason=f"stopped after step {step}; the time for its checkpoint was too short; {what}")
 
     # -- the end
 
     def _done(self) -> None:
         step = self._lineage.committed
         self._end(ok=True, reason=f"{'done' if step >= self.steps else 'stopped'} after step {step}")
-
-    def run_out_of_time(self) -> None:
-        text = f"stopped after step {self._lineage.committed}; the time for a checkpoint was too short"
-        self._end(ok=False, reason=text)
 
     def _end(self, ok: bool, reason: str, cause: str = "", rank: int = -1, failure: Failure | None = None) -> None:
         self._commits.tell(before=self._lineage.committed + 1)

@@ -8,7 +8,7 @@ changes the state, so folding the same events gives the same state, and `outstan
     parting     until all replicas of the generation have Parted, or are broken
     fencing     nobody of the generation answers, and nothing proves that it is over: until its lease has ended
     saving      all have Parted at the last step; until it is Durable
-    flushing    the run has failed: until the newest snapshots in memory are Durable
+    flushing    the run has failed, or cannot save in time: until the newest snapshots in memory are Durable
     ended
 
 A replica has a world of its own, which is built, broken and built again beside all this. A failure breaks the world of
@@ -718,7 +718,7 @@ TIMERS: dict[str, Callable[[Gang], None]] = {
     "hold": Gang._give_up_holding,
     "save": lambda gang: gang.commits.retry(),
     "saving": lambda gang: gang.ending.look_late(),
-    "stop": lambda gang: gang.ending.run_out_of_time(),
+    "stop": lambda gang: gang.ending.look_at_time(),
     # The next look at the state takes the time into account.
     **dict.fromkeys(("wait", "again", "retry"), lambda gang: None),
 }
