@@ -36,6 +36,7 @@ from phalanx.control.messages import (
     NodeDead,
     NodeJoined,
     NodeSuspect,
+    Note,
     Part,
     Pause,
     Probe,
@@ -46,6 +47,7 @@ from phalanx.control.messages import (
     Standing,
     StepsDone,
     Stop,
+    Unwritten,
     Welcome,
     WorkersUp,
     Write,
@@ -485,6 +487,20 @@ def test_a_checkpoint_that_a_newer_one_has_overtaken_is_reported_too():
     told = [*crew.say(Durable(4, 1)), *crew.say(Durable(2, 1)), *crew.say(Durable(6, 1))]
     assert sorted(json.loads(r.body)["step"] for r in of(Report, told) if r.about == "checkpoint") == [2, 4]
     assert not crew.gang.commits.drafts
+
+
+@pytest.mark.parametrize("overtaken", [True, False])
+def test_a_checkpoint_that_fails_when_a_newer_one_is_durable_is_no_loss(overtaken):
+    crew = Crew(replicas=2)
+    crew.say(StepsDone(1, 4))
+    crew.say(Written("n0", 1, "step-2", 2, 1, 2, {0: (8, "h"), 1: (8, "h")}, "seal", 0))
+    told = crew.say(Durable(4, 1)) if overtaken else []
+    for _ in range(crew.gang.policy.save_tries):
+        told += crew.say(Unwritten("n0", 1, "step-2", 2, 1, -1, "503"))
+        told += crew.fire("save") if "save" in crew.gang.desk.timers else []
+    assert not crew.gang.commits.drafts
+    told = [r for r in of(Report, told) if r.about == "checkpoint_failed"] + of(Note, told)
+    assert len(told) == (0 if overtaken else crew.gang.policy.save_tries + 1)
 
 
 def test_an_interval_is_said_again_to_those_who_may_have_missed_it():
