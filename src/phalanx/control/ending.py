@@ -1,6 +1,6 @@
-"""How a run ends. One that is done, or is told to stop, saves its last step. One that fails, or is broken when half of
-the time to stop is over, writes what is in memory and newer than the last checkpoint. Then all are told to leave. The
-phases saving, flushing and ended begin here."""
+"""How a run ends. One that is done, or is told to stop, saves its last step. One that fails writes what is in memory
+and newer than the last checkpoint; so does one, beside all else, that has not come to save its last step when half of
+the time to stop is over. Then all are told to leave. The phases saving, flushing and ended begin here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from phalanx.control.worlds import Worlds
 class Ending:
     steps: int  # of the whole run
     stop_ns: int = -1  # by when to be gone
-    grace_ns: int = 0  # from the order to stop until then
     outcome: messages.Ended | None = None  # while flushing and after
-    write: messages.Write | None = None  # what is written while flushing
+    asks: int = 0  # the generation whose snapshots in memory are to be written before the time to stop is over
+    write: messages.Write | None = None  # what is written of them
 
     def bind(
         self,
@@ -46,33 +46,24 @@ class Ending:
         return self.stop_ns >= 0 or self._lineage.committed >= self.steps
 
     def stop(self, event: messages.Stop) -> bool:
-        self.stop_ns, self.grace_ns = self._desk.now_ns + event.grace_ns, event.grace_ns
+        self.stop_ns = self._desk.now_ns + event.grace_ns
         self._desk.set("stop", event.grace_ns // 2)
         return True
 
     def look_at_time(self) -> None:
-        """Write what is in memory at half of the time, if the gang is broken; at three quarters, if it still trains."""
-        left_ns, phase = self.stop_ns - self._desk.now_ns, self._desk.phase
+        """At half of the time, have what is in memory written, in case that the last step cannot be saved; at its end,
+        give up."""
+        left_ns = self.stop_ns - self._desk.now_ns
         if left_ns <= 0:
             self._end_flush()
-        elif left_ns > self.grace_ns // 4 and self._moves:
-            self._desk.set("stop", left_ns // 2)
-        else:
-            self._desk.set("stop", left_ns)
-            if phase not in ("saving", "flushing") and self._policy.save and self._has_stepped:
-                self._ask_memories()
-                self._desk.set("ask", min(self._policy.ask_ns, left_ns // 2))
-
-    @property
-    def _moves(self) -> bool:
-        """Whether the gang is about to save, or saves."""
-        phase = self._desk.phase
-        return phase in ("forming", "running", "saving") or (phase == "parting" and self._gen.quiet)
-
-    @property
-    def _has_stepped(self) -> bool:
-        """Whether a step of this generation is known, which memories may hold."""
-        return self._gen.form is not None and self._lineage.committed > self._gen.form.step
+            return
+        self._desk.set("stop", left_ns)
+        form = self._gen.form
+        has_stepped = form is not None and self._lineage.committed > form.step  # else memories have nothing of it
+        if self._desk.phase not in ("saving", "flushing") and self._policy.save and has_stepped:
+            self.asks = self._gen.number
+            self._finder.ask(self.asks)
+            self._desk.set("ask", min(self._policy.ask_ns, left_ns // 2))
 
     # -- the last checkpoint
 
@@ -101,14 +92,21 @@ class Ending:
     def look(self) -> None:
         """End when the checkpoint that is waited for is made, or was given up. (One of the same step, made in an
         earlier generation, may be given up.)"""
-        phase, commits, step, write = self._desk.phase, self._commits, self._lineage.committed, self.write
+        phase, commits, step = self._desk.phase, self._commits, self._lineage.committed
         if phase == "saving" and commits.has(step):
             self._done()
         elif phase == "saving" and (lost := commits.why_lost(step, self._gen.number)):
             self._give_up(lost)
-        written = write and (commits.has(write.step) or commits.why_lost(write.step, write.generation))
-        if phase == "flushing" and written:
+        elif phase == "flushing" and self.write and not self.is_writing:
             self._end_flush()
+        elif phase == "gathering" and self.write and commits.has(step):
+            self._done()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether what was in memory is neither durable yet nor given up."""
+        write, commits = self.write, self._commits
+        return write is not None and not (commits.has(write.step) or commits.why_lost(write.step, write.generation))
 
     def look_late(self) -> None:
         """Give up a checkpoint that does not get any further."""
@@ -131,27 +129,25 @@ class Ending:
         rank, failure = (cause.rank, cause.failure) if cause else (-1, Failure())
         about = (self._lineage.committed, self._commits.last, kind, rank, failure)
         self.outcome = messages.Ended(False, reason, *about)
+        self._desk.drop("form", "build", "leave", "park", "lease", "again", "wait", "hold")
+        self._desk.phase, self._finder.asked, self.asks = "flushing", False, 0
         if self._policy.save and kind == "failed" and self._gen.begun:
-            self._ask_memories()
+            self.be_patient()
+            self._finder.ask(self._gen.number)
         else:
             self._end_flush()
-
-    def _ask_memories(self) -> None:
-        self._desk.drop("form", "build", "leave", "park", "lease", "again", "wait", "hold")
-        self._desk.phase, self._finder.asked = "flushing", False
-        self.be_patient()
-        self._finder.ask(self._gen.number)
 
     def flush(self) -> None:
         """Write the newest step that all nodes have in memory."""
+        self.asks = 0
         replicas = [r for r in self._gen.worlds if r in self._worlds.replicas]
         homes = [node for replica in replicas for node in self._worlds.homes(replica)]
         step = self._finder.newest_whole(homes, self._gen.number, self._commits.last)
-        if step < 0:
-            self._end_flush()
-        else:
+        if step >= 0:
             self.write = messages.Write(step, self._gen.number, tuple(sorted({*homes})))
             self._desk.say(self.write)
+        elif self._desk.phase == "flushing":
+            self._end_flush()
 
     def _end_flush(self) -> None:
         """End as it has failed; or say what is saved of a run that could not save its last step in time."""
@@ -180,10 +176,8 @@ class Ending:
     def outstanding(self) -> list[Command]:
         if self._desk.phase == "saving":
             return [self._order_to_save()]
-        if self._desk.phase == "flushing" and self.write:
-            return [self.write]
         if self._desk.phase != "ended":
-            return []
+            return [self.write] if self.write and self.is_writing else []
         assert self.outcome
         alive = sorted(name for name, node in self._members.nodes.items() if not node.dead)
         return [self.outcome, messages.Leave(self.outcome.reason, tuple(alive))]

@@ -8,7 +8,7 @@ changes the state, so folding the same events gives the same state, and `outstan
     parting     until all replicas of the generation have Parted, or are broken
     fencing     nobody of the generation answers, and nothing proves that it is over: until its lease has ended
     saving      all have Parted at the last step; until it is Durable
-    flushing    the run has failed, or cannot save in time: until the newest snapshots in memory are Durable
+    flushing    the run has failed: until the newest snapshots in memory are Durable
     ended
 
 A replica has a world of its own, which is built, broken and built again beside all this. A failure breaks the world of
@@ -153,7 +153,7 @@ class Gang:
         if self.phase == "ended":
             return self.ending.outstanding()
         out = [*self.staff.outstanding(), *self.worlds.outstanding(), *self.gen.outstanding()]
-        if self.phase in ("asking", "flushing") and self.finder.unanswered:
+        if self._asks and self.finder.unanswered:
             out.append(self.finder.question(self.generation))
         if self.phase == "running" and self.commits.version:
             out.append(self._interval())
@@ -205,7 +205,7 @@ class Gang:
         self._lose(gone, proof)
         if proof:
             self._prove(name, proof)
-        if self.phase == "asking" and not self.finder.unanswered:
+        if (self.phase == "asking" or self.ending.asks) and not self.finder.unanswered:
             self._all_answered()
 
     def _committer(self) -> str:
@@ -395,6 +395,7 @@ class Gang:
             self.desk.set("hold", max(0, self.desk.said_ns + self.policy.hold_ns - self.desk.now_ns))
         staff = self.staff
         asked = staff.starting or staff.killed or self.commits.drafts or self.worlds.astir or self.gen.pausing
+        asked = asked or self.ending.asks or self.ending.is_writing
         if asked or self.phase not in ("gathering", "running", "ended"):
             self._resend_later()
 
@@ -549,7 +550,7 @@ class Gang:
         self.gen.begin(form)
 
     def _on_held(self, event: messages.Held) -> bool:
-        if self.phase not in ("asking", "flushing") or event.generation != self.generation:
+        if not self._asks or event.generation != self.generation:
             return False
         if not self.finder.hear(event.node, event.copies):
             return False
@@ -563,6 +564,15 @@ class Gang:
         elif self.phase == "flushing" and not self.finder.asked:
             self.finder.asked = True
             self.ending.flush()
+        if self.ending.asks == self.generation:
+            self.ending.flush()
+            if self.phase == "running":  # they will change
+                self.finder.close()
+
+    @property
+    def _asks(self) -> bool:
+        """Whether it is to be heard what nodes have in memory."""
+        return self.phase in ("asking", "flushing") or self.ending.asks == self.generation > 0
 
     def _on_formed(self, event: messages.Formed) -> bool:
         if self.phase != "forming" or event.generation != self.generation:
