@@ -101,7 +101,8 @@ def run_job(
     with Stop(job.run.time_limit_s, adapter.time_left_s(job)) as stop:
         noticed: list[dict[str, Any]] = []
         continues = shared is not None and shared.kept is not None
-        start = None if continues else find_start(resume, job, noticed.append)
+        with stop.at_once():
+            start = None if continues else find_start(resume, job, noticed.append)
         if start and resume == AUTO and start.manifest.step == job.train.steps:
             listener.note(f"{start.place['url']}/{start.reader.name} is of the last step: nothing is left to do")
             return {"status": "done", "steps": 0}
@@ -247,7 +248,8 @@ class _Run:
                 ended = self._launch()
                 break
             except _Damaged as damaged:
-                self._fall_back(str(damaged), resume)
+                with self.stop.at_once():
+                    self._fall_back(str(damaged), resume)
         return {
             "status": "done",
             "durable": self._saved()[0],
@@ -281,7 +283,7 @@ class _Run:
             self.record.path,
             replace(ENTRIES, keeper=KEEPER if self.saves else ""),
             self._on_event,
-            stop=lambda: self.stop.asked,
+            stop=lambda: self._is_stopped(cluster),
             gently=lambda: not self.stop.hurried,
             checkpoints=self.place,
             facts=dataclasses.asdict(facts),
@@ -314,6 +316,18 @@ class _Run:
                 self._on_row(row)
         self._judge(out["ended"])
         return out
+
+    def _is_stopped(self, cluster: Cluster) -> bool:
+        """Raise RunFailed if nothing can be saved any more, because another run has taken the place over."""
+        if self.lease and self.lease.is_lost and not cluster.ended:
+            owner = self.lease.owner
+            if owner.get("run") != self.mark:  # else it is another controller of this one, which is fenced elsewhere
+                who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "a newer version"
+                raise RunFailed(
+                    f"{self.place} belongs to another run now ({who}): nothing can be saved there any more",
+                    remedy="stop one of them; continue this one with --resume auto and another checkpoint.dir",
+                )
+        return self.stop.asked
 
     def _hands_over(self) -> bool:
         """Whether this process was asked to leave, and others continue the run."""
@@ -403,9 +417,7 @@ class _Run:
             kind = TimeUp if self.stop.is_time_up and further else KeyboardInterrupt
             error = kind(f"{self.stop.why} after step {begun + self.num_steps} of {self.job.train.steps}; {words}")
         elif isinstance(error, RunFailed) and not handed:
-            error = RunFailed(
-                f"{error.reason}; {words}", rank=error.rank, log_tail=error.log_tail, remedy=error.remedy
-            )
+            error = RunFailed(f"{error.reason}; {words}", rank=error.rank, log_tail=error.log_tail, remedy=error.remedy)
         elif isinstance(error, OSError) and not stopped:
             error = RunFailed(f"the record {self.record.path} cannot be written: {error.strerror}")
         with contextlib.suppress(OSError):
@@ -473,6 +485,8 @@ class _Run:
         self.record.event(event)
         self.listener.note(told(event))
         self.listener.validation(event)
+        if self.lease and self.lease.is_lost:  # there it would take the place of another run's
+            return
         try:
             self.validations.remember()
         except OSError as error:
