@@ -334,7 +334,7 @@ PLANTED = {
     ),
     "what a dead worker left in memory is not written": (
         the_first_loss_ends_a_run_without_recovery,
-        lambda m: m.setattr(Worlds, "homes", lambda self, number: [""] * len(self.replicas[number].crew)),
+        lambda m: m.setattr(Worlds, "homes", lambda self, number, nodes: [""] * len(self.replicas[number].crew)),
     ),
     "progress does not count while restoring": (
         a_restore_that_takes_longer_than_every_limit,

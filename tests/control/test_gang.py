@@ -22,6 +22,7 @@ from phalanx.control.messages import (
     Drain,
     Durable,
     Ended,
+    Failure,
     Fence,
     Form,
     Formed,
@@ -49,6 +50,7 @@ from phalanx.control.messages import (
     Stop,
     Unwritten,
     Welcome,
+    WorkerDied,
     WorkersUp,
     Write,
     Written,
@@ -467,6 +469,22 @@ def test_a_broken_gang_whose_last_step_was_in_memory_has_nothing_to_wait_for():
     crew.fire("stop")
     crew.say(Held("n0", 1, 1, ((0, 50, 1), (1, 50, 1))))
     assert [(e.ok, e.durable) for e in of(Ended, crew.say(Durable(50, 1)))] == [(True, 50)]
+
+
+@pytest.mark.parametrize("ends", ["stop", "failure"])
+def test_what_an_earlier_generation_left_in_memory_is_written(ends):
+    """The next one could not begin."""
+    crew, _ = stopped()
+    crew.mute = (Form,)
+    crew.say(crew.dies(0))
+    held = ((0, 49, 1), (1, 49, 1))
+    assert of(Form, crew.say(Held("n0", 1, 1, held))) and crew.gang.phase == "forming"
+    if ends == "stop":
+        assert of(Ask, crew.fire("stop"))
+    else:
+        crew.say(WorkerDied("n0", 1, crew.worker(1), Failure(kind="UserError", text="it does not fit")))
+        assert crew.gang.phase == "flushing"
+    assert of(Write, crew.say(Held("n0", 1, 2, held))) == [Write(49, 1, ("n0",))]
 
 
 def test_a_stop_ends_in_time_if_memories_cannot_be_written():

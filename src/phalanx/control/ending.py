@@ -58,9 +58,7 @@ class Ending:
             self._end_flush()
             return
         self._desk.set("stop", left_ns)
-        form = self._gen.form
-        has_stepped = form is not None and self._lineage.committed > form.step  # else memories have nothing of it
-        if self._desk.phase not in ("saving", "flushing") and self._policy.save and has_stepped:
+        if self._desk.phase not in ("saving", "flushing") and self._policy.save and self._gen.begun:
             self.asks = self._gen.number
             self._finder.ask(self.asks)
             self._desk.set("ask", min(self._policy.ask_ns, left_ns // 2))
@@ -138,15 +136,16 @@ class Ending:
             self._end_flush()
 
     def flush(self) -> None:
-        """Write the newest step that all nodes have in memory."""
+        """Write the newest step that all nodes have in memory, of this generation or of the last that made any."""
         self.asks = 0
-        replicas = [r for r in self._gen.worlds if r in self._worlds.replicas]
-        homes = [node for replica in replicas for node in self._worlds.homes(replica)]
-        step = self._finder.newest_whole(homes, self._gen.number, self._commits.last)
-        if step >= 0:
-            self.write = messages.Write(step, self._gen.number, tuple(sorted({*homes})))
-            self._desk.say(self.write)
-        elif self._desk.phase == "flushing":
+        for generation, seats in sorted(self._gen.seats.items(), reverse=True):
+            homes = [node for replica, nodes in seats.items() for node in self._worlds.homes(replica, nodes)]
+            step = self._finder.newest_whole(homes, generation, self._commits.last)
+            if step >= 0:
+                self.write = messages.Write(step, generation, tuple(sorted({*homes})))
+                self._desk.say(self.write)
+                return
+        if self._desk.phase == "flushing":
             self._end_flush()
 
     def _end_flush(self) -> None:
