@@ -395,8 +395,8 @@ class Gang:
             self.desk.set("hold", max(0, self.desk.said_ns + self.policy.hold_ns - self.desk.now_ns))
         staff = self.staff
         asked = staff.starting or staff.killed or self.commits.drafts or self.worlds.astir or self.gen.pausing
-        asked = asked or self.ending.asks or self.ending.is_writing
-        if asked or self.phase not in ("gathering", "running", "ended"):
+        writing = self.ending.asks or self.ending.is_writing
+        if asked or writing or self.phase not in ("gathering", "running", "ended"):
             self._resend_later()
 
     def _move_on(self) -> None:
