@@ -15,7 +15,7 @@ from phalanx.control.generation import Generation
 from phalanx.control.journaled import Plan, Poison, State
 from phalanx.control.liveness import Orphans
 from phalanx.control.membership import Membership, Node
-from phalanx.control.messages import Drain, Missing, NodeJoined, StepsDone
+from phalanx.control.messages import Drain, Missing, NodeJoined, StepsDone, Stop
 from phalanx.control.policy import Policy, beat_ns
 from phalanx.control.staffing import Staff
 from phalanx.control.verdict import Verdict
@@ -236,6 +236,31 @@ def the_first_loss_ends_a_run_without_recovery():
     assert world.now - began < 30 * S
 
 
+def a_stop_while_a_rank_is_dead():
+    """It cannot come back in time: what is in memory is written at half of the time."""
+    world = world_of(replicas=1, shards=2, nodes=2, steps=100, before=12, durable_every=5, start_ms=(300, 301))
+    world.set.start_ms = (600_000, 600_001)
+    world.run(until=BOUND_NS, stop=lambda: len(world.ledger.history) % 5 == 4)
+    rank(world, 0).die("SIGKILL")
+    world.run(until=world.now + 5 * S)
+    whole = max(step for r, step, _ in world.nodes["n0"].memory if r == 0)
+    assert world.gang.commits.last < whole, "there is nothing to lose"
+    world.controller.ask(Stop(20 * S))
+    began = world.now
+    ended = end(world)
+    assert ended.durable == whole and ended.cause == "" and f"step {whole}" in ended.reason
+    assert world.now - began <= 20 * S
+
+
+def a_stop_of_a_gang_that_trains():
+    """It saves its last step as soon as that is done."""
+    world = world_of(replicas=1, shards=2, nodes=2, steps=100, before=12)
+    world.controller.ask(Stop(20 * S))
+    began = world.now
+    ended = end(world)
+    assert ended.ok and ended.durable == ended.step and world.now - began < 5 * S
+
+
 def an_error_that_trying_again_cannot_mend():
     world = world_of()
     rank(world, 1).die(kind="UserError", text="the vocabulary is too small")
@@ -309,7 +334,7 @@ PLANTED = {
     ),
     "what a dead worker left in memory is not written": (
         the_first_loss_ends_a_run_without_recovery,
-        lambda m: m.setattr(Worlds, "homes", lambda self, number: [""] * len(self.replicas[number].crew)),
+        lambda m: m.setattr(Worlds, "homes", lambda self, number, nodes: [""] * len(self.replicas[number].crew)),
     ),
     "progress does not count while restoring": (
         a_restore_that_takes_longer_than_every_limit,
@@ -348,6 +373,10 @@ PLANTED = {
         lambda m: m.setattr("tests.control.sim.world.Controller.unhang", lambda self, life: None),
     ),
     "a drained node is forgotten": (a_drained_node_restarts, lambda m: m.setattr(Membership, "join", _forgetful)),
+    "a stop of a broken gang writes nothing": (
+        a_stop_while_a_rank_is_dead,
+        lambda m: m.setattr(Ending, "flush", lambda self: None),
+    ),
     "a loss does not end it": (
         the_first_loss_ends_a_run_without_recovery,
         lambda m: m.setattr(

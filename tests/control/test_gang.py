@@ -22,6 +22,7 @@ from phalanx.control.messages import (
     Drain,
     Durable,
     Ended,
+    Failure,
     Fence,
     Form,
     Formed,
@@ -36,6 +37,7 @@ from phalanx.control.messages import (
     NodeDead,
     NodeJoined,
     NodeSuspect,
+    Note,
     Part,
     Pause,
     Probe,
@@ -46,8 +48,11 @@ from phalanx.control.messages import (
     Standing,
     StepsDone,
     Stop,
+    Unwritten,
     Welcome,
+    WorkerDied,
     WorkersUp,
+    Write,
     Written,
 )  # fmt: skip
 from phalanx.control.policy import Policy
@@ -436,6 +441,70 @@ def test_the_last_step_is_saved_before_all_leave():
     assert crew.say(NodeJoined("late", 1, "")) == [Leave("done after step 10", ("late",))]
 
 
+def stopped(grace_s=40):
+    crew = Crew(replicas=1, shards=2, per_node=2)
+    crew.say(StepsDone(1, 50), Durable(10, 1), Stop(grace_s * S))
+    return crew, crew.now
+
+
+def test_a_stop_of_a_broken_gang_writes_what_is_in_memory():
+    crew, began = stopped()
+    crew.mute = (Launch,)
+    crew.say(crew.dies(0))
+    (asked,) = of(Ask, crew.fire("stop"))
+    assert crew.now - began < 20.1 * S and asked in crew.gang.outstanding()
+    (write,) = of(Write, crew.say(Held("n0", 1, 1, ((0, 49, 1), (1, 49, 1)))))
+    assert write == Write(49, 1, ("n0",)) and write in crew.gang.outstanding()
+    crew.say(Durable(49, 1))
+    assert not of(Write, crew.gang.outstanding()) and crew.gang.phase == "gathering", "it may come back"
+    (ended,) = of(Ended, crew.fire("stop"))
+    assert (ended.durable, ended.cause) == (49, "") and "step 49 is saved" in ended.reason
+    assert crew.now - began < 40.1 * S
+
+
+def test_a_broken_gang_whose_last_step_was_in_memory_has_nothing_to_wait_for():
+    crew, _ = stopped()
+    crew.mute = (Launch,)
+    crew.say(crew.dies(0))
+    crew.fire("stop")
+    crew.say(Held("n0", 1, 1, ((0, 50, 1), (1, 50, 1))))
+    assert [(e.ok, e.durable) for e in of(Ended, crew.say(Durable(50, 1)))] == [(True, 50)]
+
+
+@pytest.mark.parametrize("ends", ["stop", "failure"])
+def test_what_an_earlier_generation_left_in_memory_is_written(ends):
+    """The next one could not begin."""
+    crew, _ = stopped()
+    crew.mute = (Form,)
+    crew.say(crew.dies(0))
+    held = ((0, 49, 1), (1, 49, 1))
+    assert of(Form, crew.say(Held("n0", 1, 1, held))) and crew.gang.phase == "forming"
+    if ends == "stop":
+        assert of(Ask, crew.fire("stop"))
+    else:
+        crew.say(WorkerDied("n0", 1, crew.worker(1), Failure(kind="UserError", text="it does not fit")))
+        assert crew.gang.phase == "flushing"
+    assert of(Write, crew.say(Held("n0", 1, 2, held))) == [Write(49, 1, ("n0",))]
+
+
+def test_a_stop_ends_in_time_if_memories_cannot_be_written():
+    crew, began = stopped()
+    crew.mute = (Launch,)
+    crew.say(crew.dies(0))
+    crew.fire("stop")
+    crew.say(Held("n0", 1, 1, ((0, 49, 1), (1, 49, 1))))
+    (ended,) = of(Ended, crew.fire("stop"))
+    assert crew.now - began < 40.1 * S and ended.durable == 10 and "step 10 is saved" in ended.reason
+
+
+def test_a_gang_that_comes_back_in_the_second_half_saves_its_last_step():
+    crew, _ = stopped()
+    crew.fire("stop")
+    crew.say(Held("n0", 1, 1, ((0, 49, 1), (1, 49, 1))), Durable(49, 1))
+    assert of(Save, crew.say(crew.parted(0, 51)))
+    assert [(e.ok, e.durable) for e in of(Ended, crew.say(Durable(51, 1)))] == [(True, 51)]
+
+
 def test_a_checkpoint_that_a_newer_one_has_overtaken_is_reported_too():
     """The user's hook would not hear of it."""
     crew = Crew(replicas=2)
@@ -444,6 +513,20 @@ def test_a_checkpoint_that_a_newer_one_has_overtaken_is_reported_too():
     told = [*crew.say(Durable(4, 1)), *crew.say(Durable(2, 1)), *crew.say(Durable(6, 1))]
     assert sorted(json.loads(r.body)["step"] for r in of(Report, told) if r.about == "checkpoint") == [2, 4]
     assert not crew.gang.commits.drafts
+
+
+@pytest.mark.parametrize("overtaken", [True, False])
+def test_a_checkpoint_that_fails_when_a_newer_one_is_durable_is_no_loss(overtaken):
+    crew = Crew(replicas=2)
+    crew.say(StepsDone(1, 4))
+    crew.say(Written("n0", 1, "step-2", 2, 1, 2, {0: (8, "h"), 1: (8, "h")}, "seal", 0))
+    told = crew.say(Durable(4, 1)) if overtaken else []
+    for _ in range(crew.gang.policy.save_tries):
+        told += crew.say(Unwritten("n0", 1, "step-2", 2, 1, -1, "503"))
+        told += crew.fire("save") if "save" in crew.gang.desk.timers else []
+    assert not crew.gang.commits.drafts
+    told = [r for r in of(Report, told) if r.about == "checkpoint_failed"] + of(Note, told)
+    assert len(told) == (0 if overtaken else crew.gang.policy.save_tries + 1)
 
 
 def test_an_interval_is_said_again_to_those_who_may_have_missed_it():

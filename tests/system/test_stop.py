@@ -124,6 +124,37 @@ def test_the_printed_command_continues_with_what_is_saved(outcomes, name):
         assert "nothing is left to do" in again.out + again.err
 
 
+@pytest.mark.parametrize("name", ["int"])
+def test_a_run_that_is_stopped_while_it_starts_again_has_what_it_continues(outcomes, name):
+    """In a folder of its own, where nothing is saved yet."""
+    command = Again(outcomes(name).runs[0].parent.parent, *sets(TINY), "--resume", "auto")
+    command.wait_until(lambda: command.runs and (command.runs[0] / "logs" / "node-0.log").exists(), PATIENCE_S)
+    command.signal(signal.SIGINT)
+    again = command.end(PATIENCE_S)
+    again.check_clean()
+    steps = resumed_from(command)
+    assert again.code == 130 and again.rows == [] and steps > 0
+    assert again.err.startswith(f"stopped after step {steps} of {TINY['train.steps']}; saved up to step {steps}: ")
+    assert again.err.endswith("--resume auto\n") and again.summary["durable"] == steps
+
+
+def test_a_run_that_waits_for_a_node_saves_what_is_in_memory(tmp_path):
+    """Its only node is given up at the first death of a rank; what both ranks had in memory is still there."""
+    memory = {"checkpoint.every_steps": 100_000, "checkpoint.memory_every_steps": 1}
+    alone = {"recovery.on": "true", "recovery.deaths_per_node": 1, "recovery.grace_s": 4}
+    command = Command(tmp_path, *sets(TINY | alone | memory))
+    command.wait_until(lambda: len(command.rows()) > 5, PATIENCE_S)
+    command.signal(signal.SIGKILL, pid=next(e["pid"] for e in command.events("started") if e["rank"] == 1))
+    command.wait_until(lambda: any(e["rung"] == 6 for e in command.events("control note")), PATIENCE_S)
+    command.signal(signal.SIGINT)
+    ended = command.end(PATIENCE_S)
+    ended.check_clean()
+    durable, steps = ended.summary["durable"], ended.summary["steps"]
+    assert ended.code == 130 and durable >= max(5, steps - 2), ended.err  # the last may not have been taken by both
+    assert f"saved up to step {durable}: " in ended.err and made(command) == [durable]
+    assert ended.err.endswith("--resume auto\n")
+
+
 @pytest.mark.parametrize("name", ["kill"])
 def test_nothing_outlives_a_command_that_is_killed(outcomes, name):
     ended = outcomes(name)

@@ -29,7 +29,12 @@ def look(store: Store, name: str, reason: str = "") -> list[Fault]:
     command = [sys.executable, "-P", "-m", "phalanx.checkpoint.second", store.url, name, *map(str, ranks)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     reader = subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # a Ctrl-C is no fault of the checkpoint
     )
     try:
         last = _last_line(reader)
@@ -38,6 +43,10 @@ def look(store: Store, name: str, reason: str = "") -> list[Fault]:
         return [Fault(f"{name}: cannot be read: nothing was read for {QUIET_S:.0f} s", False)]
     except (ValueError, TypeError):
         return [Fault(f"{name}: the second reader failed with code {reader.poll()}: {last}", False)]
+    finally:
+        reader.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be stuck in the kernel
+            reader.wait(1.0)
 
 
 def _last_line(reader: subprocess.Popen[bytes]) -> str:
@@ -51,9 +60,6 @@ def _last_line(reader: subprocess.Popen[bytes]) -> str:
                 reader.wait(QUIET_S)
                 return said.decode(errors="replace").strip().rpartition("\n")[2]
             said += data
-    reader.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # it may be stuck in the kernel
-        reader.wait(1.0)
     raise TimeoutError
 
 

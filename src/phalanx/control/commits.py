@@ -117,9 +117,10 @@ class Commits:
             return  # it is about to be tried again
         draft.tries += 1
         draft.reason = event.reason
-        said = {"step": event.step, "rank": event.rank, "node": event.node, "reason": event.reason}
-        name = event.checkpoint or draft.checkpoint
-        self._report("checkpoint_failed", **said, checkpoint=name, tries=draft.tries)
+        if draft.step > self.last:  # else nothing is lost by it
+            said = {"step": event.step, "rank": event.rank, "node": event.node, "reason": event.reason}
+            name = event.checkpoint or draft.checkpoint
+            self._report("checkpoint_failed", **said, checkpoint=name, tries=draft.tries)
         if event.gone or draft.tries >= self._policy.save_tries:
             self._give_up(draft, event.reason)
             return
@@ -150,7 +151,8 @@ class Commits:
         self.lost[key] = reason
         for old in list(self.lost)[:-MOST_OPEN]:
             del self.lost[old]
-        self._desk.say(messages.Note(-1, f"the checkpoint of step {draft.step} was given up: {reason}"))
+        if draft.step > self.last:
+            self._desk.say(messages.Note(-1, f"the checkpoint of step {draft.step} was given up: {reason}"))
 
     def lose_node(self, name: str, other: Callable[[], str]) -> None:
         """A node is gone, and its keeper with it: the other one commits what this one was to, if there is any."""

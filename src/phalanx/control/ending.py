@@ -1,5 +1,6 @@
 """How a run ends. One that is done, or is told to stop, saves its last step. One that fails writes what is in memory
-and newer than the last checkpoint. Then all are told to leave. The phases saving, flushing and ended begin here."""
+and newer than the last checkpoint; so does one, beside all else, that has not come to save its last step when half of
+the time to stop is over. Then all are told to leave. The phases saving, flushing and ended begin here."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Ending:
     steps: int  # of the whole run
     stop_ns: int = -1  # by when to be gone
     outcome: messages.Ended | None = None  # while flushing and after
-    write: messages.Write | None = None  # what is written while flushing
+    asks: int = 0  # the generation whose snapshots in memory are to be written before the time to stop is over
+    write: messages.Write | None = None  # what is written of them
 
     def bind(
         self,
@@ -45,8 +47,21 @@ class Ending:
 
     def stop(self, event: messages.Stop) -> bool:
         self.stop_ns = self._desk.now_ns + event.grace_ns
-        self._desk.set("stop", event.grace_ns)
+        self._desk.set("stop", event.grace_ns // 2)
         return True
+
+    def look_at_time(self) -> None:
+        """At half of the time, have what is in memory written, in case that the last step cannot be saved; at its end,
+        give up."""
+        left_ns = self.stop_ns - self._desk.now_ns
+        if left_ns <= 0:
+            self._end_flush()
+            return
+        self._desk.set("stop", left_ns)
+        if self._desk.phase not in ("saving", "flushing") and self._policy.save and self._gen.begun:
+            self.asks = self._gen.number
+            self._finder.ask(self.asks)
+            self._desk.set("ask", min(self._policy.ask_ns, left_ns // 2))
 
     # -- the last checkpoint
 
@@ -75,14 +90,21 @@ class Ending:
     def look(self) -> None:
         """End when the checkpoint that is waited for is made, or was given up. (One of the same step, made in an
         earlier generation, may be given up.)"""
-        phase, commits, step, write = self._desk.phase, self._commits, self._lineage.committed, self.write
+        phase, commits, step = self._desk.phase, self._commits, self._lineage.committed
         if phase == "saving" and commits.has(step):
             self._done()
         elif phase == "saving" and (lost := commits.why_lost(step, self._gen.number)):
             self._give_up(lost)
-        written = write and (commits.has(write.step) or commits.why_lost(write.step, write.generation))
-        if phase == "flushing" and written:
+        elif phase == "flushing" and self.write and not self.is_writing:
             self._end_flush()
+        elif phase == "gathering" and self.write and commits.has(step):
+            self._done()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether what was in memory is neither durable yet nor given up."""
+        write, commits = self.write, self._commits
+        return write is not None and not (commits.has(write.step) or commits.why_lost(write.step, write.generation))
 
     def look_late(self) -> None:
         """Give up a checkpoint that does not get any further."""
@@ -106,7 +128,7 @@ class Ending:
         about = (self._lineage.committed, self._commits.last, kind, rank, failure)
         self.outcome = messages.Ended(False, reason, *about)
         self._desk.drop("form", "build", "leave", "park", "lease", "again", "wait", "hold")
-        self._desk.phase, self._finder.asked = "flushing", False
+        self._desk.phase, self._finder.asked, self.asks = "flushing", False, 0
         if self._policy.save and kind == "failed" and self._gen.begun:
             self.be_patient()
             self._finder.ask(self._gen.number)
@@ -114,30 +136,34 @@ class Ending:
             self._end_flush()
 
     def flush(self) -> None:
-        """Write the newest step that all nodes have in memory."""
-        replicas = [r for r in self._gen.worlds if r in self._worlds.replicas]
-        homes = [node for replica in replicas for node in self._worlds.homes(replica)]
-        step = self._finder.newest_whole(homes, self._gen.number, self._commits.last)
-        if step < 0:
+        """Write the newest step that all nodes have in memory, of this generation or of the last that made any."""
+        self.asks = 0
+        for generation, seats in sorted(self._gen.seats.items(), reverse=True):
+            homes = [node for replica, nodes in seats.items() for node in self._worlds.homes(replica, nodes)]
+            step = self._finder.newest_whole(homes, generation, self._commits.last)
+            if step >= 0:
+                self.write = messages.Write(step, generation, tuple(sorted({*homes})))
+                self._desk.say(self.write)
+                return
+        if self._desk.phase == "flushing":
             self._end_flush()
-        else:
-            self.write = messages.Write(step, self._gen.number, tuple(sorted({*homes})))
-            self._desk.say(self.write)
 
     def _end_flush(self) -> None:
-        e = self.outcome
-        assert e
-        self._end(e.ok, e.reason, e.cause, e.rank, e.failure)
+        """End as it has failed; or say what is saved of a run that could not save its last step in time."""
+        step, saved = self._lineage.committed, self._commits.last
+        if e := self.outcome:
+            self._end(e.ok, e.reason, e.cause, e.rank, e.failure)
+        elif step == saved:
+            self._done()
+        else:
+            what = f"step {saved} is saved" if saved >= 0 else "none of its steps is saved"
+            self._end(ok=False, reason=f"stopped after step {step}; the time for its checkpoint was too short; {what}")
 
     # -- the end
 
     def _done(self) -> None:
         step = self._lineage.committed
         self._end(ok=True, reason=f"{'done' if step >= self.steps else 'stopped'} after step {step}")
-
-    def run_out_of_time(self) -> None:
-        text = f"stopped after step {self._lineage.committed}; the time for a checkpoint was too short"
-        self._end(ok=False, reason=text)
 
     def _end(self, ok: bool, reason: str, cause: str = "", rank: int = -1, failure: Failure | None = None) -> None:
         self._commits.tell(before=self._lineage.committed + 1)
@@ -149,10 +175,8 @@ class Ending:
     def outstanding(self) -> list[Command]:
         if self._desk.phase == "saving":
             return [self._order_to_save()]
-        if self._desk.phase == "flushing" and self.write:
-            return [self.write]
         if self._desk.phase != "ended":
-            return []
+            return [self.write] if self.write and self.is_writing else []
         assert self.outcome
         alive = sorted(name for name, node in self._members.nodes.items() if not node.dead)
         return [self.outcome, messages.Leave(self.outcome.reason, tuple(alive))]

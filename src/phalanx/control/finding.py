@@ -119,10 +119,12 @@ class Finder:
             self._commits.forget(step, source.made)
 
     def newest_whole(self, homes: list[str], generation: int, after: int) -> int:
-        """The newest step after `after`, made in `generation`, whose snapshots all nodes have in memory; -1: none.
+        """The newest step after `after`, made in `generation`, whose snapshots all nodes have in memory; -1: none that
+        counts.
         `homes`: for each rank that took part, in order, its node."""
         found: dict[int, int] = defaultdict(int)
         for rank, node in enumerate(homes):
             for step in {s for r, s, made in self.held.get(node, ()) if r == rank and made == generation}:
                 found[step] += 1
-        return max((step for step, count in found.items() if step > after and count == len(homes)), default=-1)
+        whole = [step for step, count in found.items() if step > after and count == len(homes)]
+        return max((step for step in whole if self._lineage.counts(step, generation)), default=-1)

@@ -153,7 +153,7 @@ class Gang:
         if self.phase == "ended":
             return self.ending.outstanding()
         out = [*self.staff.outstanding(), *self.worlds.outstanding(), *self.gen.outstanding()]
-        if self.phase in ("asking", "flushing") and self.finder.unanswered:
+        if self._asks and self.finder.unanswered:
             out.append(self.finder.question(self.generation))
         if self.phase == "running" and self.commits.version:
             out.append(self._interval())
@@ -205,7 +205,7 @@ class Gang:
         self._lose(gone, proof)
         if proof:
             self._prove(name, proof)
-        if self.phase == "asking" and not self.finder.unanswered:
+        if (self.phase == "asking" or self.ending.asks) and not self.finder.unanswered:
             self._all_answered()
 
     def _committer(self) -> str:
@@ -395,7 +395,8 @@ class Gang:
             self.desk.set("hold", max(0, self.desk.said_ns + self.policy.hold_ns - self.desk.now_ns))
         staff = self.staff
         asked = staff.starting or staff.killed or self.commits.drafts or self.worlds.astir or self.gen.pausing
-        if asked or self.phase not in ("gathering", "running", "ended"):
+        writing = self.ending.asks or self.ending.is_writing
+        if asked or writing or self.phase not in ("gathering", "running", "ended"):
             self._resend_later()
 
     def _move_on(self) -> None:
@@ -549,7 +550,7 @@ class Gang:
         self.gen.begin(form)
 
     def _on_held(self, event: messages.Held) -> bool:
-        if self.phase not in ("asking", "flushing") or event.generation != self.generation:
+        if not self._asks or event.generation != self.generation:
             return False
         if not self.finder.hear(event.node, event.copies):
             return False
@@ -563,6 +564,15 @@ class Gang:
         elif self.phase == "flushing" and not self.finder.asked:
             self.finder.asked = True
             self.ending.flush()
+        if self.ending.asks == self.generation:
+            self.ending.flush()
+            if self.phase == "running":  # they will change
+                self.finder.close()
+
+    @property
+    def _asks(self) -> bool:
+        """Whether it is to be heard what nodes have in memory."""
+        return self.phase in ("asking", "flushing") or self.ending.asks == self.generation > 0
 
     def _on_formed(self, event: messages.Formed) -> bool:
         if self.phase != "forming" or event.generation != self.generation:
@@ -718,7 +728,7 @@ TIMERS: dict[str, Callable[[Gang], None]] = {
     "hold": Gang._give_up_holding,
     "save": lambda gang: gang.commits.retry(),
     "saving": lambda gang: gang.ending.look_late(),
-    "stop": lambda gang: gang.ending.run_out_of_time(),
+    "stop": lambda gang: gang.ending.look_at_time(),
     # The next look at the state takes the time into account.
     **dict.fromkeys(("wait", "again", "retry"), lambda gang: None),
 }

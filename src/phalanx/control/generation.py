@@ -30,6 +30,7 @@ class Generation:
     quiet: bool = False  # parting: they stop after a step, by themselves
     pausing: str = ""  # why Pause was said
     doomed: set[int] = field(default_factory=set)  # members that are being killed, until their end is confirmed
+    seats: dict[int, dict[int, tuple[str, ...]]] = field(default_factory=dict)  # generation -> replica -> its nodes
     over: str = ""  # how it is known that no member can commit another step: acknowledged, proven, or its lease ended
 
     def __post_init__(self) -> None:
@@ -41,6 +42,11 @@ class Generation:
     # -- its beginning
 
     def begin(self, form: Form) -> None:
+        if self.form and self._lineage.ends.get(self.number, -1) > self.form.step:
+            self.seats = {self.number: self.seats.get(self.number, {})}  # what it has made may be in memory
+        else:
+            self.seats.pop(self.number, None)
+        self.seats[form.generation] = {r: tuple(self._worlds.replicas[r].nodes) for r in form.replicas}
         self.number, self.form, self.began_ns = form.generation, form, self._desk.now_ns
         self.worlds = dict(zip(form.replicas, form.worlds, strict=True))  # by replica
         self.stepped = self.quiet = False

@@ -201,11 +201,12 @@ class Worlds:
             yield node, islice(values, per - first)
             first = 0
 
-    def homes(self, number: int) -> Iterator[str]:
-        """Return the node of each rank of a replica in order, also of ranks that are gone."""
-        found, per = self.replicas[number], self._members.ranks_per_place
-        first = number * self._members.replica_size % per  # of its first place the replica may have a part
-        return islice(chain.from_iterable(map(repeat, found.nodes, repeat(per))), first, first + len(found.crew))
+    def homes(self, number: int, nodes: Iterable[str] | None = None) -> Iterator[str]:
+        """Return the node of each rank of a replica in order, also of ranks that are gone. `nodes`: that it had."""
+        size, per = self._members.replica_size, self._members.ranks_per_place
+        nodes = self.replicas[number].nodes if nodes is None else nodes
+        first = number * size % per  # of its first place the replica may have a part
+        return islice(chain.from_iterable(map(repeat, nodes, repeat(per))), first, first + size)
 
     def nodes(self, numbers: Iterable[int]) -> set[str]:
         return {name for number in numbers for name in self.replicas[number].nodes}

@@ -62,6 +62,7 @@ class Lease:
         self.token = secrets.token_hex(8)
         self._body: Body = {**about, "format": FORMAT, "token": self.token, "term_s": term_s, "held": True, **_me()}
         self.is_lost = False  # somebody else has taken it
+        self.owner: Body = {}  # what the file says of them
         self._tag = ""
         self._count = 0
         self._done = threading.Event()
@@ -114,8 +115,9 @@ class Lease:
             except UserError:  # a newer version has taken it
                 self.is_lost = True
                 return
-            self.is_lost = bool(body) and body.get("token") != self.token
-            if not self.is_lost:
+            if body and body.get("token") != self.token:
+                self.owner, self.is_lost = body, True
+            else:
                 self._write(tag)
 
     def close(self, remove: bool = False) -> None:

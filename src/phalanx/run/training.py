@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from phalanx import __version__
-from phalanx.checkpoint.catalog import Catalog, Found
+from phalanx.checkpoint.catalog import Catalog
 from phalanx.control.messages import Failure
 from phalanx.control.verdict import remedy
 from phalanx.core import document
@@ -103,7 +103,8 @@ def run_job(
     with Stop(job.run.time_limit_s, adapter.time_left_s(job)) as stop:
         noticed: list[dict[str, Any]] = []
         continues = shared is not None and shared.kept is not None
-        start = None if continues else find_start(resume, job, noticed.append)
+        with stop.at_once():
+            start = None if continues else find_start(resume, job, noticed.append)
         if start and resume == AUTO and start.manifest.step == job.train.steps:
             listener.note(f"{start.place['url']}/{start.reader.name} is of the last step: nothing is left to do")
             return {"status": "done", "steps": 0}
@@ -156,10 +157,6 @@ class _Recorded:
     def note(self, text: str) -> None:
         self._record.event({"type": TOLD, "text": text})
         self._note(text)
-
-
-def _words(saved: Found | None) -> str:
-    return f"saved up to step {saved.step}: {saved.store.url}/{saved.name}" if saved else "nothing of it is saved"
 
 
 def _position(start: Start | None) -> Position | None:
@@ -217,6 +214,7 @@ class _Run:
         self.job, self.record, self.listener, self.stop, self.starter = job, record, listener, stop, starter
         self.adapter, self.listen, self.start, self.noticed = adapter, listen, start, noticed
         self.attempts = 0  # to start from a checkpoint
+        self.durable: int | None = None  # the last step that has a checkpoint, once the controller has said so
         self.place = job.checkpoint.dir or str(record.path / FOLDER)  # of its checkpoints
         self.mark = secrets.token_hex(8)
         own = start is not None and start.manifest.job.get("name", job.name) == job.name
@@ -263,11 +261,11 @@ class _Run:
                 ended = self._launch()
                 break
             except _Damaged as damaged:
-                self._fall_back(str(damaged), resume)
-        saved = self._saved()
+                with self.stop.at_once():
+                    self._fall_back(str(damaged), resume)
         return {
             "status": "done",
-            "durable": saved.step if saved else 0,
+            "durable": self._saved()[0],
             **self.figures(),
             **self._last_validation(),
             "wall_s": time.monotonic() - started,
@@ -298,7 +296,7 @@ class _Run:
             self.record.path,
             replace(ENTRIES, keeper=KEEPER if self.saves else ""),
             self._on_event,
-            stop=lambda: self.stop.asked,
+            stop=lambda: self._is_stopped(cluster),
             gently=lambda: not self.stop.hurried,
             checkpoints=self.place,
             facts=dataclasses.asdict(facts),
@@ -326,10 +324,23 @@ class _Run:
                 for left in self.record.path.rglob(".*.tmp"):
                     left.unlink(missing_ok=True)
             self.over |= bool(cluster.ended)
+            self.durable = cluster.ended.get("durable")
             for row in self.table.finish():
                 self._on_row(row)
         self._judge(out["ended"])
         return out
+
+    def _is_stopped(self, cluster: Cluster) -> bool:
+        """Raise RunFailed if nothing can be saved any more, because another run has taken the place over."""
+        if self.lease and self.lease.is_lost and not cluster.ended:
+            owner = self.lease.owner
+            if owner.get("run") != self.mark:  # else it is another controller of this one, which is fenced elsewhere
+                who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "a newer version"
+                raise RunFailed(
+                    f"{self.place} belongs to another run now ({who}): nothing can be saved there any more",
+                    remedy="stop one of them; continue this one with --resume auto and another checkpoint.dir",
+                )
+        return self.stop.asked
 
     def _hands_over(self) -> bool:
         """Whether this process was asked to leave, and others continue the run."""
@@ -371,13 +382,23 @@ class _Run:
         self.data = RunData.plan(self.job, self.data.url, _position(self.start))
         self.data.write(self.record.path)
 
-    def _saved(self) -> Found | None:
-        """The newest checkpoint of this run, or of those that it continues, no matter who wrote it."""
+    def _saved(self) -> tuple[int | None, str]:
+        """The step of the newest checkpoint of this run, or of those that it continues, no matter who wrote it; None:
+        it cannot be known. And this in words."""
+        step, where = 0, ""
+        if self.start:
+            step, where = self.start.manifest.step, f"{self.start.place['url']}/{self.start.reader.name}"
         try:
-            own = [f for f in Catalog(open_store(self.place)).good() if f.lineage == self.lineage]
-        except (BadCheckpoint, OSError, UserError):
-            return None
-        return own[0] if own else None
+            all_good = Catalog(open_store(self.place)).good() if self.launched else []
+            own = next((f for f in all_good if f.lineage == self.lineage), None)
+            if own and own.step >= step:
+                step, where = own.step, f"{own.store.url}/{own.name}"
+        except (BadCheckpoint, OSError, UserError) as error:
+            if self.durable is None:
+                return None, f"what is saved could not be read: {error}"
+            if self.durable > step:
+                step, where = self.durable, self.place
+        return step, f"saved up to step {step}: {where}" if step else "nothing of it is saved"
 
     @property
     def saves(self) -> bool:
@@ -401,21 +422,20 @@ class _Run:
             return error
         handed = isinstance(error, Superseded)
         stopped = isinstance(error, KeyboardInterrupt | BrokenPipeError) or self.stop.asked or handed
-        saved = self._saved() if self.launched else None
+        saved, words = self._saved()
         if stopped and not handed and not isinstance(error, BrokenPipeError):
-            done = self.num_steps + (self.start.manifest.step if self.start else 0)
+            begun = self.start.manifest.step if self.start else 0
             # A start that came no further, or saved nothing, would not either when it is repeated.
-            kind = TimeUp if self.stop.is_time_up and self.num_steps and saved else KeyboardInterrupt
-            error = kind(f"{self.stop.why} after step {done} of {self.job.train.steps}; {_words(saved)}")
+            further = self.num_steps and (saved is None or saved > begun)
+            kind = TimeUp if self.stop.is_time_up and further else KeyboardInterrupt
+            error = kind(f"{self.stop.why} after step {begun + self.num_steps} of {self.job.train.steps}; {words}")
         elif isinstance(error, RunFailed) and not handed:
-            error = RunFailed(
-                f"{error.reason}; {_words(saved)}", rank=error.rank, log_tail=error.log_tail, remedy=error.remedy
-            )
+            error = RunFailed(f"{error.reason}; {words}", rank=error.rank, log_tail=error.log_tail, remedy=error.remedy)
         elif isinstance(error, OSError) and not stopped:
             error = RunFailed(f"the record {self.record.path} cannot be written: {error.strerror}")
         with contextlib.suppress(OSError):
             status = "stopped" if stopped else "failed"
-            about = {"status": status, "reason": str(error), "durable": saved.step if saved else 0}
+            about = {"status": status, "reason": str(error), "durable": saved}
             self.record.finish({**about, **self.figures()})
         return error
 
@@ -478,6 +498,8 @@ class _Run:
         self.record.event(event)
         self.listener.note(told(event))
         self.listener.validation(event)
+        if self.lease and self.lease.is_lost:  # there it would take the place of another run's
+            return
         try:
             self.validations.remember()
         except OSError as error:
