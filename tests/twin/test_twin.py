@@ -161,6 +161,21 @@ def test_a_job_that_stops_as_a_whole_goes_back_to_its_checkpoint():
     assert job.progress.spent["detect"] + job.progress.spent["restart"] == pytest.approx(100 * S, rel=0.01)
 
 
+def test_work_done_while_corruption_is_unnoticed_is_lost_and_nobody_waits():
+    """Checkpoints 100 s apart, corruption after 1050 s, found 600 s later: back to 1000 s."""
+    assume = {"contained.corrupt_detect_s": 600.0, "checkpoint.memory_share": 0.0, "checkpoint.storage_gb_per_s": 1e9}
+    case = dataclasses.replace(SMALL, quality=1e-6, interval_s=100.0, stall_s=0.0, assume=assume).checked()
+    script = [(1050 * S, Fault("GPU", "corrupt", (3,), True, 3600 * S))]
+    job = Job(case, check=True, script=script)
+    job.run(3000 * S)
+    spent = job.progress.spent
+    assert spent["lost"] == pytest.approx(650 * S, abs=2 * job.progress.step_ns)
+    assert spent["detect"] < S and job.interruptions == 1
+    job = Job(dataclasses.replace(case, assume={**assume, "contained.corrupt_detect_s": 0.0}), script=script)
+    job.run(3000 * S)
+    assert job.progress.spent["lost"] < 2 * job.progress.step_ns
+
+
 def test_a_rank_has_whole_micro_batches():
     """With one replica of 488 missing, a step of one micro-batch takes two passes."""
     assert Progress(S, 488, 1, S, active=487).speed == 0.5

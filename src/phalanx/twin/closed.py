@@ -78,6 +78,8 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
         waits = _beyond(detect + decide, step)
         stop = max(waits + decide + form, times.stop / S - step / 2)
         lost += per_s * (stop + pass_s + join + missing * max(0.0, heal - pass_s))
+        unseen = assume("contained.corrupt_detect_s") if effect == "corrupt" else 0.0
+        lost += per_s * (unseen + times.drain / S + (every or step) / 2 if unseen else 0.0)
     overhead = times.memory_share + stall / (stall + (every or step))
     return (1 - overhead) / (1 + lost)
 

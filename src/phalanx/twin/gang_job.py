@@ -479,6 +479,26 @@ class Job:
         if self.fleet.up[node] and self.incarnation[_name(node)] == incarnation and self._seated(node):
             self._strike_hardware(fault)
 
+    def _strike_corrupt(self, fault: Fault) -> None:
+        """Nobody knows at first: all train on, and what they did since the last checkpoint before it does not count."""
+        after_ns = int(self.assume("contained.corrupt_detect_s") * S)
+        if not after_ns or not self.contained or not self._seated(fault.nodes[0]):
+            self._strike_hardware(fault)
+            return
+        self._save()
+        progress = self.progress
+        unsaved_ns = progress.work_ns - self.gang.commits.last * progress.step_ns
+        good_ns = progress.spent["productive"] - max(0, unsaved_ns)
+        self.agenda.after(after_ns, self._find_corrupt, fault, self.incarnation[_name(fault.nodes[0])], good_ns)
+
+    def _find_corrupt(self, fault: Fault, incarnation: int, good_ns: int) -> None:
+        """`good_ns`: the work that was in the checkpoint before it. Steps keep their numbers when they are redone."""
+        (node,) = fault.nodes
+        self.progress.advance(self.agenda.now)
+        self.progress.discount(max(0, self.progress.spent["productive"] - good_ns))
+        if self.fleet.up[node] and self.incarnation[_name(node)] == incarnation and self._seated(node):
+            self._strike_hardware(fault)
+
     def _strike_hardware(self, fault: Fault) -> None:
         nodes = fault.nodes or (self._any_node() if fault.rank < 0 else self._node_of(fault.rank))
         hit = [node for node in nodes if self._seated(node)]

@@ -121,7 +121,7 @@ def one(scenario: Scenario, seed: int, check: bool = False) -> Outcome:
     job.digest.update(repr(sorted(spent.items())).encode())
     return Outcome(
         seed, {part: ns / total_ns for part, ns in spent.items()}, job.interruptions, job.planned,
-        job.gang.generation, job.progress.step, job.digest.hexdigest(), job.incidents, job.fewest_spares,
+        job.gang.generation, spent["productive"] // job.progress.step_ns, job.digest.hexdigest(), job.incidents, job.fewest_spares,
     )  # fmt: skip
 
 

@@ -48,7 +48,6 @@ def times_of(scenario: Scenario) -> Times:
     silent_s = MISSED_BEATS * beat_ns(nodes) / S if contained else exit_s
     hang_s = hang_limit_ns(int(scenario.step_s * S), beat_ns(nodes)) / S if contained else exit_s
     detect = {"worker": exit_s, "hang": hang_s, "node": silent_s, "link": exit_s, "slow": exit_s, "corrupt": exit_s}
-    detect["corrupt"] += assume("contained.corrupt_detect_s") if contained else 0.0
     if scenario.detect_s >= 0:
         detect = dict.fromkeys(detect, scenario.detect_s)
     stop_s = scenario.stop_s
