@@ -19,6 +19,7 @@ from phalanx.twin.fleet import Fault
 from phalanx.twin.gang_job import Job
 from phalanx.twin.seeds import many, mttf_hours, one
 from phalanx.twin.spent import Progress
+from phalanx.twin.times import times_of
 from tests.twin import soak, ticks
 
 # One kind of failure, every stop of the same length: what the slow implementation knows.
@@ -205,6 +206,24 @@ def test_a_mistake_is_named_with_its_remedy(text, names):
 def test_every_shipped_scenario_loads():
     for name, about in scenario.shipped().items():
         assert about and scenario.load(name).about == about
+
+
+def test_what_forming_takes_is_an_assumption_that_can_be_changed():
+    case = scenario.load("1m-gpus")
+    assert times_of(case).form == pytest.approx(1.64 * S, rel=0.01)
+    assert times_of(case).form - times_of(case.changed("form=0")).form == pytest.approx(S)
+    assert times_of(scenario.load("sharp-16k")).form < times_of(scenario.load("llama3-16k-contained")).form
+    assert any(name == "contained.form_base_s" and "assumed" in source for name, _, source in case.assumed.rows())
+
+
+def test_a_rack_that_loses_power_takes_all_its_nodes():
+    case = scenario.load("nvl72-32k")
+    assert case.assumed("correlated.rack_nodes") * case.gpus_per_node == 72
+
+
+def test_no_scenario_is_bent_towards_its_published_figure():
+    """The wait for late ranks was once set here, after the result was seen."""
+    assert scenario.load("100k-contained").late_s == -1
 
 
 def test_the_command_prints_json(capsys):

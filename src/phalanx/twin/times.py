@@ -61,7 +61,7 @@ def times_of(scenario: Scenario) -> Times:
         decide=int((assume("contained.decide_s") + 2 * far_s) * S),
         launch=int(assume("contained.launch_s") * S),
         build=int((assume("contained.engine_s") + float(setup_s(scenario.replica_gpus))) * S),
-        form=int((float(setup_s(replicas)) + 2 * far_s) * S),
+        form=int((assume("contained.form_base_s") + float(setup_s(replicas) - setup_s(0)) + 2 * far_s) * S),
         live=int(live_s * S),
         memory=int(2 * live_s * S),
         durable=int(storage_s * S),
