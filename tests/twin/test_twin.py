@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.control import messages as say
 from phalanx.core.errors import UserError
-from phalanx.twin import draw, scenario
+from phalanx.twin import draw, gang_job, scenario
 from phalanx.twin.agenda import S
 from phalanx.twin.assumed import Assumptions
 from phalanx.twin.fleet import Fault
@@ -89,7 +89,13 @@ def test_the_waterfall_sums_to_the_time(policy):
     assert 0.1 < found.effective < 1
 
 
-def test_restart_agrees_with_ticks():
+@pytest.fixture
+def quick(monkeypatch):
+    """Look at the invariants now and then, as in large fleets: other tests look after every event."""
+    monkeypatch.setattr(gang_job, "ALWAYS_CHECKED", 0)
+
+
+def test_restart_agrees_with_ticks(quick):
     """The fast implementation against the slow one: every GPU in every tick."""
     case = dataclasses.replace(SMALL, policy="restart", quality=2500.0, spares=1.0, interval_s=600.0, stall_s=10.0,
                                stop_s=300.0, assume=PLAIN, days=4.0).checked()  # fmt: skip
@@ -99,7 +105,7 @@ def test_restart_agrees_with_ticks():
     assert fast == pytest.approx(slow, abs=0.03)
 
 
-def test_contained_agrees_with_ticks():
+def test_contained_agrees_with_ticks(quick):
     """A micro-batch is a thousandth of a step here, so a missing replica costs its own share alone."""
     assume = {**PLAIN, "contained.launch_s": 200.0, "contained.engine_s": 100.0}
     case = dataclasses.replace(SMALL, quality=5000.0, spares=1.0, stop_s=60.0, detect_s=0.0, stall_s=0.0, step_s=5.0,
@@ -128,6 +134,14 @@ def test_a_planted_bug_is_caught(planted_bug):
     with pytest.raises(AssertionError):
         for seed in range(5):
             soak.run(seed)
+
+
+@pytest.mark.parametrize("gpus", [64, 16384])
+def test_a_bug_in_the_control_plane_stops_a_run_of_any_user(planted_bug, gpus):
+    """Small fleets are looked at after every event, large ones now and then and in the end."""
+    case = dataclasses.replace(SMALL, gpus=gpus, policy="shrink", quality=100.0, days=0.05, spares=0.0)
+    with pytest.raises(AssertionError):
+        many(case.checked(), 4)
 
 
 def test_a_failure_is_contained_and_healed_by_a_spare():

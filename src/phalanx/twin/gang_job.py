@@ -31,6 +31,8 @@ MOST_BLOCKS = 64  # ranks of a gang that starts again as a whole
 NEVER_NS = 10**18
 KEPT_INCIDENTS = 1000
 RETUNE = 64  # failures between two looks at the checkpoint interval
+ALWAYS_CHECKED = 4096  # GPUs of a fleet whose control plane is looked at after every event
+CHECKED = 0.25  # events to a GPU of a larger one between two looks, since a look costs time for every GPU
 SICK_NS = 3600 * S  # after which a bad node is taken out for which no other has come
 DIED = Failure(signal="SIGKILL")
 
@@ -45,8 +47,9 @@ def policy_of(scenario: Scenario) -> Policy:
 
 
 class Job:
-    """`check`: whether the invariants of the control plane are checked after every event. `script`: the faults that
-    happen, instead of drawn ones. `times`, `policy`: durations and rules of a real run, instead of the scenario's."""
+    """`check`: look at the invariants of the control plane after every event, as small fleets do anyway. `script`: the
+    faults that happen, instead of drawn ones. `times`, `policy`: durations and rules of a real run, instead of the
+    scenario's."""
 
     def __init__(
         self,
@@ -57,7 +60,8 @@ class Job:
         times: Times | None = None,
         policy: Policy | None = None,
     ):
-        self.scenario, self.check = scenario, check
+        self.scenario, self.events = scenario, 0
+        self.check_every = 1 if check or scenario.gpus <= ALWAYS_CHECKED else int(CHECKED * scenario.gpus)
         self.agenda, self.draw = Agenda(), Draw(2 * seed + 1)
         self.times, self.assume = times or times_of(scenario), scenario.assumed
         self.digest = blake2b(digest_size=8)
@@ -142,7 +146,8 @@ class Job:
         """`quiet`: what follows from its answer is done by the caller."""
         before = (self.gang.generation, self.gang.members.last_worker)
         commands = self.gang.apply(self.agenda.now, event)
-        if self.check:
+        self.events += 1
+        if self.events % self.check_every == 0:
             invariants.check(self.gang, before)
         if quiet:
             for command in commands:

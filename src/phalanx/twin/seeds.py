@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.control import invariants
 from phalanx.hardware.catalogue import load
 from phalanx.plan.cost.money import watts
 from phalanx.twin.agenda import S
@@ -113,9 +114,10 @@ class Result:
         }  # fmt: skip
 
 
-def one(scenario: Scenario, seed: int, check: bool = False) -> Outcome:
-    job = Job(scenario, seed, check)
+def one(scenario: Scenario, seed: int) -> Outcome:
+    job = Job(scenario, seed)
     job.run()
+    invariants.check(job.gang)
     spent, total_ns = job.progress.spent, job.progress.now_ns
     assert sum(spent.values()) == total_ns, "the waterfall does not add up"
     job.digest.update(repr(sorted(spent.items())).encode())
