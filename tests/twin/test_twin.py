@@ -267,6 +267,21 @@ def test_the_gang_is_told_nothing_that_an_agent_would_not_say():
     assert {say.WorkerDied, say.Parked, say.Built, say.Parted, say.Formed, say.NodeDead} <= heard
 
 
+def test_a_job_that_never_ends_says_so(capsys, monkeypatch):
+    from phalanx.cli import simulate
+
+    case = dataclasses.replace(SMALL, policy="restart", stop_s=1e9, quality=1e4, days=1.0, site="world-average")
+    monkeypatch.setattr(simulate, "_find", lambda *_: (case.checked(), 1000))
+    options = {"what_if": None, "gpus": 0, "hardware": "", "days": None, "html": None, "seeds": 1}
+    simulate.simulate("job.toml", as_json=True, **options)
+    said = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert said["effective_training_time"] == 0
+    assert said["days_to_end"]["mean"] is said["ends"]["mean"] is said["dollars_to_end"] is None
+    simulate.simulate("job.toml", as_json=False, **options)
+    text = capsys.readouterr().out
+    assert text.count("never") == 7 and "inf" not in text
+
+
 def test_a_job_file_says_when_it_ends_and_what_it_costs(capsys):
     from phalanx.cli.simulate import simulate
 

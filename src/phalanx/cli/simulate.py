@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,9 +69,10 @@ def simulate(
 
         first = results[0].to_json()
         if steps:
-            first["days_to_end"] = results[0].days_for(steps)
-            first["ends"] = {name: _date(days) for name, days in first["days_to_end"].items()}
-            first["dollars_to_end"] = results[0].dollars_for(steps)
+            ends, dollars = results[0].days_for(steps), results[0].dollars_for(steps)
+            first["days_to_end"] = {name: days if days < math.inf else None for name, days in ends.items()}
+            first["ends"] = {name: _date(days) if days < math.inf else None for name, days in ends.items()}
+            first["dollars_to_end"] = dollars if dollars != math.inf else None
         print(json.dumps({**first, "what_if": [r.to_json() for r in results[1:]], **beside.to_json()}, indent=2))
         return
     print("\n".join(_text(results, steps)))
@@ -195,11 +197,12 @@ def _text(results: list[Result], steps: int) -> list[str]:
         rows.append([title, *(_lost(r.costs(), key) for r in results)])
     if steps:
         ends = [r.days_for(steps) for r in results]
-        rows.append(["days to the end", *(f"{d['mean']:.2f} ({d['p5']:.2f} to {d['p95']:.2f})" for d in ends)])
+        days = [[f"{d[key]:.2f}" if d[key] < math.inf else "never" for key in ("mean", "p5", "p95")] for d in ends]
+        rows.append(["days to the end", *(f"{mean} ({p5} to {p95})" for mean, p5, p95 in days)])
         rows.append(["  started now, it ends", *(_date(d["mean"]) for d in ends)])
         rows.append(["  between", *(f"{_date(d['p5'])} and {_date(d['p95'])}" for d in ends)])
         dollars = [r.dollars_for(steps) for r in results]
-        rows.append(["dollars to the end", *("-" if d is None else f"{d:,.0f}" for d in dollars)])
+        rows.append(["dollars to the end", *("-" if d is None else f"{d:,.0f}" if d < math.inf else "never" for d in dollars)])
     return [*lines, *_aligned(rows), "", f"digest {first.outcomes[0].digest} (seed 0)"]
 
 
@@ -207,7 +210,10 @@ def _date(days: float) -> str:
     """When so many days from now have passed."""
     from datetime import datetime, timedelta
 
-    return f"{datetime.now() + timedelta(days=days):%Y-%m-%d %H:%M}"
+    try:
+        return f"{datetime.now() + timedelta(days=days):%Y-%m-%d %H:%M}"
+    except OverflowError:
+        return "never"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

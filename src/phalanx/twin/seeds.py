@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,12 +70,14 @@ class Result:
         return {"nodes": there, "used": statistics.fmean(used), "used_p95": most}
 
     def days_for(self, steps: int) -> dict[str, float]:
-        """How long so many steps take: on average, and with the luckier and the unluckier seeds."""
+        """How long so many steps take: on average, and with the luckier and the unluckier seeds; inf: for ever."""
         days = steps * self.scenario.step_s / DAY_S
-        return {"mean": days / self.effective, "p5": days / self.quantile(0.95), "p95": days / self.quantile(0.05)}
+        shares = {"mean": self.effective, "p5": self.quantile(0.95), "p95": self.quantile(0.05)}
+        return {name: days / share if share > 0 else math.inf for name, share in shares.items()}
 
     def dollars_for(self, steps: int) -> float | None:
-        """What so many steps cost on average, without the spares; None: the hardware has no price."""
+        """What so many steps cost on average, without the spares; None: the hardware has no price; inf: it never
+        ends."""
         dollars = [cost["dollars"] for cost in self.costs().values()]
         per_day = sum(d for d in dollars if d is not None) / self.scenario.days
         return None if None in dollars else per_day * self.days_for(steps)["mean"]
