@@ -186,7 +186,7 @@ def _text(results: list[Result], steps: int) -> list[str]:
     rows.append(["  5 % to 95 % of seeds", *(f"{r.quantile(0.05):.1%} to {r.quantile(0.95):.1%}" for r in results)])
     rows.append(["interruptions", *(f"{r.interruptions:,.1f}" for r in results)])
     rows.append(["spare nodes", *(f"{r.spares()['nodes']:,}" for r in results)])
-    rows.append(["  used, 95 % of seeds", *(f"{r.spares()['used_p95']:,}" for r in results)])
+    rows.append(["  used, 95 % of seeds", *(r.spares_used for r in results)])
     rows += [[f"  {part}", *(f"{r.waterfall[part]:.2%}" for r in results)] for part in PARTS]
     for key, title in (
         ("gpu_hours", "GPU-hours lost"),

@@ -348,6 +348,7 @@ class Job:
         self.hear(say.Formed(form.replicas, form.worlds, form.generation))
         assert gang.phase == "running", gang.phase
         self._slow_down()
+        self._count_spares()
         self.redo_ns = 0
         self.reborn.clear()
         at_ns = progress.boundary_ns(self.agenda.now)
@@ -512,19 +513,22 @@ class Job:
             self.launches[fault.rank // self.fleet.per_node] = fault.launch_ns
         if hit:
             self._count(fault)
-            spares = len(self.free) if self.block_wise else len(self.gang.members.spares)
-            self.fewest_spares = min(self.fewest_spares, spares)
             if len(self.incidents) < KEPT_INCIDENTS:
                 self.incidents.append((self.agenda.now / S, fault.name, ""))
             self._save()
             self._stop_pass(hit, _process(fault))
         for node in sorted(nodes, key=lambda node: node in hit):  # no spare is taken that has failed as well
             self._hit(node, fault, node in hit)
+        self._count_spares()
 
     def _count(self, fault: Fault) -> None:
         """What has one cause interrupts once."""
         self.interruptions += fault.cause == 0 or fault.cause != self.last_cause
         self.last_cause = fault.cause
+
+    def _count_spares(self) -> None:
+        spares = len(self.free) if self.block_wise else len(self.gang.members.spares)
+        self.fewest_spares = min(self.fewest_spares, spares)
 
     def _stop_pass(self, hit: list[int], rank: int) -> None:
         """The replicas of these nodes are gone from the step under way."""

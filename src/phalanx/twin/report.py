@@ -53,7 +53,7 @@ def _tiles(result: Result) -> str:
         (f"{result.quantile(0.05):.1%} to {result.quantile(0.95):.1%}", "nine seeds in ten"),
         (f"{result.interruptions:,.0f}", f"interruptions in {s.days:g} days"),
         (f"{s.gpus:,}", "GPUs"),
-        (f"{result.spares()['used_p95']:,} of {result.spares()['nodes']:,}", "spare nodes used, 95 % of seeds"),
+        (f"{result.spares_used} of {result.spares()['nodes']:,}", "spare nodes used, 95 % of seeds"),
     ]
     tiles = "".join(f"<div class=tile><b>{value}</b>{escape(text)}</div>" for value, text in cells)
     return f"<div class=tiles>{tiles}</div>"

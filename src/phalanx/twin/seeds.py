@@ -32,7 +32,7 @@ class Outcome:
     steps: int
     digest: str
     incidents: list[tuple[float, str, str]]  # when, in seconds; what failed; what was decided
-    fewest_spares: int  # that were left at any failure
+    fewest_spares: int  # that were left, after any failure or recovery
 
     @property
     def effective(self) -> float:
@@ -63,11 +63,17 @@ class Result:
 
     def spares(self) -> dict[str, float]:
         """How many spare nodes there are, and how many were in use at once: on average, and in the worst of 20 seeds.
-        Where all were, more would have been used."""
+        Where all were, they were not enough to say how many would have been."""
         there = 0 if self.scenario.policy == "shrink" else self.scenario.num_spares
         used = sorted(there - o.fewest_spares for o in self.outcomes)
         most = used[min(len(used) - 1, int(0.95 * len(used)))]
-        return {"nodes": there, "used": statistics.fmean(used), "used_p95": most}
+        return {"nodes": there, "used": statistics.fmean(used), "used_p95": most, "all_used": most >= there > 0}
+
+    @property
+    def spares_used(self) -> str:
+        """How many spares are enough in 95 % of the seeds; ">=" where all were used."""
+        found = self.spares()
+        return f"{'>= ' if found['all_used'] else ''}{found['used_p95']:,}"
 
     def days_for(self, steps: int) -> dict[str, float]:
         """How long so many steps take: on average, and with the luckier and the unluckier seeds; inf: for ever."""
