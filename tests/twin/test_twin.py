@@ -191,6 +191,24 @@ def test_work_done_while_corruption_is_unnoticed_is_lost_and_nobody_waits():
     assert job.progress.spent["lost"] < 2 * job.progress.step_ns
 
 
+@pytest.mark.parametrize("policy", ["restart", "hot", "contained"])
+def test_a_slow_spare_slows_nobody(policy):
+    case = dataclasses.replace(SMALL, policy=policy, spares=0.5, quality=1e-6).checked()
+    job = Job(case, script=[(100 * S, Fault("link", "limp", (8,), False, 1000 * S, 1.3))])
+    job.run(2000 * S)
+    assert job.progress.spent["straggler"] == 0
+
+
+def test_each_slow_phase_of_a_node_ends_by_itself():
+    """From 100 s to 300 s, and from 200 s to 1200 s: 1.5 times and 1.25 times as long."""
+    case = dataclasses.replace(SMALL, policy="hot", quality=1e-6).checked()
+    script = [(100 * S, Fault("link", "limp", (0,), False, 200 * S, 1.5)),
+              (200 * S, Fault("link", "limp", (0,), False, 1000 * S, 1.25))]  # fmt: skip
+    job = Job(case, script=script)
+    job.run(2000 * S)
+    assert job.progress.spent["straggler"] == pytest.approx((200 / 3 + 900 / 5) * S, rel=1e-6)
+
+
 def test_a_rank_has_whole_micro_batches():
     """With one replica of 488 missing, a step of one micro-batch takes two passes."""
     assert Progress(S, 488, 1, S, active=487).speed == 0.5

@@ -93,7 +93,7 @@ class Job:
         self.storage_ns = 0  # nothing can be loaded or written before this
         self.broken: dict[int, int] = {}  # replica -> failures that nobody has noticed
         self.sick: dict[int, int] = {}  # node that must be repaired -> for how long
-        self.limping: dict[int, float] = {}  # node -> by which factor it slows the steps
+        self.limping: dict[int, dict[int, float]] = {}  # node -> until when, and by which factor, it slows the steps
         self.resets: dict[int, int] = {}  # node -> until when its device is being reset
         self.maintained: dict[int, int] = {}  # node that is drained -> for how long
         self.incarnation: defaultdict[str, int] = defaultdict(lambda: 1)
@@ -446,7 +446,7 @@ class Job:
     def _strike_limp(self, fault: Fault) -> None:
         """It slows the steps of all, until it is over or its node is replaced."""
         (node,) = fault.nodes
-        self.limping[node] = fault.slow
+        self.limping.setdefault(node, {})[self.agenda.now + fault.repair_ns] = fault.slow
         self._slow_down()
         self.agenda.after(fault.repair_ns, self._recover, node)
         if self.contained:
@@ -460,12 +460,15 @@ class Job:
             self.hear(say.DeviceWarning(_name(node), incarnation, "link_errors", 10**6))
 
     def _recover(self, node: int) -> None:
-        if self.limping.pop(node, 0):
-            self._slow_down()
+        left = {end: factor for end, factor in self.limping.pop(node, {}).items() if end > self.agenda.now}
+        if left:
+            self.limping[node] = left
+        self._slow_down()
 
     def _slow_down(self) -> None:
         active = self.gang.gen.worlds
-        slow = max((f for n, f in self.limping.items() if any(r in active for r in self._replicas(n))), default=1.0)
+        there = (n for n in self.limping if self._seated(n) and any(r in active for r in self._replicas(n)))
+        slow = max((factor for node in there for factor in self.limping[node].values()), default=1.0)
         if slow != self.progress.slow:
             self.progress.advance(self.agenda.now)
             self.progress.slow = slow
