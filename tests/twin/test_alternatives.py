@@ -40,6 +40,18 @@ def test_light_and_bytes_between_sites_slow_what_waits_for_them():
     assert far["semi-synchronous"].useful > far["synchronous"].useful
 
 
+@pytest.mark.parametrize("policy", ["restart", "contained"])
+def test_every_step_of_two_sites_waits_for_the_other(policy):
+    """10 ms there and back, and 2 TB over 400 GB/s: steps of 5 s take 10.01 s."""
+    near = dataclasses.replace(SMALL, params=1e12, policy=policy, quality=1e-6)
+    far = dataclasses.replace(near, sites=2, distance_km=1000.0)
+    steps = [many(case, 1).outcomes[0].steps for case in (near, far)]
+    assert steps[0] / steps[1] == pytest.approx(10.01 / 5, rel=0.01)
+    assert many(far, 1).days_for(1000)["mean"] == pytest.approx(2 * many(near, 1).days_for(1000)["mean"], rel=0.01)
+    found = by_name(dataclasses.replace(far, policy="contained"))["synchronous"]
+    assert found.useful == pytest.approx(found.effective * 5 / 10.01)  # and the wait is in it once
+
+
 def test_replicas_that_wait_for_nobody_lose_their_own_time_alone():
     found = by_name(SMALL)
     assert found["synchronous"].effective < found["parameter server"].effective < 1

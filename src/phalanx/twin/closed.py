@@ -15,7 +15,7 @@ from phalanx.twin.assumed import DAY_S
 from phalanx.twin.draw import ln
 from phalanx.twin.scenario import Scenario
 from phalanx.twin.spent import Progress
-from phalanx.twin.times import times_of
+from phalanx.twin.times import times_of, whole_step_s
 
 
 def rates(scenario: Scenario) -> dict[str, float]:
@@ -47,17 +47,18 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
         manual_s = 3600 * (high - low) / ln(high / low) * assume("restart.manual_share")
         stop = times.stop / S + manual_s
         if scenario.policy == "hot":
-            share = (1 - times.memory_share) / (1 + (unexpected + rate["planned"]) * (stop + scenario.step_s / 2))
+            stop += whole_step_s(scenario) / 2
+            share = (1 - times.memory_share) / (1 + (unexpected + rate["planned"]) * stop)
         else:
             share = float(restart_share(1 / unexpected, stop + times.drain / S, stall, every))
             share /= 1 + rate["planned"] * stop
         slow_for = 60 * assume("slow.link_minutes")
         return share / (1 + rate["limp"] * slow_for * (mean_slow - 1) / mean_slow)
     replicas = scenario.gpus // scenario.replica_gpus
-    progress = Progress(int(scenario.step_s * S), replicas, scenario.micro_batches, 0, active=replicas - 1)
+    progress = Progress(int(whole_step_s(scenario) * S), replicas, scenario.micro_batches, 0, active=replicas - 1)
     missing = 1 - progress.speed
     pass_s = scenario.pass_s or scenario.step_s / scenario.micro_batches
-    step, decide, form, live = scenario.step_s, times.decide / S, times.form / S, times.live / S
+    step, decide, form, live = whole_step_s(scenario), times.decide / S, times.form / S, times.live / S
     join = decide + form + live
     # It joins at the end of a step, which takes longer without it. Devices are reset, or tried twice and replaced.
     # Where there are spares, one starts beside a rank that is late.

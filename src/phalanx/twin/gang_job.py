@@ -25,7 +25,7 @@ from phalanx.twin.draw import Draw
 from phalanx.twin.fleet import Fault, Fleet
 from phalanx.twin.scenario import Scenario
 from phalanx.twin.spent import Progress
-from phalanx.twin.times import Times, times_of
+from phalanx.twin.times import Times, times_of, whole_step_s
 
 MOST_BLOCKS = 64  # ranks of a gang that starts again as a whole
 NEVER_NS = 10**18
@@ -82,8 +82,8 @@ class Job:
         else:
             replicas, layout = 1, Layout(shard=-(-nodes // self.block), ranks_per_node=1)
         self.gang = Gang.of(layout, 10**12, policy or policy_of(scenario))
-        step_ns = int(scenario.step_s * S)
-        pass_ns = int(scenario.pass_s * S) or step_ns // scenario.micro_batches
+        step_ns = int(whole_step_s(scenario) * S)
+        pass_ns = int(scenario.pass_s * S) or int(scenario.step_s * S) // scenario.micro_batches
         self.progress = Progress(step_ns, replicas, scenario.micro_batches, pass_ns)
         self.interval_ns = int(scenario.interval_s * S) or step_ns
         self._set_overhead()

@@ -16,6 +16,7 @@ from phalanx.twin.assumed import DAY_S
 from phalanx.twin.gang_job import Job
 from phalanx.twin.scenario import Scenario
 from phalanx.twin.spent import PARTS
+from phalanx.twin.times import whole_step_s
 
 Tell = Callable[[str, int, int], None]  # the scenario, seeds that are done, seeds
 
@@ -77,7 +78,7 @@ class Result:
 
     def days_for(self, steps: int) -> dict[str, float]:
         """How long so many steps take: on average, and with the luckier and the unluckier seeds; inf: for ever."""
-        days = steps * self.scenario.step_s / DAY_S
+        days = steps * whole_step_s(self.scenario) / DAY_S
         shares = {"mean": self.effective, "p5": self.quantile(0.95), "p95": self.quantile(0.05)}
         return {name: days / share if share > 0 else math.inf for name, share in shares.items()}
 
@@ -132,7 +133,8 @@ def one(scenario: Scenario, seed: int) -> Outcome:
     job.digest.update(repr(sorted(spent.items())).encode())
     return Outcome(
         seed, {part: ns / total_ns for part, ns in spent.items()}, job.interruptions, job.planned,
-        job.gang.generation, spent["productive"] // job.progress.step_ns, job.digest.hexdigest(), job.incidents, job.fewest_spares,
+        job.gang.generation, spent["productive"] // job.progress.step_ns, job.digest.hexdigest(), job.incidents,
+        job.fewest_spares,
     )  # fmt: skip
 
 
