@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -275,6 +276,30 @@ def test_the_page_needs_nothing_else(tmp_path):
     simulate("llama3-16k", seeds=2, what_if=None, gpus=0, hardware="", days=2.0, html=page, as_json=False)
     text = page.read_text()
     assert "effective training time" in text and "http" not in text.replace("http-equiv", "")
+
+
+def test_the_page_counts_all_failures_and_says_how_many_it_shows(monkeypatch):
+    from phalanx.twin.report import page
+
+    monkeypatch.setattr(gang_job, "KEPT_INCIDENTS", 5)
+    found = many(dataclasses.replace(SMALL, quality=1000.0, days=0.5), 1)
+    total = sum(found.outcomes[0].causes.values())
+    assert total >= found.interruptions > 5 == len(found.outcomes[0].incidents)
+    text = page([found])
+    assert f"the first 5 of {total:,} failures" in text
+    assert sum(map(int, re.findall(r"<tr><td>[^<]+</td><td>([0-9]+)</td></tr>", text))) == total
+
+
+def test_the_bar_moves_within_a_seed_and_changes_nothing(monkeypatch, capsys):
+    from phalanx.cli.simulate import _tell
+
+    case, told = dataclasses.replace(SMALL, quality=500.0, days=1.0), []
+    found = many(case, 2, lambda of, done, seeds: told.append((done, seeds)))
+    assert len(told) > 100 and sorted(told) == told and told[-1] == (2, 2)
+    assert found.outcomes[0].digest == one(case, 0).digest
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    _tell(case, 1.25, 2)
+    assert "1/2 seeds, day 0.25 of 1" in capsys.readouterr().err
 
 
 def test_the_gang_is_told_nothing_that_an_agent_would_not_say():

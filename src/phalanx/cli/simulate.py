@@ -167,11 +167,14 @@ def _of_job(name: str, gpus: int, hardware: str) -> tuple[Scenario, int]:
     return of_plan(plan, Path(name).stem), steps_of(plan)
 
 
-def _tell(name: str, done: int, seeds: int) -> None:
+def _tell(scenario: Scenario, done: float, seeds: int) -> None:
+    """`done`: seeds, and the share of the days of the one under way."""
     if sys.stderr.isatty():
-        filled = 30 * done // seeds
-        end = "\n" if done == seeds else ""
-        print(f"\r{name[:30]:30} [{'#' * filled}{'.' * (30 - filled)}] {done}/{seeds} ", end=end, file=sys.stderr)
+        filled, end = int(30 * done / seeds), "\n" if done == seeds else ""
+        day = f", day {done % 1 * scenario.days:.3g} of {scenario.days:g}" if done < seeds else ""
+        far = f"{int(done)}/{seeds} seeds{day}"
+        bar = f"{'#' * filled}{'.' * (30 - filled)}"
+        print(f"\r{scenario.name[:30]:30} [{bar}] {far:40}", end=end, file=sys.stderr, flush=True)
 
 
 def _text(results: list[Result], steps: int) -> list[str]:
@@ -201,8 +204,7 @@ def _text(results: list[Result], steps: int) -> list[str]:
         rows.append(["days to the end", *(f"{mean} ({p5} to {p95})" for mean, p5, p95 in days)])
         rows.append(["  started now, it ends", *(_date(d["mean"]) for d in ends)])
         rows.append(["  between", *(f"{_date(d['p5'])} and {_date(d['p95'])}" for d in ends)])
-        dollars = [r.dollars_for(steps) for r in results]
-        rows.append(["dollars to the end", *("-" if d is None else f"{d:,.0f}" if d < math.inf else "never" for d in dollars)])
+        rows.append(["dollars to the end", *(_dollars(r.dollars_for(steps)) for r in results)])
     return [*lines, *_aligned(rows), "", f"digest {first.outcomes[0].digest} (seed 0)"]
 
 
@@ -214,6 +216,12 @@ def _date(days: float) -> str:
         return f"{datetime.now() + timedelta(days=days):%Y-%m-%d %H:%M}"
     except OverflowError:
         return "never"
+
+
+def _dollars(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value < math.inf else "never"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

@@ -9,8 +9,8 @@ nodes, since it is the scheduler that hands out nodes there.
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Any
 
@@ -29,7 +29,8 @@ from phalanx.twin.times import Times, times_of, whole_step_s
 
 MOST_BLOCKS = 64  # ranks of a gang that starts again as a whole
 NEVER_NS = 10**18
-KEPT_INCIDENTS = 1000
+KEPT_INCIDENTS = 1000  # with their times; all are counted
+PARTS_TOLD = 100  # of a run, between which it is told how far it is
 RETUNE = 64  # failures between two looks at the checkpoint interval
 ALWAYS_CHECKED = 4096  # GPUs of a fleet whose control plane is looked at after every event
 CHECKED = 0.25  # events to a GPU of a larger one between two looks, since a look costs time for every GPU
@@ -66,6 +67,7 @@ class Job:
         self.times, self.assume = times or times_of(scenario), scenario.assumed
         self.digest = blake2b(digest_size=8)
         self.interruptions = self.failures = self.planned = self.last_cause = 0
+        self.causes: Counter[str] = Counter()
         self.incidents: list[tuple[float, str, str]] = []  # seconds, what failed, what was decided
         self.forms: list[say.Form] = []  # of a script: all that was decided
         self.scripted = script is not None
@@ -111,11 +113,15 @@ class Job:
     def block_wise(self) -> bool:
         return self.scenario.policy == "restart"
 
-    def run(self, until_ns: int | None = None) -> None:
+    def run(self, until_ns: int | None = None, tell: Callable[[float], None] | None = None) -> None:
+        """`tell`: hears now and then which share of the time is simulated."""
         until_ns = int(self.scenario.days * DAY_NS) if until_ns is None else until_ns
         gc.disable()  # the state is large, lives as long as the run, and is nothing to look through
         try:
-            self.agenda.run(until_ns)
+            for part in range(PARTS_TOLD):
+                if tell:
+                    tell(part / PARTS_TOLD)
+                self.agenda.run(until_ns * (part + 1) // PARTS_TOLD)
         finally:
             gc.enable()
         self.progress.advance(until_ns)
@@ -516,6 +522,7 @@ class Job:
             self.launches[fault.rank // self.fleet.per_node] = fault.launch_ns
         if hit:
             self._count(fault)
+            self.causes[fault.name] += 1
             if len(self.incidents) < KEPT_INCIDENTS:
                 self.incidents.append((self.agenda.now / S, fault.name, ""))
             self._save()

@@ -18,7 +18,7 @@ from phalanx.twin.scenario import Scenario
 from phalanx.twin.spent import PARTS
 from phalanx.twin.times import whole_step_s
 
-Tell = Callable[[str, int, int], None]  # the scenario, seeds that are done, seeds
+Tell = Callable[[Scenario, float, int], None]  # the seeds that are done, and the share of the next one; seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Outcome:
     generations: int
     steps: int
     digest: str
-    incidents: list[tuple[float, str, str]]  # when, in seconds; what failed; what was decided
+    causes: dict[str, int]  # how often each thing failed
+    incidents: list[tuple[float, str, str]]  # the first ones: when, in seconds; what failed; what was decided
     fewest_spares: int  # that were left, after any failure or recovery
 
     @property
@@ -124,27 +125,31 @@ class Result:
         }  # fmt: skip
 
 
-def one(scenario: Scenario, seed: int) -> Outcome:
+def one(scenario: Scenario, seed: int, tell: Callable[[float], None] | None = None) -> Outcome:
     job = Job(scenario, seed)
-    job.run()
+    job.run(tell=tell)
     invariants.check(job.gang)
     spent, total_ns = job.progress.spent, job.progress.now_ns
     assert sum(spent.values()) == total_ns, "the waterfall does not add up"
     job.digest.update(repr(sorted(spent.items())).encode())
     return Outcome(
         seed, {part: ns / total_ns for part, ns in spent.items()}, job.interruptions, job.planned,
-        job.gang.generation, spent["productive"] // job.progress.step_ns, job.digest.hexdigest(), job.incidents,
-        job.fewest_spares,
+        job.gang.generation, spent["productive"] // job.progress.step_ns, job.digest.hexdigest(), job.causes,
+        job.incidents, job.fewest_spares,
     )  # fmt: skip
 
 
 def many(scenario: Scenario, seeds: int, tell: Tell | None = None) -> Result:
     """The same seeds give the same failures to every scenario with the same fleet."""
-    outcomes = []
-    for seed in range(seeds):
-        outcomes.append(one(scenario, seed))
+    outcomes: list[Outcome] = []
+
+    def report(share: float) -> None:
         if tell:
-            tell(scenario.name, seed + 1, seeds)
+            tell(scenario, len(outcomes) + share, seeds)
+
+    for seed in range(seeds):
+        outcomes.append(one(scenario, seed, report))
+    report(0.0)
     return Result(scenario, outcomes)
 
 
