@@ -210,6 +210,16 @@ def test_each_slow_phase_of_a_node_ends_by_itself():
     assert job.progress.spent["straggler"] == pytest.approx((200 / 3 + 900 / 5) * S, rel=1e-6)
 
 
+def test_work_that_was_spoiled_once_is_not_lost_again():
+    """Back to 1000 s of work both times: 250 s, then the 300 s since, though no checkpoint came in between."""
+    assume = {"contained.corrupt_detect_s": 200.0, "checkpoint.memory_share": 0.0, "checkpoint.storage_gb_per_s": 1e9}
+    case = dataclasses.replace(SMALL, quality=1e-6, interval_s=1000.0, stall_s=0.0, spares=0.5, assume=assume).checked()
+    script = [(at * S, Fault("GPU", "corrupt", (node,), True, 10**14)) for at, node in ((1050, 3), (1350, 5))]
+    job = Job(case, check=True, script=script)
+    job.run(1999 * S)
+    assert job.progress.spent["lost"] == pytest.approx(550 * S, abs=4 * job.progress.step_ns)
+
+
 def test_a_rank_has_whole_micro_batches():
     """With one replica of 488 missing, a step of one micro-batch takes two passes."""
     assert Progress(S, 488, 1, S, active=487).speed == 0.5

@@ -507,10 +507,17 @@ class Job:
         self.agenda.after(after_ns, self._find_corrupt, fault, self.incarnation[_name(fault.nodes[0])], good_ns)
 
     def _find_corrupt(self, fault: Fault, incarnation: int, good_ns: int) -> None:
-        """`good_ns`: the work that was in the checkpoint before it. Steps keep their numbers when they are redone."""
-        (node,) = fault.nodes
-        self.progress.advance(self.agenda.now)
-        self.progress.discount(max(0, self.progress.spent["productive"] - good_ns))
+        """`good_ns`: the work that was in the checkpoint before it. Steps keep their numbers when they are redone, so
+        that checkpoint stands for the step that has come since."""
+        if self.gang.phase != "running":
+            self.agenda.after(S, self._find_corrupt, fault, incarnation, good_ns)
+            return
+        (node,), progress = fault.nodes, self.progress
+        progress.advance(self.agenda.now)
+        progress.discount(max(0, progress.spent["productive"] - good_ns))
+        step, _, made = self._state()
+        if step > self.gang.commits.last:
+            self.hear(say.Durable(step, made))
         if self.fleet.up[node] and self.incarnation[_name(node)] == incarnation and self._seated(node):
             self._strike_hardware(fault)
 
