@@ -12,12 +12,14 @@ from random import Random
 import common
 from common import SMOKE, finish
 
-from phalanx.twin.closed import estimate
+from phalanx.twin.closed import estimate, sensitivity
 from phalanx.twin.gang_job import Job
 from phalanx.twin.scenario import load
 from phalanx.twin.seeds import many, mttf_hours
 
 MILLION_DAYS = 2
+CHOSEN_S = 40.0  # between checkpoints of 1m-gpus, by the control plane
+SHOWN = 8  # assumptions that move the answer most
 
 
 def anchors(seeds: int) -> list[tuple[str, float, float, float]]:
@@ -58,6 +60,16 @@ def million() -> list[tuple[str, float, float]]:
     return rows
 
 
+def moved_most() -> None:
+    """Print which assumptions move the answer most, by the closed forms."""
+    for name in ("1m-gpus", "llama3-16k"):
+        case = load(name)
+        interval_s = 0.0 if case.interval_s else CHOSEN_S
+        print(f"\n{f'{name}, with twice the figure':44} {'points':>9}")
+        for assumption, points in sensitivity(case, interval_s)[:SHOWN]:
+            print(f"{assumption:44} {-points:9.2f}")
+
+
 def plans(pairs: int) -> list[tuple[str, float, float]]:
     """Random models on random clusters: the name, the twin, and the closed form of the planner."""
     from phalanx.cli.plan_ask import Options, ask
@@ -95,6 +107,7 @@ def main() -> None:
     print(f"\n{'as planned':44} {'twin':>9} {'planner':>17}")
     for name, twin, closed in pairs:
         print(f"{name:44} {twin:9.4f} {closed:17.4f}{'' if abs(twin - closed) <= 0.01 else '  MISS'}")
+    moved_most()
     agree = sum(abs(twin - closed) <= 0.01 for _, twin, closed in pairs)
     near = agree == len(pairs) and all(abs(twin - closed) <= 0.01 for _, twin, closed in rows)
     figures = {name: round(value, 4) for name, value, *_ in found}

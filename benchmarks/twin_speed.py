@@ -11,17 +11,21 @@ import time
 import common
 from common import SMOKE, finish
 
+from phalanx.control import invariants
 from phalanx.twin.gang_job import Job
 from phalanx.twin.scenario import Scenario, load
 
 
 def cost(scenario: Scenario) -> tuple[float, float, int]:
-    """Return the CPU seconds to start and to run, and the number of generations that the control plane has formed."""
+    """Return the CPU seconds to start (and for the last look at the invariants) and to run, and the number of
+    generations that the control plane has formed."""
     began = time.process_time()
     job = Job(scenario, 0)
     started = time.process_time()
     job.run()
-    return started - began, time.process_time() - started, job.gang.generation
+    ended = time.process_time()
+    invariants.check(job.gang)
+    return started - began + time.process_time() - ended, ended - started, job.gang.generation
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ HARSH = {
     "correlated.storage_per_day": 6.0, "correlated.rollout_per_day": 6.0, "correlated.rollout_share": 0.3,
     "slow.link_per_1000_node_days": 2000.0, "slow.chip_per_1000_node_days": 500.0, "repair.swap_h": 0.5,
     "repair.switch_h": 0.2, "repair.rack_h": 0.2, "repair.hall_h": 0.2, "repair.rollout_h": 0.1, "planned.hours": 0.2,
+    "contained.corrupt_detect_s": 120.0,
 }  # fmt: skip
 
 

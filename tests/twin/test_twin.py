@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -12,13 +13,14 @@ import pytest
 
 from phalanx.control import messages as say
 from phalanx.core.errors import UserError
-from phalanx.twin import draw, scenario
+from phalanx.twin import draw, gang_job, scenario
 from phalanx.twin.agenda import S
 from phalanx.twin.assumed import Assumptions
 from phalanx.twin.fleet import Fault
 from phalanx.twin.gang_job import Job
 from phalanx.twin.seeds import many, mttf_hours, one
 from phalanx.twin.spent import Progress
+from phalanx.twin.times import times_of
 from tests.twin import soak, ticks
 
 # One kind of failure, every stop of the same length: what the slow implementation knows.
@@ -88,7 +90,13 @@ def test_the_waterfall_sums_to_the_time(policy):
     assert 0.1 < found.effective < 1
 
 
-def test_restart_agrees_with_ticks():
+@pytest.fixture
+def quick(monkeypatch):
+    """Look at the invariants now and then, as in large fleets: other tests look after every event."""
+    monkeypatch.setattr(gang_job, "ALWAYS_CHECKED", 0)
+
+
+def test_restart_agrees_with_ticks(quick):
     """The fast implementation against the slow one: every GPU in every tick."""
     case = dataclasses.replace(SMALL, policy="restart", quality=2500.0, spares=1.0, interval_s=600.0, stall_s=10.0,
                                stop_s=300.0, assume=PLAIN, days=4.0).checked()  # fmt: skip
@@ -98,7 +106,7 @@ def test_restart_agrees_with_ticks():
     assert fast == pytest.approx(slow, abs=0.03)
 
 
-def test_contained_agrees_with_ticks():
+def test_contained_agrees_with_ticks(quick):
     """A micro-batch is a thousandth of a step here, so a missing replica costs its own share alone."""
     assume = {**PLAIN, "contained.launch_s": 200.0, "contained.engine_s": 100.0}
     case = dataclasses.replace(SMALL, quality=5000.0, spares=1.0, stop_s=60.0, detect_s=0.0, stall_s=0.0, step_s=5.0,
@@ -127,6 +135,14 @@ def test_a_planted_bug_is_caught(planted_bug):
     with pytest.raises(AssertionError):
         for seed in range(5):
             soak.run(seed)
+
+
+@pytest.mark.parametrize("gpus", [64, 16384])
+def test_a_bug_in_the_control_plane_stops_a_run_of_any_user(planted_bug, gpus):
+    """Small fleets are looked at after every event, large ones now and then and in the end."""
+    case = dataclasses.replace(SMALL, gpus=gpus, policy="shrink", quality=100.0, days=0.05, spares=0.0)
+    with pytest.raises(AssertionError):
+        many(case.checked(), 4)
 
 
 def test_a_failure_is_contained_and_healed_by_a_spare():
@@ -161,6 +177,49 @@ def test_a_job_that_stops_as_a_whole_goes_back_to_its_checkpoint():
     assert job.progress.spent["detect"] + job.progress.spent["restart"] == pytest.approx(100 * S, rel=0.01)
 
 
+def test_work_done_while_corruption_is_unnoticed_is_lost_and_nobody_waits():
+    """Checkpoints 100 s apart, corruption after 1050 s, found 600 s later: back to 1000 s."""
+    assume = {"contained.corrupt_detect_s": 600.0, "checkpoint.memory_share": 0.0, "checkpoint.storage_gb_per_s": 1e9}
+    case = dataclasses.replace(SMALL, quality=1e-6, interval_s=100.0, stall_s=0.0, assume=assume).checked()
+    script = [(1050 * S, Fault("GPU", "corrupt", (3,), True, 3600 * S))]
+    job = Job(case, check=True, script=script)
+    job.run(3000 * S)
+    spent = job.progress.spent
+    assert spent["lost"] == pytest.approx(650 * S, abs=2 * job.progress.step_ns)
+    assert spent["detect"] < S and job.interruptions == 1
+    job = Job(dataclasses.replace(case, assume={**assume, "contained.corrupt_detect_s": 0.0}), script=script)
+    job.run(3000 * S)
+    assert job.progress.spent["lost"] < 2 * job.progress.step_ns
+
+
+@pytest.mark.parametrize("policy", ["restart", "hot", "contained"])
+def test_a_slow_spare_slows_nobody(policy):
+    case = dataclasses.replace(SMALL, policy=policy, spares=0.5, quality=1e-6).checked()
+    job = Job(case, script=[(100 * S, Fault("link", "limp", (8,), False, 1000 * S, 1.3))])
+    job.run(2000 * S)
+    assert job.progress.spent["straggler"] == 0
+
+
+def test_each_slow_phase_of_a_node_ends_by_itself():
+    """From 100 s to 300 s, and from 200 s to 1200 s: 1.5 times and 1.25 times as long."""
+    case = dataclasses.replace(SMALL, policy="hot", quality=1e-6).checked()
+    script = [(100 * S, Fault("link", "limp", (0,), False, 200 * S, 1.5)),
+              (200 * S, Fault("link", "limp", (0,), False, 1000 * S, 1.25))]  # fmt: skip
+    job = Job(case, script=script)
+    job.run(2000 * S)
+    assert job.progress.spent["straggler"] == pytest.approx((200 / 3 + 900 / 5) * S, rel=1e-6)
+
+
+def test_work_that_was_spoiled_once_is_not_lost_again():
+    """Back to 1000 s of work both times: 250 s, then the 300 s since, though no checkpoint came in between."""
+    assume = {"contained.corrupt_detect_s": 200.0, "checkpoint.memory_share": 0.0, "checkpoint.storage_gb_per_s": 1e9}
+    case = dataclasses.replace(SMALL, quality=1e-6, interval_s=1000.0, stall_s=0.0, spares=0.5, assume=assume).checked()
+    script = [(at * S, Fault("GPU", "corrupt", (node,), True, 10**14)) for at, node in ((1050, 3), (1350, 5))]
+    job = Job(case, check=True, script=script)
+    job.run(1999 * S)
+    assert job.progress.spent["lost"] == pytest.approx(550 * S, abs=4 * job.progress.step_ns)
+
+
 def test_a_rank_has_whole_micro_batches():
     """With one replica of 488 missing, a step of one micro-batch takes two passes."""
     assert Progress(S, 488, 1, S, active=487).speed == 0.5
@@ -192,6 +251,24 @@ def test_every_shipped_scenario_loads():
         assert about and scenario.load(name).about == about
 
 
+def test_what_forming_takes_is_an_assumption_that_can_be_changed():
+    case = scenario.load("1m-gpus")
+    assert times_of(case).form == pytest.approx(1.64 * S, rel=0.01)
+    assert times_of(case).form - times_of(case.changed("form=0")).form == pytest.approx(S)
+    assert times_of(scenario.load("sharp-16k")).form < times_of(scenario.load("llama3-16k-contained")).form
+    assert any(name == "contained.form_base_s" and "assumed" in source for name, _, source in case.assumed.rows())
+
+
+def test_a_rack_that_loses_power_takes_all_its_nodes():
+    case = scenario.load("nvl72-32k")
+    assert case.assumed("correlated.rack_nodes") * case.gpus_per_node == 72
+
+
+def test_no_scenario_is_bent_towards_its_published_figure():
+    """The wait for late ranks was once set here, after the result was seen."""
+    assert scenario.load("100k-contained").late_s == -1
+
+
 def test_the_command_prints_json(capsys):
     from phalanx.cli.simulate import simulate
 
@@ -211,12 +288,51 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert "effective training time" in text and "http" not in text.replace("http-equiv", "")
 
 
+def test_the_page_counts_all_failures_and_says_how_many_it_shows(monkeypatch):
+    from phalanx.twin.report import page
+
+    monkeypatch.setattr(gang_job, "KEPT_INCIDENTS", 5)
+    found = many(dataclasses.replace(SMALL, quality=1000.0, days=0.5), 1)
+    total = sum(found.outcomes[0].causes.values())
+    assert total >= found.interruptions > 5 == len(found.outcomes[0].incidents)
+    text = page([found])
+    assert f"the first 5 of {total:,} failures" in text
+    assert sum(map(int, re.findall(r"<tr><td>[^<]+</td><td>([0-9]+)</td></tr>", text))) == total
+
+
+def test_the_bar_moves_within_a_seed_and_changes_nothing(monkeypatch, capsys):
+    from phalanx.cli.simulate import _tell
+
+    case, told = dataclasses.replace(SMALL, quality=500.0, days=1.0), []
+    found = many(case, 2, lambda of, done, seeds: told.append((done, seeds)))
+    assert len(told) > 100 and sorted(told) == told and told[-1] == (2, 2)
+    assert found.outcomes[0].digest == one(case, 0).digest
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    _tell(case, 1.25, 2)
+    assert "1/2 seeds, day 0.25 of 1" in capsys.readouterr().err
+
+
 def test_the_gang_is_told_nothing_that_an_agent_would_not_say():
     job = Job(dataclasses.replace(SMALL, quality=2000.0, days=0.2).checked(), 1)
     heard, honest = set(), job.gang.apply
     job.gang.apply = lambda now, event: heard.add(type(event)) or honest(now, event)
     job.run()
     assert {say.WorkerDied, say.Parked, say.Built, say.Parted, say.Formed, say.NodeDead} <= heard
+
+
+def test_a_job_that_never_ends_says_so(capsys, monkeypatch):
+    from phalanx.cli import simulate
+
+    case = dataclasses.replace(SMALL, policy="restart", stop_s=1e9, quality=1e4, days=1.0, site="world-average")
+    monkeypatch.setattr(simulate, "_find", lambda *_: (case.checked(), 1000))
+    options = {"what_if": None, "gpus": 0, "hardware": "", "days": None, "html": None, "seeds": 1}
+    simulate.simulate("job.toml", as_json=True, **options)
+    said = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert said["effective_training_time"] == 0
+    assert said["days_to_end"]["mean"] is said["ends"]["mean"] is said["dollars_to_end"] is None
+    simulate.simulate("job.toml", as_json=False, **options)
+    text = capsys.readouterr().out
+    assert text.count("never") == 7 and "inf" not in text
 
 
 def test_a_job_file_says_when_it_ends_and_what_it_costs(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,9 +69,10 @@ def simulate(
 
         first = results[0].to_json()
         if steps:
-            first["days_to_end"] = results[0].days_for(steps)
-            first["ends"] = {name: _date(days) for name, days in first["days_to_end"].items()}
-            first["dollars_to_end"] = results[0].dollars_for(steps)
+            ends, dollars = results[0].days_for(steps), results[0].dollars_for(steps)
+            first["days_to_end"] = {name: days if days < math.inf else None for name, days in ends.items()}
+            first["ends"] = {name: _date(days) if days < math.inf else None for name, days in ends.items()}
+            first["dollars_to_end"] = dollars if dollars != math.inf else None
         print(json.dumps({**first, "what_if": [r.to_json() for r in results[1:]], **beside.to_json()}, indent=2))
         return
     print("\n".join(_text(results, steps)))
@@ -165,11 +167,14 @@ def _of_job(name: str, gpus: int, hardware: str) -> tuple[Scenario, int]:
     return of_plan(plan, Path(name).stem), steps_of(plan)
 
 
-def _tell(name: str, done: int, seeds: int) -> None:
+def _tell(scenario: Scenario, done: float, seeds: int) -> None:
+    """`done`: seeds, and the share of the days of the one under way."""
     if sys.stderr.isatty():
-        filled = 30 * done // seeds
-        end = "\n" if done == seeds else ""
-        print(f"\r{name[:30]:30} [{'#' * filled}{'.' * (30 - filled)}] {done}/{seeds} ", end=end, file=sys.stderr)
+        filled, end = int(30 * done / seeds), "\n" if done == seeds else ""
+        day = f", day {done % 1 * scenario.days:.3g} of {scenario.days:g}" if done < seeds else ""
+        far = f"{int(done)}/{seeds} seeds{day}"
+        bar = f"{'#' * filled}{'.' * (30 - filled)}"
+        print(f"\r{scenario.name[:30]:30} [{bar}] {far:40}", end=end, file=sys.stderr, flush=True)
 
 
 def _text(results: list[Result], steps: int) -> list[str]:
@@ -184,7 +189,7 @@ def _text(results: list[Result], steps: int) -> list[str]:
     rows.append(["  5 % to 95 % of seeds", *(f"{r.quantile(0.05):.1%} to {r.quantile(0.95):.1%}" for r in results)])
     rows.append(["interruptions", *(f"{r.interruptions:,.1f}" for r in results)])
     rows.append(["spare nodes", *(f"{r.spares()['nodes']:,}" for r in results)])
-    rows.append(["  used, 95 % of seeds", *(f"{r.spares()['used_p95']:,}" for r in results)])
+    rows.append(["  used, 95 % of seeds", *(r.spares_used for r in results)])
     rows += [[f"  {part}", *(f"{r.waterfall[part]:.2%}" for r in results)] for part in PARTS]
     for key, title in (
         ("gpu_hours", "GPU-hours lost"),
@@ -195,11 +200,11 @@ def _text(results: list[Result], steps: int) -> list[str]:
         rows.append([title, *(_lost(r.costs(), key) for r in results)])
     if steps:
         ends = [r.days_for(steps) for r in results]
-        rows.append(["days to the end", *(f"{d['mean']:.2f} ({d['p5']:.2f} to {d['p95']:.2f})" for d in ends)])
+        days = [[f"{d[key]:.2f}" if d[key] < math.inf else "never" for key in ("mean", "p5", "p95")] for d in ends]
+        rows.append(["days to the end", *(f"{mean} ({p5} to {p95})" for mean, p5, p95 in days)])
         rows.append(["  started now, it ends", *(_date(d["mean"]) for d in ends)])
         rows.append(["  between", *(f"{_date(d['p5'])} and {_date(d['p95'])}" for d in ends)])
-        dollars = [r.dollars_for(steps) for r in results]
-        rows.append(["dollars to the end", *("-" if d is None else f"{d:,.0f}" for d in dollars)])
+        rows.append(["dollars to the end", *(_dollars(r.dollars_for(steps)) for r in results)])
     return [*lines, *_aligned(rows), "", f"digest {first.outcomes[0].digest} (seed 0)"]
 
 
@@ -207,7 +212,16 @@ def _date(days: float) -> str:
     """When so many days from now have passed."""
     from datetime import datetime, timedelta
 
-    return f"{datetime.now() + timedelta(days=days):%Y-%m-%d %H:%M}"
+    try:
+        return f"{datetime.now() + timedelta(days=days):%Y-%m-%d %H:%M}"
+    except OverflowError:
+        return "never"
+
+
+def _dollars(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value < math.inf else "never"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

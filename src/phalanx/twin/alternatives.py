@@ -15,9 +15,8 @@ from phalanx.twin.draw import Draw
 from phalanx.twin.fleet import Fault, Fleet
 from phalanx.twin.scenario import POLICIES, Scenario
 from phalanx.twin.seeds import Result, Tell, many
-from phalanx.twin.times import LIGHT_KM_PER_S, times_of
+from phalanx.twin.times import across_s, round_trip_s, times_of, whole_step_s
 
-GRADIENT_BYTES = 2  # of a parameter, on its way; as many for weights
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the interval of Young and Daly
 
 
@@ -53,8 +52,7 @@ def ways(scenario: Scenario, result: Result) -> list[Way]:
     """`result`: of the scenario itself, whose replicas are in step."""
     assume, replicas = scenario.assumed, scenario.gpus // scenario.replica_gpus
     seeds = [outcome.seed for outcome in result.outcomes]
-    far_s, volume = _round_trip_s(scenario), GRADIENT_BYTES * scenario.params
-    across = volume / (assume("sites.gb_per_s") * 1e9) if scenario.sites > 1 else 0.0
+    far_s, across = round_trip_s(scenario), across_s(scenario)
     every = assume("ways.local_every")
     # Gradients to the server and weights back, of the replicas that are not where it is, through what joins the sites.
     asked = 2 * across * replicas * (scenario.sites - 1) / scenario.sites
@@ -69,10 +67,6 @@ def ways(scenario: Scenario, result: Result) -> list[Way]:
         way("semi-synchronous", result.effective, sync / every, every, assume("ways.local_samples")),
         way("parameter server", alone, server, replicas - 1.0, assume("ways.server_samples")),
     ]
-
-
-def _round_trip_s(scenario: Scenario) -> float:
-    return 2 * (scenario.sites > 1) * scenario.distance_km / LIGHT_KM_PER_S
 
 
 def _loose(scenario: Scenario, seed: int) -> float:
@@ -107,7 +101,7 @@ def young_s(scenario: Scenario) -> float:
 def around_best_interval(scenario: Scenario, seeds: int, tell: Tell | None = None) -> list[tuple[float, float]]:
     """Checkpoints more and less often than Young and Daly say, on the same seeds: the interval in seconds, and the
     effective training time."""
-    spans = [max(scenario.step_s, factor * young_s(scenario)) for factor in FACTORS]
+    spans = [max(whole_step_s(scenario), factor * young_s(scenario)) for factor in FACTORS]
     return [(s, many(scenario.changed(f"interval={s:.6g}"), seeds, tell).effective) for s in spans]
 
 

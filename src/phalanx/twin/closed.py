@@ -6,6 +6,7 @@ contained   g = (1 - o) / (1 + sum over kinds of failures of their rate x what o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from phalanx.control.policy import Policy
@@ -15,7 +16,7 @@ from phalanx.twin.assumed import DAY_S
 from phalanx.twin.draw import ln
 from phalanx.twin.scenario import Scenario
 from phalanx.twin.spent import Progress
-from phalanx.twin.times import times_of
+from phalanx.twin.times import times_of, whole_step_s
 
 
 def rates(scenario: Scenario) -> dict[str, float]:
@@ -47,17 +48,18 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
         manual_s = 3600 * (high - low) / ln(high / low) * assume("restart.manual_share")
         stop = times.stop / S + manual_s
         if scenario.policy == "hot":
-            share = (1 - times.memory_share) / (1 + (unexpected + rate["planned"]) * (stop + scenario.step_s / 2))
+            stop += whole_step_s(scenario) / 2
+            share = (1 - times.memory_share) / (1 + (unexpected + rate["planned"]) * stop)
         else:
             share = float(restart_share(1 / unexpected, stop + times.drain / S, stall, every))
             share /= 1 + rate["planned"] * stop
         slow_for = 60 * assume("slow.link_minutes")
         return share / (1 + rate["limp"] * slow_for * (mean_slow - 1) / mean_slow)
     replicas = scenario.gpus // scenario.replica_gpus
-    progress = Progress(int(scenario.step_s * S), replicas, scenario.micro_batches, 0, active=replicas - 1)
+    progress = Progress(int(whole_step_s(scenario) * S), replicas, scenario.micro_batches, 0, active=replicas - 1)
     missing = 1 - progress.speed
     pass_s = scenario.pass_s or scenario.step_s / scenario.micro_batches
-    step, decide, form, live = scenario.step_s, times.decide / S, times.form / S, times.live / S
+    step, decide, form, live = whole_step_s(scenario), times.decide / S, times.form / S, times.live / S
     join = decide + form + live
     # It joins at the end of a step, which takes longer without it. Devices are reset, or tried twice and replaced.
     # Where there are spares, one starts beside a rank that is late.
@@ -78,8 +80,22 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
         waits = _beyond(detect + decide, step)
         stop = max(waits + decide + form, times.stop / S - step / 2)
         lost += per_s * (stop + pass_s + join + missing * max(0.0, heal - pass_s))
+        unseen = assume("contained.corrupt_detect_s") if effect == "corrupt" else 0.0
+        lost += per_s * (unseen + times.drain / S + (every or step) / 2 if unseen else 0.0)
     overhead = times.memory_share + stall / (stall + (every or step))
     return (1 - overhead) / (1 + lost)
+
+
+def sensitivity(scenario: Scenario, interval_s: float = 0.0) -> list[tuple[str, float]]:
+    """Points of effective training time lost with twice the figure, for every assumption; those that cost most first.
+    Twice a factor is twice what it has above 1."""
+    usual, found = estimate(scenario, interval_s), {}
+    for name, value, _ in scenario.assumed.rows():
+        if not name.startswith("component: "):
+            more = value - 1 if "factor" in name else value
+            twice = replace(scenario, assume={**scenario.assume, name: value + more})
+            found[name] = 100 * (usual - estimate(twice, interval_s))
+    return sorted(found.items(), key=lambda row: -row[1])
 
 
 def _repairs(scenario: Scenario) -> tuple[float, float]:

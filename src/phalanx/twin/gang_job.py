@@ -9,8 +9,8 @@ nodes, since it is the scheduler that hands out nodes there.
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Any
 
@@ -25,12 +25,15 @@ from phalanx.twin.draw import Draw
 from phalanx.twin.fleet import Fault, Fleet
 from phalanx.twin.scenario import Scenario
 from phalanx.twin.spent import Progress
-from phalanx.twin.times import Times, times_of
+from phalanx.twin.times import Times, times_of, whole_step_s
 
 MOST_BLOCKS = 64  # ranks of a gang that starts again as a whole
 NEVER_NS = 10**18
-KEPT_INCIDENTS = 1000
+KEPT_INCIDENTS = 1000  # with their times; all are counted
+PARTS_TOLD = 100  # of a run, between which it is told how far it is
 RETUNE = 64  # failures between two looks at the checkpoint interval
+ALWAYS_CHECKED = 4096  # GPUs of a fleet whose control plane is looked at after every event
+CHECKED = 0.25  # events to a GPU of a larger one between two looks, since a look costs time for every GPU
 SICK_NS = 3600 * S  # after which a bad node is taken out for which no other has come
 DIED = Failure(signal="SIGKILL")
 
@@ -45,8 +48,9 @@ def policy_of(scenario: Scenario) -> Policy:
 
 
 class Job:
-    """`check`: whether the invariants of the control plane are checked after every event. `script`: the faults that
-    happen, instead of drawn ones. `times`, `policy`: durations and rules of a real run, instead of the scenario's."""
+    """`check`: look at the invariants of the control plane after every event, as small fleets do anyway. `script`: the
+    faults that happen, instead of drawn ones. `times`, `policy`: durations and rules of a real run, instead of the
+    scenario's."""
 
     def __init__(
         self,
@@ -57,11 +61,13 @@ class Job:
         times: Times | None = None,
         policy: Policy | None = None,
     ):
-        self.scenario, self.check = scenario, check
+        self.scenario, self.events = scenario, 0
+        self.check_every = 1 if check or scenario.gpus <= ALWAYS_CHECKED else int(CHECKED * scenario.gpus)
         self.agenda, self.draw = Agenda(), Draw(2 * seed + 1)
         self.times, self.assume = times or times_of(scenario), scenario.assumed
         self.digest = blake2b(digest_size=8)
         self.interruptions = self.failures = self.planned = self.last_cause = 0
+        self.causes: Counter[str] = Counter()
         self.incidents: list[tuple[float, str, str]] = []  # seconds, what failed, what was decided
         self.forms: list[say.Form] = []  # of a script: all that was decided
         self.scripted = script is not None
@@ -78,8 +84,8 @@ class Job:
         else:
             replicas, layout = 1, Layout(shard=-(-nodes // self.block), ranks_per_node=1)
         self.gang = Gang.of(layout, 10**12, policy or policy_of(scenario))
-        step_ns = int(scenario.step_s * S)
-        pass_ns = int(scenario.pass_s * S) or step_ns // scenario.micro_batches
+        step_ns = int(whole_step_s(scenario) * S)
+        pass_ns = int(scenario.pass_s * S) or int(scenario.step_s * S) // scenario.micro_batches
         self.progress = Progress(step_ns, replicas, scenario.micro_batches, pass_ns)
         self.interval_ns = int(scenario.interval_s * S) or step_ns
         self._set_overhead()
@@ -89,7 +95,7 @@ class Job:
         self.storage_ns = 0  # nothing can be loaded or written before this
         self.broken: dict[int, int] = {}  # replica -> failures that nobody has noticed
         self.sick: dict[int, int] = {}  # node that must be repaired -> for how long
-        self.limping: dict[int, float] = {}  # node -> by which factor it slows the steps
+        self.limping: dict[int, dict[int, float]] = {}  # node -> until when, and by which factor, it slows the steps
         self.resets: dict[int, int] = {}  # node -> until when its device is being reset
         self.maintained: dict[int, int] = {}  # node that is drained -> for how long
         self.incarnation: defaultdict[str, int] = defaultdict(lambda: 1)
@@ -107,11 +113,15 @@ class Job:
     def block_wise(self) -> bool:
         return self.scenario.policy == "restart"
 
-    def run(self, until_ns: int | None = None) -> None:
+    def run(self, until_ns: int | None = None, tell: Callable[[float], None] | None = None) -> None:
+        """`tell`: hears now and then which share of the time is simulated."""
         until_ns = int(self.scenario.days * DAY_NS) if until_ns is None else until_ns
         gc.disable()  # the state is large, lives as long as the run, and is nothing to look through
         try:
-            self.agenda.run(until_ns)
+            for part in range(PARTS_TOLD):
+                if tell:
+                    tell(part / PARTS_TOLD)
+                self.agenda.run(until_ns * (part + 1) // PARTS_TOLD)
         finally:
             gc.enable()
         self.progress.advance(until_ns)
@@ -142,7 +152,8 @@ class Job:
         """`quiet`: what follows from its answer is done by the caller."""
         before = (self.gang.generation, self.gang.members.last_worker)
         commands = self.gang.apply(self.agenda.now, event)
-        if self.check:
+        self.events += 1
+        if self.events % self.check_every == 0:
             invariants.check(self.gang, before)
         if quiet:
             for command in commands:
@@ -343,6 +354,7 @@ class Job:
         self.hear(say.Formed(form.replicas, form.worlds, form.generation))
         assert gang.phase == "running", gang.phase
         self._slow_down()
+        self._count_spares()
         self.redo_ns = 0
         self.reborn.clear()
         at_ns = progress.boundary_ns(self.agenda.now)
@@ -440,7 +452,7 @@ class Job:
     def _strike_limp(self, fault: Fault) -> None:
         """It slows the steps of all, until it is over or its node is replaced."""
         (node,) = fault.nodes
-        self.limping[node] = fault.slow
+        self.limping.setdefault(node, {})[self.agenda.now + fault.repair_ns] = fault.slow
         self._slow_down()
         self.agenda.after(fault.repair_ns, self._recover, node)
         if self.contained:
@@ -454,12 +466,15 @@ class Job:
             self.hear(say.DeviceWarning(_name(node), incarnation, "link_errors", 10**6))
 
     def _recover(self, node: int) -> None:
-        if self.limping.pop(node, 0):
-            self._slow_down()
+        left = {end: factor for end, factor in self.limping.pop(node, {}).items() if end > self.agenda.now}
+        if left:
+            self.limping[node] = left
+        self._slow_down()
 
     def _slow_down(self) -> None:
         active = self.gang.gen.worlds
-        slow = max((f for n, f in self.limping.items() if any(r in active for r in self._replicas(n))), default=1.0)
+        there = (n for n in self.limping if self._seated(n) and any(r in active for r in self._replicas(n)))
+        slow = max((factor for node in there for factor in self.limping[node].values()), default=1.0)
         if slow != self.progress.slow:
             self.progress.advance(self.agenda.now)
             self.progress.slow = slow
@@ -479,6 +494,33 @@ class Job:
         if self.fleet.up[node] and self.incarnation[_name(node)] == incarnation and self._seated(node):
             self._strike_hardware(fault)
 
+    def _strike_corrupt(self, fault: Fault) -> None:
+        """Nobody knows at first: all train on, and what they did since the last checkpoint before it does not count."""
+        after_ns = int(self.assume("contained.corrupt_detect_s") * S)
+        if not after_ns or not self.contained or not self._seated(fault.nodes[0]):
+            self._strike_hardware(fault)
+            return
+        self._save()
+        progress = self.progress
+        unsaved_ns = progress.work_ns - self.gang.commits.last * progress.step_ns
+        good_ns = progress.spent["productive"] - max(0, unsaved_ns)
+        self.agenda.after(after_ns, self._find_corrupt, fault, self.incarnation[_name(fault.nodes[0])], good_ns)
+
+    def _find_corrupt(self, fault: Fault, incarnation: int, good_ns: int) -> None:
+        """`good_ns`: the work that was in the checkpoint before it. Steps keep their numbers when they are redone, so
+        that checkpoint stands for the step that has come since."""
+        if self.gang.phase != "running":
+            self.agenda.after(S, self._find_corrupt, fault, incarnation, good_ns)
+            return
+        (node,), progress = fault.nodes, self.progress
+        progress.advance(self.agenda.now)
+        progress.discount(max(0, progress.spent["productive"] - good_ns))
+        step, _, made = self._state()
+        if step > self.gang.commits.last:
+            self.hear(say.Durable(step, made))
+        if self.fleet.up[node] and self.incarnation[_name(node)] == incarnation and self._seated(node):
+            self._strike_hardware(fault)
+
     def _strike_hardware(self, fault: Fault) -> None:
         nodes = fault.nodes or (self._any_node() if fault.rank < 0 else self._node_of(fault.rank))
         hit = [node for node in nodes if self._seated(node)]
@@ -487,19 +529,23 @@ class Job:
             self.launches[fault.rank // self.fleet.per_node] = fault.launch_ns
         if hit:
             self._count(fault)
-            spares = len(self.free) if self.block_wise else len(self.gang.members.spares)
-            self.fewest_spares = min(self.fewest_spares, spares)
+            self.causes[fault.name] += 1
             if len(self.incidents) < KEPT_INCIDENTS:
                 self.incidents.append((self.agenda.now / S, fault.name, ""))
             self._save()
             self._stop_pass(hit, _process(fault))
         for node in sorted(nodes, key=lambda node: node in hit):  # no spare is taken that has failed as well
             self._hit(node, fault, node in hit)
+        self._count_spares()
 
     def _count(self, fault: Fault) -> None:
         """What has one cause interrupts once."""
         self.interruptions += fault.cause == 0 or fault.cause != self.last_cause
         self.last_cause = fault.cause
+
+    def _count_spares(self) -> None:
+        spares = len(self.free) if self.block_wise else len(self.gang.members.spares)
+        self.fewest_spares = min(self.fewest_spares, spares)
 
     def _stop_pass(self, hit: list[int], rank: int) -> None:
         """The replicas of these nodes are gone from the step under way."""

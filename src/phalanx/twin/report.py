@@ -3,7 +3,6 @@ matters, and what happened when."""
 
 from __future__ import annotations
 
-from collections import Counter
 from html import escape
 
 from phalanx.plan.report.html import STYLE
@@ -37,7 +36,7 @@ def page(results: list[Result], tables: list[tuple[str, list[list[str]]]] | None
         *(_table(title, rows) for title, rows in tables or ()),
         "<h2>What failed, seed 0</h2>",
         _causes(first),
-        "<h2>When: failures of seed 0, one line each</h2>",
+        f"<h2>When: {_shown(first)}, one line each</h2>",
         _timeline(first),
         f"<p class=dim>seed 0: digest {first.outcomes[0].digest}. Rates and durations: docs/twin.md</p>",
     ]
@@ -53,7 +52,7 @@ def _tiles(result: Result) -> str:
         (f"{result.quantile(0.05):.1%} to {result.quantile(0.95):.1%}", "nine seeds in ten"),
         (f"{result.interruptions:,.0f}", f"interruptions in {s.days:g} days"),
         (f"{s.gpus:,}", "GPUs"),
-        (f"{result.spares()['used_p95']:,} of {result.spares()['nodes']:,}", "spare nodes used, 95 % of seeds"),
+        (f"{result.spares_used} of {result.spares()['nodes']:,}", "spare nodes used, 95 % of seeds"),
     ]
     tiles = "".join(f"<div class=tile><b>{value}</b>{escape(text)}</div>" for value, text in cells)
     return f"<div class=tiles>{tiles}</div>"
@@ -115,9 +114,15 @@ def _dots(results: list[Result]) -> str:
 
 
 def _causes(result: Result) -> str:
-    counts = Counter(what for _, what, _ in result.outcomes[0].incidents)
-    rows = "".join(f"<tr><td>{escape(what)}</td><td>{count}</td></tr>" for what, count in counts.most_common(20))
+    counts = sorted(result.outcomes[0].causes.items(), key=lambda row: -row[1])
+    rows = "".join(f"<tr><td>{escape(what)}</td><td>{count:,}</td></tr>" for what, count in counts)
     return f"<table>{rows}</table>"
+
+
+def _shown(result: Result) -> str:
+    first = result.outcomes[0]
+    shown, total = len(first.incidents), sum(first.causes.values())
+    return f"{'all' if shown == total else f'the first {shown:,} of'} {total:,} failures of seed 0"
 
 
 def _timeline(result: Result) -> str:

@@ -123,7 +123,7 @@ class Scenario:
 
 _FIELDS = {f.name: f.type for f in dataclasses.fields(Scenario)}
 _ALIASES = {"interval": "interval_s", "detect": "detect_s", "stop": "stop_s", "stall": "stall_s", "step": "step_s",
-            "late": "late_s", "replica": "replica_gpus", "repair": "repair.swap_h",
+            "late": "late_s", "replica": "replica_gpus", "repair": "repair.swap_h", "form": "contained.form_base_s",
             "storage": "checkpoint.storage_gb_per_s"}  # fmt: skip
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.control import invariants
 from phalanx.hardware.catalogue import load
 from phalanx.plan.cost.money import watts
 from phalanx.twin.agenda import S
@@ -14,8 +16,9 @@ from phalanx.twin.assumed import DAY_S
 from phalanx.twin.gang_job import Job
 from phalanx.twin.scenario import Scenario
 from phalanx.twin.spent import PARTS
+from phalanx.twin.times import whole_step_s
 
-Tell = Callable[[str, int, int], None]  # the scenario, seeds that are done, seeds
+Tell = Callable[[Scenario, float, int], None]  # the seeds that are done, and the share of the next one; seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,9 @@ class Outcome:
     generations: int
     steps: int
     digest: str
-    incidents: list[tuple[float, str, str]]  # when, in seconds; what failed; what was decided
-    fewest_spares: int  # that were left at any failure
+    causes: dict[str, int]  # how often each thing failed
+    incidents: list[tuple[float, str, str]]  # the first ones: when, in seconds; what failed; what was decided
+    fewest_spares: int  # that were left, after any failure or recovery
 
     @property
     def effective(self) -> float:
@@ -61,19 +65,27 @@ class Result:
 
     def spares(self) -> dict[str, float]:
         """How many spare nodes there are, and how many were in use at once: on average, and in the worst of 20 seeds.
-        Where all were, more would have been used."""
+        Where all were, they were not enough to say how many would have been."""
         there = 0 if self.scenario.policy == "shrink" else self.scenario.num_spares
         used = sorted(there - o.fewest_spares for o in self.outcomes)
         most = used[min(len(used) - 1, int(0.95 * len(used)))]
-        return {"nodes": there, "used": statistics.fmean(used), "used_p95": most}
+        return {"nodes": there, "used": statistics.fmean(used), "used_p95": most, "all_used": most >= there > 0}
+
+    @property
+    def spares_used(self) -> str:
+        """How many spares are enough in 95 % of the seeds; ">=" where all were used."""
+        found = self.spares()
+        return f"{'>= ' if found['all_used'] else ''}{found['used_p95']:,}"
 
     def days_for(self, steps: int) -> dict[str, float]:
-        """How long so many steps take: on average, and with the luckier and the unluckier seeds."""
-        days = steps * self.scenario.step_s / DAY_S
-        return {"mean": days / self.effective, "p5": days / self.quantile(0.95), "p95": days / self.quantile(0.05)}
+        """How long so many steps take: on average, and with the luckier and the unluckier seeds; inf: for ever."""
+        days = steps * whole_step_s(self.scenario) / DAY_S
+        shares = {"mean": self.effective, "p5": self.quantile(0.95), "p95": self.quantile(0.05)}
+        return {name: days / share if share > 0 else math.inf for name, share in shares.items()}
 
     def dollars_for(self, steps: int) -> float | None:
-        """What so many steps cost on average, without the spares; None: the hardware has no price."""
+        """What so many steps cost on average, without the spares; None: the hardware has no price; inf: it never
+        ends."""
         dollars = [cost["dollars"] for cost in self.costs().values()]
         per_day = sum(d for d in dollars if d is not None) / self.scenario.days
         return None if None in dollars else per_day * self.days_for(steps)["mean"]
@@ -113,25 +125,31 @@ class Result:
         }  # fmt: skip
 
 
-def one(scenario: Scenario, seed: int, check: bool = False) -> Outcome:
-    job = Job(scenario, seed, check)
-    job.run()
+def one(scenario: Scenario, seed: int, tell: Callable[[float], None] | None = None) -> Outcome:
+    job = Job(scenario, seed)
+    job.run(tell=tell)
+    invariants.check(job.gang)
     spent, total_ns = job.progress.spent, job.progress.now_ns
     assert sum(spent.values()) == total_ns, "the waterfall does not add up"
     job.digest.update(repr(sorted(spent.items())).encode())
     return Outcome(
         seed, {part: ns / total_ns for part, ns in spent.items()}, job.interruptions, job.planned,
-        job.gang.generation, job.progress.step, job.digest.hexdigest(), job.incidents, job.fewest_spares,
+        job.gang.generation, spent["productive"] // job.progress.step_ns, job.digest.hexdigest(), job.causes,
+        job.incidents, job.fewest_spares,
     )  # fmt: skip
 
 
 def many(scenario: Scenario, seeds: int, tell: Tell | None = None) -> Result:
     """The same seeds give the same failures to every scenario with the same fleet."""
-    outcomes = []
-    for seed in range(seeds):
-        outcomes.append(one(scenario, seed))
+    outcomes: list[Outcome] = []
+
+    def report(share: float) -> None:
         if tell:
-            tell(scenario.name, seed + 1, seeds)
+            tell(scenario, len(outcomes) + share, seeds)
+
+    for seed in range(seeds):
+        outcomes.append(one(scenario, seed, report))
+    report(0.0)
     return Result(scenario, outcomes)
 
 

@@ -98,6 +98,11 @@ class Progress:
 
     def lose(self, work_ns: int) -> None:
         self.work_ns -= work_ns
+        self.discount(work_ns)
+
+    def discount(self, work_ns: int) -> None:
+        """Count work as lost, and leave the number of the step as it is."""
+        work_ns = min(work_ns, self.spent["productive"])
         self.spent["productive"] -= work_ns
         self.spent["lost"] += work_ns
 

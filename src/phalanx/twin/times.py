@@ -11,6 +11,7 @@ from phalanx.twin.agenda import S
 from phalanx.twin.scenario import Scenario
 
 LIGHT_KM_PER_S = 200_000.0  # in glass
+GRADIENT_BYTES = 2  # of a parameter, on its way; as many for weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,22 @@ class Times:
     memory_share: float  # of the training, for snapshots in memory
 
 
+def round_trip_s(scenario: Scenario) -> float:
+    return 2 * (scenario.sites > 1) * scenario.distance_km / LIGHT_KM_PER_S
+
+
+def across_s(scenario: Scenario) -> float:
+    """The gradients of a replica, or its weights, through what joins the sites."""
+    if scenario.sites == 1:
+        return 0.0
+    return GRADIENT_BYTES * scenario.params / (scenario.assumed("sites.gb_per_s") * 1e9)
+
+
+def whole_step_s(scenario: Scenario) -> float:
+    """A step at full strength, and the exchange between sites that ends it: under every policy all train in step."""
+    return scenario.step_s + round_trip_s(scenario) + across_s(scenario)
+
+
 def times_of(scenario: Scenario) -> Times:
     from phalanx.hardware.catalogue import load
 
@@ -39,16 +56,13 @@ def times_of(scenario: Scenario) -> Times:
     node = load().node(scenario.hardware)
     nodes, replicas = scenario.gpus // node.chips, scenario.gpus // scenario.replica_gpus
     state_bytes = scenario.params * assume("checkpoint.bytes_per_param")
-    # A stop of all for one way between sites, in every message to all.
-    far_s = (scenario.sites > 1) * scenario.distance_km / LIGHT_KM_PER_S
     rank_bytes = state_bytes / (scenario.replica_gpus if contained else scenario.gpus)
     live_s = rank_bytes / (node.nic_bytes_per_s * assume("contained.restore_share"))
     storage_s = state_bytes / (assume("checkpoint.storage_gb_per_s") * 1e9)
     exit_s = assume("contained.exit_s") if contained else assume(f"{policy}.detect_s")
     silent_s = MISSED_BEATS * beat_ns(nodes) / S if contained else exit_s
-    hang_s = hang_limit_ns(int(scenario.step_s * S), beat_ns(nodes)) / S if contained else exit_s
+    hang_s = hang_limit_ns(int(whole_step_s(scenario) * S), beat_ns(nodes)) / S if contained else exit_s
     detect = {"worker": exit_s, "hang": hang_s, "node": silent_s, "link": exit_s, "slow": exit_s, "corrupt": exit_s}
-    detect["corrupt"] += assume("contained.corrupt_detect_s") if contained else 0.0
     if scenario.detect_s >= 0:
         detect = dict.fromkeys(detect, scenario.detect_s)
     stop_s = scenario.stop_s
@@ -56,13 +70,14 @@ def times_of(scenario: Scenario) -> Times:
         stop_s = assume("restart.stop_s") + float(setup_s(scenario.gpus))
     elif not stop_s and policy == "hot":
         stop_s = assume("hot.stop_s")
+    far_s = round_trip_s(scenario)  # in every message to all, and back
     stall_s = assume("checkpoint.own_stall_s" if contained else "checkpoint.stall_s")
     return Times(
         detect={effect: int(s * S) for effect, s in detect.items()},
-        decide=int((assume("contained.decide_s") + 2 * far_s) * S),
+        decide=int((assume("contained.decide_s") + far_s) * S),
         launch=int(assume("contained.launch_s") * S),
         build=int((assume("contained.engine_s") + float(setup_s(scenario.replica_gpus))) * S),
-        form=int((float(setup_s(replicas)) + 2 * far_s) * S),
+        form=int((assume("contained.form_base_s") + float(setup_s(replicas) - setup_s(0)) + far_s) * S),
         live=int(live_s * S),
         memory=int(2 * live_s * S),
         durable=int(storage_s * S),
