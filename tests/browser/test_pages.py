@@ -413,6 +413,55 @@ def test_a_live_run_moves_in_place_and_a_lost_connection_is_told(open_page, tmp_
     page.wait_for_selector("#link.lost >> text=no connection since")
 
 
+def test_every_page_of_a_live_run_follows_it(open_page, tmp_path):
+    """A page that was opened before the first step must not say for ever that nothing has happened."""
+    now = time.time()
+    run = Written(tmp_path, process=provenance()["process"], started=now, steps=400)
+    run.now = now
+    server = Server(tmp_path)
+    pages = {  # what each says before the first step, and after a step and a death
+        "": ("The ranks are starting", "What broke"),
+        "steps": ("No step has reported its phases yet: each", "Most work of its own"),
+        "goodput": ("time between failures\n–", "1 failure in"),
+        "ranks": ("no step times of single ranks", "Own work of each rank"),
+        "map": ("No node has joined yet", "node-0"),
+        "hosts": ("No node has read anything yet", "Cores of the busiest host"),
+        "incidents": ("Nothing has broken", "SIGKILL"),
+        "checkpoints": ("Nothing is saved yet", "Durable checkpoints"),
+        "data": ("No sample was served yet", "samples of 2 sources were served"),
+        "logs": ("have written nothing", "a line of a log"),
+    }  # fmt: skip
+    try:
+        opened = {tab: open_page(f"/runs/{run.path.name}/{tab}".rstrip("/"), url=server.url) for tab in pages}
+        for tab, (before, after) in pages.items():
+            text = opened[tab].locator("main").inner_text()
+            assert before in text and after not in text, tab
+        run.begin().steps(0, 20)
+        for step in range(20):
+            run.record.rank_times(step, [1, {"0": 0.1, "1": 0.2}], 2)
+        saved = {"step": 16, "bytes": 1, "drain_s": 0.1, "stall_s": 0.1, "slowdown_s": 0.0, "checkpoint": "step-16"}
+        run.event("checkpoint", 0.1, **saved)
+        run.event("exit", 0.1, node="node-0", rank=1, signal="SIGKILL", service="", worker="w1")
+        (run.path / "logs" / "node-0").mkdir()
+        (run.path / "logs" / "node-0" / "rank-00000.log").write_text("a line of a log\n")
+        for tab, (before, after) in pages.items():
+            opened[tab].wait_for_selector(f"main :text('{after}'):visible", timeout=15_000)
+            assert before not in opened[tab].locator("main").inner_text(), tab
+            assert opened[tab].locator("nav.tabs a >> text=Incidents (1)").count() == 1, tab
+        page = open_page(f"/runs/{run.path.name}/incidents/1", url=server.url)
+        before = page.locator("main").inner_text()
+        run.generation += 1
+        run.form(20)
+        run.steps(20, 25)
+        page.wait_for_function("(before) => document.querySelector('main').innerText !== before", arg=before)
+        run.steps(10, 30)  # from an earlier step on
+        opened[""].wait_for_selector("text=Branch: 15 steps from step 10 on were abandoned")
+        for page in [*opened.values(), page]:
+            page.close()
+    finally:
+        server.stop()
+
+
 def test_empty_and_wrong_say_what_to_do(open_page, tmp_path, server):
     empty = Server(tmp_path)
     try:

@@ -17,6 +17,12 @@ function fill(element, attributes, children) {
   return element;
 }
 
+// Put these children in the place of those that are there.
+export function refill(element, ...children) {
+  element.replaceChildren();
+  return fill(element, {}, children);
+}
+
 export async function get(path) {
   const answer = await fetch(path, { headers: { Accept: "application/json" } });
   const body = await answer.json().catch(() => ({}));

@@ -15,11 +15,11 @@ export function colour(value) {
 }
 
 export function heatMap(view, { run, onRank, ranks = [0, Infinity], height = HEIGHT }) {
-  const canvas = h("canvas", { height, tabindex: 0, role: "img", "aria-label": "Step time of each rank over time" });
+  const canvas = h("canvas", { height, tabindex: 0, role: "img", "aria-label": "Own work of each rank over time, against the median of the step" });
   const tip = h("div", { class: "tip", hidden: true }), status = h("span", {}, "");
   const plot = h("div", { class: "plot" }, canvas, tip);
   const ramp = h("canvas", { class: "ramp", width: 120, height: 8 });
-  const figure = h("figure", { "data-chart": "ranks" }, h("figcaption", {}, h("b", {}, "Step time of each rank"), status), plot,
+  const figure = h("figure", { "data-chart": "ranks" }, h("figcaption", {}, h("b", {}, "Own work of each rank"), status), plot,
     h("div", { class: "legend" }, h("span", {}, "0.8 ×", ramp, "2 × the median of the step"), h("span", {}, "hatched: the rank took no part"),
       h("span", { class: "hide-narrow" }, "click: one rank · Shift + scroll: zoom ranks · drag: zoom time")));
   const state = { ranks: [...ranks], found: null, codes: null, asked: 0 };
