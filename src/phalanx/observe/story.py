@@ -310,7 +310,8 @@ class Story:
             for at in np.flatnonzero(losses[SPIKE_WINDOW:] - usual > least).tolist():
                 row, samples = self.rows[first + at], [self.rows[first + at - 1].get("cursor")]
                 samples.append(row.get("cursor"))
-                about = {"step": row["step"], "loss": row["loss"], "usual": float(usual[at]), "samples": samples}
+                about = {"step": row["step"], "time": row["time"], "loss": row["loss"], "samples": samples}
+                about["usual"] = float(usual[at])
                 self._spikes.append(about)
             self._judged = last
         return list(self._spikes)

@@ -111,9 +111,8 @@ async function overview(name, run, query) {
   const { load, data } = await seriesOf(name, view, () => charts.forEach((c) => c.draw()));
   const marks = () => run.incident_list.filter((one) => one.stops);
   const plan = run.plan, shared = { data, marks };
-  const spikeTimes = () => run.spikes.map((one) => ({ ...one, time: data().time[data().step.findIndex((v) => v >= one.step)] })).filter((one) => one.time);
   const charts = [
-    ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: spikeTimes, stages: () => run.stages, href: (n) => at(name, `incidents/${n}`) }),
+    ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: () => run.spikes, stages: () => run.stages, href: (n) => at(name, `incidents/${n}`) }),
     lineChart(view, { ...shared, title: "Loss", unit: "nats per token", name: "loss", dots: "validation_loss", smooth: true, height: 224, note: "faint: every step, with its smallest and largest; strong: smoothed; dots: validation" }),
     lineChart(view, { ...shared, title: "Throughput", unit: "tokens/s", name: "tokens_per_s", log: false, band: () => (plan?.step_high_s && run.step_s && run.tokens_per_s ? [plan.step_s * plan.tokens_per_s / plan.step_high_s, plan.step_s * plan.tokens_per_s / plan.step_low_s] : null), note: plan ? "green: what the plan predicts" : "" }),
     lineChart(view, { ...shared, title: "Step time", unit: "s", name: "time_s", band: () => (plan?.step_high_s ? [plan.step_low_s, plan.step_high_s] : null), note: "of the slowest rank" }),
