@@ -302,6 +302,47 @@ def test_zoom_moves_all_charts_and_the_address_holds_it(open_page, broken):
     assert "from=" not in page.url and axis("throughput") == before
 
 
+def test_a_spike_is_drawn_where_it_was(open_page, tmp_path):
+    run = Written(tmp_path, steps=200).begin().steps(0, 80)
+    run.steps(80, 81, loss=9.0)
+    story, server = Story(run.steps(81, 200).end()), Server(tmp_path)
+    try:
+        page = open_page(f"/runs/{run.path.name}", url=server.url)
+        star = page.locator("[data-spike]")
+        plot = page.locator("[data-chart=what-it-did] .plot").bounding_box()["width"] - 72
+        part = (story.rows[80]["time"] - story.part.began) / (story.part.ended - story.part.began)
+        assert (float(star.get_attribute("x")) - 56) / plot == pytest.approx(part, abs=0.002)
+        later = story.rows[120]["time"]
+        page = open_page(f"/runs/{run.path.name}?from={later}&to={story.part.ended}", url=server.url)
+        assert star.count() == 1 and page.locator("[data-spike]").count() == 0, "it was before this view"
+        page.close()
+    finally:
+        server.stop()
+
+
+def test_a_run_that_goes_on_with_fewer_ranks_has_lost_none(open_page, tmp_path):
+    first = Written(tmp_path, "job", replicas=8).begin().steps(0, 20)
+    first.event("checkpoint", step=20, checkpoint="step-20")
+    first.end()
+    run = Written(tmp_path, "job", replicas=4, started=first.now)
+    run.now = first.now
+    run.event("resume", url=str(first.path / "checkpoints"), name="step-20", step=20)
+    run.begin().steps(20, 40).end()
+    server = Server(tmp_path)
+    try:
+        page = open_page(f"/runs/{run.path.name}", url=server.url)
+        assert "Continues" in page.locator("main").inner_text()
+        page.wait_for_selector("[data-chart=what-it-did] rect[data-state=productive]")
+        drawn = page.eval_on_selector_all(
+            "[data-chart=what-it-did] rect[data-state]",
+            "all => all.map((e) => [e.dataset.state, Number(e.getAttribute('height'))])",
+        )
+        assert {height for _, height in drawn} == {24.0} and "out" not in dict(drawn)
+        page.close()
+    finally:
+        server.stop()
+
+
 def test_the_keyboard_reaches_everything(open_page, broken):
     page = open_page("/")
     page.keyboard.press("/")

@@ -254,11 +254,11 @@ def brief(one: Incident) -> dict[str, Any]:
 
 
 def segments(story: Story) -> list[list[Any]]:
-    """[begin, end, state, present] of the run, neighbours of one state joined; short ones give way where there are too
-    many to draw."""
+    """[begin, end, state, present, ranks] of the run, neighbours of one state joined; short ones give way where there
+    are too many to draw. Ranks: of the part's layout, which a resumed run may have changed."""
     pieces: list[list[Any]] = [
-        [s.begin_ns / NS, s.end_ns / NS, s.state, s.present]
-        for _, s in story.segments()
+        [s.begin_ns / NS, s.end_ns / NS, s.state, s.present, part.layout.world_size]
+        for part, s in story.segments()
     ]  # fmt: skip
     least = 0.0
     while True:

@@ -1,6 +1,6 @@
 // Line charts and the ribbon of states on one shared time axis. Every chart of a run has the same View: hover, zoom and
 // selection in one move all. The server sends at most a point or two per pixel, each with its smallest and largest value.
-import { h, s, figure, short, clock, date, known, patterns, paint, STATES, seconds, download } from "./dom.js";
+import { h, s, figure, short, count, clock, date, known, patterns, paint, STATES, seconds, download } from "./dom.js";
 
 const LEFT = 56, RIGHT = 16, TOP = 8, BOTTOM = 20;
 
@@ -224,9 +224,9 @@ export function ribbon(view, { segments, incidents, checkpoints, spikes, stages 
     if (!width) return;
     const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "States of the run over time" }, patterns());
     const clamp = (t) => Math.max(LEFT, Math.min(width - RIGHT, view.x(t, width)));
-    for (const [begin, end, state, present] of segments()) {
+    for (const [begin, end, state, present, ranks] of segments()) {
       if (end < view.begin || begin > view.end) continue;
-      const a = clamp(begin), b = clamp(end), ranks = view.ranks || present, share = ranks ? present / ranks : 1;
+      const a = clamp(begin), b = clamp(end), share = ranks ? present / ranks : 1;
       svg.append(s("rect", { x: a, width: Math.max(0.5, b - a), y: 32, height: 24 * share, fill: paint(state), "data-state": state }));
       if (share < 1) svg.append(s("rect", { x: a, width: Math.max(0.5, b - a), y: 32 + 24 * share, height: 24 * (1 - share), fill: paint("out"), "data-state": "out" }));
     }
@@ -247,10 +247,12 @@ export function ribbon(view, { segments, incidents, checkpoints, spikes, stages 
       const x = clamp(one.at), shares = Object.entries(one.shares).map(([source, share]) => `${source} ${(100 * share).toFixed(0)} %`).join(", ");
       svg.append(s("line", { class: "stage", x1: x, x2: x, y1: 28, y2: 86 }), s("text", { x: x + 4, y: 86, "data-stage": one.number }, s("title", {}, `data stage ${one.number} from step ${one.step.toLocaleString("en-US")}: ${shares}`), `stage ${one.number}`));
     }
-    for (const one of spikes()) if (one.time >= view.begin && one.time <= view.end) svg.append(s("text", { x: clamp(one.time), y: 72, "text-anchor": "middle" }, s("title", {}, `loss spike at step ${one.step}: ${figure(one.loss)}`), "✶"));
+    for (const one of spikes()) if (one.time >= view.begin && one.time <= view.end) svg.append(s("text", { x: clamp(one.time), y: 72, "text-anchor": "middle", "data-spike": one.step }, s("title", {}, `loss spike at step ${one.step}: ${figure(one.loss)}`), "✶"));
     pointer = cursor(parts, view, (t) => {
       const found = segments().find(([begin, end]) => begin <= t && t < end);
-      return found ? `${clock(t)}: ${found[2]}, ${STATES[found[2]] || ""} for ${seconds(found[1] - found[0])}${found[3] < view.ranks ? `; ${view.ranks - found[3]} of ${view.ranks} ranks out` : ""}` : null;
+      if (!found) return null;
+      const [begin, end, state, present, ranks] = found;
+      return `${clock(t)}: ${state}, ${STATES[state] || ""} for ${seconds(end - begin)}${present < ranks ? `; ${count(ranks - present)} of ${count(ranks)} ranks out` : ""}`;
     });
     svg.append(...axis(view, width, height), pointer.line);
     show(parts, svg);

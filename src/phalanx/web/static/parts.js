@@ -6,7 +6,6 @@ export const at = (run, tab = "") => `/runs/${encodeURIComponent(run)}${tab ? `/
 
 export function makeView(run, query) {
   const view = new View(run.began, Math.max(run.began + 1e-3, run.ended));
-  view.ranks = run.ranks;
   const a = Number(query.get("from")), b = Number(query.get("to"));
   if (a && b && b > a) { view.begin = Math.max(view.min, a); view.end = Math.min(view.max, b); view.follows = false; }
   view.on(() => {
