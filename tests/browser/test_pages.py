@@ -244,6 +244,37 @@ def test_the_map_of_ranks_shows_the_slowest_and_leads_to_one_rank(open_page, bro
     assert "rank=1" in page.url
 
 
+def test_the_keyboard_zooms_to_ranks_and_the_address_holds_them(open_page, broken):
+    page = open_page(f"/runs/{broken.name}/ranks")
+    canvas = page.locator("[data-chart=ranks] .plot canvas")
+    shown = lambda ranks: page.wait_for_selector(f'[data-chart=ranks] canvas[data-ranks="{ranks}"]')  # noqa: E731
+    shown("0-4")
+    slowest = int(canvas.get_attribute("data-who"))
+    canvas.focus()
+    page.keyboard.press("]")
+    page.wait_for_selector('[data-chart=ranks] .plot canvas:not([data-ranks="0-4"])')
+    first, end = map(int, canvas.get_attribute("data-ranks").split("-"))
+    assert end - first == 2 and first <= slowest < end and page.url.endswith(f"r0={first}&r1={end}")
+    again = open_page(f"/runs/{broken.name}/ranks?r0={first}&r1={end}")
+    again.wait_for_selector(f'[data-chart=ranks] canvas[data-ranks="{first}-{end}"]')
+    page.keyboard.press("[")
+    shown("0-4")
+    assert "r0=" not in page.url
+    page.get_by_role("button", name="Fewer ranks").click()
+    shown(f"{first}-{end}")
+    page.get_by_role("button", name="More ranks").click()
+    shown("0-4")
+    canvas.focus()
+    page.keyboard.press("ArrowDown")
+    assert page.locator("[data-chart=ranks] .tip").inner_text().startswith(f"rank {slowest}: at most")
+    key, other = ("ArrowUp", slowest - 1) if slowest else ("ArrowDown", 1)
+    page.keyboard.press(key)
+    page.wait_for_selector(f"[data-chart=ranks] .tip >> text=rank {other}:")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"text=Rank {other} alone")
+    assert f"rank={other}" in page.url
+
+
 def test_the_phases_of_a_step_are_those_of_the_record(open_page, broken):
     page = open_page(f"/runs/{broken.name}/steps")
     shown = page.eval_on_selector_all(

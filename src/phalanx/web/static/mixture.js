@@ -1,5 +1,5 @@
 // From which sources the samples came, beside what the order of the data plans.
-import { h, s, get, refill, count, percent, known } from "./dom.js";
+import { h, s, get, refill, count, figure, percent, known } from "./dom.js";
 import { at } from "./parts.js";
 
 function shares(found, width) {
@@ -18,7 +18,7 @@ function shares(found, width) {
 
 function spikeTable(run) {
   return [h("h2", {}, "Loss spikes and their samples"), h("div", { class: "scroll" }, h("table", { "data-table": "spikes" }, h("thead", {}, h("tr", {}, ["step", "loss", "usually", "samples"].map((text) => h("th", { class: "n" }, text)))),
-    h("tbody", {}, run.spikes.slice(-100).toReversed().map((one) => h("tr", {}, h("td", { class: "n" }, count(one.step)), h("td", { class: "n" }, one.loss.toFixed(3)), h("td", { class: "n" }, one.usual.toFixed(3)), h("td", { class: "n" }, `${count(one.samples[0])} to ${count(one.samples[1])}`)))))), h("p", { class: "sub" }, "The text of a sample: ", h("code", {}, "phalanx data where"))];
+    h("tbody", {}, run.spikes.slice(-100).toReversed().map((one) => h("tr", {}, h("td", { class: "n" }, count(one.step)), h("td", { class: "n" }, figure(one.loss)), h("td", { class: "n" }, figure(one.usual)), h("td", { class: "n" }, `${count(one.samples[0])} to ${count(one.samples[1])}`)))))), h("p", { class: "sub" }, "The text of a sample: ", h("code", {}, "phalanx data where"))];
 }
 
 export async function dataTab(name, run) {

@@ -177,7 +177,13 @@ async function ranksTab(name, run, query) {
   };
   const none = h("div", { class: "note" }, "This record has no step times of single ranks. Runs keep them from their first step on.");
   const open = (one) => { const url = new URL(location.href); url.searchParams.set("rank", one); history.pushState(null, "", url); dispatchEvent(new PopStateEvent("popstate")); };
-  const map = heatMap(view, { run: name, ranks: rank === null ? [0, Infinity] : [rank, rank + 1], height: rank === null ? 256 : 64, onRank: rank === null && run.ranks > 1 ? open : null });
+  const many = rank === null && run.ranks > 1, first = Number(query.get("r0")), end = Number(query.get("r1"));
+  const shown = (a, b) => {
+    const url = new URL(location.href);
+    for (const [key, value] of [["r0", a], ["r1", b]]) if (Number.isFinite(b)) url.searchParams.set(key, value); else url.searchParams.delete(key);
+    history.replaceState(null, "", url);
+  };
+  const map = heatMap(view, { run: name, ranks: rank !== null ? [rank, rank + 1] : many && end > first ? [first, end] : [0, Infinity], height: rank === null ? 256 : 64, onRank: many ? open : null, onRanks: many ? shown : null });
   const band = ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: () => [], href: (n) => at(name, `incidents/${n}`) });
   const where = rank === null ? null : h("p", { class: "sub" }, `Rank ${count(rank)} alone. `, h("a", { href: at(name, "ranks") }, "All ranks"));
   const fill = () => { none.hidden = run.has_ranks; map.figure.hidden = !run.has_ranks; };
