@@ -333,6 +333,29 @@ def test_zoom_moves_all_charts_and_the_address_holds_it(open_page, broken):
     assert "from=" not in page.url and axis("throughput") == before
 
 
+def test_a_drag_may_end_outside_and_charts_that_are_gone_listen_no_more(open_page, broken):
+    page = open_page("/")
+    page.add_init_script(
+        "window.heard = []; const add = window.addEventListener;"
+        "window.addEventListener = function (kind, ...rest) {"
+        "  if (this === window || this === undefined) window.heard.push(kind); return add.call(window, kind, ...rest); };"
+    )
+    page.goto(page.url + f"runs/{broken.name}")
+    ready(page, f"/runs/{broken.name}")
+    before = page.evaluate("window.heard")
+    assert "keydown" in before
+    for name in ("Steps", "Ranks", "Checkpoints", "Overview"):
+        page.get_by_role("navigation", name="Pages of this run").get_by_role("link", name=name).click()
+        page.wait_for_selector(f"nav.tabs a[aria-current] >> text={name}")
+    assert page.evaluate("window.heard") == before, "a chart has left a listener behind"
+    box = page.locator('[data-chart="loss"] .plot').bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] - 200, steps=4)
+    page.mouse.up()
+    page.wait_for_url("**from=*")
+
+
 def test_a_spike_is_drawn_where_it_was(open_page, tmp_path):
     run = Written(tmp_path, steps=200).begin().steps(0, 80)
     run.steps(80, 81, loss=9.0)

@@ -77,10 +77,12 @@ function frame(view, { title, unit, height, note, tools = [], csv }) {
   plot.addEventListener("pointerdown", (event) => {
     if (event.button || event.target.closest("a, .glyph")) return;
     down = at(event);
+    plot.setPointerCapture(event.pointerId);  // the end of a drag is heard, wherever it is
     pick = s("rect", { class: "pick", y: 0, height: plot.clientHeight, x: 0, width: 0 });
     plot.querySelector("svg")?.append(pick);
   });
-  addEventListener("pointerup", (event) => {
+  plot.addEventListener("pointercancel", () => { down = null; pick?.remove(); });
+  plot.addEventListener("pointerup", (event) => {
     if (down === null) return;
     const from = down, to = at(event), width = plot.clientWidth;
     down = null; pick?.remove();

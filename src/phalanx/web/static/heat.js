@@ -99,7 +99,8 @@ export function heatMap(view, { run, onRank, onRanks, ranks = [0, Infinity], hei
   });
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; view.hover(null); });
   let down = null;
-  canvas.addEventListener("pointerdown", (event) => { down = at(event); });
+  canvas.addEventListener("pointerdown", (event) => { down = at(event); canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointercancel", () => { down = null; });
   canvas.addEventListener("pointerup", (event) => {
     const up = at(event);
     if (down && up && Math.abs(view.x(up.t, plot.clientWidth) - view.x(down.t, plot.clientWidth)) > 6) view.set(Math.min(down.t, up.t), Math.max(down.t, up.t));
