@@ -158,6 +158,12 @@ def test_what_is_drawn_is_what_the_record_says(open_page, broken):
     plot = page.locator("[data-chart=what-it-did] .plot").bounding_box()["width"] - 72
     wall, start = broken.part.ended - broken.part.began, spent["start"] / 4
     assert sum(widths) / plot == pytest.approx(start / wall, abs=0.01)
+    rows = page.eval_on_selector_all(".figures small", "all => all.map((e) => Math.round(e.offsetHeight / 17))")
+    assert set(rows) == {1}, "a figure of the strip wraps"
+    grey = ("start", "between", "end")
+    fills = [page.locator(f'.bars:has([data-state="{name}"]) rect[fill*="{name}"]').count() for name in grey]
+    angles = {page.locator(f"#p-{name}").first.get_attribute("patternTransform") for name in grey}
+    assert all(fills) and len(angles) == 3, "states of one hue differ by their pattern"
 
 
 def test_a_mixture_shows_its_experts_its_stages_and_its_validations(open_page, broken):
@@ -192,7 +198,8 @@ def test_a_plan_a_price_and_devices_are_shown(open_page, tmp_path):
     terms = {"passes": 0.05, "reduce": 0.012, "optimizer": 0.004, "between": 0.002}
     plan = {"step_s": 0.09, "step_low_s": 0.08, "step_high_s": 0.12, "tokens_per_s": 1.1e3, "phases": terms}
     rates = {"dollars_per_gpu_hour": 3.0, "watts_per_gpu": 700.0}
-    run = Written(tmp_path, forecast=plan, rates=rates).begin().steps(0, 40)
+    fast = {name: {"mean": 1e9, "min": 1e9, "min_rank": 1, "max": 1.25e9, "max_rank": 0} for name in READINGS}
+    run = Written(tmp_path, forecast=plan, rates=rates).begin().steps(0, 40, readings=fast)
     run.end()
     story, server = Story(run.path), Server(tmp_path)
     try:
@@ -212,6 +219,10 @@ def test_a_plan_a_price_and_devices_are_shown(open_page, tmp_path):
         page = open_page(f"/runs/{run.path.name}/hosts", url=server.url)
         assert page.locator("figure[data-chart]").count() == len(READINGS)
         assert page.locator('table[data-table="readings"] tbody tr').count() == len(READINGS)
+        network = page.locator("[data-chart=network-of-the-busiest-host]")
+        assert "B/s" in network.locator("figcaption").inner_text()
+        left = network.locator("svg text").evaluate_all("all => Math.min(...all.map((e) => e.getBBox().x))")
+        assert left >= 0, "a label of the axis is cut"
         shoot(page, "devices")
         page.close()
     finally:
@@ -260,9 +271,9 @@ def test_the_keyboard_zooms_to_ranks_and_the_address_holds_them(open_page, broke
     page.keyboard.press("[")
     shown("0-4")
     assert "r0=" not in page.url
-    page.get_by_role("button", name="Fewer ranks").click()
+    page.get_by_role("button", name="fewer ranks").click()
     shown(f"{first}-{end}")
-    page.get_by_role("button", name="More ranks").click()
+    page.get_by_role("button", name="more ranks").click()
     shown("0-4")
     canvas.focus()
     page.keyboard.press("ArrowDown")
@@ -415,12 +426,20 @@ def test_the_keyboard_reaches_everything(open_page, broken):
     theme = page.locator("html").get_attribute("data-theme")
     page.keyboard.press("t")
     assert page.locator("html").get_attribute("data-theme") != theme
+    for keys, path in (("gd", "/data"), ("gl", "/logs"), ("gj", "/record"), ("gm", "/hosts")):
+        for key in keys:
+            page.keyboard.press(key)
+        ready(page, f"/runs/{broken.name}{path}")
     page.keyboard.press("?")
     assert page.locator("dialog[open]").count() == 1
+    assert "hosts" in page.locator("dialog").inner_text() and "logs" in page.locator("dialog").inner_text()
     page.keyboard.press("Escape")
     page.keyboard.press("g")
     page.keyboard.press("r")
     ready(page, "/")
+    page = open_page("/?theme=dark")
+    page.keyboard.press("t")
+    assert page.locator("html").get_attribute("data-theme") == "light" and page.url.endswith("?theme=light")
 
 
 def test_two_runs_are_compared(open_page, root):
@@ -430,6 +449,9 @@ def test_two_runs_are_compared(open_page, root):
     page.get_by_role("button", name="Compare the two").click()
     page.wait_for_selector("text=All 160 steps are equal to the bit")
     shoot(page, "compare")
+    strokes = "all => all.map((e) => e.style.stroke)"
+    lines = page.locator("[data-chart=loss-by-step] .plot path").evaluate_all(strokes)
+    assert len(set(lines)) == 2 and lines == page.locator("[data-chart=loss-by-step] .legend line").evaluate_all(strokes)
     page = open_page("/compare")
     page.get_by_role("button", name="Compare").click()
     page.wait_for_selector("text=All 160 steps are equal to the bit")
@@ -441,6 +463,10 @@ def test_every_page_works_at_390_px(open_page, broken, theme):
         page = open_page(path, width=390, theme=theme)
         over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert over <= 0, path
+        assert page.locator("figcaption .tools.hide-narrow:visible").count() == 0, path
+        if path.endswith("/incidents"):
+            verdict = page.locator('table[data-table="incidents"] td:nth-child(2)').first
+            assert verdict.bounding_box()["width"] > 300, "the verdict has the width of the page"
         if theme == "dark" and path.endswith(broken.name):
             shoot(page, "narrow-dark")
     if theme == "dark":

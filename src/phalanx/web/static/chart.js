@@ -157,7 +157,7 @@ export function lineChart(view, { title, unit, name, dots = "", data, marks = ()
     const levels = isLog ? [low, Math.sqrt(low * high), high] : ticks(low, high, height < 150 ? 3 : 5);
     for (const v of levels) {
       svg.append(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(v), y2: y(v) }),
-        s("text", { x: LEFT - 8, y: y(v) + 4, "text-anchor": "end" }, format === figure ? short(v) : format(v, 0)));
+        s("text", { x: LEFT - 8, y: y(v) + 4, "text-anchor": "end" }, unit || format === figure ? short(v) : format(v, 0)));
     }
     if (predicted) svg.append(s("rect", { class: "band", x: LEFT, width: width - LEFT - RIGHT, y: y(predicted[1]), height: Math.max(1, y(predicted[0]) - y(predicted[1])) }));
     for (const mark of marks()) if (mark.at >= view.begin && mark.at <= view.end) svg.append(s("line", { class: "mark", x1: view.x(mark.at, width), x2: view.x(mark.at, width), y1: TOP, y2: height - BOTTOM }));
@@ -189,7 +189,7 @@ export function lineChart(view, { title, unit, name, dots = "", data, marks = ()
       const i = nearest(d.time, t);
       if (i < 0 || !known(one.mean[i])) return null;
       const span = one.max[i] !== one.min[i] ? ` (${format(one.min[i])} to ${format(one.max[i])})` : "";
-      return `step ${d.step[i].toLocaleString("en-US")}, ${clock(d.time[i])}: ${known(one.mean[i]) ? (format === figure ? Number(one.mean[i].toPrecision(6)) : format(one.mean[i])) : "–"}${unit ? ` ${unit}` : ""}${span}`;
+      return `step ${d.step[i].toLocaleString("en-US")}, ${clock(d.time[i])}: ${format === figure ? `${Number(one.mean[i].toPrecision(6))}${unit ? ` ${unit}` : ""}` : format(one.mean[i])}${span}`;
     });
     svg.append(lines, ...axis(view, width, height), pointer.line);
     svg.dataset.last = one.mean[one.mean.length - 1];

@@ -66,7 +66,7 @@ export const STATES = {
   recovery: "standing still: something failed or changed", out: "ranks that take no part", rollback: "steps that were abandoned",
   between: "between steps", end: "saving and leaving",
 };
-const HATCHED = { recovery: "45", out: "135", rollback: "90", gaps: "45", reduce: "135", vote: "90" };
+const HATCHED = { start: "45", between: "0", end: "135", recovery: "45", out: "135", rollback: "90", gaps: "45", reduce: "135", vote: "90" };
 const PLAIN = new Set([...Object.keys(STATES), "forward", "backward", "optimizer"]);
 export function patterns() {
   return s("defs", {}, Object.entries(HATCHED).map(([state, angle]) =>

@@ -21,7 +21,7 @@ export function heatMap(view, { run, onRank, onRanks, ranks = [0, Infinity], hei
   const tip = h("div", { class: "tip", hidden: true, role: "status" }), status = h("span", {}, "");
   const plot = h("div", { class: "plot" }, canvas, tip);
   const ramp = h("canvas", { class: "ramp", width: 120, height: 8 });
-  const figure = h("figure", { "data-chart": "ranks" }, h("figcaption", {}, h("b", {}, "Own work of each rank"), status, onRanks ? h("span", { class: "tools" }, [["−", 2, "More ranks ( [ )"], ["+", 0.5, "Fewer ranks ( ] )"]].map(([text, by, title]) => h("button", { type: "button", title, "aria-label": title, onclick: () => zoom(by) }, text))) : null), plot,
+  const figure = h("figure", { "data-chart": "ranks" }, h("figcaption", {}, h("b", {}, "Own work of each rank"), status, onRanks ? h("span", { class: "tools" }, [["more ranks", 2, "["], ["fewer ranks", 0.5, "]"]].map(([text, by, key]) => h("button", { type: "button", title: `Key: ${key}`, onclick: () => zoom(by) }, text))) : null), plot,
     h("div", { class: "legend" }, h("span", {}, "0.8 ×", ramp, "2 × the median of the step"), h("span", {}, "hatched: the rank took no part"),
       onRanks ? h("span", { class: "hide-narrow" }, "click or ↑ ↓ Enter: one rank · [ ] or Shift + scroll: zoom ranks · drag: zoom time") : null));
   const state = { ranks: [...ranks], found: null, codes: null, asked: 0, who: 0, picked: null };  // `picked`: by the keyboard

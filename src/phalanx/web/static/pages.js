@@ -3,7 +3,7 @@
 import { h, s, get, refill, figure, short, count, percent, money, seconds, clock, date, known, STATES, swatch, runState, paint, patterns } from "./dom.js";
 import { lineChart, ribbon } from "./chart.js";
 import { heatMap } from "./heat.js";
-import { at, makeView, seriesOf } from "./parts.js";
+import { at, lineKey, makeView, seriesOf } from "./parts.js";
 import { stepsTab } from "./steps.js";
 import { mapTab } from "./map.js";
 import { checkpointsTab } from "./saved.js";
@@ -59,7 +59,7 @@ function figures(run) {
     ["MFU", percent(run.mfu, run.mfu < 0.01 ? 3 : 1), "of the last step"],
     ["step", known(run.step_s) ? seconds(run.step_s) : "–", known(run.off_plan) ? `${run.off_plan > 0 ? "+" : ""}${percent(run.off_plan, 0)} of the plan` : "in the median"],
     ["goodput", percent(good.ratio), `${figure(good.gpu_s / 3600)} GPU-hours`],
-    ["incidents", count(run.incidents), known(good.mtbf_s) ? `a failure every ${seconds(good.mtbf_s)}` : "no failure"],
+    ["incidents", count(run.incidents), known(good.mtbf_s) ? `MTBF ${seconds(good.mtbf_s)}` : "no failure"],
     ["durable", saved ? `step ${count(saved.step)}` : "none", saved ? clock(saved.time) : "no checkpoint yet"],
     ["cost", known(good.dollars) ? money(good.dollars) : "–", known(good.dollars) ? (known(good.kwh) ? `${figure(good.kwh)} kWh` : "") : "no price: --price"],
   ];
@@ -193,10 +193,10 @@ async function ranksTab(name, run, query) {
 
 // What nodes have read of their hosts and devices. Charts show the end at which trouble shows first.
 const per = (unit) => (v) => { const text = known(v) ? short(v) : "–"; return text.includes(" ") ? text + unit : `${text} ${unit}`; };
-const READINGS = {
-  host_cpu: ["Cores of the busiest host", percent], host_memory: ["Memory of the fullest host", percent], host_network: ["Network of the busiest host", per("B/s")],
+const READINGS = {  // title, format, unit of the axis
+  host_cpu: ["Cores of the busiest host", percent], host_memory: ["Memory of the fullest host", percent], host_network: ["Network of the busiest host", per("B/s"), "B/s"],
   device_busy: ["The least busy device", percent], device_tensor: ["Tensor cores of the least busy device", percent], device_memory: ["Memory of the fullest device", percent],
-  device_power: ["Power of the hungriest device", per("W")], device_heat: ["The hottest device", per("°C")], device_clock: ["Clock of the slowest device", per("Hz")],
+  device_power: ["Power of the hungriest device", per("W"), "W"], device_heat: ["The hottest device", per("°C"), "°C"], device_clock: ["Clock of the slowest device", per("Hz"), "Hz"],
   device_throttle: ["Times slowed down, the most on a node", count], device_ecc: ["ECC errors, the most on a node", count], device_link_errors: ["Link errors, the most on a node", count],
 };
 
@@ -204,7 +204,7 @@ async function hostsTab(name, run, query) {
   const view = makeView(run, query);
   const { load, data } = await seriesOf(name, view, () => charts.forEach((c) => c.draw()));
   const marks = () => run.incident_list.filter((one) => one.stops);
-  const charts = Object.entries(READINGS).map(([key, [title, format]]) => ({ key, ...lineChart(view, { data, marks, title, unit: "", format, range: format === percent ? [0, 1] : null, name: key, height: 128 }) }));
+  const charts = Object.entries(READINGS).map(([key, [title, format, unit = ""]]) => ({ key, ...lineChart(view, { data, marks, title, unit, format, range: format === percent ? [0, 1] : null, name: key, height: 128 }) }));
   const table = () => h("div", { class: "scroll" }, h("table", { "data-table": "readings" },
     h("thead", {}, h("tr", {}, ["last step", "mean", "least", "of rank", "most", "of rank"].map((text, i) => h("th", { class: i ? "n" : "" }, text)))),
     h("tbody", {}, Object.keys(READINGS).filter((key) => run.readings[key]).map((key) => { const one = run.readings[key], text = READINGS[key][1]; return h("tr", {}, h("td", {}, key.replaceAll("_", " ").replace("cpu", "cores")),
@@ -337,10 +337,12 @@ async function pickTwo(given) {
     h("div", { class: "pair" }, one, "and", other, h("button", { type: "button", onclick: go }, "Compare")), h("p", { class: "sub" }, "In the terminal: ", h("code", {}, "phalanx runs diff RUN OTHER"))) };
 }
 
+const PAIR = [["var(--productive)", null], ["var(--recovery)", "5 3"]];  // the lines of two runs
+
 function stepChart(runs, part) {
   const plot = h("div", { class: "plot" });
   new ResizeObserver(() => { if (plot.clientWidth) plot.replaceChildren(drawSteps(runs, part, plot.clientWidth)); }).observe(plot);
-  return h("figure", {}, h("figcaption", {}, h("b", {}, "Loss by step"), "nats per token"), plot);
+  return h("figure", { "data-chart": "loss-by-step" }, h("figcaption", {}, h("b", {}, "Loss by step"), "nats per token"), plot, lineKey(runs.map(([name], k) => [name, ...PAIR[k]])));
 }
 
 function drawSteps(runs, part, width) {
@@ -351,11 +353,11 @@ function drawSteps(runs, part, width) {
   const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Loss of both runs by step" });
   for (const v of [low, (low + high) / 2, high]) svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }), s("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, figure(v)));
   for (const v of [s0, Math.round((s0 + s1) / 2), s1]) svg.append(s("text", { x: x(v), y: height - 4, "text-anchor": v === s1 ? "end" : v === s0 ? "start" : "middle" }, `step ${count(v)}`));
-  runs.forEach(([name, d], k) => {
+  runs.forEach(([, d], k) => {
     const line = (d.series.loss?.mean || []).map((v, i) => (known(v) ? `${x(d.step[i]).toFixed(1)},${y(v).toFixed(1)}` : null)).filter(Boolean);
-    const path = s("path", { class: "smooth", d: `M${line.join("L")}`, "stroke-dasharray": k ? "5 3" : null });
-    path.style.stroke = k ? "var(--recovery)" : "var(--productive)";
-    svg.append(path, s("text", { x: width - right, y: 20 + 16 * k, "text-anchor": "end" }, `${k ? "- -" : "—"} ${name}`));
+    const path = s("path", { class: "smooth", d: `M${line.join("L")}`, "stroke-dasharray": PAIR[k][1] });
+    path.style.stroke = PAIR[k][0];
+    svg.append(path);
   });
   if (known(part)) svg.append(s("line", { class: "mark", x1: x(part), x2: x(part), y1: 8, y2: height - 24 }), s("text", { x: x(part) + 4, y: 16 }, `they part at step ${count(part)}`));
   return svg;

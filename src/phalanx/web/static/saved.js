@@ -2,7 +2,7 @@
 // what would be done again.
 import { h, s, refill, figure, count, seconds, clock, known } from "./dom.js";
 import { LEFT, RIGHT, TOP, BOTTOM, frame, show, axis, cursor, nearest, ticks } from "./chart.js";
-import { makeView, seriesOf } from "./parts.js";
+import { lineKey, makeView, seriesOf } from "./parts.js";
 
 const LINES = { trained: ["var(--productive)", null], memory: ["var(--data)", "1 3"], buddy: ["var(--out)", "6 3"], disk: ["var(--checkpoint)", "10 3"], store: ["var(--checkpoint)", "10 3"] };
 
@@ -46,7 +46,7 @@ function tierChart(view, { data, run, marks }) {
   return { figure: parts.figure, draw, tiers: () => Object.keys(lines()) };
 }
 
-const key = (tiers) => h("div", { class: "legend" }, tiers.map((tier) => { const line = s("line", { x1: 0, x2: 24, y1: 6, y2: 6, "stroke-width": 2, "stroke-dasharray": LINES[tier][1] }); line.style.stroke = LINES[tier][0]; return h("span", { class: "state" }, s("svg", { width: 24, height: 12, "aria-hidden": true }, line), tier); }));
+const key = (tiers) => lineKey(tiers.map((tier) => [tier, ...LINES[tier]]));
 
 function tierTable(run) {
   if (!run.saved.tiers.length) return h("div", { class: "note" }, "Nothing is saved yet. How far apart checkpoints are is derived from what they cost and how often nodes fail; ", h("code", {}, "checkpoint.every_steps"), " overrides it.");
