@@ -71,8 +71,7 @@ function story(run) {
   if (run.parts.length > 1) out.push(h("p", { class: "sub" }, "Continues ", run.parts.slice(0, -1).map((name, i) => [i ? ", then " : "", h("a", { href: at(name) }, name)]), ". Time between the parts is not counted."));
   for (const branch of run.branches) out.push(h("p", { class: "sub" }, `Branch: ${count(branch.steps)} steps from step ${count(branch.step)} on were abandoned and done again.`));
   if (run.damaged_lines) out.push(h("div", { class: "note bad" }, `${count(run.damaged_lines)} damaged lines of the record were passed over.`));
-  const lost = run.record?.summary?.dropped;
-  if (lost) out.push(h("div", { class: "note bad" }, `${count(lost)} lines of the record were lost: its disk was full.`));
+  if (run.dropped) out.push(h("div", { class: "note bad" }, `${count(run.dropped)} lines of the record were lost: its disk was full.`));
   return out;
 }
 
@@ -102,7 +101,7 @@ export async function runPage(name, tab, query) {
 }
 
 // A mixture of experts, also before its first step.
-const hasExperts = (run) => Object.keys(run.experts || {}).length > 0 || run.record.job.job?.model?.family === "moe";
+const hasExperts = (run) => Object.keys(run.experts || {}).length > 0 || run.family === "moe";
 
 const legend = (states) => h("div", { class: "legend" }, states.map((state) => h("span", { class: "state" }, swatch(state), `${state}: ${STATES[state]}`)));
 
@@ -302,8 +301,8 @@ function flat(value, path = "") {
 const asText = (v) => (v === null || v === "" ? "–" : typeof v === "string" ? v : JSON.stringify(v));
 const facts = (rows, name) => h("div", { class: "scroll" }, h("table", { "data-table": name }, h("tbody", {}, rows.map(([key, v]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value" }, key === "started" ? date(v) : asText(v)))))));
 
-function recordTab(name, run) {
-  const { job, meta, summary } = run.record, { code, ...rest } = meta, { diff, untracked, ...version } = code || {};
+async function recordTab(name) {
+  const { job, meta, summary } = await get(`/api/runs/${encodeURIComponent(name)}/record`), { code, ...rest } = meta, { diff, untracked, ...version } = code || {};
   const rows = flat(job.job).map(([key, v]) => [key, v, job.origins?.[key] || ""]), chosen = rows.filter(([, , from]) => from !== "default" && !from.startsWith("preset "));
   const table = (list) => h("table", { "data-table": "job" }, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, "value"), h("th", { class: "hide-narrow" }, "from"))), h("tbody", {}, list.map(([key, v, from]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value" }, asText(v)), h("td", { class: "hide-narrow key" }, from)))));
   const box = h("div", { class: "scroll" }, table(chosen)), more = rows.length - chosen.length;
