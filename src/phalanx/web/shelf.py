@@ -142,7 +142,8 @@ class Shelf:
             return {"job": part.job, "meta": part.meta, "summary": part.summary}
 
     def answer(self, name: str, kind: str, *about: Any) -> bytes:
-        """What `whole`, `record` or `series` says, as compressed JSON: made once for all who ask the same of the same version."""
+        """What `whole`, `record` or `series` says, as compressed JSON: made once for all who ask the same of the same
+        version."""
         one, key = self.get(name), (kind, *about)
         with one.making:
             answers = one.answers
