@@ -1,6 +1,6 @@
 // Line charts and the ribbon of states on one shared time axis. Every chart of a run has the same View: hover, zoom and
 // selection in one move all. The server sends at most a point or two per pixel, each with its smallest and largest value.
-import { h, s, figure, short, count, clock, date, known, patterns, paint, STATES, seconds, download } from "./dom.js";
+import { h, s, figure, short, count, percent, clock, date, known, patterns, paint, STATES, seconds, download } from "./dom.js";
 
 const LEFT = 56, RIGHT = 16, TOP = 8, BOTTOM = 20;
 
@@ -157,7 +157,7 @@ export function lineChart(view, { title, unit, name, dots = "", data, marks = ()
     const levels = isLog ? [low, Math.sqrt(low * high), high] : ticks(low, high, height < 150 ? 3 : 5);
     for (const v of levels) {
       svg.append(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(v), y2: y(v) }),
-        s("text", { x: LEFT - 8, y: y(v) + 4, "text-anchor": "end" }, unit || format === figure ? short(v) : format(v, 0)));
+        s("text", { x: LEFT - 8, y: y(v) + 4, "text-anchor": "end" }, format === percent ? percent(v, 0) : short(v)));
     }
     if (predicted) svg.append(s("rect", { class: "band", x: LEFT, width: width - LEFT - RIGHT, y: y(predicted[1]), height: Math.max(1, y(predicted[0]) - y(predicted[1])) }));
     for (const mark of marks()) if (mark.at >= view.begin && mark.at <= view.end) svg.append(s("line", { class: "mark", x1: view.x(mark.at, width), x2: view.x(mark.at, width), y1: TOP, y2: height - BOTTOM }));
