@@ -22,7 +22,7 @@ from phalanx.observe.provenance import provenance
 from phalanx.observe.readings import READINGS
 from phalanx.observe.story import Story
 from phalanx.observe.words import describe
-from tests.observe.records import Written
+from tests.observe.records import READ, Written
 from tests.web.record_runs import unpack
 
 pytestmark = pytest.mark.browser
@@ -158,6 +158,12 @@ def test_what_is_drawn_is_what_the_record_says(open_page, broken):
     plot = page.locator("[data-chart=what-it-did] .plot").bounding_box()["width"] - 72
     wall, start = broken.part.ended - broken.part.began, spent["start"] / 4
     assert sum(widths) / plot == pytest.approx(start / wall, abs=0.01)
+    rows = page.eval_on_selector_all(".figures small", "all => all.map((e) => Math.round(e.offsetHeight / 17))")
+    assert set(rows) == {1}, "a figure of the strip wraps"
+    grey = ("start", "between", "end")
+    fills = [page.locator(f'.bars:has([data-state="{name}"]) rect[fill*="{name}"]').count() for name in grey]
+    angles = {page.locator(f"#p-{name}").first.get_attribute("patternTransform") for name in grey}
+    assert all(fills) and len(angles) == 3, "states of one hue differ by their pattern"
 
 
 def test_a_mixture_shows_its_experts_its_stages_and_its_validations(open_page, broken):
@@ -192,7 +198,9 @@ def test_a_plan_a_price_and_devices_are_shown(open_page, tmp_path):
     terms = {"passes": 0.05, "reduce": 0.012, "optimizer": 0.004, "between": 0.002}
     plan = {"step_s": 0.09, "step_low_s": 0.08, "step_high_s": 0.12, "tokens_per_s": 1.1e3, "phases": terms}
     rates = {"dollars_per_gpu_hour": 3.0, "watts_per_gpu": 700.0}
-    run = Written(tmp_path, forecast=plan, rates=rates).begin().steps(0, 40)
+    much = {"mean": 1e9, "min": 1e9, "min_rank": 1, "max": 1.25e9, "max_rank": 0}
+    fast = {**READ, **dict.fromkeys(("host_network", "device_clock", "device_link_errors"), much)}
+    run = Written(tmp_path, forecast=plan, rates=rates).begin().steps(0, 40, readings=fast)
     run.end()
     story, server = Story(run.path), Server(tmp_path)
     try:
@@ -212,6 +220,10 @@ def test_a_plan_a_price_and_devices_are_shown(open_page, tmp_path):
         page = open_page(f"/runs/{run.path.name}/hosts", url=server.url)
         assert page.locator("figure[data-chart]").count() == len(READINGS)
         assert page.locator('table[data-table="readings"] tbody tr').count() == len(READINGS)
+        network = page.locator("[data-chart=network-of-the-busiest-host]")
+        assert "B/s" in network.locator("figcaption").inner_text()
+        left = page.locator("figure svg text").evaluate_all("all => Math.min(...all.map((e) => e.getBBox().x))")
+        assert left >= 0, "a label of the axis is cut"
         shoot(page, "devices")
         page.close()
     finally:
@@ -242,6 +254,37 @@ def test_the_map_of_ranks_shows_the_slowest_and_leads_to_one_rank(open_page, bro
     canvas.click(position={"x": box["width"] * 0.9, "y": box["height"] * 0.4})
     page.wait_for_selector("text=Rank 1 alone")
     assert "rank=1" in page.url
+
+
+def test_the_keyboard_zooms_to_ranks_and_the_address_holds_them(open_page, broken):
+    page = open_page(f"/runs/{broken.name}/ranks")
+    canvas = page.locator("[data-chart=ranks] .plot canvas")
+    shown = lambda ranks: page.wait_for_selector(f'[data-chart=ranks] canvas[data-ranks="{ranks}"]')  # noqa: E731
+    shown("0-4")
+    slowest = int(canvas.get_attribute("data-who"))
+    canvas.focus()
+    page.keyboard.press("]")
+    page.wait_for_selector('[data-chart=ranks] .plot canvas:not([data-ranks="0-4"])')
+    first, end = map(int, canvas.get_attribute("data-ranks").split("-"))
+    assert end - first == 2 and first <= slowest < end and page.url.endswith(f"r0={first}&r1={end}")
+    again = open_page(f"/runs/{broken.name}/ranks?r0={first}&r1={end}")
+    again.wait_for_selector(f'[data-chart=ranks] canvas[data-ranks="{first}-{end}"]')
+    page.keyboard.press("[")
+    shown("0-4")
+    assert "r0=" not in page.url
+    page.get_by_role("button", name="fewer ranks").click()
+    shown(f"{first}-{end}")
+    page.get_by_role("button", name="more ranks").click()
+    shown("0-4")
+    canvas.focus()
+    page.keyboard.press("ArrowDown")
+    assert page.locator("[data-chart=ranks] .tip").inner_text().startswith(f"rank {slowest}: at most")
+    key, other = ("ArrowUp", slowest - 1) if slowest else ("ArrowDown", 1)
+    page.keyboard.press(key)
+    page.wait_for_selector(f"[data-chart=ranks] .tip >> text=rank {other}:")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"text=Rank {other} alone")
+    assert f"rank={other}" in page.url
 
 
 def test_the_phases_of_a_step_are_those_of_the_record(open_page, broken):
@@ -302,6 +345,71 @@ def test_zoom_moves_all_charts_and_the_address_holds_it(open_page, broken):
     assert "from=" not in page.url and axis("throughput") == before
 
 
+def test_a_drag_may_end_outside_and_charts_that_are_gone_listen_no_more(open_page, broken):
+    page = open_page("/")
+    page.add_init_script(
+        "window.heard = []; const add = window.addEventListener;"
+        "window.addEventListener = function (kind, ...rest) {"
+        "  if (this === window || this === undefined) window.heard.push(kind);"
+        "  return add.call(this ?? window, kind, ...rest); };"
+    )
+    page.goto(page.url + f"runs/{broken.name}")
+    ready(page, f"/runs/{broken.name}")
+    before = page.evaluate("window.heard")
+    assert "keydown" in before
+    for name in ("Steps", "Ranks", "Checkpoints", "Overview"):
+        page.get_by_role("navigation", name="Pages of this run").get_by_role("link", name=name).click()
+        page.wait_for_selector(f"nav.tabs a[aria-current] >> text={name}")
+    assert page.evaluate("window.heard") == before, "a chart has left a listener behind"
+    box = page.locator('[data-chart="loss"] .plot').bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] - 200, steps=4)
+    page.mouse.up()
+    page.wait_for_url("**from=*")
+
+
+def test_a_spike_is_drawn_where_it_was(open_page, tmp_path):
+    run = Written(tmp_path, steps=200).begin().steps(0, 80)
+    run.steps(80, 81, loss=9.0)
+    story, server = Story(run.steps(81, 200).end()), Server(tmp_path)
+    try:
+        page = open_page(f"/runs/{run.path.name}", url=server.url)
+        star = page.locator("[data-spike]")
+        plot = page.locator("[data-chart=what-it-did] .plot").bounding_box()["width"] - 72
+        part = (story.rows[80]["time"] - story.part.began) / (story.part.ended - story.part.began)
+        assert (float(star.get_attribute("x")) - 56) / plot == pytest.approx(part, abs=0.002)
+        later = story.rows[120]["time"]
+        page = open_page(f"/runs/{run.path.name}?from={later}&to={story.part.ended}", url=server.url)
+        assert star.count() == 1 and page.locator("[data-spike]").count() == 0, "it was before this view"
+        page.close()
+    finally:
+        server.stop()
+
+
+def test_a_run_that_goes_on_with_fewer_ranks_has_lost_none(open_page, tmp_path):
+    first = Written(tmp_path, "job", replicas=8).begin().steps(0, 20)
+    first.event("checkpoint", step=20, checkpoint="step-20")
+    first.end()
+    run = Written(tmp_path, "job", replicas=4, started=first.now)
+    run.now = first.now
+    run.event("resume", url=str(first.path / "checkpoints"), name="step-20", step=20)
+    run.begin().steps(20, 40).end()
+    server = Server(tmp_path)
+    try:
+        page = open_page(f"/runs/{run.path.name}", url=server.url)
+        assert "Continues" in page.locator("main").inner_text()
+        page.wait_for_selector("[data-chart=what-it-did] rect[data-state=productive]")
+        drawn = page.eval_on_selector_all(
+            "[data-chart=what-it-did] rect[data-state]",
+            "all => all.map((e) => [e.dataset.state, Number(e.getAttribute('height'))])",
+        )
+        assert {height for _, height in drawn} == {24.0} and "out" not in dict(drawn)
+        page.close()
+    finally:
+        server.stop()
+
+
 def test_the_keyboard_reaches_everything(open_page, broken):
     page = open_page("/")
     page.keyboard.press("/")
@@ -320,12 +428,20 @@ def test_the_keyboard_reaches_everything(open_page, broken):
     theme = page.locator("html").get_attribute("data-theme")
     page.keyboard.press("t")
     assert page.locator("html").get_attribute("data-theme") != theme
+    for keys, path in (("gd", "/data"), ("gl", "/logs"), ("gj", "/record"), ("gm", "/hosts")):
+        for key in keys:
+            page.keyboard.press(key)
+        ready(page, f"/runs/{broken.name}{path}")
     page.keyboard.press("?")
     assert page.locator("dialog[open]").count() == 1
+    assert "hosts" in page.locator("dialog").inner_text() and "logs" in page.locator("dialog").inner_text()
     page.keyboard.press("Escape")
     page.keyboard.press("g")
     page.keyboard.press("r")
     ready(page, "/")
+    page = open_page("/?theme=dark")
+    page.keyboard.press("t")
+    assert page.locator("html").get_attribute("data-theme") == "light" and page.url.endswith("?theme=light")
 
 
 def test_two_runs_are_compared(open_page, root):
@@ -335,6 +451,10 @@ def test_two_runs_are_compared(open_page, root):
     page.get_by_role("button", name="Compare the two").click()
     page.wait_for_selector("text=All 160 steps are equal to the bit")
     shoot(page, "compare")
+    strokes = "all => all.map((e) => e.style.stroke)"
+    chart = page.locator("[data-chart=loss-by-step]")
+    lines = chart.locator(".plot path").evaluate_all(strokes)
+    assert len(set(lines)) == 2 and lines == chart.locator(".legend line").evaluate_all(strokes)
     page = open_page("/compare")
     page.get_by_role("button", name="Compare").click()
     page.wait_for_selector("text=All 160 steps are equal to the bit")
@@ -346,6 +466,10 @@ def test_every_page_works_at_390_px(open_page, broken, theme):
         page = open_page(path, width=390, theme=theme)
         over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert over <= 0, path
+        assert page.locator("figcaption .tools.hide-narrow:visible").count() == 0, path
+        if path.endswith("/incidents"):
+            verdict = page.locator('table[data-table="incidents"] td:nth-child(2)').first
+            assert verdict.bounding_box()["width"] > 300, "the verdict has the width of the page"
         if theme == "dark" and path.endswith(broken.name):
             shoot(page, "narrow-dark")
     if theme == "dark":
@@ -411,6 +535,56 @@ def test_a_live_run_moves_in_place_and_a_lost_connection_is_told(open_page, tmp_
     finally:
         server.stop()
     page.wait_for_selector("#link.lost >> text=no connection since")
+
+
+def test_every_page_of_a_live_run_follows_it(open_page, tmp_path):
+    """A page that was opened before the first step must not say for ever that nothing has happened."""
+    now = time.time()
+    run = Written(tmp_path, process=provenance()["process"], started=now, steps=400)
+    run.now = now
+    server = Server(tmp_path)
+    pages = {  # what each says before the first step, and after a step and a death
+        "": ("The ranks are starting", "What broke"),
+        "steps": ("No step has reported its phases yet: each", "Most work of its own"),
+        "goodput": ("no failure in", "1 failure in"),
+        "ranks": ("no step times of single ranks", "Own work of each rank"),
+        "map": ("No node has joined yet", "node-0"),
+        "hosts": ("No node has read anything yet", "Cores of the busiest host"),
+        "incidents": ("Nothing has broken", "SIGKILL"),
+        "checkpoints": ("Nothing is saved yet", "Durable checkpoints"),
+        "data": ("No sample was served yet", "samples of 2 sources were served"),
+        "logs": ("have written nothing", "a line of a log"),
+    }  # fmt: skip
+    try:
+        opened = {tab: open_page(f"/runs/{run.path.name}/{tab}".rstrip("/"), url=server.url) for tab in pages}
+        for tab, (before, after) in pages.items():
+            text = opened[tab].locator("main").inner_text()
+            assert before in text and after not in text, tab
+        run.begin().steps(0, 20)
+        for step in range(20):
+            run.record.rank_times(step, [1, {"0": 0.1, "1": 0.2}], 2)
+        saved = {"step": 16, "bytes": 1, "drain_s": 0.1, "stall_s": 0.1, "slowdown_s": 0.0, "checkpoint": "step-16"}
+        run.event("checkpoint", 0.1, **saved)
+        run.event("exit", 0.1, node="node-0", rank=1, signal="SIGKILL", service="", worker="w1")
+        (run.path / "logs" / "node-0").mkdir()
+        (run.path / "logs" / "node-0" / "rank-00000.log").write_text("a line of a log\n")
+        for tab, (before, after) in pages.items():
+            opened[tab].wait_for_selector(f"main :text('{after}'):visible", timeout=15_000)
+            assert before not in opened[tab].locator("main").inner_text(), tab
+            assert opened[tab].locator("nav.tabs a >> text=Incidents (1)").count() == 1, tab
+        page = open_page(f"/runs/{run.path.name}/incidents/1", url=server.url)
+        before = page.locator("main").inner_text()
+        run.generation += 1
+        run.form(20)
+        run.steps(20, 25)
+        page.wait_for_function("(before) => document.querySelector('main').innerText !== before", arg=before)
+        run.steps(10, 30)  # from an earlier step on
+        opened[""].wait_for_selector("text=Branch: 15 steps from step 10 on were abandoned")
+        page.close()
+        for each in opened.values():
+            each.close()
+    finally:
+        server.stop()
 
 
 def test_empty_and_wrong_say_what_to_do(open_page, tmp_path, server):

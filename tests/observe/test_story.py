@@ -203,7 +203,7 @@ def test_a_loss_spike_names_its_samples(tmp_path):
     run.steps(80, 81, loss=9.0)
     story = Story(run.steps(81, 100).end())
     (spike,) = story.spikes()
-    assert spike["step"] == 80 and spike["samples"] == [320, 324]
+    assert spike["step"] == 80 and spike["samples"] == [320, 324] and spike["time"] == story.rows[80]["time"]
 
 
 @pytest.mark.parametrize("first", [0, 20, 90])

@@ -52,6 +52,9 @@ def test_every_view_says_what_the_record_says(client, root, name):
     run = client.get(f"/api/runs/{name}").json()
     assert run["goodput"] == story.goodput() and run["incident_list"][0]["verdict"] == story.incidents()[0].verdict()
     assert run["segments"][0][0] == pytest.approx(T0) and sum(1 for s in run["segments"] if s[3] < 2) >= 1
+    record = client.get(f"/api/runs/{name}/record").json()
+    assert record["job"] == story.part.job and record["meta"] == story.part.meta
+    assert record["summary"] == story.part.summary
     series = client.get(f"/api/runs/{name}/series").json()
     assert series["series"]["loss"]["mean"] == pytest.approx([row["loss"] for row in story.rows])
     assert series["step"] == list(range(40)) and len(series["breaks"]) >= 1
@@ -90,6 +93,16 @@ def test_a_finished_run_is_told_once_and_a_live_one_as_it_grows(tmp_path):
         text = "".join(told.iter_text())
     messages = re.findall(r"^data: (.+)$", text, re.M)
     assert json.loads(messages[0])["state"] == "done" and "event: over" in text
+
+
+def test_what_each_message_asks_for_has_no_diff_in_it(tmp_path):
+    """A live page asks for its run at each message; the changes to the code are as they were when it began."""
+    code = {"git": "abc", "diff": "+a line that was not committed\n" * 30_000}
+    run = Written(tmp_path, code=code).begin().steps(0, 3).end(dropped=7)
+    client = TestClient(create_app(Shelf(tmp_path)), base_url="http://localhost")
+    whole = client.get(f"/api/runs/{run.name}")
+    assert len(whole.content) < 100_000 and whole.json()["dropped"] == 7
+    assert client.get(f"/api/runs/{run.name}/record").json()["meta"]["code"] == code
 
 
 @pytest.mark.parametrize(
@@ -143,6 +156,7 @@ def test_hostile_text_stays_text(tmp_path):
     for url in (
         "/api/runs",
         f"/api/runs/{path.name}",
+        f"/api/runs/{path.name}/record",
         f"/api/runs/{path.name}/incidents/1",
         f"/api/runs/{path.name}/logs",
     ):

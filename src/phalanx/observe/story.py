@@ -325,6 +325,7 @@ class Story:
                 row, before = self.rows[first + at], self.rows[first + at - 1] if first + at else Row()
                 about = {
                     "step": row["step"],
+                    "time": row["time"],
                     "loss": row.get("loss"),
                     "usual": float(usual[at]) if enough[at] else None,
                 }

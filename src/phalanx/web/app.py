@@ -96,6 +96,10 @@ def create_app(shelf: Shelf, token: str = "") -> FastAPI:
     def one(run: str, request: Request) -> Any:
         return _compressed(request, shelf.answer(run, "whole"))
 
+    @app.get("/api/runs/{run}/record")
+    def record(run: str, request: Request) -> Any:
+        return _compressed(request, shelf.answer(run, "record"))
+
     @app.get("/api/runs/{run}/series")
     def series(
         run: str, request: Request, begin: float = 0.0, end: float = 1e12, points: int = Query(800, ge=1, le=4000)

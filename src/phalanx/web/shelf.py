@@ -120,7 +120,7 @@ class Shelf:
             return {**one.about, "version": one.version}
 
     def whole(self, name: str) -> dict[str, Any]:
-        """Everything of a run but its series."""
+        """Everything of a run but its series and its record."""
         about, one = self.about(name), self.get(name)
         with one.lock:
             story = one.story
@@ -133,12 +133,21 @@ class Shelf:
                 "segments": segments(story),
                 "stages": stage_starts(story),
                 "saved": {"tiers": (found := tiers(story)), "place": place(story), "headline": safe(found, story.done)},
-                "record": {"job": story.part.job, "meta": story.part.meta, "summary": story.part.summary},
+                "family": model.get("family") if isinstance(model := story.part.settings.get("model"), dict) else None,
+                "dropped": (story.part.summary or {}).get("dropped"),
                 "has_ranks": (story.path / FOLDER / "tiles.json").is_file(),
             }
 
+    def record(self, name: str) -> dict[str, Any]:
+        """What was written when the run began and when it ended: the changes to its code may have a megabyte."""
+        one = self.get(name)
+        with one.lock:
+            part = one.story.part
+            return {"job": part.job, "meta": part.meta, "summary": part.summary}
+
     def answer(self, name: str, kind: str, *about: Any) -> bytes:
-        """What `whole` or `series` says, as compressed JSON: made once for all who ask the same of the same version."""
+        """What `whole`, `record` or `series` says, as compressed JSON: made once for all who ask the same of the same
+        version."""
         one, key = self.get(name), (kind, *about)
         with one.making:
             answers = one.answers
@@ -270,11 +279,11 @@ def brief(one: Incident) -> dict[str, Any]:
 
 
 def segments(story: Story) -> list[list[Any]]:
-    """[begin, end, state, present] of the run, neighbours of one state joined; short ones give way where there are too
-    many to draw."""
+    """[begin, end, state, present, ranks] of the run, neighbours of one state joined; short ones give way where there
+    are too many to draw. Ranks: of the part's layout, which a resumed run may have changed."""
     pieces: list[list[Any]] = [
-        [s.begin_ns / NS, s.end_ns / NS, s.state, s.present]
-        for _, s in story.segments()
+        [s.begin_ns / NS, s.end_ns / NS, s.state, s.present, part.layout.world_size]
+        for part, s in story.segments()
     ]  # fmt: skip
     least = 0.0
     while True:

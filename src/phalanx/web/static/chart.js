@@ -1,6 +1,6 @@
 // Line charts and the ribbon of states on one shared time axis. Every chart of a run has the same View: hover, zoom and
 // selection in one move all. The server sends at most a point or two per pixel, each with its smallest and largest value.
-import { h, s, figure, short, clock, date, known, patterns, paint, STATES, seconds, download } from "./dom.js";
+import { h, s, figure, short, count, percent, clock, date, known, patterns, paint, STATES, seconds, download } from "./dom.js";
 
 const LEFT = 56, RIGHT = 16, TOP = 8, BOTTOM = 20;
 
@@ -77,10 +77,12 @@ function frame(view, { title, unit, height, note, tools = [], csv }) {
   plot.addEventListener("pointerdown", (event) => {
     if (event.button || event.target.closest("a, .glyph")) return;
     down = at(event);
+    plot.setPointerCapture(event.pointerId);  // the end of a drag is heard, wherever it is
     pick = s("rect", { class: "pick", y: 0, height: plot.clientHeight, x: 0, width: 0 });
     plot.querySelector("svg")?.append(pick);
   });
-  addEventListener("pointerup", (event) => {
+  plot.addEventListener("pointercancel", () => { down = null; pick?.remove(); });
+  plot.addEventListener("pointerup", (event) => {
     if (down === null) return;
     const from = down, to = at(event), width = plot.clientWidth;
     down = null; pick?.remove();
@@ -155,7 +157,7 @@ export function lineChart(view, { title, unit, name, dots = "", data, marks = ()
     const levels = isLog ? [low, Math.sqrt(low * high), high] : ticks(low, high, height < 150 ? 3 : 5);
     for (const v of levels) {
       svg.append(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(v), y2: y(v) }),
-        s("text", { x: LEFT - 8, y: y(v) + 4, "text-anchor": "end" }, format === figure ? short(v) : format(v, 0)));
+        s("text", { x: LEFT - 8, y: y(v) + 4, "text-anchor": "end" }, format === percent ? percent(v, 0) : short(v)));
     }
     if (predicted) svg.append(s("rect", { class: "band", x: LEFT, width: width - LEFT - RIGHT, y: y(predicted[1]), height: Math.max(1, y(predicted[0]) - y(predicted[1])) }));
     for (const mark of marks()) if (mark.at >= view.begin && mark.at <= view.end) svg.append(s("line", { class: "mark", x1: view.x(mark.at, width), x2: view.x(mark.at, width), y1: TOP, y2: height - BOTTOM }));
@@ -187,7 +189,7 @@ export function lineChart(view, { title, unit, name, dots = "", data, marks = ()
       const i = nearest(d.time, t);
       if (i < 0 || !known(one.mean[i])) return null;
       const span = one.max[i] !== one.min[i] ? ` (${format(one.min[i])} to ${format(one.max[i])})` : "";
-      return `step ${d.step[i].toLocaleString("en-US")}, ${clock(d.time[i])}: ${known(one.mean[i]) ? (format === figure ? Number(one.mean[i].toPrecision(6)) : format(one.mean[i])) : "–"}${unit ? ` ${unit}` : ""}${span}`;
+      return `step ${d.step[i].toLocaleString("en-US")}, ${clock(d.time[i])}: ${format === figure ? `${Number(one.mean[i].toPrecision(6))}${unit ? ` ${unit}` : ""}` : format(one.mean[i])}${span}`;
     });
     svg.append(lines, ...axis(view, width, height), pointer.line);
     svg.dataset.last = one.mean[one.mean.length - 1];
@@ -224,9 +226,9 @@ export function ribbon(view, { segments, incidents, checkpoints, spikes, stages 
     if (!width) return;
     const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "States of the run over time" }, patterns());
     const clamp = (t) => Math.max(LEFT, Math.min(width - RIGHT, view.x(t, width)));
-    for (const [begin, end, state, present] of segments()) {
+    for (const [begin, end, state, present, ranks] of segments()) {
       if (end < view.begin || begin > view.end) continue;
-      const a = clamp(begin), b = clamp(end), ranks = view.ranks || present, share = ranks ? present / ranks : 1;
+      const a = clamp(begin), b = clamp(end), share = ranks ? present / ranks : 1;
       svg.append(s("rect", { x: a, width: Math.max(0.5, b - a), y: 32, height: 24 * share, fill: paint(state), "data-state": state }));
       if (share < 1) svg.append(s("rect", { x: a, width: Math.max(0.5, b - a), y: 32 + 24 * share, height: 24 * (1 - share), fill: paint("out"), "data-state": "out" }));
     }
@@ -247,10 +249,12 @@ export function ribbon(view, { segments, incidents, checkpoints, spikes, stages 
       const x = clamp(one.at), shares = Object.entries(one.shares).map(([source, share]) => `${source} ${(100 * share).toFixed(0)} %`).join(", ");
       svg.append(s("line", { class: "stage", x1: x, x2: x, y1: 28, y2: 86 }), s("text", { x: x + 4, y: 86, "data-stage": one.number }, s("title", {}, `data stage ${one.number} from step ${one.step.toLocaleString("en-US")}: ${shares}`), `stage ${one.number}`));
     }
-    for (const one of spikes()) if (one.time >= view.begin && one.time <= view.end) svg.append(s("text", { x: clamp(one.time), y: 72, "text-anchor": "middle" }, s("title", {}, `loss spike at step ${one.step}: ${figure(one.loss)}`), "✶"));
+    for (const one of spikes()) if (one.time >= view.begin && one.time <= view.end) svg.append(s("text", { x: clamp(one.time), y: 72, "text-anchor": "middle", "data-spike": one.step }, s("title", {}, `loss spike at step ${one.step}: ${figure(one.loss)}`), "✶"));
     pointer = cursor(parts, view, (t) => {
       const found = segments().find(([begin, end]) => begin <= t && t < end);
-      return found ? `${clock(t)}: ${found[2]}, ${STATES[found[2]] || ""} for ${seconds(found[1] - found[0])}${found[3] < view.ranks ? `; ${view.ranks - found[3]} of ${view.ranks} ranks out` : ""}` : null;
+      if (!found) return null;
+      const [begin, end, state, present, ranks] = found;
+      return `${clock(t)}: ${state}, ${STATES[state] || ""} for ${seconds(end - begin)}${present < ranks ? `; ${count(ranks - present)} of ${count(ranks)} ranks out` : ""}`;
     });
     svg.append(...axis(view, width, height), pointer.line);
     show(parts, svg);

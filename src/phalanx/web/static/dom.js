@@ -17,6 +17,12 @@ function fill(element, attributes, children) {
   return element;
 }
 
+// Put these children in the place of those that are there.
+export function refill(element, ...children) {
+  element.replaceChildren();
+  return fill(element, {}, children);
+}
+
 export async function get(path) {
   const answer = await fetch(path, { headers: { Accept: "application/json" } });
   const body = await answer.json().catch(() => ({}));
@@ -60,7 +66,7 @@ export const STATES = {
   recovery: "standing still: something failed or changed", out: "ranks that take no part", rollback: "steps that were abandoned",
   between: "between steps", end: "saving and leaving",
 };
-const HATCHED = { recovery: "45", out: "135", rollback: "90", gaps: "45", reduce: "135", vote: "90" };
+const HATCHED = { start: "45", between: "0", end: "135", recovery: "45", out: "135", rollback: "90", gaps: "45", reduce: "135", vote: "90" };
 const PLAIN = new Set([...Object.keys(STATES), "forward", "backward", "optimizer"]);
 export function patterns() {
   return s("defs", {}, Object.entries(HATCHED).map(([state, angle]) =>

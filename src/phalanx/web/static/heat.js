@@ -1,4 +1,4 @@
-// Rank x time: how slow each rank was against the median of its step. The server keeps the largest value of every cell,
+// Rank x time: how long each rank's own work took, waits left out, against the median of its step. The server keeps the largest value of every cell,
 // so one slow rank shows at every zoom; the picture is never larger than the screen.
 import { h, get, count, clock } from "./dom.js";
 import { LEFT, RIGHT, nearest } from "./chart.js";
@@ -14,15 +14,17 @@ export function colour(value) {
   return STOPS[i].map((v, k) => Math.round(v + f * (STOPS[i + 1][k] - v)));
 }
 
-export function heatMap(view, { run, onRank, ranks = [0, Infinity], height = HEIGHT }) {
-  const canvas = h("canvas", { height, tabindex: 0, role: "img", "aria-label": "Step time of each rank over time" });
-  const tip = h("div", { class: "tip", hidden: true }), status = h("span", {}, "");
+// `ranks`: those that are shown at first. `onRank(rank)` opens one; `onRanks(first, end)` hears which are shown, if they
+// are not all: both only where ranks can be chosen.
+export function heatMap(view, { run, onRank, onRanks, ranks = [0, Infinity], height = HEIGHT }) {
+  const canvas = h("canvas", { height, tabindex: 0, role: "img", "aria-label": "Own work of each rank over time, against the median of the step" });
+  const tip = h("div", { class: "tip", hidden: true, role: "status" }), status = h("span", {}, "");
   const plot = h("div", { class: "plot" }, canvas, tip);
   const ramp = h("canvas", { class: "ramp", width: 120, height: 8 });
-  const figure = h("figure", { "data-chart": "ranks" }, h("figcaption", {}, h("b", {}, "Step time of each rank"), status), plot,
+  const figure = h("figure", { "data-chart": "ranks" }, h("figcaption", {}, h("b", {}, "Own work of each rank"), status, onRanks ? h("span", { class: "tools" }, [["more ranks", 2, "["], ["fewer ranks", 0.5, "]"]].map(([text, by, key]) => h("button", { type: "button", title: `Key: ${key}`, onclick: () => zoom(by) }, text))) : null), plot,
     h("div", { class: "legend" }, h("span", {}, "0.8 ×", ramp, "2 × the median of the step"), h("span", {}, "hatched: the rank took no part"),
-      h("span", { class: "hide-narrow" }, "click: one rank · Shift + scroll: zoom ranks · drag: zoom time")));
-  const state = { ranks: [...ranks], found: null, codes: null, asked: 0 };
+      onRanks ? h("span", { class: "hide-narrow" }, "click or ↑ ↓ Enter: one rank · [ ] or Shift + scroll: zoom ranks · drag: zoom time") : null));
+  const state = { ranks: [...ranks], found: null, codes: null, asked: 0, who: 0, picked: null };  // `picked`: by the keyboard
   const paper = ramp.getContext("2d");
   for (let x = 0; x < 120; x++) { paper.fillStyle = `rgb(${colour(0.8 * 2.5 ** (x / 119))})`; paper.fillRect(x, 0, 1, 8); }
 
@@ -49,12 +51,14 @@ export function heatMap(view, { run, onRank, ranks = [0, Infinity], height = HEI
     if (!found.rows) { ink.fillText("This run's record has no step times of ranks yet: they come with its first step.", LEFT, 40); status.textContent = ""; return; }
     const tall = height / found.rows, hatch = hatched(ink, style);
     let worst = 0, who = 0, when = 0;
+    state.worst = new Uint8Array(found.rows);
     for (let c = 0; c < found.columns; c++) {
       const a = Math.max(LEFT, view.x(found.begins[c], width)), b = Math.min(width - RIGHT, view.x(found.ends[c], width));
       if (b < LEFT || a > width - RIGHT) continue;
       for (let r = 0; r < found.rows; r++) {
         const code = codes[r * found.columns + c];
         if (code > worst) { worst = code; who = r; when = c; }
+        state.worst[r] = Math.max(state.worst[r], code);
         ink.fillStyle = code ? `rgb(${colour(ratio(code))})` : hatch;
         ink.fillRect(a, r * tall, Math.max(0.6, b - a + 0.3), Math.max(0.6, tall + 0.3));
       }
@@ -64,9 +68,10 @@ export function heatMap(view, { run, onRank, ranks = [0, Infinity], height = HEI
     const names = rows <= 16 ? [...Array(rows).keys()] : [0, 0.25, 0.5, 0.75, 1].map((part) => Math.min(rows - 1, Math.floor(part * rows)));
     for (const i of names) ink.fillText(count(found.ranks[0] + i), LEFT - 8, Math.max(12, Math.min(height - 2, ((i + 0.5) / rows) * height + 4)));
     const cell = (r) => { const a = found.ranks[0] + Math.floor((r * rows) / found.rows), b = found.ranks[0] + Math.ceil(((r + 1) * rows) / found.rows); return b - a > 1 ? `ranks ${count(a)} to ${count(b - 1)}` : `rank ${count(a)}`; };
-    state.cell = cell;
+    state.cell = cell; state.who = found.ranks[0] + Math.floor((who * rows) / found.rows);
+    if (state.picked !== null) { ink.strokeStyle = style.getPropertyValue("--text"); ink.lineWidth = 2; ink.strokeRect(LEFT, rowOf(state.picked) * tall, width - LEFT - RIGHT, Math.max(2, tall)); }
     status.textContent = `${rows > 1 ? `ranks ${count(found.ranks[0])} to ${count(found.ranks[1] - 1)} of ${count(found.all[0])}` : `rank ${count(found.ranks[0])}`}; slowest: ${cell(who)}, ${ratio(worst).toFixed(2)} × the median at ${clock(found.ends[when])}`;
-    canvas.dataset.worst = ratio(worst).toFixed(3); canvas.dataset.who = found.ranks[0] + Math.floor((who * rows) / found.rows);
+    canvas.dataset.worst = ratio(worst).toFixed(3); canvas.dataset.who = state.who; canvas.dataset.ranks = found.ranks.join("-");
   }
 
   function hatched(ink, style) {
@@ -94,21 +99,52 @@ export function heatMap(view, { run, onRank, ranks = [0, Infinity], height = HEI
   });
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; view.hover(null); });
   let down = null;
-  canvas.addEventListener("pointerdown", (event) => { down = at(event); });
+  canvas.addEventListener("pointerdown", (event) => { down = at(event); canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointercancel", () => { down = null; });
   canvas.addEventListener("pointerup", (event) => {
     const up = at(event);
     if (down && up && Math.abs(view.x(up.t, plot.clientWidth) - view.x(down.t, plot.clientWidth)) > 6) view.set(Math.min(down.t, up.t), Math.max(down.t, up.t));
     else if (up && onRank) onRank(up.rank);
     down = null;
   });
-  canvas.addEventListener("dblclick", () => { state.ranks = [...ranks]; view.reset(); });
+  canvas.addEventListener("dblclick", () => { if (onRanks) { state.ranks = [0, Infinity]; onRanks(...state.ranks); } view.reset(); });
   canvas.addEventListener("wheel", (event) => {
-    if (!(event.shiftKey || event.ctrlKey) || !state.found?.rows || state.found.all[0] < 2) return;
+    if (!(event.shiftKey || event.ctrlKey) || !onRanks || !state.found?.rows) return;
     event.preventDefault();
-    const here = at(event), [a, b] = state.found.ranks, by = (event.deltaY || event.deltaX) > 0 ? 1.5 : 1 / 1.5;
-    state.ranks = [Math.max(0, here.rank - (here.rank - a) * by), Math.min(state.found.all[0], Math.max(here.rank + 1, here.rank + (b - here.rank) * by))];
-    load();
+    zoom((event.deltaY || event.deltaX) > 0 ? 1.5 : 1 / 1.5, at(event).rank);
   }, { passive: false });
+
+  // -- which ranks are shown
+
+  const rowOf = (rank) => { const [a, b] = state.found.ranks; return Math.floor(((rank - a) * state.found.rows) / (b - a)); };
+  function choose(first, many) {
+    const all = state.found.all[0], a = Math.max(0, Math.min(all - many, first));
+    state.ranks = many < all ? [a, a + many] : [0, Infinity];
+    onRanks(...state.ranks);
+    return load();
+  }
+  // Show `by` times as many ranks; what stays in its place is `rank`, or the picked or the slowest one.
+  function zoom(by, rank = state.picked ?? state.who) {
+    if (!state.found?.rows) return;
+    const [a, b] = state.found.ranks, now = b - a, many = Math.min(state.found.all[0], by < 1 ? Math.max(1, Math.min(now - 1, Math.floor(now * by))) : Math.max(now + 1, Math.ceil(now * by)));
+    choose(Math.round(rank - ((rank - a) * many) / now), many);
+  }
+  async function move(by) {
+    const { found } = state, [a, b] = found.ranks, size = Math.max(1, Math.round((b - a) / found.rows));
+    state.picked = state.picked === null ? state.who : Math.max(0, Math.min(found.all[0] - 1, state.picked + by * size));
+    if (state.picked < a || state.picked >= b) await choose(state.picked - Math.floor((b - a) / 2), b - a); else draw();
+    const row = rowOf(state.picked), code = state.worst[row];
+    tip.hidden = false;
+    tip.style.left = `${LEFT + 8}px`;
+    tip.textContent = `${state.cell(row)}: ${code ? `at most ${ratio(code).toFixed(2)} × the median` : "took no part"}`;
+  }
+  const keys = { "[": () => zoom(2), "]": () => zoom(0.5), ArrowUp: () => move(-1), ArrowDown: () => move(1), Enter: () => onRank(state.picked ?? state.who) };
+  canvas.addEventListener("keydown", (event) => {
+    if (!keys[event.key] || !onRanks || !state.found?.rows || event.metaKey || event.ctrlKey || event.altKey) return;
+    event.preventDefault(); event.stopPropagation();
+    keys[event.key]();
+  });
+  canvas.addEventListener("blur", () => { if (state.picked === null) return; state.picked = null; tip.hidden = true; draw(); });
   view.on(load);
   new ResizeObserver(load).observe(plot);
   return { figure, load };

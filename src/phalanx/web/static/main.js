@@ -71,13 +71,19 @@ function theme() {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   document.documentElement.dataset.theme = chosen() || (dark ? "dark" : "light");
 }
-function flip() { localStorage.setItem("theme", document.documentElement.dataset.theme === "dark" ? "light" : "dark"); theme(); state.page?.view?.changed(); }
+function flip() {
+  const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark", url = new URL(location.href);
+  localStorage.setItem("theme", next);
+  if (url.searchParams.has("theme")) { url.searchParams.set("theme", next); history.replaceState(null, "", url); }  // it would win
+  theme();
+  state.page?.view?.changed();
+}
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", theme);
 document.getElementById("theme").addEventListener("click", flip);
 
 // -- keys
 
-const KEYS = [["j, k", "next, previous row"], ["Enter", "open it"], ["/", "filter"], ["g r", "all runs"], ["g o, g s, g g, g h", "overview, steps, goodput, heat map"], ["g t, g i, g c", "map of nodes, incidents, checkpoints"], ["g p", "plans and simulations"], ["l", "logarithmic loss"], ["0", "the whole run"], ["+, −", "zoom"], ["← →", "move"], ["t", "light or dark"], ["y", "copy a link to this view"], ["?", "this help"]];
+const KEYS = [["j, k", "next, previous row"], ["Enter", "open it"], ["/", "filter"], ["g r", "all runs"], ["g o, g s, g g, g h", "overview, steps, goodput, heat map"], ["g t, g m, g i", "map of nodes, hosts, incidents"], ["g c, g d, g l, g j", "checkpoints, data, logs, record of the job"], ["[ ], ↑ ↓", "on the heat map: zoom ranks, pick one"], ["g p", "plans and simulations"], ["l", "logarithmic loss"], ["0", "the whole run"], ["+, −", "zoom"], ["← →", "move"], ["t", "light or dark"], ["y", "copy a link to this view"], ["?", "this help"]];
 function showHelp() {
   help.replaceChildren(h("h2", {}, "Keyboard"), h("table", {}, h("tbody", {}, KEYS.map(([key, text]) => h("tr", {}, h("td", {}, h("kbd", {}, key)), h("td", {}, text))))), h("form", { method: "dialog" }, h("button", { autofocus: true }, "Close")));
   help.showModal();
@@ -91,7 +97,7 @@ addEventListener("keydown", (event) => {
   const key = lead + event.key;
   lead = "";
   if (key === "g") { lead = "g"; clearTimeout(leadEnds); leadEnds = setTimeout(() => { lead = ""; }, 1200); return; }
-  const tabs = { gr: "/", gp: "/reports", gs: run && `/runs/${run}/steps`, gt: run && `/runs/${run}/map`, gc: run && `/runs/${run}/checkpoints`, go: run && `/runs/${run}`, gg: run && `/runs/${run}/goodput`, gh: run && `/runs/${run}/ranks`, gm: run && `/runs/${run}/hosts`, gi: run && `/runs/${run}/incidents` };
+  const tabs = { gr: "/", gp: "/reports", gs: run && `/runs/${run}/steps`, gt: run && `/runs/${run}/map`, gc: run && `/runs/${run}/checkpoints`, go: run && `/runs/${run}`, gg: run && `/runs/${run}/goodput`, gh: run && `/runs/${run}/ranks`, gm: run && `/runs/${run}/hosts`, gi: run && `/runs/${run}/incidents`, gd: run && `/runs/${run}/data`, gl: run && `/runs/${run}/logs`, gj: run && `/runs/${run}/record` };
   if (tabs[key]) { navigate(tabs[key]); event.preventDefault(); return; }
   const zoom = (by) => { const middle = (view.begin + view.end) / 2, half = ((view.end - view.begin) / 2) * by; view.set(middle - half, middle + half); };
   const shift = (by) => { const d = by * (view.end - view.begin); if (view.begin + d >= view.min && view.end + d <= view.max) view.set(view.begin + d, view.end + d); };

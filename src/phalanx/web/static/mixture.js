@@ -1,5 +1,5 @@
 // From which sources the samples came, beside what the order of the data plans.
-import { h, s, get, count, percent, known } from "./dom.js";
+import { h, s, get, refill, count, figure, percent, known } from "./dom.js";
 import { at } from "./parts.js";
 
 function shares(found, width) {
@@ -16,21 +16,25 @@ function shares(found, width) {
   return svg;
 }
 
+function spikeTable(run) {
+  return [h("h2", {}, "Loss spikes and their samples"), h("div", { class: "scroll" }, h("table", { "data-table": "spikes" }, h("thead", {}, h("tr", {}, ["step", "loss", "usually", "samples"].map((text) => h("th", { class: "n" }, text)))),
+    h("tbody", {}, run.spikes.slice(-100).toReversed().map((one) => h("tr", {}, h("td", { class: "n" }, count(one.step)), h("td", { class: "n" }, figure(one.loss)), h("td", { class: "n" }, figure(one.usual)), h("td", { class: "n" }, `${count(one.samples[0])} to ${count(one.samples[1])}`)))))), h("p", { class: "sub" }, "The text of a sample: ", h("code", {}, "phalanx data where"))];
+}
+
 export async function dataTab(name, run) {
   let found = await get(`/api/runs/${encodeURIComponent(name)}/mixture`);
-  const plot = h("div", { class: "plot" }), rows = h("div", {}), first = h("h2", {});
+  const plot = h("div", { class: "plot" }), rows = h("div", {}), first = h("h2", {}), stages = h("div", {}), spikes = h("div", {});
   function draw() {
     const total = Object.values(found.samples).reduce((a, b) => a + b, 0), now = found.stages.findLast((stage) => stage.first <= total) || found.stages.at(-1);
     first.textContent = total ? `${count(total)} samples of ${count(found.sources.length)} ${found.sources.length === 1 ? "source" : "sources"} were served${found.substituted ? `; ${count(found.substituted)} damaged ones were replaced` : ""}.` : "No sample was served yet.";
     if (plot.clientWidth && total) plot.replaceChildren(shares(found, plot.clientWidth));
     rows.replaceChildren(h("div", { class: "scroll" }, h("table", { "data-table": "mixture" }, h("thead", {}, h("tr", {}, ["source", "samples", "share", "planned now"].map((text, i) => h("th", { class: i ? "n" : "" }, text)))),
       h("tbody", {}, found.sources.map((source) => h("tr", {}, h("td", {}, source), h("td", { class: "n" }, count(found.samples[source])), h("td", { class: "n" }, percent(found.samples[source] / (total || 1))), h("td", { class: "n" }, percent(now?.shares[source]))))))));
+    refill(stages, found.stages.length > 1 ? h("p", { class: "sub" }, "Stages begin at samples ", found.stages.map((stage) => count(stage.first)).join(", "), ".") : null);
+    refill(spikes, run.spikes.length ? spikeTable(run) : null);
   }
   new ResizeObserver(draw).observe(plot);
   draw();
-  const stages = found.stages.length > 1 ? h("p", { class: "sub" }, "Stages begin at samples ", found.stages.map((stage) => count(stage.first)).join(", "), ".") : null;
-  const spikes = run.spikes.length ? [h("h2", {}, "Loss spikes and their samples"), h("div", { class: "scroll" }, h("table", { "data-table": "spikes" }, h("thead", {}, h("tr", {}, ["step", "loss", "usually", "samples"].map((text) => h("th", { class: "n" }, text)))),
-    h("tbody", {}, run.spikes.slice(-100).toReversed().map((one) => h("tr", {}, h("td", { class: "n" }, count(one.step)), h("td", { class: "n" }, one.loss.toFixed(3)), h("td", { class: "n" }, one.usual.toFixed(3)), h("td", { class: "n" }, `${count(one.samples[0])} to ${count(one.samples[1])}`)))))), h("p", { class: "sub" }, "The text of a sample: ", h("code", {}, "phalanx data where"))] : null;
   return { element: [first, h("figure", { "data-chart": "mixture" }, h("figcaption", {}, h("b", {}, "Share of each source"), "of the samples of a step"), plot), rows, stages, spikes, found.version ? h("p", { class: "sub" }, "Data version ", h("code", {}, found.version)) : null, h("p", { class: "sub" }, h("a", { href: at(name, "record") }, "The order of the data is in the record"))],
-    async heard() { found = await get(`/api/runs/${encodeURIComponent(name)}/mixture`); draw(); } };
+    async heard(next) { run = next; found = await get(`/api/runs/${encodeURIComponent(name)}/mixture`); draw(); } };
 }

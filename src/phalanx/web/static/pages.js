@@ -1,9 +1,9 @@
 // One question per page, answered in its first line; the evidence is below. A page returns its element, and perhaps what
 // to do when the run goes on.
-import { h, s, get, figure, short, count, percent, money, seconds, clock, date, known, STATES, swatch, runState, paint, patterns } from "./dom.js";
+import { h, s, get, refill, figure, short, count, percent, money, seconds, clock, date, known, STATES, swatch, runState, paint, patterns } from "./dom.js";
 import { lineChart, ribbon } from "./chart.js";
 import { heatMap } from "./heat.js";
-import { at, makeView, seriesOf } from "./parts.js";
+import { at, lineKey, makeView, seriesOf } from "./parts.js";
 import { stepsTab } from "./steps.js";
 import { mapTab } from "./map.js";
 import { checkpointsTab } from "./saved.js";
@@ -59,7 +59,7 @@ function figures(run) {
     ["MFU", percent(run.mfu, run.mfu < 0.01 ? 3 : 1), "of the last step"],
     ["step", known(run.step_s) ? seconds(run.step_s) : "–", known(run.off_plan) ? `${run.off_plan > 0 ? "+" : ""}${percent(run.off_plan, 0)} of the plan` : "in the median"],
     ["goodput", percent(good.ratio), `${figure(good.gpu_s / 3600)} GPU-hours`],
-    ["incidents", count(run.incidents), known(good.mtbf_s) ? `a failure every ${seconds(good.mtbf_s)}` : "no failure"],
+    ["incidents", count(run.incidents), known(good.mtbf_s) ? `MTBF ${seconds(good.mtbf_s)}` : "no failure"],
     ["durable", saved ? `step ${count(saved.step)}` : "none", saved ? clock(saved.time) : "no checkpoint yet"],
     ["cost", known(good.dollars) ? money(good.dollars) : "–", known(good.dollars) ? (known(good.kwh) ? `${figure(good.kwh)} kWh` : "") : "no price: --price"],
   ];
@@ -71,28 +71,29 @@ function story(run) {
   if (run.parts.length > 1) out.push(h("p", { class: "sub" }, "Continues ", run.parts.slice(0, -1).map((name, i) => [i ? ", then " : "", h("a", { href: at(name) }, name)]), ". Time between the parts is not counted."));
   for (const branch of run.branches) out.push(h("p", { class: "sub" }, `Branch: ${count(branch.steps)} steps from step ${count(branch.step)} on were abandoned and done again.`));
   if (run.damaged_lines) out.push(h("div", { class: "note bad" }, `${count(run.damaged_lines)} damaged lines of the record were passed over.`));
-  const lost = run.record?.summary?.dropped;
-  if (lost) out.push(h("div", { class: "note bad" }, `${count(lost)} lines of the record were lost: its disk was full.`));
+  if (run.dropped) out.push(h("div", { class: "note bad" }, `${count(run.dropped)} lines of the record were lost: its disk was full.`));
   return out;
 }
 
 export async function runPage(name, tab, query) {
   let run = await get(`/api/runs/${encodeURIComponent(name)}`);
-  const headline = h("h1", { id: "headline" }, run.headline), strip = h("div", {}, figures(run));
-  const tabs = h("nav", { class: "tabs", "aria-label": "Pages of this run" }, Object.entries(TABS).map(([key, text]) =>
-    h("a", { href: at(name, key), "aria-current": key === tab ? "page" : null }, key === "incidents" && run.incidents ? `${text} (${run.incidents})` : text)));
-  const body = h("div", {});
+  const headline = h("h1", { id: "headline" }, run.headline), strip = h("div", {});
+  const links = Object.fromEntries(Object.entries(TABS).map(([key, text]) => [key, h("a", { href: at(name, key), "aria-current": key === tab ? "page" : null }, text)]));
+  const tabs = h("nav", { class: "tabs", "aria-label": "Pages of this run" }, Object.values(links));
+  const body = h("div", {}), notes = h("div", {});
+  const fill = () => { refill(strip, figures(run)); refill(notes, story(run)); links.incidents.textContent = run.incidents ? `Incidents (${count(run.incidents)})` : "Incidents"; };
   const makers = { "": overview, steps: stepsTab, goodput: goodputTab, ranks: ranksTab, map: mapTab, hosts: hostsTab, incidents: incidentsTab, checkpoints: checkpointsTab, data: dataTab, logs: logsTab, record: recordTab };
   const part = await (makers[tab] || overview)(name, run, query);
-  body.append(...[part.element].flat(4).filter(Boolean));
+  refill(body, part.element);
+  fill();
   return {
     title: name, crumbs: [[name, at(name)]],
-    element: h("div", {}, headline, h("p", { class: "sub" }, run.layout, " · began ", date(run.began), " · ", run.promise || ""), tabs, strip, story(run), body),
+    element: h("div", {}, headline, h("p", { class: "sub" }, run.layout, " · began ", date(run.began), " · ", run.promise || ""), tabs, strip, notes, body),
     live: run.state === "running" ? name : null,
     async heard(about) {
       headline.textContent = about.headline;
-      strip.replaceChildren(figures(about));
       run = await get(`/api/runs/${encodeURIComponent(name)}`);
+      fill();
       await part.heard?.(run);
     },
     view: part.view,
@@ -100,7 +101,7 @@ export async function runPage(name, tab, query) {
 }
 
 // A mixture of experts, also before its first step.
-const hasExperts = (run) => Object.keys(run.experts || {}).length > 0 || run.record.job.job?.model?.family === "moe";
+const hasExperts = (run) => Object.keys(run.experts || {}).length > 0 || run.family === "moe";
 
 const legend = (states) => h("div", { class: "legend" }, states.map((state) => h("span", { class: "state" }, swatch(state), `${state}: ${STATES[state]}`)));
 
@@ -109,21 +110,25 @@ async function overview(name, run, query) {
   const { load, data } = await seriesOf(name, view, () => charts.forEach((c) => c.draw()));
   const marks = () => run.incident_list.filter((one) => one.stops);
   const plan = run.plan, shared = { data, marks };
-  const spikeTimes = () => run.spikes.map((one) => ({ ...one, time: data().time[data().step.findIndex((v) => v >= one.step)] })).filter((one) => one.time);
   const charts = [
-    ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: spikeTimes, stages: () => run.stages, href: (n) => at(name, `incidents/${n}`) }),
+    ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: () => run.spikes, stages: () => run.stages, href: (n) => at(name, `incidents/${n}`) }),
     lineChart(view, { ...shared, title: "Loss", unit: "nats per token", name: "loss", dots: "validation_loss", smooth: true, height: 224, note: "faint: every step, with its smallest and largest; strong: smoothed; dots: validation" }),
     lineChart(view, { ...shared, title: "Throughput", unit: "tokens/s", name: "tokens_per_s", log: false, band: () => (plan?.step_high_s && run.step_s && run.tokens_per_s ? [plan.step_s * plan.tokens_per_s / plan.step_high_s, plan.step_s * plan.tokens_per_s / plan.step_low_s] : null), note: plan ? "green: what the plan predicts" : "" }),
     lineChart(view, { ...shared, title: "Step time", unit: "s", name: "time_s", band: () => (plan?.step_high_s ? [plan.step_low_s, plan.step_high_s] : null), note: "of the slowest rank" }),
     lineChart(view, { ...shared, title: "Gradient norm", unit: "", name: "grad_norm" }),
     ...(hasExperts(run) ? [lineChart(view, { ...shared, title: "Expert load", unit: "x the mean", name: "expert_load", note: "of the busiest expert of all layers; 1 is even" })] : []),
   ];
-  const used = Object.keys(STATES).filter((state) => run.goodput.states.some((row) => row.state === state && row.gpu_s > 0));
-  const empty = run.step ? null : h("div", { class: "note" }, run.state === "running" ? "The ranks are starting. Charts fill with the first step." : "This run ended before its first step. Its log says why: ", run.state === "running" ? null : h("a", { href: at(name, "logs") }, "logs"));
-  const heading = h("h2", {}, "Where the GPU-seconds went"), bars = h("div", {}, waterfall(run));
+  const empty = h("div", {}), states = h("div", {}), bars = h("div", {}), broke = h("div", {});
+  const fill = () => {
+    refill(empty, run.step ? null : h("div", { class: "note" }, run.state === "running" ? "The ranks are starting. Charts fill with the first step." : ["This run ended before its first step. Its log says why: ", h("a", { href: at(name, "logs") }, "logs")]));
+    refill(states, legend(Object.keys(STATES).filter((state) => run.goodput.states.some((row) => row.state === state && row.gpu_s > 0))));
+    refill(bars, waterfall(run));
+    refill(broke, run.incident_list.length ? [h("h2", {}, "What broke"), incidentTable(name, run)] : null);
+  };
+  fill();
   return {
-    view, element: [empty, charts[0].figure, legend(used), charts.slice(1).map((c) => c.figure), heading, bars, run.incident_list.length ? [h("h2", {}, "What broke"), incidentTable(name, run)] : null],
-    async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); bars.replaceChildren(waterfall(run)); },
+    view, element: [empty, charts[0].figure, states, charts.slice(1).map((c) => c.figure), h("h2", {}, "Where the GPU-seconds went"), bars, broke],
+    async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); fill(); },
   };
 }
 
@@ -169,36 +174,50 @@ async function ranksTab(name, run, query) {
     const first = data.time.findIndex((t) => t >= begin), last = data.time.findLastIndex((t) => t <= end);
     return [Math.max(0, data.step[Math.max(0, first < 0 ? data.step.length - 1 : first)] - 1), last < 0 ? 1 : data.step[Math.min(data.step.length - 1, last + 1)] + 1];
   };
-  if (!run.has_ranks) return { element: h("div", { class: "note" }, "This record has no step times of single ranks. Runs keep them from their first step on.") };
+  const none = h("div", { class: "note" }, "This record has no step times of single ranks. Runs keep them from their first step on.");
   const open = (one) => { const url = new URL(location.href); url.searchParams.set("rank", one); history.pushState(null, "", url); dispatchEvent(new PopStateEvent("popstate")); };
-  const map = heatMap(view, { run: name, ranks: rank === null ? [0, Infinity] : [rank, rank + 1], height: rank === null ? 256 : 64, onRank: rank === null && run.ranks > 1 ? open : null });
+  const many = rank === null && run.ranks > 1, first = Number(query.get("r0")), end = Number(query.get("r1"));
+  const shown = (a, b) => {
+    const url = new URL(location.href);
+    for (const [key, value] of [["r0", a], ["r1", b]]) if (Number.isFinite(b)) url.searchParams.set(key, value); else url.searchParams.delete(key);
+    history.replaceState(null, "", url);
+  };
+  const map = heatMap(view, { run: name, ranks: rank !== null ? [rank, rank + 1] : many && end > first ? [first, end] : [0, Infinity], height: rank === null ? 256 : 64, onRank: many ? open : null, onRanks: many ? shown : null });
   const band = ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: () => [], href: (n) => at(name, `incidents/${n}`) });
   const where = rank === null ? null : h("p", { class: "sub" }, `Rank ${count(rank)} alone. `, h("a", { href: at(name, "ranks") }, "All ranks"));
-  return { view, element: [where, band.figure, map.figure], async heard(next) { run = next; view.grow(run.ended); data = await get(`/api/runs/${encodeURIComponent(name)}/series?points=4000`); band.draw(); map.load(); } };
+  const fill = () => { none.hidden = run.has_ranks; map.figure.hidden = !run.has_ranks; };
+  fill();
+  return { view, element: [where, band.figure, none, map.figure], async heard(next) { run = next; view.grow(run.ended); data = await get(`/api/runs/${encodeURIComponent(name)}/series?points=4000`); fill(); band.draw(); map.load(); } };
 }
 
 // What nodes have read of their hosts and devices. Charts show the end at which trouble shows first.
 const per = (unit) => (v) => { const text = known(v) ? short(v) : "–"; return text.includes(" ") ? text + unit : `${text} ${unit}`; };
-const READINGS = {
-  host_cpu: ["Cores of the busiest host", percent], host_memory: ["Memory of the fullest host", percent], host_network: ["Network of the busiest host", per("B/s")],
+const READINGS = {  // title, format, unit of the axis
+  host_cpu: ["Cores of the busiest host", percent], host_memory: ["Memory of the fullest host", percent], host_network: ["Network of the busiest host", per("B/s"), "B/s"],
   device_busy: ["The least busy device", percent], device_tensor: ["Tensor cores of the least busy device", percent], device_memory: ["Memory of the fullest device", percent],
-  device_power: ["Power of the hungriest device", per("W")], device_heat: ["The hottest device", per("°C")], device_clock: ["Clock of the slowest device", per("Hz")],
+  device_power: ["Power of the hungriest device", per("W"), "W"], device_heat: ["The hottest device", per("°C"), "°C"], device_clock: ["Clock of the slowest device", per("Hz"), "Hz"],
   device_throttle: ["Times slowed down, the most on a node", count], device_ecc: ["ECC errors, the most on a node", count], device_link_errors: ["Link errors, the most on a node", count],
 };
 
 async function hostsTab(name, run, query) {
   const view = makeView(run, query);
   const { load, data } = await seriesOf(name, view, () => charts.forEach((c) => c.draw()));
-  const read = Object.keys(READINGS).filter((key) => data().series[key]);
   const marks = () => run.incident_list.filter((one) => one.stops);
-  const charts = read.map((key) => lineChart(view, { data, marks, title: READINGS[key][0], unit: "", format: READINGS[key][1], range: READINGS[key][1] === percent ? [0, 1] : null, name: key, height: 128 }));
+  const charts = Object.entries(READINGS).map(([key, [title, format, unit = ""]]) => ({ key, ...lineChart(view, { data, marks, title, unit, format, range: format === percent ? [0, 1] : null, name: key, height: 128 }) }));
   const table = () => h("div", { class: "scroll" }, h("table", { "data-table": "readings" },
     h("thead", {}, h("tr", {}, ["last step", "mean", "least", "of rank", "most", "of rank"].map((text, i) => h("th", { class: i ? "n" : "" }, text)))),
-    h("tbody", {}, read.filter((key) => run.readings[key]).map((key) => { const one = run.readings[key], text = READINGS[key][1]; return h("tr", {}, h("td", {}, key.replaceAll("_", " ").replace("cpu", "cores")),
+    h("tbody", {}, Object.keys(READINGS).filter((key) => run.readings[key]).map((key) => { const one = run.readings[key], text = READINGS[key][1]; return h("tr", {}, h("td", {}, key.replaceAll("_", " ").replace("cpu", "cores")),
       [text(one.mean), text(one.min), count(one.min_rank), text(one.max), count(one.max_rank)].map((text) => h("td", { class: "n" }, text))); }))));
-  const last = h("div", {}, table());
   const none = h("div", { class: "note" }, "No node has read anything yet: the first readings come with the first steps after a heartbeat.");
-  return { view, element: read.length ? [last, h("h2", {}, "Over time"), h("div", { class: "two" }, charts.map((c) => c.figure))] : none, async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); last.replaceChildren(table()); } };
+  const last = h("div", {}), some = h("div", {}, last, h("h2", {}, "Over time"), h("div", { class: "two" }, charts.map((c) => c.figure)));
+  const fill = () => {
+    for (const one of charts) one.figure.hidden = !data().series[one.key];
+    none.hidden = charts.some((one) => !one.figure.hidden);
+    some.hidden = !none.hidden;
+    refill(last, table());
+  };
+  fill();
+  return { view, element: [none, some], async heard(next) { run = next; view.grow(run.ended); await load(); fill(); charts.forEach((c) => c.draw()); } };
 }
 
 function phasesBar(one) {
@@ -213,13 +232,25 @@ function incidentTable(name, run) {
 }
 
 function incidentsTab(name, run) {
-  if (!run.incident_list.length) return { element: h("div", { class: "note" }, "Nothing has broken. Deaths of workers and nodes, hangs, failed checkpoints and damaged data appear here, with what they cost. To see one: ", h("code", {}, "phalanx chaos run"), ".") };
-  const box = h("div", {}, incidentTable(name, run));
-  return { element: box, heard: (next) => box.replaceChildren(incidentTable(name, next)) };
+  const none = () => h("div", { class: "note" }, "Nothing has broken. Deaths of workers and nodes, hangs, failed checkpoints and damaged data appear here, with what they cost. To see one: ", h("code", {}, "phalanx chaos run"), ".");
+  const box = h("div", {}), fill = (now) => refill(box, now.incident_list.length ? incidentTable(name, now) : none());
+  return { element: fill(run), heard: fill };
 }
 
 export async function incidentPage(name, number) {
-  const one = await get(`/api/runs/${encodeURIComponent(name)}/incidents/${number}`);
+  const path = `/api/runs/${encodeURIComponent(name)}`, box = h("div", {});
+  let shown = "";
+  const load = async () => {
+    const one = await get(`${path}/incidents/${number}`), text = JSON.stringify(one);
+    if (text !== shown) refill(box, incident(name, one));  // what was unfolded or selected stays so
+    shown = text;
+  };
+  const [run] = await Promise.all([get(path), load()]);
+  return { title: `Incident ${number}`, crumbs: [[name, at(name)], ["incidents", at(name, "incidents")], [String(number), location.pathname]],
+    element: box, live: run.state === "running" ? name : null, heard: load };
+}
+
+function incident(name, one) {
   const phases = Object.entries(one.phases), total = phases.reduce((sum, [, v]) => sum + v, 0) || 1;
   const meaning = { detect: "from the last finished step to the first sign", decide: "until the controller had a plan", "re-form": "until the ranks had joined their new groups", "first step": "until a step was committed again", heal: "until all replicas were there again", join: "until all had committed a step together" };
   let from = 0;
@@ -228,10 +259,9 @@ export async function incidentPage(name, number) {
     from += v;
     return [h("div", {}, phase, h("span", { class: "what" }, meaning[phase] || "")), bar, h("div", { class: "n" }, seconds(v))];
   }));
-  return { title: `Incident ${number}`, crumbs: [[name, at(name)], ["incidents", at(name, "incidents")], [String(number), location.pathname]],
-    element: h("div", {}, h("h1", { id: "headline" }, `${one.subject} ${one.what}.`), h("p", {}, one.verdict), h("p", { class: "sub" }, `${one.kind}, at step ${count(one.step)}${one.rung >= 0 ? `, rung ${one.rung} of the recovery ladder` : ""}, noticed ${date(one.at)}`),
-      phases.length ? [h("h2", {}, "Where the time went"), bars] : null, h("h2", {}, "Evidence"), evidence(one.evidence),
-      h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name}`))) };
+  return [h("h1", { id: "headline" }, `${one.subject} ${one.what}.`), h("p", {}, one.verdict), h("p", { class: "sub" }, `${one.kind}, at step ${count(one.step)}${one.rung >= 0 ? `, rung ${one.rung} of the recovery ladder` : ""}, noticed ${date(one.at)}`),
+    phases.length ? [h("h2", {}, "Where the time went"), bars] : null, h("h2", {}, "Evidence"), evidence(one.evidence),
+    h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name}`))];
 }
 
 // The events that an incident was folded from: when, what, of whom, and everything else that was said.
@@ -243,16 +273,25 @@ function evidence(events) {
     h("details", {}, h("summary", {}, "as written in events.jsonl"), h("pre", {}, events.map((event) => `${JSON.stringify(event)}\n`)))];
 }
 
+const LOGS_MS = 4000;  // between two looks at the logs of a live run: the server reads all of them each time
+
 async function logsTab(name) {
-  const logs = await get(`/api/runs/${encodeURIComponent(name)}/logs`);
-  if (!logs.lines.length) return { element: h("div", { class: "note" }, `The ${count(logs.ranks)} ranks have written nothing to their logs.`) };
+  const box = h("div", {});
+  let waits = null;
+  const load = async () => refill(box, logLines(name, await get(`/api/runs/${encodeURIComponent(name)}/logs`)));
+  await load();
+  return { element: box, heard: () => { waits ||= setTimeout(() => { waits = null; load().catch(() => {}); }, LOGS_MS); } };
+}
+
+function logLines(name, logs) {
+  if (!logs.lines.length) return h("div", { class: "note" }, `The ${count(logs.ranks)} ranks have written nothing to their logs.`);
   const groups = [];  // lines that follow each other on the same ranks
   for (const line of logs.lines) {
     const text = line.count > line.on ? `${line.text}   (${count(line.count)} times)` : line.text;
     if (groups.at(-1)?.who === line.who) groups.at(-1).lines.push(text); else groups.push({ who: line.who, lines: [text] });
   }
-  return { element: [h("p", { class: "sub" }, `Lines of ${count(logs.ranks)} ranks; equal ones are shown once, numbers aside. In the terminal: `, h("code", {}, `phalanx logs ${name}`)),
-    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "on"), h("th", {}, "line"))), h("tbody", {}, groups.map((group) => h("tr", {}, h("td", {}, group.who), h("td", {}, h("pre", {}, group.lines.join("\n"))))))))] };
+  return [h("p", { class: "sub" }, `Lines of ${count(logs.ranks)} ranks; equal ones are shown once, numbers aside. In the terminal: `, h("code", {}, `phalanx logs ${name}`)),
+    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "on"), h("th", {}, "line"))), h("tbody", {}, groups.map((group) => h("tr", {}, h("td", {}, group.who), h("td", {}, h("pre", {}, group.lines.join("\n"))))))))];
 }
 
 // Name and value of everything in an object, the nested ones as a.b.
@@ -262,8 +301,8 @@ function flat(value, path = "") {
 const asText = (v) => (v === null || v === "" ? "–" : typeof v === "string" ? v : JSON.stringify(v));
 const facts = (rows, name) => h("div", { class: "scroll" }, h("table", { "data-table": name }, h("tbody", {}, rows.map(([key, v]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value" }, key === "started" ? date(v) : asText(v)))))));
 
-function recordTab(name, run) {
-  const { job, meta, summary } = run.record, { code, ...rest } = meta, { diff, untracked, ...version } = code || {};
+async function recordTab(name) {
+  const { job, meta, summary } = await get(`/api/runs/${encodeURIComponent(name)}/record`), { code, ...rest } = meta, { diff, untracked, ...version } = code || {};
   const rows = flat(job.job).map(([key, v]) => [key, v, job.origins?.[key] || ""]), chosen = rows.filter(([, , from]) => from !== "default" && !from.startsWith("preset "));
   const table = (list) => h("table", { "data-table": "job" }, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, "value"), h("th", { class: "hide-narrow" }, "from"))), h("tbody", {}, list.map(([key, v, from]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value" }, asText(v)), h("td", { class: "hide-narrow key" }, from)))));
   const box = h("div", { class: "scroll" }, table(chosen)), more = rows.length - chosen.length;
@@ -297,10 +336,12 @@ async function pickTwo(given) {
     h("div", { class: "pair" }, one, "and", other, h("button", { type: "button", onclick: go }, "Compare")), h("p", { class: "sub" }, "In the terminal: ", h("code", {}, "phalanx runs diff RUN OTHER"))) };
 }
 
+const PAIR = [["var(--productive)", null], ["var(--recovery)", "5 3"]];  // the lines of two runs
+
 function stepChart(runs, part) {
   const plot = h("div", { class: "plot" });
   new ResizeObserver(() => { if (plot.clientWidth) plot.replaceChildren(drawSteps(runs, part, plot.clientWidth)); }).observe(plot);
-  return h("figure", {}, h("figcaption", {}, h("b", {}, "Loss by step"), "nats per token"), plot);
+  return h("figure", { "data-chart": "loss-by-step" }, h("figcaption", {}, h("b", {}, "Loss by step"), "nats per token"), plot, lineKey(runs.map(([name], k) => [name, ...PAIR[k]])));
 }
 
 function drawSteps(runs, part, width) {
@@ -311,11 +352,11 @@ function drawSteps(runs, part, width) {
   const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Loss of both runs by step" });
   for (const v of [low, (low + high) / 2, high]) svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }), s("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, figure(v)));
   for (const v of [s0, Math.round((s0 + s1) / 2), s1]) svg.append(s("text", { x: x(v), y: height - 4, "text-anchor": v === s1 ? "end" : v === s0 ? "start" : "middle" }, `step ${count(v)}`));
-  runs.forEach(([name, d], k) => {
+  runs.forEach(([, d], k) => {
     const line = (d.series.loss?.mean || []).map((v, i) => (known(v) ? `${x(d.step[i]).toFixed(1)},${y(v).toFixed(1)}` : null)).filter(Boolean);
-    const path = s("path", { class: "smooth", d: `M${line.join("L")}`, "stroke-dasharray": k ? "5 3" : null });
-    path.style.stroke = k ? "var(--recovery)" : "var(--productive)";
-    svg.append(path, s("text", { x: width - right, y: 20 + 16 * k, "text-anchor": "end" }, `${k ? "- -" : "—"} ${name}`));
+    const path = s("path", { class: "smooth", d: `M${line.join("L")}`, "stroke-dasharray": PAIR[k][1] });
+    path.style.stroke = PAIR[k][0];
+    svg.append(path);
   });
   if (known(part)) svg.append(s("line", { class: "mark", x1: x(part), x2: x(part), y1: 8, y2: height - 24 }), s("text", { x: x(part) + 4, y: 16 }, `they part at step ${count(part)}`));
   return svg;

@@ -1,12 +1,11 @@
 // What the pages of a run share: the address of one, its view of time, and its series between the edges of that.
-import { get } from "./dom.js";
+import { h, s, get } from "./dom.js";
 import { View } from "./chart.js";
 
 export const at = (run, tab = "") => `/runs/${encodeURIComponent(run)}${tab ? `/${tab}` : ""}`;
 
 export function makeView(run, query) {
   const view = new View(run.began, Math.max(run.began + 1e-3, run.ended));
-  view.ranks = run.ranks;
   const a = Number(query.get("from")), b = Number(query.get("to"));
   if (a && b && b > a) { view.begin = Math.max(view.min, a); view.end = Math.min(view.max, b); view.follows = false; }
   view.on(() => {
@@ -16,6 +15,15 @@ export function makeView(run, query) {
     history.replaceState(null, "", url);
   });
   return view;
+}
+
+// What each line of a chart is: [name, colour, dashes].
+export function lineKey(lines) {
+  return h("div", { class: "legend" }, lines.map(([name, colour, dashes]) => {
+    const line = s("line", { x1: 0, x2: 24, y1: 6, y2: 6, "stroke-width": 2, "stroke-dasharray": dashes });
+    line.style.stroke = colour;
+    return h("span", { class: "state" }, s("svg", { width: 24, height: 12, "aria-hidden": true }, line), name);
+  }));
 }
 
 // The series of a run between the edges of a view, loaded again when they move; then `after` draws.

@@ -1,8 +1,8 @@
 // Which step is safe where: in memory, at the buddy node, on disk or in the object store. The distance to the top line is
 // what would be done again.
-import { h, s, figure, count, seconds, clock, known } from "./dom.js";
+import { h, s, refill, figure, count, seconds, clock, known } from "./dom.js";
 import { LEFT, RIGHT, TOP, BOTTOM, frame, show, axis, cursor, nearest, ticks } from "./chart.js";
-import { makeView, seriesOf } from "./parts.js";
+import { lineKey, makeView, seriesOf } from "./parts.js";
 
 const LINES = { trained: ["var(--productive)", null], memory: ["var(--data)", "1 3"], buddy: ["var(--out)", "6 3"], disk: ["var(--checkpoint)", "10 3"], store: ["var(--checkpoint)", "10 3"] };
 
@@ -46,7 +46,7 @@ function tierChart(view, { data, run, marks }) {
   return { figure: parts.figure, draw, tiers: () => Object.keys(lines()) };
 }
 
-const key = (tiers) => h("div", { class: "legend" }, tiers.map((tier) => { const line = s("line", { x1: 0, x2: 24, y1: 6, y2: 6, "stroke-width": 2, "stroke-dasharray": LINES[tier][1] }); line.style.stroke = LINES[tier][0]; return h("span", { class: "state" }, s("svg", { width: 24, height: 12, "aria-hidden": true }, line), tier); }));
+const key = (tiers) => lineKey(tiers.map((tier) => [tier, ...LINES[tier]]));
 
 function tierTable(run) {
   if (!run.saved.tiers.length) return h("div", { class: "note" }, "Nothing is saved yet. How far apart checkpoints are is derived from what they cost and how often nodes fail; ", h("code", {}, "checkpoint.every_steps"), " overrides it.");
@@ -56,15 +56,17 @@ function tierTable(run) {
 
 function list(run) {
   if (!run.checkpoints.length) return null;
-  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["step", "durable at", "size", "written in", "training waited", "name"].map((text, i) => h("th", { class: i < 5 ? "n" : "" }, text)))),
-    h("tbody", {}, run.checkpoints.toReversed().map((one) => h("tr", {}, h("td", { class: "n" }, count(one.step)), h("td", { class: "n" }, clock(one.time)), h("td", { class: "n" }, `${figure(one.bytes / 1e6)} MB`), h("td", { class: "n" }, seconds(one.drain_s)), h("td", { class: "n" }, seconds(one.stall_s + one.slowdown_s)), h("td", {}, one.checkpoint))))));
+  return [h("h2", {}, "Durable checkpoints"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["step", "durable at", "size", "written in", "training waited", "name"].map((text, i) => h("th", { class: i < 5 ? "n" : "" }, text)))),
+    h("tbody", {}, run.checkpoints.toReversed().map((one) => h("tr", {}, h("td", { class: "n" }, count(one.step)), h("td", { class: "n" }, clock(one.time)), h("td", { class: "n" }, `${figure(one.bytes / 1e6)} MB`), h("td", { class: "n" }, seconds(one.drain_s)), h("td", { class: "n" }, seconds(one.stall_s + one.slowdown_s)), h("td", {}, one.checkpoint))))))];
 }
 
 export async function checkpointsTab(name, run, query) {
   const view = makeView(run, query);
   const { load, data } = await seriesOf(name, view, () => chart.draw());
   const chart = tierChart(view, { data, run: () => run, marks: () => run.incident_list.filter((one) => one.stops) });
-  const first = h("h2", {}, run.saved.headline), tiers = h("div", {}, tierTable(run)), names = h("div", {}, key(chart.tiers())), all = h("div", {}, list(run) || "");
-  return { view, element: [first, chart.figure, names, tiers, run.checkpoints.length ? h("h2", {}, "Durable checkpoints") : null, all],
-    async heard(next) { run = next; view.grow(run.ended); await load(); first.textContent = run.saved.headline; chart.draw(); tiers.replaceChildren(tierTable(run)); names.replaceChildren(key(chart.tiers())); all.replaceChildren(list(run) || ""); } };
+  const first = h("h2", {}), tiers = h("div", {}), names = h("div", {}), all = h("div", {});
+  const fill = () => { refill(first, run.saved.headline); refill(tiers, tierTable(run)); refill(names, key(chart.tiers())); refill(all, list(run)); };
+  fill();
+  return { view, element: [first, chart.figure, names, tiers, all],
+    async heard(next) { run = next; view.grow(run.ended); await load(); chart.draw(); fill(); } };
 }

@@ -1,5 +1,5 @@
 // Where the time of a step goes: its phases over time, stacked, and beside what the plan predicted.
-import { h, s, get, figure, short, seconds, percent, count, clock, known, patterns, paint, swatch } from "./dom.js";
+import { h, s, get, refill, figure, short, seconds, percent, count, clock, known, patterns, paint, swatch } from "./dom.js";
 import { LEFT, RIGHT, TOP, BOTTOM, frame, show, axis, cursor, nearest, ticks, lineChart } from "./chart.js";
 import { at, makeView, seriesOf } from "./parts.js";
 
@@ -87,9 +87,10 @@ export async function stepsTab(name, run, query) {
   const charts = [stackChart(view, { title: "Phases of a step", unit: "s", data, names, marks }),
     lineChart(view, { data, marks, title: "Step time", unit: "s", name: "time_s", band: () => (run.plan?.step_high_s ? [run.plan.step_low_s, run.plan.step_high_s] : null), note: `of the slowest rank${run.plan ? "; green: what the plan predicts" : ""}` }),
     lineChart(view, { data, marks, title: "Prefetched", unit: "steps of samples that are ready", name: "data_ready", height: 128, format: figure })];
-  const bars = h("div", {}, table(run)), plan = h("div", {}, planned(run)), who = h("div", {}, slowest(name, run));
-  const none = Object.keys(run.phases || {}).length ? null : h("div", { class: "note" }, "No step has reported its phases yet: each reports those of the step before it.");
+  const bars = h("div", {}), plan = h("div", {}), who = h("div", {}), none = h("div", { class: "note" }, "No step has reported its phases yet: each reports those of the step before it.");
+  const fill = () => { none.hidden = Object.keys(run.phases || {}).length > 0; refill(bars, table(run)); refill(plan, planned(run)); refill(who, slowest(name, run)); };
+  fill();
   return { view, element: [none, charts[0].figure, who, charts.slice(1).map((c) => c.figure), h("h2", {}, "The last 200 steps, in the median"), bars, h("h2", {}, "Predicted and measured"), plan,
     h("h2", {}, "Traces"), traceList(name, traces), h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx top ${name}`))],
-    async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); bars.replaceChildren(table(run)); plan.replaceChildren(planned(run)); who.replaceChildren(slowest(name, run) || ""); } };
+    async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); fill(); } };
 }
