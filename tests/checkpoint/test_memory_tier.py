@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import memory
+from phalanx.checkpoint import files, memory
 from phalanx.checkpoint.buddy import BuddyServer, fetch, push
 from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.keeper import Rank
@@ -343,6 +343,50 @@ def test_a_commit_that_is_asked_for_again_is_answered_again(keeper, lines):
     keeper.order({**order, "files": [(1, "another"), (1, "another")]})
     (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
     assert "another checkpoint has this name" in failed["reason"] and failed["rank"] == -1
+
+
+def written(keeper, lines, number, step):
+    """Write the files of a checkpoint, and return the order to commit it."""
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, number, step)
+    shards = wait_for(lambda: len(s := [m for m in keeper.channel.of("shard") if m["step"] == step]) == 2 and s)
+    return faults.order_of(shards, step)
+
+
+def test_a_slow_retention_holds_up_no_commit(keeper, lines, monkeypatch):
+    """On a bucket it takes minutes, and the next checkpoint would not be durable for so long."""
+    removing, real = threading.Event(), keeper.catalog.retain
+    monkeypatch.setattr(keeper.catalog, "retain", lambda *args: removing.wait(60) and real(*args))
+    orders = [written(keeper, lines, number, step) for number, step in ((0, OLD), (1, NEW))]
+    try:
+        for order in orders:
+            keeper.order(order)
+        wait_for(lambda: len(keeper.channel.of("committed")) == 2)
+    finally:
+        removing.set()
+
+
+def test_a_commit_that_hangs_is_not_queued_again(keeper, lines, monkeypatch):
+    """The command is sent again every two seconds, and names every file."""
+    disk, real = threading.Event(), files.commit
+    monkeypatch.setattr(files, "commit", lambda *args: disk.wait(60) and real(*args))
+    first, second = (written(keeper, lines, number, step) for number, step in ((0, OLD), (1, NEW)))
+    try:
+        for order in (first, *3 * [second]):
+            keeper.order(order)
+        assert keeper.committer._work_queue.qsize() <= 2
+    finally:
+        disk.set()
+    wait_for(lambda: len(keeper.channel.of("committed")) == 2)
+
+
+def test_a_retention_that_finds_a_torn_index_says_so(keeper, monkeypatch):
+    def torn(*args):
+        raise BadCheckpoint("catalog.json: is damaged")
+
+    monkeypatch.setattr(keeper.catalog, "retain", torn)
+    keeper._retain("step")
+    assert [m["reason"] for m in keeper.channel.of("checkpoint_not_removed")] == ["catalog.json: is damaged"]
 
 
 @pytest.mark.parametrize("seal", [None, "{"], ids=["none", "torn"])

@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,8 @@ class Keeper:
         self.writers = ThreadPoolExecutor(WRITERS, "phalanx-drain")
         self.hashers = ThreadPoolExecutor(WRITERS, "phalanx-hash")
         self.committer = ThreadPoolExecutor(1, "phalanx-commit")  # one after the other, in the order of the commands
+        self.retainer = ThreadPoolExecutor(1, "phalanx-retain")  # which no commit waits for
+        self.retaining: Future[None] | None = None
         self.server = BuddyServer(peers, self._own)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"\0phalanx-keeper-{secrets.token_hex(16)}")
@@ -314,7 +316,8 @@ class Keeper:
         """Obey the node."""
         kind = order.get("type")
         if kind == "commit":
-            self.committer.submit(self._commit, order)
+            if self._is_new(order["checkpoint"]):
+                self.committer.submit(self._commit, order)
         elif kind == "buddy":
             self.buddy = (str(order["host"]), int(order["port"]))
         elif kind == "held":
@@ -347,17 +350,21 @@ class Keeper:
             about = {"step": step, "generation": generation}
             self._failed(0, about, "no snapshot of it is in memory any more", gone=True)
 
-    def _commit(self, order: dict[str, Any]) -> None:
-        name = order["checkpoint"]
+    def _is_new(self, name: str) -> bool:
+        """Whether a checkpoint is yet to be committed. One that is on its way is not queued again; one that is done is
+        reported again."""
         with self.lock:
             if name in self.committed:
                 if (report := self.committed[name]) is not None:
                     self.channel.send(report)
-                return
+                return False
             self.committed[name] = None
             while len(self.committed) > KEPT_REPORTS:
                 del self.committed[next(iter(self.committed))]
-        began = time.perf_counter()
+        return True
+
+    def _commit(self, order: dict[str, Any]) -> None:
+        began, name = time.perf_counter(), order["checkpoint"]
         try:
             parts: dict[str, Any] = {key: order[key] for key in ("step", "generation", "files")}
             parts |= {"made": time.time(), "name": name, **json.loads(order["seal"])}
@@ -380,7 +387,9 @@ class Keeper:
         with self.lock:
             self.committed[name] = report
         self.channel.send(report)
-        self._retain(name)
+        if self.retaining:
+            self.retaining.cancel()  # if it has not begun, this one does its work
+        self.retaining = self.retainer.submit(self._retain, name)
 
     def _check_owner(self) -> None:
         """That no other run has taken this place over, while this one was believed to be dead."""
@@ -400,7 +409,7 @@ class Keeper:
             best = Best.read(self.store)
             spares = best.spares if best and best.lineage == lineage else lambda step: False
             removed = self.catalog.retain(*self.keep, self.channel.send, lineage, spares)
-        except (OSError, UserError) as error:
+        except (OSError, UserError, BadCheckpoint) as error:
             self.channel.send({"type": "checkpoint_not_removed", "checkpoint": name, "reason": str(error)})
             return
         if removed:
