@@ -1,5 +1,6 @@
 """A data set depends on its inputs alone: not on the number of workers, nor on how often it was killed."""
 
+import json
 import os
 import random
 import signal
@@ -16,8 +17,9 @@ from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.manifest import MANIFEST, Field, manifest_name
 from phalanx.core.store import Folder, ObjectStore, open_store
 from phalanx.data import documents, workers
-from phalanx.data.build import build, write_records
+from phalanx.data.build import BUILDING, _writer, build, write_records
 from phalanx.data.fetch import Fetcher, read_manifest
+from phalanx.data.target import Target
 from phalanx.data.tokenizer import Bytes, make_tokenizer, tokenizer_of
 from phalanx.data.verify import verify
 from tests.data.sets import make_loader
@@ -485,6 +487,46 @@ def test_a_build_that_comes_to_nothing_takes_nothing_of_another_with_it(tmp_path
     assert read_manifest(store)[1] == version
     if where == "folder":  # what the loser made is gone
         assert len([*(out / "shards").iterdir()]) == sum(manifest.num_shards(e) for e in range(len(manifest.extents)))
+
+
+def a_target(out, staging):
+    """One build of 5,000 records, up to its commit; returns it, and what it is to commit."""
+    staging.mkdir()
+    target = Target(out, (Field("x", "<u2"),), ["a"], append=False, **SMALL)
+    writer = _writer(target, staging, target.put(0))
+    writer.add(np.arange(5000, dtype="<u2").view(target.empty.dtype))
+    roots = writer.finish()
+    return target, target.manifest([writer.items], roots)
+
+
+def test_a_manifest_names_no_shards_that_another_build_removed(tmp_path):
+    """The same command runs twice, since the first was believed to be dead. The second finds the first one's shards and
+    leaves them as they are; then the first is refused, and removes what it made."""
+    out = Folder(tmp_path / "out")
+    first, _ = a_target(out, tmp_path / "1")
+    second, manifest = a_target(out, tmp_path / "2")
+    first.undo(is_lost=False)
+    with pytest.raises(UserError, match=r"3 of its 3 new shards are gone"):
+        second.commit(manifest)
+    with pytest.raises(FileNotFoundError):
+        out.read(MANIFEST)
+    third, manifest = a_target(out, tmp_path / "3")
+    assert verify(out, *third.commit(manifest)) == []
+
+
+def test_a_build_that_lost_its_lease_removes_nothing(tmp_path):
+    """Who holds it may have found these shards, and be about to name them."""
+    out = Folder(tmp_path / "out")
+
+    def arrays():
+        yield np.arange(5000, dtype="<u2").view([("x", "<u2")])
+        taken = json.loads((out.path / BUILDING).read_bytes())
+        out.write(BUILDING, json.dumps({**taken, "token": "another's"}).encode())
+        raise UserError("it is refused")
+
+    with pytest.raises(UserError, match="it is refused"):
+        write_records(out, "a", (Field("x", "<u2"),), arrays(), staging=tmp_path / "s", **SMALL)
+    assert len([*(out.path / "shards").iterdir()]) == 2, "those that were whole"
 
 
 TWICE = """

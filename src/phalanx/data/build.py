@@ -87,9 +87,9 @@ def build(
     for _, path in inputs:
         if not path:
             raise documents.refusal(path, "it is empty")
-    with _alone(out, on_note) as store:
+    with _alone(out, on_note) as (store, lease):
         return _build(
-            inputs, store, tokenizer, field, workers, staging, append, max_bytes, chunk_items, shard_chunks, left_out,
+            inputs, store, lease, tokenizer, field, workers, staging, append, max_bytes, chunk_items, shard_chunks, left_out,
             force, on_progress, on_note,
         )  # fmt: skip
 
@@ -97,6 +97,7 @@ def build(
 def _build(
     inputs: Sequence[tuple[str, str]],
     store: Store,
+    lease: Lease,
     tokenizer: Tokenizer,
     field: str,
     workers: int,
@@ -140,7 +141,7 @@ def _build(
         except UserError as refused:
             if not isinstance(refused.__cause__, OSError):  # a full disk can be mended, and the build then goes on
                 _remove(folder)
-                target.undo()
+                target.undo(not lease.holds())
             raise
         _remove(folder)
     counts[documents.EMPTY] += made.state.empty
@@ -339,7 +340,7 @@ def write_arrays(
     """Items as they come, for each label of a source. `on_progress` hears how many there were, and may raise."""
     items: list[int] = []
     roots: list[np.ndarray] = []
-    with _alone(out) as store, _staged(store, staging) as folder:
+    with _alone(out) as (store, lease), _staged(store, staging) as folder:
         target = Target(
             store,
             fields,
@@ -368,7 +369,7 @@ def write_arrays(
             done = target.commit(target.manifest(items, np.concatenate(roots)))
         except BaseException:
             _remove(folder)
-            target.undo()  # the next call starts from the beginning
+            target.undo(not lease.holds())  # the next call starts from the beginning
             raise
         _remove(folder)
     return done
@@ -419,8 +420,9 @@ def write_records(
 
 
 @contextlib.contextmanager
-def _alone(out: Store | Path | str, on_note: Callable[[str], None] = lambda note: None) -> Iterator[Store]:
-    """The data set's store, while no other build writes to it: of two the second waits for the first."""
+def _alone(out: Store | Path | str, on_note: Callable[[str], None] = lambda note: None) -> Iterator[tuple[Store, Lease]]:
+    """The data set's store and the lease on it, while no other build writes to it: of two the second waits for the
+    first."""
     store = open_set(str(out), "--out") if isinstance(out, str | Path) else out
     made: list[Path] = []  # folders that were not there
     if isinstance(store, Folder):
@@ -440,7 +442,7 @@ def _alone(out: Store | Path | str, on_note: Callable[[str], None] = lambda note
             remedy="name a folder or bucket that you may write to, with space left",
         ) from error
     try:
-        yield store
+        yield store, lease
     finally:
         lease.close(remove=True)
         for folder in made:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from phalanx.data.fetch import read_manifest
 from phalanx.data.shard_file import CHUNK_BYTES, SHARD_BYTES, version_of
 from phalanx.data.tokenizer import TOKENIZER, Vocabulary
 
+THREADS = 16
 NO_ROOTS = np.empty((0, 32), np.uint8)
 
 
@@ -84,7 +86,7 @@ class Target:
                     name, *copies = self._same(self.base, extent, shard, root)
                     for copy in copies:
                         self.store.write(copy, path.read_bytes())
-                elif not self._has(name):
+                elif self._size(name) is None:
                     self._put.append(name)
                 self.store.write(name, path)
 
@@ -99,15 +101,18 @@ class Target:
         self._fits = [e - extent for e in same]
         return [base.shard_name(e, shard) for e in same]
 
-    def _has(self, name: str) -> bool:
+    def _size(self, name: str) -> int | None:
+        """None: it is not there."""
         try:
-            self.store.size(name)
+            return self.store.size(name)
         except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+            return None
 
-    def undo(self) -> None:
-        """Remove what this build has made, if it comes to nothing; nothing that a manifest names now."""
+    def undo(self, is_lost: bool) -> None:
+        """Remove what this build has made, if it comes to nothing; nothing that a manifest names now. `is_lost`:
+        another build writes here now, and may count on the shards that it has found."""
+        if is_lost:
+            return
         try:
             newest = self._newest()[0]
         except UserError:
@@ -137,6 +142,7 @@ class Target:
 
     def commit(self, manifest: Manifest) -> tuple[Manifest, str]:
         manifest.check()
+        self._check_shards(manifest)
         data = manifest.encode()
         version = version_of(data)
         newest = self._newest()[1]
@@ -159,6 +165,22 @@ class Target:
                 ) from None
         self._put = []
         return manifest, version
+
+    def _check_shards(self, manifest: Manifest) -> None:
+        """That the new ones are all there: another build may have removed one that this one found and left as it was."""
+        if manifest is self.base:
+            return
+        new = [(e, s) for e in range(self.first_extent, len(manifest.extents)) for s in range(manifest.num_shards(e))]
+        with self._writing(), ThreadPoolExecutor(THREADS, "phalanx-build") as pool:
+            sizes = list(pool.map(lambda shard: self._size(manifest.shard_name(*shard)), new))
+        wrong = [shard for shard, size in zip(new, sizes, strict=True) if size != manifest.shard_bytes(*shard)]
+        if wrong:
+            raise UserError(
+                f"{len(wrong)} of its {len(new)} new shards are gone, the first is {manifest.shard_name(*wrong[0])}",
+                field="--out",
+                value=self.store.url,
+                remedy="run it again",
+            )
 
     def _newest(self) -> tuple[Manifest | None, str]:
         try:
