@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint import second
 from phalanx.checkpoint.catalog import Catalog
-from phalanx.checkpoint.files import Reader, write_whole
+from phalanx.checkpoint.files import Reader, root_of, write_whole
 from phalanx.checkpoint.index import CATALOG
 from phalanx.core.checkpoint import (
     MANIFEST,
@@ -230,6 +230,45 @@ def test_what_cannot_be_read_is_not_damaged(folder, events, tmp_path):
         os.rename(tmp_path / name, folder.path / name / file_name(1))
     assert names(Catalog(folder)) == made[::-1] and Catalog(folder).newest_good().name == made[2]
     assert Catalog(folder).scrub() == {name: [] for name in made}
+
+
+def rewrite(store, name, change):
+    """The manifest, as another version of this program would write it."""
+    body = json.loads(store.read(f"{name}/{MANIFEST}").partition(b"\n")[2])
+    change(body)
+    data = json.dumps(body).encode()
+    store.write(f"{name}/{MANIFEST}", root_of(data).encode() + b"\n" + data)
+
+
+def test_a_newer_minor_version_may_say_more_of_a_tensor(folder):
+    name = make(folder, 1)
+    before = Reader(folder, name).manifest
+    rewrite(folder, name, lambda body: [row.insert(-1, "more") for row in body["entries"]])
+    assert Reader(folder, name).manifest == before
+    rewrite(folder, name, lambda body: [row.__delitem__(slice(3, -1)) for row in body["entries"]])
+    assert Reader(folder, name).manifest == before, "and one that says less is read as ever"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(entries=[{"name": "w"}]),
+        lambda body: body.pop("layout"),
+        lambda body: body["entries"][0].__setitem__(-1, "float5"),
+        lambda body: body.update(entries=7),
+    ],
+    ids=["other entries", "no layout", "another type", "no entries"],
+)
+def test_an_intact_manifest_that_is_not_understood_is_not_condemned(folder, events, change):
+    """Or a run of an older version would put all checkpoints into quarantine, one after the other."""
+    names = [make(folder, step) for step in (1, 2)]
+    for name in names:
+        rewrite(folder, name, change)
+    catalog = Catalog(folder)
+    assert catalog.newest_good(events.append) is None
+    assert [event["type"] for event in events] == ["checkpoint_unreadable"] * 2
+    assert "is not damaged, but this version of Phalanx cannot read it" in events[0]["reason"]
+    assert [found.status for found in catalog.all()] == ["good"] * 2
 
 
 def test_a_failing_disk_is_not_damage(folder, events, monkeypatch):
