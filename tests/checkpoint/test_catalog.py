@@ -420,6 +420,14 @@ def test_a_quarantined_one_is_never_deleted(store):
     assert Reader(store, made[0]).verify() == []
 
 
+def test_a_quarantined_one_whose_manifest_was_moved_away_is_not_deleted_either(folder):
+    names = [make(folder, step) for step in (1, 2)]
+    Catalog(folder).quarantine(names[0], "odd")
+    (folder.path / names[0] / MANIFEST).unlink()
+    age(folder.path / names[0])
+    assert Catalog(folder).retain(1) == [] and (folder.path / names[0] / file_name(0)).exists()
+
+
 def test_leftovers_of_a_crash_go_and_what_may_be_under_way_stays(folder):
     left, fresh = make(folder, 1), make(folder, 2)
     good = make(folder, 3)
