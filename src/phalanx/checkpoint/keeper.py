@@ -74,6 +74,7 @@ class Keeper:
         self.base: dict[str, Any] | None = None  # of the manifest: what is the same for every checkpoint of the run
         self.buddy: tuple[str, int] | None = None
         self.lock = threading.Lock()
+        self.torn: set[str] = set()  # files that are half there, and could not be removed
         self.committed: dict[str, dict[str, Any] | None] = {}  # checkpoint -> its report; None: on its way
         self.writers = ThreadPoolExecutor(WRITERS, "phalanx-drain")
         self.hashers = ThreadPoolExecutor(WRITERS, "phalanx-hash")
@@ -283,11 +284,13 @@ class Keeper:
             files.make_folder(self.store, name)
             said = {key: header[key] for key in ("checkpoint", "rank", "step")}
             tail = files.make_tail(said, base64.b64decode(header["rng"]), slot.hashes(own=True))
+            if target in self.torn:
+                self._remove_torn(target)
             files.write_file(self.store, target, slot.image[: slot.own_bytes], tail)
         except (OSError, BadCheckpoint) as error:
             if not isinstance(error, FileExistsError):
                 with contextlib.suppress(OSError):
-                    self.store.remove(target)
+                    self._remove_torn(target)
             written.pop(name, None)
             return self._failed(rank, header, str(error), gone=isinstance(error, BadCheckpoint))
         size = slot.own_bytes + len(tail)
@@ -299,6 +302,13 @@ class Keeper:
             written[name] = report
         self.channel.send(report)
         return None
+
+    def _remove_torn(self, target: str) -> None:
+        """What is half there would stand in the way of the next attempt."""
+        self.torn.add(target)
+        with contextlib.suppress(FileNotFoundError):
+            self.store.remove(target)
+        self.torn.discard(target)
 
     def _failed(self, rank: int, about: dict[str, Any], reason: str, gone: bool = False) -> None:
         """`gone`: there is nothing any more from which it could be written."""
