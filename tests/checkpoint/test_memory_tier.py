@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from phalanx.checkpoint import files, memory
 from phalanx.checkpoint.buddy import BuddyServer, fetch, push
 from phalanx.checkpoint.catalog import Catalog
+from phalanx.checkpoint.index import CATALOG
 from phalanx.checkpoint.keeper import Rank
 from phalanx.checkpoint.memory import SEAL_BYTES, Slot
 from phalanx.core.checkpoint import BadCheckpoint, buddies
-from phalanx.core.errors import UserError
+from phalanx.core.errors import UserError, WireError
 from phalanx.core.store import Folder
 from phalanx.gate.peers import Peers, Stream
 from tests.checkpoint import faults
@@ -325,6 +326,36 @@ def test_what_is_being_written_may_be_asked_for_again(keeper, lines, monkeypatch
     keeper.order({"type": "write", "step": NEW, "generation": 0})  # and when it is there: it is reported again
     wait_for(lambda: len({m["rank"] for m in keeper.channel.of("shard")}) == 2)
     assert not keeper.channel.of("checkpoint_failed")
+
+
+@pytest.mark.parametrize(
+    "catalog, said",
+    [(b'{"che', "catalog.json: is damaged"), (b'{"format": 2, "checkpoints": {}}', "is newer than this program")],
+    ids=["torn", "newer"],
+)
+def test_a_catalog_that_cannot_be_written_is_told_and_may_be_mended(catalog, said):
+    """The snapshot is still in memory, so the checkpoint is not given up."""
+    with faults.a_keeper(f"memory://keeper-{said[:12]}") as keeper:
+        faults.adopt(keeper, ENTRIES, NEW)
+        keeper.store.write(CATALOG, catalog)
+        keeper._write(NEW, 0)
+        (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
+        assert said in failed["reason"] and not failed["gone"] and failed["rank"] == 0
+        keeper.store.remove(CATALOG)
+        keeper._write(NEW, 0)
+        wait_for(lambda: {m["rank"] for m in keeper.channel.of("shard")} == {0, 1})
+
+
+def test_a_buddy_that_answers_nonsense_costs_the_copy_only(keeper, lines, monkeypatch):
+    def push(*args):
+        raise WireError("nonsense")
+
+    monkeypatch.setattr("phalanx.checkpoint.keeper.push", push)
+    keeper.buddy = ("127.0.0.1", 1)
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, NEW)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+    assert len(keeper.channel.of("buddy_failed")) == 2
 
 
 def test_a_commit_that_is_asked_for_again_is_answered_again(keeper, lines):

@@ -255,7 +255,7 @@ class Keeper:
         assert self.buddy
         try:
             push(self.peers, self.buddy, rank, slot, self.ranks[rank].layout)
-        except (OSError, BadCheckpoint) as error:
+        except Exception as error:  # the file is written all the same
             self.channel.send({"type": "buddy_failed", "rank": rank, "reason": str(error)})
             return False
         return True
@@ -277,8 +277,10 @@ class Keeper:
             written[name] = None
             while len(written) > KEPT_REPORTS:
                 del written[next(iter(written))]
+        is_whole = False
         try:
             slot.verify(own=True)
+            is_whole = True
             if rank == 0:
                 self.catalog.begun(name, int(header["world_size"]))
             files.make_folder(self.store, name)
@@ -287,12 +289,12 @@ class Keeper:
             if target in self.torn:
                 self._remove_torn(target)
             files.write_file(self.store, target, slot.image[: slot.own_bytes], tail)
-        except (OSError, BadCheckpoint) as error:
+        except Exception as error:  # nobody looks at a writer's errors
             if not isinstance(error, FileExistsError):
                 with contextlib.suppress(OSError):
                     self._remove_torn(target)
             written.pop(name, None)
-            return self._failed(rank, header, str(error), gone=isinstance(error, BadCheckpoint))
+            return self._failed(rank, header, str(error), gone=not is_whole)
         size = slot.own_bytes + len(tail)
         drain_s = time.perf_counter() - began
         about = {key: header[key] for key in ("checkpoint", "step", "generation", "seal")}
@@ -388,7 +390,7 @@ class Keeper:
             if (there.files, there.generation) != (manifest.files, manifest.generation):
                 raise OSError("another checkpoint has this name")
             self.catalog.added(manifest)
-        except (OSError, BadCheckpoint, KeyError, TypeError, ValueError) as error:  # nobody looks at a writer's errors
+        except Exception as error:
             self.committed.pop(name, None)
             self._failed(-1, order, f"it could not be committed: {type(error).__name__}: {error}")
             return
