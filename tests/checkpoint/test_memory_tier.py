@@ -467,6 +467,40 @@ def test_what_is_not_in_memory_any_more_cannot_be_written(keeper, lines):
     assert failed["gone"] and failed["step"] == OLD
 
 
+def test_a_rank_whose_snapshot_was_overwritten_is_told_beside_one_that_is_whole(keeper):
+    """Or the controller would wait for its file, and the checkpoint would stay open."""
+    faults.adopt(keeper, ENTRIES, NEW)
+    faults.fill(keeper.ranks[1].slots[0], ENTRIES, PLANS[1], 1, NEW + 1)
+    keeper._write(NEW, 0)
+    (shard,) = wait_for(lambda: keeper.channel.of("shard"))
+    (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
+    assert shard["rank"] == 0 and failed["rank"] == 1 and failed["gone"] and failed["step"] == NEW
+    faults.fill(keeper.ranks[0].slots[0], ENTRIES, PLANS[0], 0, NEW + 1)
+    keeper._write(NEW, 0)
+    assert keeper.channel.of("shard") == [shard, shard], "what is written needs no snapshot"
+
+
+def test_a_rank_that_has_not_come_so_far_is_not_given_up(keeper, lines):
+    """The file of one is tried again while the other is still being sealed."""
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, OLD, durable=False)
+        line.wait_free(0)
+    snapshot(lines[0], 0, 1, NEW, durable=False)
+    lines[0].wait_free(1)
+    keeper.order({"type": "write", "step": NEW, "generation": 0})
+    wait_for(lambda: keeper.channel.of("shard"))
+    assert not keeper.channel.of("checkpoint_failed")
+    snapshot(lines[1], 1, 1, NEW)
+    wait_for(lambda: {m["rank"] for m in keeper.channel.of("shard")} == {0, 1})
+
+
+def test_a_snapshot_that_is_overwritten_before_it_is_written_is_told(keeper):
+    faults.adopt(keeper, ENTRIES, NEW)
+    keeper._drain(0, keeper.ranks[0].slots[0], {"step": OLD, "generation": 0})
+    (failed,) = keeper.channel.of("checkpoint_failed")
+    assert failed["gone"] and failed["step"] == OLD and not keeper.channel.of("shard")
+
+
 def test_a_stranger_is_sent_away_and_the_keeper_goes_on(keeper):
     for hello in (b"", b"{}", b"not json", b'{"rank": 0, "image_bytes": 4096, "own_bytes": 4096}'):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -39,6 +39,7 @@ from phalanx.gate.peers import Peers
 
 PACKET_BYTES = 1 << 16
 WRITERS = 4
+NOT_HELD = "no snapshot of it is in memory any more"
 KEPT_REPORTS = 16  # of checkpoints, which may be asked for again
 
 
@@ -263,9 +264,10 @@ class Keeper:
     def _drain(self, rank: int, slot: Slot, about: dict[str, Any] | None = None) -> None:
         """Write the rank's file from its slot. `about`: what the slot should hold."""
         began, header = time.perf_counter(), slot.header()
-        if header is None:
-            if about:  # else it was overwritten meanwhile, and the step is not wanted any more
-                self._failed(rank, about, "the seal of the snapshot in memory does not hold", gone=True)
+        if header is None or (about and not _is_of(header, about)):
+            if about:
+                reason = NOT_HELD if header else "the seal of the snapshot in memory does not hold"
+                self._failed(rank, about, reason, gone=True)
             return None
         name, written = header["checkpoint"], self.ranks[rank].written
         target = f"{name}/{file_name(rank)}"
@@ -349,18 +351,23 @@ class Keeper:
         return sorted({(rank, header["step"], header["generation"]) for rank, header in found if header})
 
     def _write(self, step: int, generation: int) -> None:
-        """From the snapshots in memory."""
-        found = [
-            (rank, slot)
-            for rank, held in self.ranks.items()
-            for slot in held.slots
-            if (header := slot.header()) and (header["step"], header["generation"]) == (step, generation)
-        ]
-        for rank, slot in found:
-            self.writers.submit(self._drain, rank, slot)
-        if not found:
-            about = {"step": step, "generation": generation}
-            self._failed(0, about, "no snapshot of it is in memory any more", gone=True)
+        """From the snapshots in memory. Every rank is answered for, or the controller would wait for its file; but not
+        one that has not come so far beside others, which will speak for itself."""
+        about, answered = {"step": step, "generation": generation}, False
+        for rank, held in self.ranks.items():
+            reports = [report for report in list(held.written.values()) if report and about.items() <= report.items()]
+            headers = [header for slot in held.slots if (header := slot.header())]
+            if reports:
+                self.channel.send(reports[-1])
+            elif slot := next((slot for slot in held.slots if _is_of(slot.header(), about)), None):
+                self.writers.submit(self._drain, rank, slot, about)
+            elif held.conn and all((h["generation"], h["step"]) < (generation, step) for h in headers):
+                continue
+            else:
+                self._failed(rank, about, NOT_HELD, gone=True)
+            answered = True
+        if not answered:
+            self._failed(0, about, NOT_HELD, gone=True)
 
     def _is_new(self, name: str) -> bool:
         """Whether a checkpoint is yet to be committed. One that is on its way is not queued again; one that is done is
@@ -426,6 +433,11 @@ class Keeper:
             return
         if removed:
             self.channel.send({"type": "checkpoints_removed", "names": removed})
+
+
+def _is_of(header: dict[str, Any] | None, about: dict[str, Any]) -> bool:
+    """Whether a snapshot is of this step and generation."""
+    return header is not None and all(header[key] == about[key] for key in ("step", "generation"))
 
 
 def check_shared(url: str, run: str) -> None:
