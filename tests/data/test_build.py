@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from phalanx.core import lease
+from phalanx.core import store as stores
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.manifest import MANIFEST, Field, manifest_name
 from phalanx.core.store import Folder, ObjectStore, open_store
@@ -527,6 +529,54 @@ def test_a_build_that_lost_its_lease_removes_nothing(tmp_path):
     with pytest.raises(UserError, match="it is refused"):
         write_records(out, "a", (Field("x", "<u2"),), arrays(), staging=tmp_path / "s", **SMALL)
     assert len([*(out.path / "shards").iterdir()]) == 2, "those that were whole"
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_a_shard_that_is_there_is_not_put_again(tmp_path, where, monkeypatch):
+    out = Folder(tmp_path / "out") if where == "folder" else ObjectStore(f"memory://{tmp_path.name}")
+    target, manifest = a_target(out, tmp_path / "1")
+    names = [manifest.shard_name(0, shard) for shard in range(3)]
+    out.write(names[0], b"damaged")
+    written, write = [], out.write
+
+    def watched(name, data, overwrite=True):
+        written.append((name, overwrite))
+        write(name, data, overwrite)
+
+    monkeypatch.setattr(out, "write", watched)
+    monkeypatch.setattr(stores, "ONE_REQUEST_BYTES", 0)  # a bucket takes them in parts
+    out.remove(names[1])
+    a_target(out, tmp_path / "2")
+    assert written == [(names[0], True), (names[1], False)], "what is whole stays, what is damaged is mended"
+    assert verify(out, *target.commit(manifest)) == []
+    assert not [*tmp_path.glob("*/*.partial")], "what was not needed is not left either"
+
+
+def test_a_shard_that_a_manifest_names_is_not_replaced_by_another(tmp_path):
+    """In the first format a shard's name does not say what is in it; the other build was believed to be dead."""
+    out = Folder(tmp_path / "out")
+    target, manifest = a_target(out, tmp_path / "1")
+    first = replace(manifest, format=1)
+    for shard in range(3):
+        out.write(first.shard_name(0, shard), out.read(manifest.shard_name(0, shard)))
+    target.base = first
+    target.commit(first)
+    added = [Target(out, (Field("x", "<u2"),), ["a"], append=True, **SMALL) for _ in range(2)]
+    staging = tmp_path / "s"
+    staging.mkdir()
+
+    def put(target, seed):
+        writer = _writer(target, staging, target.put(0))
+        try:
+            writer.add(np.full(1000, seed, "<u2").view(target.empty.dtype))
+            return target.manifest([1000], writer.finish())
+        finally:
+            writer.abort()
+
+    manifest, version = added[0].commit(put(added[0], 1))
+    with pytest.raises(UserError, match="somebody else has written to it meanwhile"):
+        put(added[1], 2)
+    assert verify(out, manifest, version) == []
 
 
 TWICE = """
