@@ -583,9 +583,9 @@ TWICE = """
 import sys
 from phalanx.data.build import build
 from phalanx.data.tokenizer import Bytes
-notes = []
+waits = []
 sizes = dict(chunk_items=256, shard_chunks=8)
-print(build([("a", sys.argv[1])], sys.argv[2], Bytes(), workers=1, on_note=notes.append, **sizes)[1])
+print(build([("a", sys.argv[1])], sys.argv[2], Bytes(), workers=1, on_wait=waits.append, **sizes)[1])
 """
 
 

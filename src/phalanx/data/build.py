@@ -79,15 +79,16 @@ def build(
     force: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     on_note: Callable[[str], None] = lambda note: None,
+    on_wait: Callable[[str], None] = lambda text: None,
 ) -> Built:
     """Tokens of documents. `inputs`: the label of a source, and a file, a folder or `python-stdlib`; each label is
     an extent. `max_bytes`: of text, from each source. `workers`: 0 is one per core; 1 is this process.
     `left_out`: folders that are not read. `on_progress` may raise to stop; the next call goes on from there.
-    `on_note` hears what else was left out, at the end."""
+    `on_note` hears what else was left out, at the end; `on_wait`, at once, that another build is waited for."""
     for _, path in inputs:
         if not path:
             raise documents.refusal(path, "it is empty")
-    with _alone(out, on_note) as (store, lease):
+    with _alone(out, on_wait) as (store, lease):
         return _build(
             inputs, store, lease, tokenizer, field, workers, staging, append, max_bytes, chunk_items, shard_chunks, left_out,
             force, on_progress, on_note,
@@ -336,11 +337,13 @@ def write_arrays(
     chunk_items: int | None = None,
     shard_chunks: int | None = None,
     on_progress: Callable[[int], None] | None = None,
+    on_wait: Callable[[str], None] = lambda text: None,
 ) -> Built:
-    """Items as they come, for each label of a source. `on_progress` hears how many there were, and may raise."""
+    """Items as they come, for each label of a source. `on_progress` hears how many there were, and may raise;
+    `on_wait`, that another build is waited for."""
     items: list[int] = []
     roots: list[np.ndarray] = []
-    with _alone(out) as (store, lease), _staged(store, staging) as folder:
+    with _alone(out, on_wait) as (store, lease), _staged(store, staging) as folder:
         target = Target(
             store,
             fields,
@@ -420,7 +423,7 @@ def write_records(
 
 
 @contextlib.contextmanager
-def _alone(out: Store | Path | str, on_note: Callable[[str], None] = lambda note: None) -> Iterator[tuple[Store, Lease]]:
+def _alone(out: Store | Path | str, on_wait: Callable[[str], None]) -> Iterator[tuple[Store, Lease]]:
     """The data set's store and the lease on it, while no other build writes to it: of two the second waits for the
     first."""
     store = open_set(str(out), "--out") if isinstance(out, str | Path) else out
@@ -430,7 +433,7 @@ def _alone(out: Store | Path | str, on_note: Callable[[str], None] = lambda note
         made = [folder for folder in (path / "shards", path, *path.parents) if not folder.exists()]
     lease = Lease(store, BUILDING, {})
     try:
-        lease.take(True, lambda body: on_note(f"waited for the build of process {body['pid']} on {body['host']}"))
+        lease.take(True, lambda body: on_wait(f"waiting for the build of process {body['pid']} on {body['host']}"))
     except Held:
         remedy = "wait until it has ended, or name another --out"
         raise UserError("another build is writing to it", field="--out", value=store.url, remedy=remedy) from None
