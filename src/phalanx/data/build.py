@@ -90,8 +90,8 @@ def build(
             raise documents.refusal(path, "it is empty")
     with _alone(out, on_wait) as (store, lease):
         return _build(
-            inputs, store, lease, tokenizer, field, workers, staging, append, max_bytes, chunk_items, shard_chunks, left_out,
-            force, on_progress, on_note,
+            inputs, store, lease, tokenizer, field, workers, staging, append, max_bytes, chunk_items, shard_chunks,
+            left_out, force, on_progress, on_note,
         )  # fmt: skip
 
 

@@ -194,7 +194,7 @@ class Target:
         return manifest, version
 
     def _check_shards(self, manifest: Manifest) -> None:
-        """That the new ones are all there: another build may have removed one that this one found and left as it was."""
+        """That the new ones are all there: another build may have removed one that this one found and left alone."""
         if manifest is self.base:
             return
         new = [(e, s) for e in range(self.first_extent, len(manifest.extents)) for s in range(manifest.num_shards(e))]
