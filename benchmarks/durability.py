@@ -18,6 +18,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -30,6 +31,7 @@ from phalanx.checkpoint.index import CATALOG
 from phalanx.core import lease
 from phalanx.core.checkpoint import file_name
 from phalanx.core.errors import UserError
+from phalanx.core.held import travels_whole
 from phalanx.core.job import CheckpointConfig, DataConfig, Job, RunConfig, TrainConfig
 from phalanx.core.layout import Layout
 from phalanx.core.store import Folder, open_store
@@ -40,8 +42,11 @@ from phalanx.data.tokenizer import Bytes
 from phalanx.data.verify import verify
 from phalanx.run import start as start_of
 from phalanx.run.start import AUTO, find_start, take_place
+from tests.cases import MOE, make_job
+from tests.checkpoint.faults import committed
 from tests.checkpoint.test_catalog import make
 from tests.data import s3
+from tests.pool import Pool
 from tests.system.command import TINY, Command, sets
 
 SMALL = {"chunk_items": 256, "shard_chunks": 8}
@@ -175,9 +180,9 @@ ROWS = {
 }
 
 
-def stopped(number: int, root: Path) -> tuple[int, int]:
+def stopped(number: int, root: Path, where: dict) -> tuple[int, int]:
     """A real run of two ranks without recovery gets a signal: steps that it trained and did not save."""
-    command = Command(root, *sets(TINY | {"checkpoint.every_steps": 100_000}))
+    command = Command(root, *sets(TINY | {"checkpoint.every_steps": 100_000} | where))
     command.wait_until(lambda: len(command.rows()) > 20, 300)
     command.signal(number)
     ended = command.end(120)
@@ -185,11 +190,72 @@ def stopped(number: int, root: Path) -> tuple[int, int]:
     return len(ended.rows) - ended.summary["durable"], len(ended.rows)
 
 
-def in_runs(root: Path) -> dict[str, tuple[int, int]]:
-    return {
-        "Ctrl-C (216 trained, 117 kept)": stopped(signal.SIGINT, root / "int"),
-        "SIGTERM without recovery (282, 30 kept)": stopped(signal.SIGTERM, root / "term"),
-    }
+FULL_DISK = """
+import errno, os
+def full(fd, data, *args, real=os.pwrite):
+    if len(data) >= 64 and os.path.exists(os.environ["FULL_DISK"]):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return real(fd, data, *args)
+os.pwrite = full
+"""
+
+
+def last_fails(root: Path) -> tuple[int, int]:
+    """The disk is full from the first checkpoint to the end: steps that are not durable and not said to be lost."""
+    root.mkdir()
+    (root / "sitecustomize.py").write_text(FULL_DISK)
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    env = {"PYTHONPATH": path, "FULL_DISK": str(root / "full")}
+    command = Command(root, *sets(TINY | {"checkpoint.every_steps": 20, "train.steps": 400}), env=env)
+    command.wait_until(lambda: committed(root), 300)
+    (root / "full").touch()
+    ended = command.end(300)
+    durable = committed(root)[-1]
+    assert durable < 400, "the run was done before the disk was full"
+    print(f"  exit status {ended.code}: {ended.err.splitlines()[0]}")
+    said = ended.code == 1 and str(durable) in ended.err and ended.summary["durable"] == durable
+    return 0 if said else 400 - durable, 400 - durable
+
+
+def imported(pool: Pool, root: Path) -> tuple[int, int]:
+    """Weights are imported at step 1000: updates that a checkpoint three steps later counts and that were not made."""
+    got = pool.run("tests.train.resume_cases:case_import", make_job((1, 2, 1), precision="fp32"), dir=str(root))[0]
+    return got["about"]["updates"] - 3 + (got["again"] != got["straight"]), 3
+
+
+def compressed(pool: Pool, root: Path) -> tuple[int, int]:
+    """Gradients travel as int8: parameters whose own error is above 5 %, or that are not to be rounded and were."""
+    answers = {}
+    for codec in ("none", "int8"):
+        job = make_job((2, 2, 1), model=MOE, precision="fp32", clip=0.0, compress=codec)
+        pool.run("tests.train.engine_cases:first_gradients", job, stem=str(root / codec))
+        answers[codec] = np.load(root / f"{codec}-0.npz")
+    want, got = answers.values()
+    errors = {name: np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name]) for name in want.files}
+    bars = {name: 1e-5 if travels_whole(name, want[name].shape) else 5e-2 for name in errors}
+    print(f"  largest error of a parameter: {max(errors.values()):.2%}")
+    return sum(not errors[name] <= bars[name] for name in errors), len(errors)
+
+
+def in_runs(root: Path, url: str) -> Iterator[tuple[str, str, list[tuple[int, int] | None]]]:
+    """The rows of real runs: the fault, what was lost before, and what is lost in a folder and in the bucket."""
+    places = {"folder": {}, "bucket": {"checkpoint.dir": f"{url}/runs"}}
+    for number, fault, before in (
+        (signal.SIGINT, "Ctrl-C", "117 of 216 kept"),
+        (signal.SIGTERM, "SIGTERM without recovery", "30 of 282 kept"),
+    ):
+        yield (
+            fault,
+            before,
+            [
+                stopped(number, root / f"{number}-{place}", {key: f"{value}/{number}" for key, value in where.items()})
+                for place, where in places.items()
+            ],
+        )
+    yield "the last checkpoint fails", "all since, exit status 0", [last_fails(root / "full"), None]
+    with Pool(4) as pool:
+        yield "weights imported at step 1000", "1,000 updates too many", [imported(pool, root), None]
+        yield "int8 gradients, by parameter", "errors up to 135 %", [compressed(pool, root), None]
 
 
 @contextlib.contextmanager
@@ -254,6 +320,12 @@ def main() -> None:
     runs = 20 if args.smoke else args.histories
     print(f"{machine()}\n")
     ok, lost = not args.smoke and runs >= 1000, {}
+
+    def show(fault: str, before: str, cells: list[tuple[int, int] | None]) -> None:
+        lost[fault] = [cell and cell[0] for cell in cells]
+        told = [f"{cell[0]} of {cell[1]}" if cell else "-" for cell in cells]
+        print(f"{fault:<42}{before:<26}" + "".join(f"{each:>12}" for each in told), flush=True)
+
     with bucket() as (url, server), tempfile.TemporaryDirectory() as temporary:
         print(f"{'fault':<42}{'lost before':<26}{'folder':>12}{server:>12}")
         for number, (fault, (row, before)) in enumerate(ROWS.items()):
@@ -263,12 +335,9 @@ def main() -> None:
                 root.mkdir()
                 store = open_store(f"{url}/{number}" if place == "bucket" else str(root / "store"))
                 cells.append(row(store, root))
-            lost[fault] = [cell and cell[0] for cell in cells]
-            told = [f"{cell[0]} of {cell[1]}" if cell else "-" for cell in cells]
-            print(f"{fault:<42}{before:<26}" + "".join(f"{each:>12}" for each in told), flush=True)
-        for fault, (gone, of) in {}.items() if args.smoke else in_runs(Path(temporary)).items():
-            lost[fault] = [gone]
-            print(f"{fault:<42}{'the steps since':<26}{f'{gone} of {of}':>12}{'-':>12}", flush=True)
+            show(fault, before, cells)
+        for fault, before, cells in () if args.smoke else in_runs(Path(temporary), url):
+            show(fault, before, cells)
 
         @contextlib.contextmanager
         def remote(seed: int):

@@ -149,6 +149,7 @@ def a_keeper(url, keep=(3, 0), serve=False, peers=PEERS, ranks=LAYOUT.world_size
             thread.join(10)
         keeper.writers.shutdown()
         keeper.committer.shutdown()
+        keeper.retainer.shutdown()
         keeper.server.close()
         keeper.listener.close()
 

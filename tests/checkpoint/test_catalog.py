@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint import second
 from phalanx.checkpoint.catalog import Catalog
-from phalanx.checkpoint.files import Reader, write_whole
+from phalanx.checkpoint.files import Reader, root_of, write_whole
 from phalanx.checkpoint.index import CATALOG
 from phalanx.core.checkpoint import (
     MANIFEST,
@@ -232,6 +232,45 @@ def test_what_cannot_be_read_is_not_damaged(folder, events, tmp_path):
     assert Catalog(folder).scrub() == {name: [] for name in made}
 
 
+def rewrite(store, name, change):
+    """The manifest, as another version of this program would write it."""
+    body = json.loads(store.read(f"{name}/{MANIFEST}").partition(b"\n")[2])
+    change(body)
+    data = json.dumps(body).encode()
+    store.write(f"{name}/{MANIFEST}", root_of(data).encode() + b"\n" + data)
+
+
+def test_a_newer_minor_version_may_say_more_of_a_tensor(folder):
+    name = make(folder, 1)
+    before = Reader(folder, name).manifest
+    rewrite(folder, name, lambda body: [row.insert(-1, "more") for row in body["entries"]])
+    assert Reader(folder, name).manifest == before
+    rewrite(folder, name, lambda body: [row.__delitem__(slice(3, -1)) for row in body["entries"]])
+    assert Reader(folder, name).manifest == before, "and one that says less is read as ever"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(entries=[{"name": "w"}]),
+        lambda body: body.pop("layout"),
+        lambda body: body["entries"][0].__setitem__(-1, "float5"),
+        lambda body: body.update(entries=7),
+    ],
+    ids=["other entries", "no layout", "another type", "no entries"],
+)
+def test_an_intact_manifest_that_is_not_understood_is_not_condemned(folder, events, change):
+    """Or a run of an older version would put all checkpoints into quarantine, one after the other."""
+    names = [make(folder, step) for step in (1, 2)]
+    for name in names:
+        rewrite(folder, name, change)
+    catalog = Catalog(folder)
+    assert catalog.newest_good(events.append) is None
+    assert [event["type"] for event in events] == ["checkpoint_unreadable"] * 2
+    assert "is not damaged, but this version of Phalanx cannot read it" in events[0]["reason"]
+    assert [found.status for found in catalog.all()] == ["good"] * 2
+
+
 def test_a_failing_disk_is_not_damage(folder, events, monkeypatch):
     name = make(folder, 1)
 
@@ -379,6 +418,14 @@ def test_a_quarantined_one_is_never_deleted(store):
         Catalog(store).retain(1)
     assert names(Catalog(store)) == [made[2]] and names(Catalog(store), "quarantined") == [made[0]]
     assert Reader(store, made[0]).verify() == []
+
+
+def test_a_quarantined_one_whose_manifest_was_moved_away_is_not_deleted_either(folder):
+    names = [make(folder, step) for step in (1, 2)]
+    Catalog(folder).quarantine(names[0], "odd")
+    (folder.path / names[0] / MANIFEST).unlink()
+    age(folder.path / names[0])
+    assert Catalog(folder).retain(1) == [] and (folder.path / names[0] / file_name(0)).exists()
 
 
 def test_leftovers_of_a_crash_go_and_what_may_be_under_way_stays(folder):

@@ -360,6 +360,7 @@ def save(explorer, entries=ENTRIES, keep_last=2, order=("drain 0", "drain 1", "c
             for what in order:
                 if what == "commit":
                     keeper._commit(faults.order_of(shards, NEW))
+                    keeper.retaining.result()
                 elif what == "try":  # as it does when the ranks say hello
                     keeper._try_folder()
                 elif what == "folder":

@@ -3,6 +3,7 @@ slow, or a bucket that answers badly, costs a checkpoint and not the run."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -234,6 +235,26 @@ def test_a_full_disk_costs_that_checkpoint_only(disk):
         filler.unlink()
         assert "committed" in kinds(save(keeper, NEW + 1, entries))
         assert faults.load_newest(Catalog(keeper.store))[1] == faults.state_of(entries, NEW + 1)
+
+
+def test_a_half_file_that_could_not_be_removed_does_not_stay(tmp_path, monkeypatch):
+    """The disk fails in the middle of a file and may not be written to for a while: then the file is written anew."""
+
+    def half(path, own, tail):
+        path.write_bytes(own[:100])
+        raise OSError(errno.EIO, "Input/output error")
+
+    def refused(name):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with faults.a_keeper(tmp_path) as keeper:
+        with monkeypatch.context() as broken:
+            broken.setattr(files, "_write_local", half)
+            broken.setattr(keeper.store, "remove", refused)
+            for _ in range(2):
+                assert kinds(save(keeper, NEW)) == ["checkpoint_failed"] * 2
+        assert kinds(save(keeper, NEW)) == ["shard", "shard", "committed"]
+        assert faults.load_newest(Catalog(keeper.store))[1] == faults.state_of(ENTRIES, NEW)
 
 
 def test_a_disk_that_is_full_at_the_commit(disk):

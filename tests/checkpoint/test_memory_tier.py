@@ -18,13 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import memory
+from phalanx.checkpoint import files, memory
 from phalanx.checkpoint.buddy import BuddyServer, fetch, push
 from phalanx.checkpoint.catalog import Catalog
+from phalanx.checkpoint.index import CATALOG
 from phalanx.checkpoint.keeper import Rank
 from phalanx.checkpoint.memory import SEAL_BYTES, Slot
 from phalanx.core.checkpoint import BadCheckpoint, buddies
-from phalanx.core.errors import UserError
+from phalanx.core.errors import UserError, WireError
 from phalanx.core.store import Folder
 from phalanx.gate.peers import Peers, Stream
 from tests.checkpoint import faults
@@ -327,6 +328,36 @@ def test_what_is_being_written_may_be_asked_for_again(keeper, lines, monkeypatch
     assert not keeper.channel.of("checkpoint_failed")
 
 
+@pytest.mark.parametrize(
+    "catalog, said",
+    [(b'{"che', "catalog.json: is damaged"), (b'{"format": 2, "checkpoints": {}}', "is newer than this program")],
+    ids=["torn", "newer"],
+)
+def test_a_catalog_that_cannot_be_written_is_told_and_may_be_mended(catalog, said):
+    """The snapshot is still in memory, so the checkpoint is not given up."""
+    with faults.a_keeper(f"memory://keeper-{said[:12]}") as keeper:
+        faults.adopt(keeper, ENTRIES, NEW)
+        keeper.store.write(CATALOG, catalog)
+        keeper._write(NEW, 0)
+        (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
+        assert said in failed["reason"] and not failed["gone"] and failed["rank"] == 0
+        keeper.store.remove(CATALOG)
+        keeper._write(NEW, 0)
+        wait_for(lambda: {m["rank"] for m in keeper.channel.of("shard")} == {0, 1})
+
+
+def test_a_buddy_that_answers_nonsense_costs_the_copy_only(keeper, lines, monkeypatch):
+    def push(*args):
+        raise WireError("nonsense")
+
+    monkeypatch.setattr("phalanx.checkpoint.keeper.push", push)
+    keeper.buddy = ("127.0.0.1", 1)
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, NEW)
+    wait_for(lambda: len(keeper.channel.of("shard")) == 2)
+    assert len(keeper.channel.of("buddy_failed")) == 2
+
+
 def test_a_commit_that_is_asked_for_again_is_answered_again(keeper, lines):
     for rank, line in enumerate(lines):
         snapshot(line, rank, 0, NEW)
@@ -343,6 +374,50 @@ def test_a_commit_that_is_asked_for_again_is_answered_again(keeper, lines):
     keeper.order({**order, "files": [(1, "another"), (1, "another")]})
     (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
     assert "another checkpoint has this name" in failed["reason"] and failed["rank"] == -1
+
+
+def written(keeper, lines, number, step):
+    """Write the files of a checkpoint, and return the order to commit it."""
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, number, step)
+    shards = wait_for(lambda: len(s := [m for m in keeper.channel.of("shard") if m["step"] == step]) == 2 and s)
+    return faults.order_of(shards, step)
+
+
+def test_a_slow_retention_holds_up_no_commit(keeper, lines, monkeypatch):
+    """On a bucket it takes minutes, and the next checkpoint would not be durable for so long."""
+    removing, real = threading.Event(), keeper.catalog.retain
+    monkeypatch.setattr(keeper.catalog, "retain", lambda *args: removing.wait(60) and real(*args))
+    orders = [written(keeper, lines, number, step) for number, step in ((0, OLD), (1, NEW))]
+    try:
+        for order in orders:
+            keeper.order(order)
+        wait_for(lambda: len(keeper.channel.of("committed")) == 2)
+    finally:
+        removing.set()
+
+
+def test_a_commit_that_hangs_is_not_queued_again(keeper, lines, monkeypatch):
+    """The command is sent again every two seconds, and names every file."""
+    disk, real = threading.Event(), files.commit
+    monkeypatch.setattr(files, "commit", lambda *args: disk.wait(60) and real(*args))
+    first, second = (written(keeper, lines, number, step) for number, step in ((0, OLD), (1, NEW)))
+    try:
+        for order in (first, *3 * [second]):
+            keeper.order(order)
+        assert keeper.committer._work_queue.qsize() <= 2
+    finally:
+        disk.set()
+    wait_for(lambda: len(keeper.channel.of("committed")) == 2)
+
+
+def test_a_retention_that_finds_a_torn_index_says_so(keeper, monkeypatch):
+    def torn(*args):
+        raise BadCheckpoint("catalog.json: is damaged")
+
+    monkeypatch.setattr(keeper.catalog, "retain", torn)
+    keeper._retain("step")
+    assert [m["reason"] for m in keeper.channel.of("checkpoint_not_removed")] == ["catalog.json: is damaged"]
 
 
 @pytest.mark.parametrize("seal", [None, "{"], ids=["none", "torn"])
@@ -390,6 +465,40 @@ def test_what_is_not_in_memory_any_more_cannot_be_written(keeper, lines):
     keeper.order({"type": "write", "step": OLD, "generation": 0})
     (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
     assert failed["gone"] and failed["step"] == OLD
+
+
+def test_a_rank_whose_snapshot_was_overwritten_is_told_beside_one_that_is_whole(keeper):
+    """Or the controller would wait for its file, and the checkpoint would stay open."""
+    faults.adopt(keeper, ENTRIES, NEW)
+    faults.fill(keeper.ranks[1].slots[0], ENTRIES, PLANS[1], 1, NEW + 1)
+    keeper._write(NEW, 0)
+    (shard,) = wait_for(lambda: keeper.channel.of("shard"))
+    (failed,) = wait_for(lambda: keeper.channel.of("checkpoint_failed"))
+    assert shard["rank"] == 0 and failed["rank"] == 1 and failed["gone"] and failed["step"] == NEW
+    faults.fill(keeper.ranks[0].slots[0], ENTRIES, PLANS[0], 0, NEW + 1)
+    keeper._write(NEW, 0)
+    assert keeper.channel.of("shard") == [shard, shard], "what is written needs no snapshot"
+
+
+def test_a_rank_that_has_not_come_so_far_is_not_given_up(keeper, lines):
+    """The file of one is tried again while the other is still being sealed."""
+    for rank, line in enumerate(lines):
+        snapshot(line, rank, 0, OLD, durable=False)
+        line.wait_free(0)
+    snapshot(lines[0], 0, 1, NEW, durable=False)
+    lines[0].wait_free(1)
+    keeper.order({"type": "write", "step": NEW, "generation": 0})
+    wait_for(lambda: keeper.channel.of("shard"))
+    assert not keeper.channel.of("checkpoint_failed")
+    snapshot(lines[1], 1, 1, NEW)
+    wait_for(lambda: {m["rank"] for m in keeper.channel.of("shard")} == {0, 1})
+
+
+def test_a_snapshot_that_is_overwritten_before_it_is_written_is_told(keeper):
+    faults.adopt(keeper, ENTRIES, NEW)
+    keeper._drain(0, keeper.ranks[0].slots[0], {"step": OLD, "generation": 0})
+    (failed,) = keeper.channel.of("checkpoint_failed")
+    assert failed["gone"] and failed["step"] == OLD and not keeper.channel.of("shard")
 
 
 def test_a_stranger_is_sent_away_and_the_keeper_goes_on(keeper):

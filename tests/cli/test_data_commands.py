@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from phalanx.cli.data import _bar, data_app
 from phalanx.cli.served import print_mix, print_where
 from phalanx.core.errors import UserError
 from phalanx.core.job import DataConfig, Job, TrainConfig
+from phalanx.core.lease import Lease
+from phalanx.core.store import Folder
+from phalanx.data.build import BUILDING
 from phalanx.data.samples import digest
 from phalanx.data.selection import RunData
 from tests import forked
@@ -65,6 +70,28 @@ def test_build_and_info(built):
     assert found["shards"] > 2 and found["fields"] == [{"name": "tokens", "dtype": "<u2", "shape": []}]
     assert found["bytes"] == sum(p.stat().st_size for p in (out / "shards").iterdir())
     assert phalanx("info", out).stdout in said
+
+
+@pytest.mark.parametrize("command", ["build", "import"])
+def test_a_build_that_waits_for_another_says_so_when_it_begins(tmp_path, command):
+    """The other may take hours."""
+    source = tmp_path / "a.npy"
+    np.save(source, np.arange(100, dtype=np.uint16))
+    more = ["--tokenizer", "byte", *["--force"] * (command == "build")]
+    other = Lease(Folder(tmp_path / "out"), BUILDING, {})
+    other.take()
+    late = threading.Timer(30, other.close, (True,))
+    late.start()
+    arguments = [PHALANX, "data", command, source, "--out", tmp_path / "out", *more]
+    waiting = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert f"waiting for the build of process {os.getpid()} on " in waiting.stderr.readline()
+        assert waiting.poll() is None
+    finally:
+        late.cancel()
+        other.close(remove=True)
+        said = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0, said
 
 
 def test_append_with_a_tokenizer_file(tmp_path, texts):

@@ -1,23 +1,27 @@
 """A data set depends on its inputs alone: not on the number of workers, nor on how often it was killed."""
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from phalanx.core import lease
+from phalanx.core import store as stores
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.core.manifest import MANIFEST, Field, manifest_name
 from phalanx.core.store import Folder, ObjectStore, open_store
 from phalanx.data import documents, workers
-from phalanx.data.build import build, write_records
+from phalanx.data.build import BUILDING, _writer, build, write_records
 from phalanx.data.fetch import Fetcher, read_manifest
+from phalanx.data.target import Target
 from phalanx.data.tokenizer import Bytes, make_tokenizer, tokenizer_of
 from phalanx.data.verify import verify
 from tests.data.sets import make_loader
@@ -487,13 +491,101 @@ def test_a_build_that_comes_to_nothing_takes_nothing_of_another_with_it(tmp_path
         assert len([*(out / "shards").iterdir()]) == sum(manifest.num_shards(e) for e in range(len(manifest.extents)))
 
 
+def a_target(out, staging):
+    """One build of 5,000 records, up to its commit; returns it, and what it is to commit."""
+    staging.mkdir()
+    target = Target(out, (Field("x", "<u2"),), ["a"], append=False, **SMALL)
+    writer = _writer(target, staging, target.put(0))
+    writer.add(np.arange(5000, dtype="<u2").view(target.empty.dtype))
+    roots = writer.finish()
+    return target, target.manifest([writer.items], roots)
+
+
+def test_a_manifest_names_no_shards_that_another_build_removed(tmp_path):
+    """The same command runs twice, since the first was believed to be dead. The second finds the first one's shards and
+    leaves them as they are; then the first is refused, and removes what it made."""
+    out = Folder(tmp_path / "out")
+    first, _ = a_target(out, tmp_path / "1")
+    second, manifest = a_target(out, tmp_path / "2")
+    first.undo(is_lost=False)
+    with pytest.raises(UserError, match=r"3 of its 3 new shards are gone"):
+        second.commit(manifest)
+    with pytest.raises(FileNotFoundError):
+        out.read(MANIFEST)
+    third, manifest = a_target(out, tmp_path / "3")
+    assert verify(out, *third.commit(manifest)) == []
+
+
+def test_a_build_that_lost_its_lease_removes_nothing(tmp_path):
+    """Who holds it may have found these shards, and be about to name them."""
+    out = Folder(tmp_path / "out")
+
+    def arrays():
+        yield np.arange(5000, dtype="<u2").view([("x", "<u2")])
+        taken = json.loads((out.path / BUILDING).read_bytes())
+        out.write(BUILDING, json.dumps({**taken, "token": "another's"}).encode())
+        raise UserError("it is refused")
+
+    with pytest.raises(UserError, match="it is refused"):
+        write_records(out, "a", (Field("x", "<u2"),), arrays(), staging=tmp_path / "s", **SMALL)
+    assert len([*(out.path / "shards").iterdir()]) == 2, "those that were whole"
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_a_shard_that_is_there_is_not_put_again(tmp_path, where, monkeypatch):
+    out = Folder(tmp_path / "out") if where == "folder" else ObjectStore(f"memory://{tmp_path.name}")
+    target, manifest = a_target(out, tmp_path / "1")
+    names = [manifest.shard_name(0, shard) for shard in range(3)]
+    out.write(names[0], b"damaged")
+    written, write = [], out.write
+
+    def watched(name, data, overwrite=True):
+        written.append((name, overwrite))
+        write(name, data, overwrite)
+
+    monkeypatch.setattr(out, "write", watched)
+    monkeypatch.setattr(stores, "ONE_REQUEST_BYTES", 0)  # a bucket takes them in parts
+    out.remove(names[1])
+    a_target(out, tmp_path / "2")
+    assert written == [(names[0], True), (names[1], False)], "what is whole stays, what is damaged is mended"
+    assert verify(out, *target.commit(manifest)) == []
+    assert not [*tmp_path.glob("*/*.partial")], "what was not needed is not left either"
+
+
+def test_a_shard_that_a_manifest_names_is_not_replaced_by_another(tmp_path):
+    """In the first format a shard's name does not say what is in it; the other build was believed to be dead."""
+    out = Folder(tmp_path / "out")
+    target, manifest = a_target(out, tmp_path / "1")
+    first = replace(manifest, format=1)
+    for shard in range(3):
+        out.write(first.shard_name(0, shard), out.read(manifest.shard_name(0, shard)))
+    target.base = first
+    target.commit(first)
+    added = [Target(out, (Field("x", "<u2"),), ["a"], append=True, **SMALL) for _ in range(2)]
+    staging = tmp_path / "s"
+    staging.mkdir()
+
+    def put(target, seed):
+        writer = _writer(target, staging, target.put(0))
+        try:
+            writer.add(np.full(1000, seed, "<u2").view(target.empty.dtype))
+            return target.manifest([1000], writer.finish())
+        finally:
+            writer.abort()
+
+    manifest, version = added[0].commit(put(added[0], 1))
+    with pytest.raises(UserError, match="somebody else has written to it meanwhile"):
+        put(added[1], 2)
+    assert verify(out, manifest, version) == []
+
+
 TWICE = """
 import sys
 from phalanx.data.build import build
 from phalanx.data.tokenizer import Bytes
-notes = []
+waits = []
 sizes = dict(chunk_items=256, shard_chunks=8)
-print(build([("a", sys.argv[1])], sys.argv[2], Bytes(), workers=1, on_note=notes.append, **sizes)[1])
+print(build([("a", sys.argv[1])], sys.argv[2], Bytes(), workers=1, on_wait=waits.append, **sizes)[1])
 """
 
 

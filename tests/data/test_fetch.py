@@ -466,6 +466,10 @@ def test_a_folder_writes_all_or_nothing(tmp_path, monkeypatch):
         store.write("x/a", b"new", overwrite=False)
     assert store.read("x/a") == b"old" and os.listdir(tmp_path / "x") == ["a"]
     store.write("x/b", b"1", overwrite=False)
+    (tmp_path / "file").write_bytes(b"new")
+    with pytest.raises(FileExistsError):
+        store.write("x/b", tmp_path / "file", overwrite=False)
+    assert (tmp_path / "file").read_bytes() == b"new", "what was not taken stays where it was"
     (tmp_path / "staged").write_bytes(b"moved")
     store.write("x/a", tmp_path / "staged")
     assert store.read("x/a") == b"moved" and not (tmp_path / "staged").exists()

@@ -273,7 +273,8 @@ class Catalog:
         every = [f.name for f in good if (keep_every and f.step % keep_every == 0) or spares(f.step)]
         kept = {*every, *(f.name for f in good[:keep_last])}
         doomed = [found for found in good if found.name not in kept]
-        doomed += [f for f in everything if f.status == "incomplete" and f.place < good[0].place and self._is_old(f)]
+        left = [f for f in everything if f.status == "incomplete" and not f.quarantine]
+        doomed += [f for f in left if f.place < good[0].place and self._is_old(f)]
         for found in good[:keep_last] if doomed else []:
             if wrong := self._wrong_at_a_glance(found):
                 on_event({"type": "retention_refused", "checkpoint": found.name, "reason": wrong})

@@ -424,7 +424,8 @@ def _patient(store: Store, call: Callable[[], Any]) -> Any:
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
-    """FileNotFoundError: it was never committed. Unreadable: it cannot be read now. BadCheckpoint: it is damaged."""
+    """FileNotFoundError: it was never committed. Unreadable: it cannot be read now, or not by this version.
+    BadCheckpoint: it is damaged."""
     try:
         data = store.read(f"{name}/{MANIFEST}")
     except (FileNotFoundError, NotADirectoryError):
@@ -438,8 +439,11 @@ def read_manifest(store: Store, name: str) -> Manifest:
         manifest = Manifest.from_json(body)
     except UserError as error:
         raise UserError(f"{name}: {error.message}", field=error.field, value=error.value, remedy=error.remedy) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadCheckpoint(f"{name}/{MANIFEST}: cannot be understood: {error!r}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unreadable(  # its bytes are those that were written
+            f"{name}/{MANIFEST}: is not damaged, but this version of Phalanx cannot read it ({error!r}); use the one "
+            "that wrote it, or a newer one"
+        ) from None
     said = (manifest.generation, manifest.step), manifest.lineage
     if manifest.name != name or (lineage_of(name) and said != (place_of(name), lineage_of(name))):
         raise BadCheckpoint(f"{name}/{MANIFEST}: is that of {manifest.name}")

@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ from phalanx.gate.peers import Peers
 
 PACKET_BYTES = 1 << 16
 WRITERS = 4
+NOT_HELD = "no snapshot of it is in memory any more"
 KEPT_REPORTS = 16  # of checkpoints, which may be asked for again
 
 
@@ -74,10 +75,13 @@ class Keeper:
         self.base: dict[str, Any] | None = None  # of the manifest: what is the same for every checkpoint of the run
         self.buddy: tuple[str, int] | None = None
         self.lock = threading.Lock()
+        self.torn: set[str] = set()  # files that are half there, and could not be removed
         self.committed: dict[str, dict[str, Any] | None] = {}  # checkpoint -> its report; None: on its way
         self.writers = ThreadPoolExecutor(WRITERS, "phalanx-drain")
         self.hashers = ThreadPoolExecutor(WRITERS, "phalanx-hash")
         self.committer = ThreadPoolExecutor(1, "phalanx-commit")  # one after the other, in the order of the commands
+        self.retainer = ThreadPoolExecutor(1, "phalanx-retain")  # which no commit waits for
+        self.retaining: Future[None] | None = None
         self.server = BuddyServer(peers, self._own)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"\0phalanx-keeper-{secrets.token_hex(16)}")
@@ -252,7 +256,7 @@ class Keeper:
         assert self.buddy
         try:
             push(self.peers, self.buddy, rank, slot, self.ranks[rank].layout)
-        except (OSError, BadCheckpoint) as error:
+        except Exception as error:  # the file is written all the same
             self.channel.send({"type": "buddy_failed", "rank": rank, "reason": str(error)})
             return False
         return True
@@ -260,9 +264,10 @@ class Keeper:
     def _drain(self, rank: int, slot: Slot, about: dict[str, Any] | None = None) -> None:
         """Write the rank's file from its slot. `about`: what the slot should hold."""
         began, header = time.perf_counter(), slot.header()
-        if header is None:
-            if about:  # else it was overwritten meanwhile, and the step is not wanted any more
-                self._failed(rank, about, "the seal of the snapshot in memory does not hold", gone=True)
+        if header is None or (about and not _is_of(header, about)):
+            if about:
+                reason = NOT_HELD if header else "the seal of the snapshot in memory does not hold"
+                self._failed(rank, about, reason, gone=True)
             return None
         name, written = header["checkpoint"], self.ranks[rank].written
         target = f"{name}/{file_name(rank)}"
@@ -274,20 +279,24 @@ class Keeper:
             written[name] = None
             while len(written) > KEPT_REPORTS:
                 del written[next(iter(written))]
+        is_whole = False
         try:
             slot.verify(own=True)
+            is_whole = True
             if rank == 0:
                 self.catalog.begun(name, int(header["world_size"]))
             files.make_folder(self.store, name)
             said = {key: header[key] for key in ("checkpoint", "rank", "step")}
             tail = files.make_tail(said, base64.b64decode(header["rng"]), slot.hashes(own=True))
+            if target in self.torn:
+                self._remove_torn(target)
             files.write_file(self.store, target, slot.image[: slot.own_bytes], tail)
-        except (OSError, BadCheckpoint) as error:
+        except Exception as error:  # nobody looks at a writer's errors
             if not isinstance(error, FileExistsError):
                 with contextlib.suppress(OSError):
-                    self.store.remove(target)
+                    self._remove_torn(target)
             written.pop(name, None)
-            return self._failed(rank, header, str(error), gone=isinstance(error, BadCheckpoint))
+            return self._failed(rank, header, str(error), gone=not is_whole)
         size = slot.own_bytes + len(tail)
         drain_s = time.perf_counter() - began
         about = {key: header[key] for key in ("checkpoint", "step", "generation", "seal")}
@@ -297,6 +306,13 @@ class Keeper:
             written[name] = report
         self.channel.send(report)
         return None
+
+    def _remove_torn(self, target: str) -> None:
+        """What is half there would stand in the way of the next attempt."""
+        self.torn.add(target)
+        with contextlib.suppress(FileNotFoundError):
+            self.store.remove(target)
+        self.torn.discard(target)
 
     def _failed(self, rank: int, about: dict[str, Any], reason: str, gone: bool = False) -> None:
         """`gone`: there is nothing any more from which it could be written."""
@@ -314,7 +330,8 @@ class Keeper:
         """Obey the node."""
         kind = order.get("type")
         if kind == "commit":
-            self.committer.submit(self._commit, order)
+            if self._is_new(order["checkpoint"]):
+                self.committer.submit(self._commit, order)
         elif kind == "buddy":
             self.buddy = (str(order["host"]), int(order["port"]))
         elif kind == "held":
@@ -334,30 +351,39 @@ class Keeper:
         return sorted({(rank, header["step"], header["generation"]) for rank, header in found if header})
 
     def _write(self, step: int, generation: int) -> None:
-        """From the snapshots in memory."""
-        found = [
-            (rank, slot)
-            for rank, held in self.ranks.items()
-            for slot in held.slots
-            if (header := slot.header()) and (header["step"], header["generation"]) == (step, generation)
-        ]
-        for rank, slot in found:
-            self.writers.submit(self._drain, rank, slot)
-        if not found:
-            about = {"step": step, "generation": generation}
-            self._failed(0, about, "no snapshot of it is in memory any more", gone=True)
+        """From the snapshots in memory. Every rank is answered for, or the controller would wait for its file; but not
+        one that has not come so far beside others, which will speak for itself."""
+        about, answered = {"step": step, "generation": generation}, False
+        for rank, held in self.ranks.items():
+            reports = [report for report in list(held.written.values()) if report and about.items() <= report.items()]
+            headers = [header for slot in held.slots if (header := slot.header())]
+            if reports:
+                self.channel.send(reports[-1])
+            elif slot := next((slot for slot in held.slots if _is_of(slot.header(), about)), None):
+                self.writers.submit(self._drain, rank, slot, about)
+            elif held.conn and all((h["generation"], h["step"]) < (generation, step) for h in headers):
+                continue
+            else:
+                self._failed(rank, about, NOT_HELD, gone=True)
+            answered = True
+        if not answered:
+            self._failed(0, about, NOT_HELD, gone=True)
 
-    def _commit(self, order: dict[str, Any]) -> None:
-        name = order["checkpoint"]
+    def _is_new(self, name: str) -> bool:
+        """Whether a checkpoint is yet to be committed. One that is on its way is not queued again; one that is done is
+        reported again."""
         with self.lock:
             if name in self.committed:
                 if (report := self.committed[name]) is not None:
                     self.channel.send(report)
-                return
+                return False
             self.committed[name] = None
             while len(self.committed) > KEPT_REPORTS:
                 del self.committed[next(iter(self.committed))]
-        began = time.perf_counter()
+        return True
+
+    def _commit(self, order: dict[str, Any]) -> None:
+        began, name = time.perf_counter(), order["checkpoint"]
         try:
             parts: dict[str, Any] = {key: order[key] for key in ("step", "generation", "files")}
             parts |= {"made": time.time(), "name": name, **json.loads(order["seal"])}
@@ -371,7 +397,7 @@ class Keeper:
             if (there.files, there.generation) != (manifest.files, manifest.generation):
                 raise OSError("another checkpoint has this name")
             self.catalog.added(manifest)
-        except (OSError, BadCheckpoint, KeyError, TypeError, ValueError) as error:  # nobody looks at a writer's errors
+        except Exception as error:
             self.committed.pop(name, None)
             self._failed(-1, order, f"it could not be committed: {type(error).__name__}: {error}")
             return
@@ -380,7 +406,9 @@ class Keeper:
         with self.lock:
             self.committed[name] = report
         self.channel.send(report)
-        self._retain(name)
+        if self.retaining:
+            self.retaining.cancel()  # if it has not begun, this one does its work
+        self.retaining = self.retainer.submit(self._retain, name)
 
     def _check_owner(self) -> None:
         """That no other run has taken this place over, while this one was believed to be dead."""
@@ -400,11 +428,16 @@ class Keeper:
             best = Best.read(self.store)
             spares = best.spares if best and best.lineage == lineage else lambda step: False
             removed = self.catalog.retain(*self.keep, self.channel.send, lineage, spares)
-        except (OSError, UserError) as error:
+        except (OSError, UserError, BadCheckpoint) as error:
             self.channel.send({"type": "checkpoint_not_removed", "checkpoint": name, "reason": str(error)})
             return
         if removed:
             self.channel.send({"type": "checkpoints_removed", "names": removed})
+
+
+def _is_of(header: dict[str, Any] | None, about: dict[str, Any]) -> bool:
+    """Whether a snapshot is of this step and generation."""
+    return header is not None and all(header[key] == about[key] for key in ("step", "generation"))
 
 
 def check_shared(url: str, run: str) -> None:

@@ -76,6 +76,7 @@ def build_command(
             force=force,
             on_progress=on_progress,
             on_note=notes.append,
+            on_wait=_tell,
         )
     _print_info(out, *built)
     for note in notes:
@@ -118,6 +119,7 @@ def import_command(
 
     _refuse_memory(out)
     options: dict[str, Any] = {"append": append, "staging": staging, "shard_chunks": _shard_chunks(shard_mb)}
+    options["on_wait"] = _tell
     with _stopped("nothing was added; the same command starts again"), _bar("importing") as told:
         options["on_progress"] = lambda items: told(0, None, f"{items:,} items")
         if records:
@@ -287,6 +289,11 @@ def _print_info(url: str, manifest: Any, version: str) -> None:
         rows[f"extent {number}"] = f"{extent['source']}: {extent['items']:,} in {extent['shards']:,} shards"
     for name, value in rows.items():
         print(f"{name:<10}  {value}")
+
+
+def _tell(text: str) -> None:
+    """Say now what would otherwise look as if nothing happened."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

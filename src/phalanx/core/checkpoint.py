@@ -37,8 +37,8 @@ class BadCheckpoint(Exception):
 
 
 class Unreadable(BadCheckpoint):
-    """It cannot be read now: a file is missing, or the disk fails. That may pass, so nothing is wrong with the
-    checkpoint itself."""
+    """It cannot be read now: a file is missing, the disk fails, or a newer version has written it. That may pass, so
+    nothing is wrong with the checkpoint itself."""
 
 
 def _up(size: int, to: int) -> int:
@@ -201,10 +201,18 @@ class Manifest:
     def from_json(data: bytes) -> Manifest:
         body = json.loads(data)
         document.check_version(body, FORMAT, "the manifest")
-        entries = [Entry(Held(name, tuple(shape), *how), dtype) for name, shape, *how, dtype in body["entries"]]
+        entries = [_entry(*row) for row in body["entries"]]
         files = [(int(size), str(root)) for size, root in body["files"]]
         layout = document.make(Layout, body["layout"])
         return document.make(Manifest, {**body, "layout": layout, "entries": entries, "files": files})
+
+
+def _entry(name: str, shape: list[int], *rest: Any) -> Entry:
+    """Out of a manifest's row. A newer minor version may say more before the type, which comes last."""
+    *how, dtype = rest
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{name}: there is no type {dtype!r}")
+    return Entry(Held(name, tuple(shape), *how[: len(dataclasses.fields(Held)) - 2]), dtype)
 
 
 def file_name(rank: int) -> str:

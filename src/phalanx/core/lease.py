@@ -120,6 +120,12 @@ class Lease:
             else:
                 self._write(tag)
 
+    def holds(self) -> bool:
+        """Renew it now, and return whether nobody else has taken it."""
+        with self._lock, contextlib.suppress(OSError):
+            self._renew()
+        return not self.is_lost
+
     def close(self, remove: bool = False) -> None:
         """Leave; `remove`: leave nothing."""
         self._done.set()

@@ -28,6 +28,7 @@ from phalanx.core.job import SCHEMES
 REMEDY = f"name a folder, or a URL that begins with one of {', '.join(s + '://' for s in SCHEMES)}"
 READ_S = 20  # one read of a range; if given up, it holds its thread and its connection no longer than this
 LOCK_S = 60.0  # until a folder is free: who holds it writes one small file
+ONE_REQUEST_BYTES = 64 << 20  # a larger file goes in parts
 WHOLE_S = 120  # one request for a whole object, or for a part of one that is written
 
 T = TypeVar("T")
@@ -56,8 +57,9 @@ class Store(Protocol):
         """A bytes-like object; shorter than asked where the object ends before."""
 
     def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
-        """All of it or nothing. A file is moved away from where it was. FileExistsError if something is there that
-        must not be overwritten; of several who write without, one succeeds."""
+        """All of it or nothing. A file that is taken is moved away from where it was. FileExistsError if something is
+        there that must not be overwritten; of several who write without, one succeeds. A file that a bucket takes in
+        parts is the exception: there it is only looked whether something is there, before it is sent."""
 
     def remove(self, name: str) -> None: ...
     def size(self, name: str) -> int: ...
@@ -134,6 +136,10 @@ class Folder:
                 os.replace(near, target)
             else:
                 os.link(near, target)
+        except FileExistsError:
+            if isinstance(data, Path):
+                _move(near, data)
+            raise
         finally:
             near.unlink(missing_ok=True)
         sync_folder(target.parent)
@@ -267,6 +273,11 @@ class ObjectStore:
 
         # A conditional write is one request: a multipart upload has no condition everywhere.
         options: dict[str, Any] = {} if overwrite else {"mode": "create", "use_multipart": False}
+        if options and isinstance(data, Path) and data.stat().st_size > ONE_REQUEST_BYTES:
+            with contextlib.suppress(FileNotFoundError):
+                self.size(name)
+                raise FileExistsError(f"{name}: is there already")
+            options = {}
         _translated(name, lambda: obstore.put(self._patient, name, data, **options))
         if isinstance(data, Path):
             data.unlink()

@@ -79,24 +79,26 @@ def build(
     force: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     on_note: Callable[[str], None] = lambda note: None,
+    on_wait: Callable[[str], None] = lambda text: None,
 ) -> Built:
     """Tokens of documents. `inputs`: the label of a source, and a file, a folder or `python-stdlib`; each label is
     an extent. `max_bytes`: of text, from each source. `workers`: 0 is one per core; 1 is this process.
     `left_out`: folders that are not read. `on_progress` may raise to stop; the next call goes on from there.
-    `on_note` hears what else was left out, at the end."""
+    `on_note` hears what else was left out, at the end; `on_wait`, at once, that another build is waited for."""
     for _, path in inputs:
         if not path:
             raise documents.refusal(path, "it is empty")
-    with _alone(out, on_note) as store:
+    with _alone(out, on_wait) as (store, lease):
         return _build(
-            inputs, store, tokenizer, field, workers, staging, append, max_bytes, chunk_items, shard_chunks, left_out,
-            force, on_progress, on_note,
+            inputs, store, lease, tokenizer, field, workers, staging, append, max_bytes, chunk_items, shard_chunks,
+            left_out, force, on_progress, on_note,
         )  # fmt: skip
 
 
 def _build(
     inputs: Sequence[tuple[str, str]],
     store: Store,
+    lease: Lease,
     tokenizer: Tokenizer,
     field: str,
     workers: int,
@@ -140,7 +142,7 @@ def _build(
         except UserError as refused:
             if not isinstance(refused.__cause__, OSError):  # a full disk can be mended, and the build then goes on
                 _remove(folder)
-                target.undo()
+                target.undo(not lease.holds())
             raise
         _remove(folder)
     counts[documents.EMPTY] += made.state.empty
@@ -335,11 +337,13 @@ def write_arrays(
     chunk_items: int | None = None,
     shard_chunks: int | None = None,
     on_progress: Callable[[int], None] | None = None,
+    on_wait: Callable[[str], None] = lambda text: None,
 ) -> Built:
-    """Items as they come, for each label of a source. `on_progress` hears how many there were, and may raise."""
+    """Items as they come, for each label of a source. `on_progress` hears how many there were, and may raise;
+    `on_wait`, that another build is waited for."""
     items: list[int] = []
     roots: list[np.ndarray] = []
-    with _alone(out) as store, _staged(store, staging) as folder:
+    with _alone(out, on_wait) as (store, lease), _staged(store, staging) as folder:
         target = Target(
             store,
             fields,
@@ -368,7 +372,7 @@ def write_arrays(
             done = target.commit(target.manifest(items, np.concatenate(roots)))
         except BaseException:
             _remove(folder)
-            target.undo()  # the next call starts from the beginning
+            target.undo(not lease.holds())  # the next call starts from the beginning
             raise
         _remove(folder)
     return done
@@ -419,8 +423,9 @@ def write_records(
 
 
 @contextlib.contextmanager
-def _alone(out: Store | Path | str, on_note: Callable[[str], None] = lambda note: None) -> Iterator[Store]:
-    """The data set's store, while no other build writes to it: of two the second waits for the first."""
+def _alone(out: Store | Path | str, on_wait: Callable[[str], None]) -> Iterator[tuple[Store, Lease]]:
+    """The data set's store and the lease on it, while no other build writes to it: of two the second waits for the
+    first."""
     store = open_set(str(out), "--out") if isinstance(out, str | Path) else out
     made: list[Path] = []  # folders that were not there
     if isinstance(store, Folder):
@@ -428,7 +433,7 @@ def _alone(out: Store | Path | str, on_note: Callable[[str], None] = lambda note
         made = [folder for folder in (path / "shards", path, *path.parents) if not folder.exists()]
     lease = Lease(store, BUILDING, {})
     try:
-        lease.take(True, lambda body: on_note(f"waited for the build of process {body['pid']} on {body['host']}"))
+        lease.take(True, lambda body: on_wait(f"waiting for the build of process {body['pid']} on {body['host']}"))
     except Held:
         remedy = "wait until it has ended, or name another --out"
         raise UserError("another build is writing to it", field="--out", value=store.url, remedy=remedy) from None
@@ -440,7 +445,7 @@ def _alone(out: Store | Path | str, on_note: Callable[[str], None] = lambda note
             remedy="name a folder or bucket that you may write to, with space left",
         ) from error
     try:
-        yield store
+        yield store, lease
     finally:
         lease.close(remove=True)
         for folder in made:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from phalanx.data.fetch import read_manifest
 from phalanx.data.shard_file import CHUNK_BYTES, SHARD_BYTES, version_of
 from phalanx.data.tokenizer import TOKENIZER, Vocabulary
 
+THREADS = 16
+SPAN_BYTES = 8 << 20  # read at once
 NO_ROOTS = np.empty((0, 32), np.uint8)
 
 
@@ -84,11 +87,44 @@ class Target:
                     name, *copies = self._same(self.base, extent, shard, root)
                     for copy in copies:
                         self.store.write(copy, path.read_bytes())
-                elif not self._has(name):
-                    self._put.append(name)
-                self.store.write(name, path)
+                    self.store.write(name, path)
+                else:
+                    self._put_new(name, path)
 
         return put
+
+    def _put_new(self, name: str, path: Path) -> None:
+        """Unless it is there already. Of other bytes under its name those of a build that came to nothing, or damaged
+        ones, are replaced, and those that a manifest names are not."""
+        if self._size(name) is None:
+            self._put.append(name)
+            try:
+                return self.store.write(name, path, overwrite=False)
+            except FileExistsError:  # another build was first
+                self._put.remove(name)
+        if self._is_same(name, path):
+            path.unlink()
+        elif name in self._named():
+            raise self._changed()
+        else:
+            self.store.write(name, path)
+        return None
+
+    def _is_same(self, name: str, path: Path) -> bool:
+        """Whether these bytes are there, and can be read."""
+        size = path.stat().st_size
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            return self.store.size(name) == size and all(
+                bytes(self.store.read_range(name, at, min(at + SPAN_BYTES, size))) == file.read(SPAN_BYTES)
+                for at in range(0, size, SPAN_BYTES)
+            )
+        return False
+
+    def _named(self) -> set[str]:
+        """The shards of the newest version."""
+        newest = self._newest()[0]
+        shards = [(e, s) for e in range(len(newest.extents)) for s in range(newest.num_shards(e))] if newest else []
+        return {newest.shard_name(e, s) for e, s in shards} if newest else set()
 
     def _same(self, base: Manifest, extent: int, shard: int, root: bytes) -> list[str]:
         """The shards of the base that this one is, built again."""
@@ -99,21 +135,22 @@ class Target:
         self._fits = [e - extent for e in same]
         return [base.shard_name(e, shard) for e in same]
 
-    def _has(self, name: str) -> bool:
+    def _size(self, name: str) -> int | None:
+        """None: it is not there."""
         try:
-            self.store.size(name)
+            return self.store.size(name)
         except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+            return None
 
-    def undo(self) -> None:
-        """Remove what this build has made, if it comes to nothing; nothing that a manifest names now."""
+    def undo(self, is_lost: bool) -> None:
+        """Remove what this build has made, if it comes to nothing; nothing that a manifest names now. `is_lost`:
+        another build writes here now, and may count on the shards that it has found."""
+        if is_lost:
+            return
         try:
-            newest = self._newest()[0]
+            named = self._named()
         except UserError:
             return
-        shards = [(e, s) for e in range(len(newest.extents)) for s in range(newest.num_shards(e))] if newest else []
-        named = {newest.shard_name(e, s) for e, s in shards} if newest else set()
         for name in self._put:
             if name not in named:
                 with contextlib.suppress(OSError):
@@ -137,6 +174,7 @@ class Target:
 
     def commit(self, manifest: Manifest) -> tuple[Manifest, str]:
         manifest.check()
+        self._check_shards(manifest)
         data = manifest.encode()
         version = version_of(data)
         newest = self._newest()[1]
@@ -151,14 +189,25 @@ class Target:
                 if newest != version:
                     self.store.replace(MANIFEST, data, tag)
             except Changed:
-                raise UserError(
-                    "somebody else has written to it meanwhile",
-                    field="--out",
-                    value=self.store.url,
-                    remedy="run it again, with --append to add to what is there now",
-                ) from None
+                raise self._changed() from None
         self._put = []
         return manifest, version
+
+    def _check_shards(self, manifest: Manifest) -> None:
+        """That the new ones are all there: another build may have removed one that this one found and left alone."""
+        if manifest is self.base:
+            return
+        new = [(e, s) for e in range(self.first_extent, len(manifest.extents)) for s in range(manifest.num_shards(e))]
+        with self._writing(), ThreadPoolExecutor(THREADS, "phalanx-build") as pool:
+            sizes = list(pool.map(lambda shard: self._size(manifest.shard_name(*shard)), new))
+        wrong = [shard for shard, size in zip(new, sizes, strict=True) if size != manifest.shard_bytes(*shard)]
+        if wrong:
+            raise UserError(
+                f"{len(wrong)} of its {len(new)} new shards are gone, the first is {manifest.shard_name(*wrong[0])}",
+                field="--out",
+                value=self.store.url,
+                remedy="run it again",
+            )
 
     def _newest(self) -> tuple[Manifest | None, str]:
         try:
@@ -192,6 +241,14 @@ class Target:
             field="--out",
             value=self.store.url,
             remedy="add to it with --append, or name another --out; nothing is ever overwritten",
+        )
+
+    def _changed(self) -> UserError:
+        return UserError(
+            "somebody else has written to it meanwhile",
+            field="--out",
+            value=self.store.url,
+            remedy="run it again, with --append to add to what is there now",
         )
 
     @contextlib.contextmanager
