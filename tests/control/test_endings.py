@@ -162,7 +162,7 @@ def a_rack_dies_with_its_aggregator():
     began = world.now
     for node in gone:
         node.power_off()
-    world.homes[home].die(back=10**15)
+    world.homes[home].die(back=None)
     until = began + 4 * BEAT_NS + 2 * world.gang.policy.silence_ns
     world.run(until=until, stop=lambda: all(world.gang.members.nodes[n.name].dead for n in gone))
     assert all(world.gang.members.nodes[n.name].dead for n in gone), f"unknown after {(world.now - began) / S} s"
@@ -261,6 +261,14 @@ def a_stop_of_a_gang_that_trains():
     assert ended.ok and ended.durable == ended.step and world.now - began < 5 * S
 
 
+def every_host_falls_silent_for_good():
+    world = world_of(nodes=3, steps=40)
+    for node in world.nodes.values():
+        node.power_off()
+    ended = end(world)
+    assert not ended.ok and "the run cannot continue" in ended.reason
+
+
 def an_error_that_trying_again_cannot_mend():
     world = world_of()
     rank(world, 1).die(kind="UserError", text="the vocabulary is too small")
@@ -331,6 +339,10 @@ PLANTED = {
     "a contained failure is forgotten before it is found to be fatal": (
         an_error_that_trying_again_cannot_mend,
         lambda m: m.setattr(Verdict, "fatal", lambda self: None),
+    ),
+    "hosts without which the gang cannot continue are waited for": (
+        every_host_falls_silent_for_good,
+        lambda m: m.setitem(gang_module.TIMERS, "silence", lambda g: g.desk.set("silence", g.policy.silence_ns)),
     ),
     "what a dead worker left in memory is not written": (
         the_first_loss_ends_a_run_without_recovery,

@@ -108,7 +108,7 @@ class Staff:
 
     def give_up_silent(self, waited: bool = False) -> dict[str, Gone]:
         """Give up those that were reported dead for their silence. Not while so many are silent that it may be the
-        network: that is waited for in rounds, and longer while the gang could not go on without them."""
+        network: that is waited for in rounds, and for `hold_ns` while the gang could not go on without them."""
         gone: dict[str, Gone] = {}
         if not self.silent:
             return gone
@@ -116,7 +116,8 @@ class Staff:
         count, most = len(self.suspects) + len(self.given_up_ns), self.most_silent()
         if count > most:
             self.rounds += waited
-            if self.rounds < self._policy.silence_rounds or not self._can_do_without(self.silent):
+            waits = self.rounds * self._policy.silence_ns < self._policy.hold_ns
+            if self.rounds < self._policy.silence_rounds or (waits and not self._can_do_without(self.silent)):
                 if not self.noted:
                     text = f"{count} nodes are silent, more than {most}: it may be the network"
                     self._desk.say(messages.Note(6, text))

@@ -363,7 +363,8 @@ class Aggregator:
             if node.home == self.name:
                 node.hang_up(tell=False)
         self.world.after(50 * MS, self.world.controller.lose_home, self.name)
-        self.world.after(back, self.revive)
+        if back is not None:
+            self.world.after(back, self.revive)
 
     def revive(self):
         self.alive = True
