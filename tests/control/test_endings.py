@@ -86,6 +86,29 @@ def a_donor_that_keeps_failing():
     assert any(deaf in text for _, text in world.controller.notes) or world.gang.members.nodes[deaf].deaths
 
 
+def a_rank_that_cannot_enter_and_does_not_say_why():
+    """Each generation with it breaks before it begins."""
+    world = world_of(replicas=4, nodes=4, steps=100)
+    world.mute.add(rank(world, 1).node.name)
+    rank(world, 1).die("SIGKILL")
+    assert end(world).ok
+
+
+def a_replica_whose_sums_break():
+    """It forms its groups each time, and no step is committed with it."""
+    world = world_of(replicas=4, nodes=5, steps=100)
+    world.frail.add(rank(world, 1).node.name)
+    assert end(world).ok
+    assert (0, 2, 3) in {form.replicas for form in world.controller.forms}
+
+
+def sums_that_break_everywhere():
+    world = world_of(replicas=2, nodes=2, steps=100, min_replicas=2)
+    world.frail.update(world.nodes)
+    ended = end(world)
+    assert not ended.ok and "the last: replica" in ended.reason
+
+
 def every_memory_fails():
     world = world_of(replicas=1, shards=2, nodes=2, steps=20, before=9, durable_every=3)
     world.run(stop=lambda: world.gang.commits.last >= 6)
@@ -322,6 +345,14 @@ PLANTED = {
     "the same donor is asked for ever": (
         a_donor_that_keeps_failing,
         lambda m: (unlimited(m), m.setattr(Finder, "fail", lambda self, source, step, damaged: None)),
+    ),
+    "a rank that does not say why it cannot enter is taken in again at once": (
+        a_rank_that_cannot_enter_and_does_not_say_why,
+        lambda m: m.setattr(Gang, "_hold_back", lambda self, parted, step: None),
+    ),
+    "a replica whose sums break is taken in again at once": (
+        a_replica_whose_sums_break,
+        lambda m: m.setattr(Gang, "_hold_back", lambda self, parted, step: None),
     ),
     "the same memory is asked for ever": (
         every_memory_fails,
