@@ -21,6 +21,7 @@ from phalanx.control.staffing import Staff
 from phalanx.control.verdict import Verdict
 from phalanx.control.worlds import Worlds
 from phalanx.core.layout import Layout
+from phalanx.twin.agenda import Agenda
 from tests.control.sim.world import BEAT_NS, MS, QUICK, S, Setting, World
 
 BOUND_NS = 600 * S
@@ -290,6 +291,16 @@ def every_host_falls_silent_for_good():
         node.power_off()
     ended = end(world)
     assert not ended.ok and "the run cannot continue" in ended.reason
+
+
+def an_aggregator_dies_as_the_run_ends():
+    """Its nodes hear of the end from another one."""
+    world = world_of(steps=12, aggregators=2)
+    world.run(until=BOUND_NS, stop=lambda: any(step == 12 for step, _ in world.durables))
+    world.homes[world.nodes["n0"].home].die(back=None)
+    assert end(world).ok
+    Agenda.run(world, world.now + 60 * S, lambda: False)
+    assert all(node.agent.left for node in world.nodes.values()), "an agent waits for ever"
 
 
 def an_error_that_trying_again_cannot_mend():

@@ -103,7 +103,7 @@ class Gang:
         if now_ns > desk.now_ns:
             desk.now_ns = now_ns
         if desk.phase == "ended":
-            if isinstance(event, messages.NodeJoined):
+            if isinstance(event, (messages.NodeJoined, messages.NodeClear)):
                 desk.say(messages.Leave(desk.said, (event.node,)))
         elif self.staff.refuses(event):
             self._hear_ghost(event)
