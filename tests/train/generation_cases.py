@@ -1,4 +1,4 @@
-"""A worker that dies at a point of a step that its arguments name: {"step", "at"}; or that gives its state to nobody."""
+"""A worker that dies at a point of a step that its arguments name: {"step", "at"}; or whose state nobody can take."""
 
 import os
 import signal

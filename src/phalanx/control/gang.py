@@ -394,8 +394,8 @@ class Gang:
         if self.desk.said_ns >= 0 and "hold" not in self.desk.timers:
             self.desk.set("hold", max(0, self.desk.said_ns + self.policy.hold_ns - self.desk.now_ns))
         staff = self.staff
-        asked = staff.starting or staff.killed or self.commits.drafts or self.worlds.astir or self.gen.pausing
-        asked = asked or self.ending.asks or self.ending.is_writing
+        asked = any((staff.starting, staff.killed, self.commits.drafts, self.worlds.astir, self.gen.pausing))
+        asked = asked or self.ending.asks > 0 or self.ending.is_writing
         if asked or self.phase not in ("gathering", "running", "ended"):
             self._resend_later()
 
@@ -527,8 +527,8 @@ class Gang:
         if enough:
             self.ending.fail(f"{enough[0].sentence()} ({enough[1]} times, and no step in between)", enough[0])
         elif self.verdict.attempts >= self.policy.attempts:
-            lost = [cause.sentence()] if cause else [text for _, text in self.staff.why[:1]]
-            last = "; the last: ".join(["", *lost])
+            lost = cause.sentence() if cause else next((text for _, text in self.staff.why), "")
+            last = f"; the last: {lost}" if lost else ""
             self.ending.fail(f"{self.verdict.attempts} attempts in a row committed no step{last}", cause)
         else:
             self.forming.hold_back(self.policy.pause_before(self.verdict.attempts + 1))
