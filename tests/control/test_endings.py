@@ -21,6 +21,7 @@ from phalanx.control.staffing import Staff
 from phalanx.control.verdict import Verdict
 from phalanx.control.worlds import Worlds
 from phalanx.core.layout import Layout
+from phalanx.twin.agenda import Agenda
 from tests.control.sim.world import BEAT_NS, MS, QUICK, S, Setting, World
 
 BOUND_NS = 600 * S
@@ -84,6 +85,29 @@ def a_donor_that_keeps_failing():
     donors = [found.node for form in world.controller.forms[1:] if (found := form.source_of(1))]
     assert donors.count(deaf) == 1 and len(set(donors)) == 2
     assert any(deaf in text for _, text in world.controller.notes) or world.gang.members.nodes[deaf].deaths
+
+
+def a_rank_that_cannot_enter_and_does_not_say_why():
+    """Each generation with it breaks before it begins."""
+    world = world_of(replicas=4, nodes=4, steps=100)
+    world.mute.add(rank(world, 1).node.name)
+    rank(world, 1).die("SIGKILL")
+    assert end(world).ok
+
+
+def a_replica_whose_sums_break():
+    """It forms its groups each time, and no step is committed with it."""
+    world = world_of(replicas=4, nodes=5, steps=100)
+    world.frail.add(rank(world, 1).node.name)
+    assert end(world).ok
+    assert (0, 2, 3) in {form.replicas for form in world.controller.forms}
+
+
+def sums_that_break_everywhere():
+    world = world_of(replicas=2, nodes=2, steps=100, min_replicas=2)
+    world.frail.update(world.nodes)
+    ended = end(world)
+    assert not ended.ok and "the last: replica" in ended.reason
 
 
 def every_memory_fails():
@@ -162,7 +186,7 @@ def a_rack_dies_with_its_aggregator():
     began = world.now
     for node in gone:
         node.power_off()
-    world.homes[home].die(back=10**15)
+    world.homes[home].die(back=None)
     until = began + 4 * BEAT_NS + 2 * world.gang.policy.silence_ns
     world.run(until=until, stop=lambda: all(world.gang.members.nodes[n.name].dead for n in gone))
     assert all(world.gang.members.nodes[n.name].dead for n in gone), f"unknown after {(world.now - began) / S} s"
@@ -261,6 +285,24 @@ def a_stop_of_a_gang_that_trains():
     assert ended.ok and ended.durable == ended.step and world.now - began < 5 * S
 
 
+def every_host_falls_silent_for_good():
+    world = world_of(nodes=3, steps=40)
+    for node in world.nodes.values():
+        node.power_off()
+    ended = end(world)
+    assert not ended.ok and "the run cannot continue" in ended.reason
+
+
+def an_aggregator_dies_as_the_run_ends():
+    """Its nodes hear of the end from another one."""
+    world = world_of(steps=12, aggregators=2)
+    world.run(until=BOUND_NS, stop=lambda: any(step == 12 for step, _ in world.durables))
+    world.homes[world.nodes["n0"].home].die(back=None)
+    assert end(world).ok
+    Agenda.run(world, world.now + 60 * S, lambda: False)
+    assert all(node.agent.left for node in world.nodes.values()), "an agent waits for ever"
+
+
 def an_error_that_trying_again_cannot_mend():
     world = world_of()
     rank(world, 1).die(kind="UserError", text="the vocabulary is too small")
@@ -315,6 +357,14 @@ PLANTED = {
         a_donor_that_keeps_failing,
         lambda m: (unlimited(m), m.setattr(Finder, "fail", lambda self, source, step, damaged: None)),
     ),
+    "a rank that does not say why it cannot enter is taken in again at once": (
+        a_rank_that_cannot_enter_and_does_not_say_why,
+        lambda m: m.setattr(Gang, "_hold_back", lambda self, parted, step: None),
+    ),
+    "a replica whose sums break is taken in again at once": (
+        a_replica_whose_sums_break,
+        lambda m: m.setattr(Gang, "_hold_back", lambda self, parted, step: None),
+    ),
     "the same memory is asked for ever": (
         every_memory_fails,
         lambda m: (unlimited(m), m.setattr(Finder, "fail", lambda self, source, step, damaged: None)),
@@ -331,6 +381,10 @@ PLANTED = {
     "a contained failure is forgotten before it is found to be fatal": (
         an_error_that_trying_again_cannot_mend,
         lambda m: m.setattr(Verdict, "fatal", lambda self: None),
+    ),
+    "hosts without which the gang cannot continue are waited for": (
+        every_host_falls_silent_for_good,
+        lambda m: m.setitem(gang_module.TIMERS, "silence", lambda g: g.desk.set("silence", g.policy.silence_ns)),
     ),
     "what a dead worker left in memory is not written": (
         the_first_loss_ends_a_run_without_recovery,

@@ -590,3 +590,28 @@ def test_control_is_pure():
         imported |= {str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
         other = {name for name in imported if not name.startswith("phalanx.control")} - allowed
         assert not other, (path.name, other)
+
+
+def test_each_wait_has_its_whole_time():
+    """The timer of one that was over ended the run a second into the next."""
+    crew = Crew(replicas=2, min_replicas=2, hold_ns=300 * S)
+    for incarnation in (1, 2):
+        step = crew.gang.committed + 1
+        crew.say(NodeDead("n1", incarnation, "burnt"), crew.parted(0, step))
+        assert crew.gang.desk.timers["hold"] > crew.now + 299 * S, f"of wait {incarnation}"
+        crew.now += 200 * S
+        crew.say(NodeJoined("n1", incarnation + 1, "rack"))
+        assert crew.gang.phase == "running" and "hold" not in crew.gang.desk.timers
+
+
+def test_a_worker_is_asked_anew_in_its_next_world():
+    crew = Crew(replicas=1, shards=2)
+    crew.mute = Build
+    crew.say(crew.dies(0))
+    assert of(Probe, crew.fire("build")), "both are late"
+    crew.say(crew.dies(0))
+    world, (new, old) = crew.gang.worlds.replicas[0].world, (crew.worker(0), crew.worker(1))
+    crew.say(Built((crew.node(0),), (1,), ((new,),), world))
+    assert crew.gang.worlds.replicas[0].waiting == {old}
+    told = crew.fire("build")
+    assert of(Probe, told) and not of(Halt, told), "it was doubted in the world before"

@@ -16,6 +16,7 @@ from phalanx.control.generation import Generation
 from phalanx.control.messages import (
     DeviceWarning,
     Durable,
+    Launch,
     NodeJoined,
     NodeSuspect,
     Parked,
@@ -23,6 +24,7 @@ from phalanx.control.messages import (
     TimerFired,
 )
 from phalanx.control.staffing import MANY, Staff
+from phalanx.control.verdict import MOST_EVIDENCE
 from tests.control.crew import Crew
 
 PER_NODE = 4
@@ -127,6 +129,16 @@ def joining(nodes):
     return crew.work, crew.said
 
 
+def dying(nodes):
+    """The work of one worker's death on each node, while none of them starts again."""
+    crew = Worked(1, nodes * PER_NODE, PER_NODE)
+    crew.mute = Launch
+    crew.work = crew.said = 0
+    crew.say(*(crew.dies(rank) for rank in range(0, nodes * PER_NODE, PER_NODE)))
+    assert len(crew.gang.staff.late_ns) == nodes
+    return crew.work, crew.said
+
+
 def one(event):
     """The work of one event, in a gang of so many replicas."""
 
@@ -183,6 +195,11 @@ def test_nodes_that_join_cost_as_much_as_there_are():
     assert said < 12**2, "each is told of all"
 
 
+def test_workers_that_die_everywhere_cost_as_much_as_there_are():
+    work, _ = bent(dying, first=MOST_EVIDENCE + 4, more=12)
+    assert work < 12**2, "each looks at all that start again"
+
+
 # -- planted bugs
 
 
@@ -227,3 +244,9 @@ def test_a_planted_scan_of_each_node_that_joins_is_seen(monkeypatch):
     before(Gang, "_gather", lambda gang: sorted(gang.members.nodes))(monkeypatch)
     with pytest.raises(AssertionError, match="each looks at all"):
         test_nodes_that_join_cost_as_much_as_there_are()
+
+
+def test_a_planted_scan_of_all_that_start_again_is_seen(monkeypatch):
+    before(Staff, "_look_at_slow", lambda staff: [at + 1 for at in staff.late_ns.values()])(monkeypatch)
+    with pytest.raises(AssertionError, match="each looks at all"):
+        test_workers_that_die_everywhere_cost_as_much_as_there_are()

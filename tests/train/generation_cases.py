@@ -1,22 +1,37 @@
-"""A worker that dies at a point of a step that its arguments name: {"step", "at"}."""
+"""A worker that dies at a point of a step that its arguments name: {"step", "at"}; or whose state nobody can take."""
 
 import os
 import signal
+import socket
 
 import torch.distributed as dist
 
 from phalanx.parallel.groups import Groups
-from phalanx.train import engine, worker
+from phalanx.train import engine, transfer, worker
 
 
 def main(channel, args):
-    if args["die"]:
+    if args["die"] == "refuse":
+        refuse()
+    elif args["die"]:
         plant(args["die"]["step"], args["die"]["at"])
     worker.main(channel, args)
 
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuse():
+    """Name a port at which nobody listens."""
+    begin = transfer.Giver.__init__
+
+    def begun(self, peers, device):
+        begin(self, peers, device)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.port = server.getsockname()[1]
+
+    transfer.Giver.__init__ = begun
 
 
 def plant(step, at):

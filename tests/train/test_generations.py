@@ -145,6 +145,17 @@ def test_another_replica_dies_while_the_step_is_redone(text, tmp_path):
         assert c.died == [4, 3] and [replica for replica, _ in c.builds if replica < 2] in ([0, 1], [1, 0])
 
 
+def test_a_donor_that_refuses_connections_is_asked_once(text, tmp_path):
+    """It was asked in every generation, until the run gave up."""
+    job = a_job(text, replica=3, ranks_per_node=1, global_batch=9)
+    die = {2: {"step": 4, "at": "forward"}, 3: "refuse"}
+    with lead(job, tmp_path, wait_ns=60 * 10**9, die=die) as c:
+        c.finish()
+        asked = [source.number for form in c.forms if (source := form.source_of(1)) and source.kind == "live"]
+        assert asked == [3, 1], "the next of its coordinate refuses; the other one gives"
+        assert any("refused" in form.reason for form in c.forms)
+
+
 def test_a_stopped_worker_is_killed_and_replaced(text, tmp_path, clean):
     with lead(a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path, wait_ns=60 * 10**9) as c:
         c.until(lambda: len(c.committed) >= 4)

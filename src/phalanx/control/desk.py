@@ -51,4 +51,5 @@ class Desk:
             self.say(messages.Note(6, text))
 
     def resume(self) -> None:
+        self.drop("hold")
         self.said, self.said_ns = "", -1

@@ -89,8 +89,10 @@ class Forming:
         date. Replicas that have failed lately are left out while others can do without them."""
         members, staff, worlds, now_ns = self._members, self._staff, self._worlds, self._desk.now_ns
         built = worlds.built & members.down.keys()
-        keep = has - worlds.failing or has or built  # in any case
-        late = {r for r in worlds.failing & built if now_ns < worlds.replicas[r].again_ns} - keep
+        late = {r for r in worlds.failing & built if now_ns < worlds.replicas[r].again_ns}
+        late -= has - late or has or built  # which are kept in any case
+        if len(built) - len(late) < self._policy.min_replicas <= len(built):
+            late = set()
         chosen = sorted(built - late)
         if late:
             self._desk.look_after(min(worlds.replicas[r].again_ns for r in late) - now_ns)

@@ -103,7 +103,7 @@ class Gang:
         if now_ns > desk.now_ns:
             desk.now_ns = now_ns
         if desk.phase == "ended":
-            if isinstance(event, messages.NodeJoined):
+            if isinstance(event, (messages.NodeJoined, messages.NodeClear)):
                 desk.say(messages.Leave(desk.said, (event.node,)))
         elif self.staff.refuses(event):
             self._hear_ghost(event)
@@ -435,12 +435,23 @@ class Gang:
             return False
         if self.phase in ("forming", "running"):
             planned = self.phase == "running" and (bool(self.gen.pausing) or event.step >= self.ending.steps)
+            if not planned:
+                self._hold_back(parted, event.step)
             if not planned and not self.staff.why:
                 self.staff.why.append((1, f"replica {parted[0]} has lost its peers"))
             self._part(quiet=planned)
         elif self.phase == "parting" and not self.gen.left:
             self._resolve()
         return self.phase == "gathering"
+
+    def _hold_back(self, parted: list[int], step: int) -> None:
+        """Hold back a replica that was the first to leave a generation before any step, when nothing else is known to
+        be wrong; and those that have failed before, and did not get in."""
+        assert self.form
+        late = {r for r in parted if self.phase == "forming" and self.worlds.replicas[r].failures}
+        if not (self.gen.stepped or step > self.form.step or self.staff.why):
+            late |= {parted[0]}
+        self.worlds.fail_to_join(sorted(late), self.gen.began_ns)
 
     def _part(self, quiet: bool = False) -> None:
         self.gen.part(quiet)
@@ -516,7 +527,8 @@ class Gang:
         if enough:
             self.ending.fail(f"{enough[0].sentence()} ({enough[1]} times, and no step in between)", enough[0])
         elif self.verdict.attempts >= self.policy.attempts:
-            last = f"; the last: {cause.sentence()}" if cause else ""
+            lost = cause.sentence() if cause else next((text for _, text in self.staff.why), "")
+            last = f"; the last: {lost}" if lost else ""
             self.ending.fail(f"{self.verdict.attempts} attempts in a row committed no step{last}", cause)
         else:
             self.forming.hold_back(self.policy.pause_before(self.verdict.attempts + 1))

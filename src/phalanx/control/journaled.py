@@ -110,10 +110,12 @@ class State:
 
     def _event(self, item: Item) -> Event | None:
         if item["type"] == "edge" and item["edge"] == SEEN:
-            node = self.gang.members.nodes.get(item["node"])
-            if node is None or not (node.dead or item["node"] in self.gang.staff.suspects):
+            gang, name = self.gang, item["node"]
+            node = gang.members.nodes.get(name)
+            if node is None or not (node.dead or name in gang.staff.suspects or gang.phase == "ended"):
                 return None
-            return messages.NodeClear(item["node"], item["incarnation"])  # one that was given up is fenced for it
+            # One that was given up is fenced for it; one that has not heard of the end hears of it.
+            return messages.NodeClear(name, item["incarnation"])
         found = event_of(item)
         event = Event.from_dict(found) if found else None
         if item["type"] == "event":

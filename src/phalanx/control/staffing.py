@@ -53,6 +53,9 @@ class Staff:
     patience: Patience = field(default_factory=Patience)
     why: list[tuple[int, str]] = field(default_factory=list)  # rungs and reasons since the last Form
 
+    def __post_init__(self) -> None:
+        self.late_ns = dict(sorted(self.late_ns.items(), key=lambda item: item[1]))  # it may come in order of names
+
     def bind(self, desk: Desk, members: Membership, policy: Policy) -> None:
         self._desk, self._members, self._policy = desk, members, policy
 
@@ -108,7 +111,7 @@ class Staff:
 
     def give_up_silent(self, waited: bool = False) -> dict[str, Gone]:
         """Give up those that were reported dead for their silence. Not while so many are silent that it may be the
-        network: that is waited for in rounds, and longer while the gang could not go on without them."""
+        network: that is waited for in rounds, and for `hold_ns` while the gang could not go on without them."""
         gone: dict[str, Gone] = {}
         if not self.silent:
             return gone
@@ -116,7 +119,8 @@ class Staff:
         count, most = len(self.suspects) + len(self.given_up_ns), self.most_silent()
         if count > most:
             self.rounds += waited
-            if self.rounds < self._policy.silence_rounds or not self._can_do_without(self.silent):
+            waits = self.rounds * self._policy.silence_ns < self._policy.hold_ns
+            if self.rounds < self._policy.silence_rounds or (waits and not self._can_do_without(self.silent)):
                 if not self.noted:
                     text = f"{count} nodes are silent, more than {most}: it may be the network"
                     self._desk.say(messages.Note(6, text))
@@ -165,6 +169,7 @@ class Staff:
         self.suspects.discard(name)
         self.silent.discard(name)
         self.leaving.discard(name)
+        self.late_ns.pop(name, None)
         self.killed = {worker: node for worker, node in self.killed.items() if node != name}
         if place >= 0:
             alone = place in self._members.vacant and not back and self._spare(place) is None
@@ -357,13 +362,7 @@ class Staff:
         gone = self._part_pairs() if members.vacant and members.paired else Gone()
         for place in sorted(members.short):
             self._restart(place)
-        for name, late_ns in sorted(self.late_ns.items()):
-            if not self._starts(name):
-                del self.late_ns[name]
-            elif late_ns > self._desk.now_ns:
-                self._desk.look_after(late_ns - self._desk.now_ns)
-            elif name not in self.leaving and self._spare(members.nodes[name].place, good=True):
-                self.leaving.add(name)
+        self._look_at_slow()
         for name in sorted(self.leaving) if members.fit[0] else ():
             place = members.nodes[name].place
             seats = members.places[place]
@@ -375,6 +374,20 @@ class Staff:
                     members.sit(place, spare, "next")
                     self._launch(place, "next")
         return gone
+
+    def _look_at_slow(self) -> None:
+        """Have nodes leave whose ranks take too long to start again, if there are others. They are in the order of
+        time: those that are not due yet are not looked at."""
+        now_ns, late = self._desk.now_ns, self.late_ns
+        if not late or (next(iter(late.values())) <= now_ns and not self._members.fit[0]):
+            return
+        for name in [name for name, _ in itertools.takewhile(lambda item: item[1] <= now_ns, late.items())]:
+            if not self._starts(name):
+                del late[name]
+            elif name not in self.leaving and self._spare(self._members.nodes[name].place, good=True):
+                self.leaving.add(name)
+        if later_ns := next((at_ns for at_ns in late.values() if at_ns > now_ns), 0):
+            self._desk.look_after(later_ns - now_ns)
 
     def _is_to_leave(self, name: str) -> bool:
         """Return whether the node is to leave its place also if its ranks are up."""

@@ -61,6 +61,7 @@ class Worlds:
                 continue
             self.last += 1
             found.build(self.last, *self._members.crew(number))
+            self._staff.patience.forget(found.crew.values())
             self.astir.add(number)
             self._desk.out += self._orders(number)
             if "build" not in self._desk.timers:

@@ -163,8 +163,9 @@ class Worker:
         text = f"{type(error).__name__}: {error}"[:500]
         print(f"generation {generation} was not entered: {text}", flush=True)
         traceback.clear_frames(error.__traceback__)  # they hold groups, and so their sockets
-        if self.commands.parting < generation and not is_echo(type(error).__name__, str(error)):
-            groups = not isinstance(error, SOURCE_ERRORS)
+        groups = not isinstance(error, SOURCE_ERRORS)
+        takes = not groups and m.step < 0  # only the source can be the cause, also where it refuses a connection
+        if self.commands.parting < generation and (takes or not is_echo(type(error).__name__, str(error))):
             m.lack(text, damaged=isinstance(error, BadCheckpoint), groups=groups)
             self._say()
         return True

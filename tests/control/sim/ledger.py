@@ -52,12 +52,19 @@ class Ledger:
         self.in_slot = {}  # (generation, rank) -> worker
         self.starts = {}  # generation -> when its first worker began
         self.undone = 0
+        self.shares = {}  # (generation, replica, step) -> what `share` has found
 
     # -- steps
 
     def share(self, generation, replica, step):
         """The samples that one of the active replicas takes, and those whose gradients it has: equal shares. If some
         kept theirs, the first step of a generation has those, and what is missing is dealt."""
+        about = generation, replica, step
+        if about not in self.shares:
+            self.shares[about] = self._share(*about)
+        return self.shares[about]
+
+    def _share(self, generation, replica, step):
         form = self.forms[generation]
         index, count = form.replicas.index(replica), len(form.replicas)
         if step > form.step + 1 or not form.kept:

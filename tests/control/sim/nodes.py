@@ -522,6 +522,9 @@ class Proc:
         if world.flip and source and kept:
             world.flip, self.state, self.true = False, f"{state}?{self.number}", state
         m.restored(step)
+        if self.node.name in world.mute:
+            self.agree_to_enter(generation, False)
+            return
         self.waits = True
         told = (self.state, source is None)
         point = "form" if self.node.name not in world.walled else "a wall"
@@ -639,6 +642,8 @@ class Proc:
 
     def computed(self, generation, step):
         if self.running(generation, step):
+            if self.node.name in self.world.frail and len(self.form["replicas"]) > 1:
+                self.leave_groups()
             self.cross.arrive(f"sum {step}", self, self.share, lambda values: self.summed(generation, step, values))
 
     def summed(self, generation, step, values):

@@ -92,7 +92,9 @@ class Faults:
         return self.rng.choice(list(self.world.nodes.values()))
 
     def _back(self):
-        return self.world.ms(1000, 40000)
+        """After how long it is back; None: it is lost for good."""
+        back = self.world.ms(1000, 40000)
+        return back if back % 8 else None
 
     def _for(self, held, *what, often=0.8):
         """For a while, or for good."""

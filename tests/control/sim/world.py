@@ -66,6 +66,8 @@ class World(Agenda):
         self.deaf = set()  # nodes from which nobody can take state
         self.lonely = {}  # node -> why its ranks cannot form groups
         self.walled = set()  # nodes whose ranks wait for other replicas in vain
+        self.mute = set()  # nodes whose ranks do not enter, and do not say why
+        self.frail = set()  # nodes whose ranks lose the other replicas in each sum
         self.unreadable = set()  # durable steps that cannot be loaded; -1: what the run began from
         self.kills_left = setting.point_kills
         self.faults = []
@@ -363,7 +365,8 @@ class Aggregator:
             if node.home == self.name:
                 node.hang_up(tell=False)
         self.world.after(50 * MS, self.world.controller.lose_home, self.name)
-        self.world.after(back, self.revive)
+        if back is not None:
+            self.world.after(back, self.revive)
 
     def revive(self):
         self.alive = True
