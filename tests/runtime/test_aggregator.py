@@ -298,7 +298,7 @@ class Cluster:
 
         def beat(*_):
             if link.visits and self.agents.get(name) is link:
-                about = {"visit": link.visits, "generation": 1, "step": 1, "counter": 1, "step_ns": 1}
+                about = {"visit": link.visits, "sent_ns": 1, "generation": 1, "step": 1, "counter": 1, "step_ns": 1}
                 link.tell({"type": "beat", **about})
 
         def again():

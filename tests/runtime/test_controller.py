@@ -57,7 +57,7 @@ class Puppet:
         self.loop.after(BEAT_S, self._beat)
 
     def _tell(self):
-        about = {"visit": self.link.visits, "generation": 0, "step": 0, "counter": 0, "step_ns": 0}
+        about = {"visit": self.link.visits, "sent_ns": 0, "generation": 0, "step": 0, "counter": 0, "step_ns": 0}
         self.link.tell({"type": "beat", **about})
 
     def post(self, event):

@@ -53,7 +53,7 @@ MERGED = {
 #: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's. `said`: for the
 #: run's record. From one that would join (its incarnation is 0): which code it runs, and what it has.
 REPORTS: Schemas = {
-    "beat": {"visit": int, "generation": int, "step": int, "counter": int, "step_ns": int},
+    "beat": {"visit": int, "sent_ns": int, "generation": int, "step": int, "counter": int, "step_ns": int},
     "event": {"event": dict},
     "said": {"upto": int, "items": list},
     "join": {"life": str, "version": str, "about": dict},
@@ -72,10 +72,10 @@ SAID: Schemas = {
     "released": {**_NUMBERED},
     "left": {**_NUMBERED, "reason": str},
 }
-#: To an agent. `lease`: how long it may train after the beat that this answers.
+#: To an agent. `lease`: how long it may train after it sent the beat that this answers.
 COMMANDS: Schemas = {
     "command": {"command": dict},
-    "lease": {"ns": int},
+    "lease": {"ns": int, "sent_ns": int},
     "recorded": {"upto": int},
     "store": {"items": list},
 }
@@ -221,7 +221,7 @@ class Aggregator:
             self._post(self.liveness.beat(node, incarnation, body["visit"], self._now_ns()))
             left_ns = self._lease_ns - time.monotonic_ns()
             if left_ns > 0:
-                agent.tell({"type": "lease", "ns": left_ns})
+                agent.tell({"type": "lease", "ns": left_ns, "sent_ns": body["sent_ns"]})
         elif body["type"] == "store":
             self._asker = node
             for item in body["items"]:
