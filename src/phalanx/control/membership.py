@@ -161,7 +161,9 @@ class Membership:
         """List those of the nodes, by incarnation, that were given up: somebody found them back, and they may not have
         been told."""
         known = [(name, incarnation, self.nodes.get(name)) for name, incarnation in nodes.items()]
-        return [Fence(name, number) for name, number, node in known if node and node.dead and node.incarnation == number]
+        return [
+            Fence(name, number) for name, number, node in known if node and node.dead and node.incarnation == number
+        ]
 
     def mark(self, name: str, fault: str = "", rung: int = -1, drained: bool | None = None) -> None:
         """Note that a node has a fault, or whether it is drained."""
