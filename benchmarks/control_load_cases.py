@@ -92,8 +92,10 @@ class Node:
 
     def beat(self):
         if self.link:
-            said = self.agent.beat(time.monotonic_ns())
-            self.link.tell({"type": "beat", "visit": self.link.visits, "counter": said["step"], **said})
+            sent_ns = time.monotonic_ns()
+            said = self.agent.beat(sent_ns)
+            about = {"visit": self.link.visits, "sent_ns": sent_ns, "counter": said["step"]}
+            self.link.tell({"type": "beat", **about, **said})
             self.fleet.beats += 1
             self.act()
 

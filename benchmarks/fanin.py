@@ -280,7 +280,8 @@ def aggregators_with_a_node(pipe, folder: str, controller, first: int, end: int,
 
 
 def beat_of(step: int) -> dict:
-    return {"type": "beat", "visit": 1, "generation": 0, "step": step, "counter": step, "step_ns": 10**9}
+    about = {"visit": 1, "sent_ns": time.monotonic_ns(), "generation": 0}
+    return {"type": "beat", **about, "step": step, "counter": step, "step_ns": 10**9}
 
 
 def at_the_controller(folder: str, secret, nodes: int) -> dict:

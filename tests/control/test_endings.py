@@ -13,7 +13,7 @@ from phalanx.control.finding import Finder
 from phalanx.control.gang import Gang
 from phalanx.control.generation import Generation
 from phalanx.control.journaled import Plan, Poison, State
-from phalanx.control.liveness import Orphans
+from phalanx.control.liveness import Liveness, Orphans
 from phalanx.control.membership import Membership, Node
 from phalanx.control.messages import Drain, Missing, NodeJoined, StepsDone, Stop
 from phalanx.control.policy import Policy, beat_ns
@@ -163,6 +163,23 @@ def the_link_to_a_gang_of_one_replica_is_cut():
     assert old.member.step == stopped
     world.cut.clear()
     assert end(world).ok
+
+
+def a_node_that_was_given_up_is_back_for_one_beat():
+    """It is cut off again before it hears that it was given up: its lease had better not been renewed meanwhile."""
+    world = world_of(replicas=1, nodes=3, steps=2000, before=6, durable_every=3)
+    node = rank(world, 0).node
+    world.cut.add(node.name)
+    world.run(until=BOUND_NS, stop=lambda: world.gang.phase == "fencing")
+    lapses, home, cut_off = world.gang.desk.timers["lease"], world.homes[node.home], world.now
+    world.after(lapses - world.now - 6 * S, world.cut.discard, node.name)
+    world.run(until=lapses, stop=lambda: home.beats[node.name] > cut_off)
+    assert cut_off < home.beats[node.name] < lapses, "it has been heard"
+    world.run(until=world.now + 5 * MS)  # an answer has arrived
+    assert not node.agent.fenced, "it has heard everything"
+    world.cut.add(node.name)
+    world.run(until=lapses + 60 * S)
+    assert world.gang.generation == 2
 
 
 def the_controller_is_gone_for_longer_than_the_lease():
@@ -405,6 +422,10 @@ PLANTED = {
     "a lease is not kept": (
         the_link_to_a_gang_of_one_replica_is_cut,
         lambda m: m.setattr(Agent, "_lapse", lambda self: None),
+    ),
+    "a node is given a lease before the controller knows that it is back": (
+        a_node_that_was_given_up_is_back_for_one_beat,
+        lambda m: m.setattr(Liveness, "lease", lambda self, node, lease_ns: lease_ns),
     ),
     "nobody knows which aggregators live": (
         a_rack_dies_with_its_aggregator,

@@ -298,7 +298,7 @@ class Cluster:
 
         def beat(*_):
             if link.visits and self.agents.get(name) is link:
-                about = {"visit": link.visits, "generation": 1, "step": 1, "counter": 1, "step_ns": 1}
+                about = {"visit": link.visits, "sent_ns": 1, "generation": 1, "step": 1, "counter": 1, "step_ns": 1}
                 link.tell({"type": "beat", **about})
 
         def again():
@@ -484,6 +484,51 @@ def test_which_steps_are_done_is_passed_on_once_and_all_hear_that_it_was_heard(c
     agents["b"].post({"type": "event", "event": {"kind": "StepsDone", "generation": 2, "step": 7}})
     agents["b"].flush(60)
     assert said[3:] == [("b", "StepsDone", 7)], "the first of a generation is said by all"
+
+
+def test_a_node_has_a_lease_once_the_controller_has_acknowledged_that_it_is_there(cluster):
+    """It may have been given up: what it is told then comes before. A controller that is slow costs it nothing."""
+    first, late, got, slow = cluster.aggregators["r1"], [], [], [True]
+
+    def hear(session, number, body):
+        if body["type"] == "ping":
+            about = {"ns": 60 * S, "sent_ns": body["sent_ns"], "again_ns": S // 10, "speaks": True}
+            session.tell({"type": "lease", **about})
+        elif slow[0]:
+            late.append((session, number, body))
+        else:
+            cluster._hear(session, number, body)
+
+    cluster.controller._on_message = hear
+    link = cluster.agent("a")
+    link._on_message = lambda session, number, body: got.append(body)
+    leases = lambda: [body for body in got if body["type"] == "lease"]  # noqa: E731
+    cluster.until(lambda: late and first._lease_ns)
+    cluster.run(0.5)
+    assert "a" in first.beats and not got
+    cluster.command("r1", ["a"], "fence")
+    slow[0] = False
+    cluster._hear(*late.pop())
+    cluster.until(lambda: len(got) >= 2)
+    assert got[0]["type"] == "command" and got[1]["type"] == "lease" and got[1]["sent_ns"] == 1
+
+    slow[0] = True
+    first.link.drop("it was cut off")
+    cluster.until(lambda: late)
+    before, seen = len(leases()), first.liveness.nodes["a"]
+    cluster.until(lambda: len(leases()) > before + 2)
+    cluster.until(lambda: first._lease_ns > seen.lease_ns)
+    assert leases()[-1]["ns"] <= seen.lease_ns - time.monotonic_ns() + S, "what it had before, and no more"
+
+    link.drop("it was cut off")
+    cluster.until(lambda: seen.visit == link.visits > 1)
+    before = len(leases())
+    cluster.run(0.5)
+    assert len(leases()) == before, "the controller has not heard that it is back"
+    slow[0] = False
+    for one in late:
+        cluster._hear(*one)
+    cluster.until(lambda: len(leases()) > before)
 
 
 def test_a_form_for_everyone_is_sent_once_and_each_node_is_told_what_is_its_own(cluster):

@@ -57,7 +57,7 @@ class Puppet:
         self.loop.after(BEAT_S, self._beat)
 
     def _tell(self):
-        about = {"visit": self.link.visits, "generation": 0, "step": 0, "counter": 0, "step_ns": 0}
+        about = {"visit": self.link.visits, "sent_ns": 0, "generation": 0, "step": 0, "counter": 0, "step_ns": 0}
         self.link.tell({"type": "beat", **about})
 
     def post(self, event):
@@ -774,6 +774,20 @@ def test_a_silent_node_that_comes_by_another_way_is_clear(state):
     assert state.gang.staff.suspects == {"a"}
     heard(state, edge("seen", visit=2))
     assert not state.gang.staff.suspects
+
+
+def test_a_controller_that_ends_before_it_has_fenced_a_node_fences_it_when_it_is_back(play, inside):
+    """The journal has it that the node is back, and nobody has told it."""
+    made = inside()
+    x = Aggregator(made.loop, play.secret, Identity("aggregator", "x", 1), [made.server.address], beat_s=BEAT_S)
+    a = Puppet(made.loop, play.secret, "a", [x.server.address])
+    turn_until(made.loop, lambda: a.of("Launch"))
+    made.state.take("event", {"event": messages.NodeDead("a", 1, "it is off").to_dict()}, made.state.time_ns)
+    assert made.gang.members.nodes["a"].dead and made.state.roster.home("a") == "x" and not a.of("Fence")
+    x.link.drop("the controller has ended")
+    turn_until(made.loop, lambda: a.of("Fence"))
+    x.close()
+    a.link.close()
 
 
 def test_a_dead_node_that_comes_by_another_way_is_fenced(state):

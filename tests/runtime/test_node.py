@@ -9,14 +9,21 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from phalanx.checkpoint.keeper import Keeper
 from phalanx.checkpoint.memory import Slot
+from phalanx.control.agent import Agent
 from phalanx.control.messages import Drain, Scale
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.gate.peers import Peers
+from phalanx.observe.progress import Progress
 from phalanx.runtime import kernel
+from phalanx.runtime.aggregator import COMMANDS
 from phalanx.runtime.controller import read_address
+from phalanx.runtime.node import Node
+from phalanx.runtime.wire import WireError, check
 from tests.runtime.cluster import QUICK, TOYS, S, kill, wait_for
 from tests.runtime.conftest import alive_with
 from tests.runtime.toys import INTERFACES
@@ -234,6 +241,46 @@ def test_a_worker_that_fails_is_told_with_its_error(cluster):
 
 
 # -- leases and limits
+
+
+@pytest.fixture
+def told():
+    """A node without processes, and a worker's progress: what it makes of a lease."""
+    node, sent, progress = Node.__new__(Node), [], Progress()
+    node.agent, node.loop, node._act = Agent("n", "", {}), SimpleNamespace(after=lambda s, do: None), lambda: None
+    node.agent.booted(0, 1)
+    node.link = SimpleNamespace(visits=1, tell=sent.append)
+    node.spawner = SimpleNamespace(workers={1: SimpleNamespace(progress=progress)})
+
+    def beat():
+        node._tell_beat()
+        return sent[-1]["sent_ns"]
+
+    def lease(sent_ns, ns):
+        node._commanded(None, 0, check({"type": "lease", "sent_ns": sent_ns, "ns": ns}, COMMANDS))
+        return node.agent.alarms.get("lease")
+
+    return SimpleNamespace(node=node, beat=beat, lease=lease, progress=progress)
+
+
+def test_a_lease_counts_from_the_beat_that_it_answers(told):
+    first, second = told.beat(), told.beat()
+    assert second > first and told.lease(first, 60 * S) == first + 60 * S
+    assert told.lease(second, 50 * S) == first + 60 * S, "what was granted holds"
+    assert told.lease(second, 60 * S) == second + 60 * S and not told.progress.lease_ended
+    with pytest.raises(WireError, match="no beat was sent then"):
+        told.lease(time.monotonic_ns() + S, S)
+
+
+def test_an_answer_that_comes_after_its_lease_has_ended_grants_nothing(told):
+    sent = told.beat()
+    assert told.lease(sent, 1) is None and told.progress.lease_ended
+
+
+def test_a_node_that_is_fenced_is_given_no_lease(told):
+    told.node.agent.living.add(1)  # it has not ended yet
+    told.node.agent.reset()
+    assert told.lease(told.beat(), 60 * S) is None and told.progress.lease_ended
 
 
 def test_a_lease_that_ends_parks_the_workers_until_the_controller_is_back(cluster):

@@ -13,6 +13,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,7 @@ from phalanx.gate.proof import Token
 from phalanx.gate.tls import Certificate, Tls
 from phalanx.runtime import transport
 from phalanx.runtime.secret import READ, WRITE, Identity, Secret
-from phalanx.runtime.transport import Link, Loop, Server
+from phalanx.runtime.transport import Link, Loop, Server, Session
 from phalanx.runtime.wire import WireError
 
 SECRET, OTHER = (Secret(Path("secret"), bytes([i]) * 32) for i in (7, 8))
@@ -136,6 +137,25 @@ def test_nothing_is_acknowledged_before_the_server_says_so(net):
         link.flush(0.05)
     net.server.sessions["a"].ack(1)
     link.flush(60)
+
+
+def test_an_acknowledgement_does_not_overtake_what_was_posted_before_it():
+    """Over a full connection: who was given up hears it before anything that counts on it."""
+    pushed: list[str] = []
+    conn = SimpleNamespace(
+        pending_bytes=0, push=lambda m: pushed.append(m["type"]), push_body=lambda b: pushed.append("post")
+    )
+    session = Session(Identity("aggregator", "x", 1))
+    session.attach(conn)
+    conn.pending_bytes = transport.WINDOW_BYTES
+    session.post({"type": "fence"})
+    session.ack(3)
+    conn.pending_bytes = 0
+    assert not session.tell({"type": "lease"}), "what was posted waits"
+    session.pump()
+    assert pushed == ["resume", "post", "ack"] and session.tell({"type": "lease"})
+    session.attach(conn)
+    assert pushed[4:] == ["resume", "post", "ack"]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -246,7 +246,7 @@ class Agent:
     def renew(self, now_ns: int, until_ns: int) -> None:
         """The controller was heard of: the workers may train until then."""
         self.now_ns = max(self.now_ns, now_ns)
-        if until_ns > self.alarms.get("lease", 0):
+        if until_ns > self.alarms.get("lease", self.now_ns) and not self.fenced:
             self._alarm("lease", until_ns - self.now_ns)
             self._alarm("redial", (until_ns - self.now_ns) // 2)
 

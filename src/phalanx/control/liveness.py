@@ -15,6 +15,7 @@ from phalanx.control.policy import MISSED_BEATS
 SLACK = 2  # a node is dead after so many times the longest of its gaps, where that is longer than three beats
 SEEN, SUSPECT, CLEAR, DEAD = "seen", "suspect", "clear", "dead"
 GONE = "gone"  # its connection ended, and it did not come back at once
+NO_LIMIT_NS = 1 << 62
 
 Item = dict[str, Any]
 
@@ -26,6 +27,7 @@ class Seen:
     last_ns: int
     gap_ns: int  # the longest between its beats; it is forgotten slowly
     suspect: bool = False
+    lease_ns: int = 0  # it may have a lease until then at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Liveness:
         seen.gap_ns = max(gap, seen.gap_ns - (seen.gap_ns - gap) // 16)
         seen.last_ns = now_ns
         if seen.visit != visit:
-            seen.visit, seen.suspect = visit, False
+            seen.visit, seen.suspect, seen.lease_ns = visit, False, 0
             yield Edge(node, incarnation, visit, SEEN)
         elif seen.suspect:
             seen.suspect = False
@@ -71,11 +73,27 @@ class Liveness:
     def forget(self, node: str) -> None:
         self.nodes.pop(node, None)
 
-    def all(self) -> list[Edge]:
-        """Those that were heard of and are not suspect, as if they were seen for the first time: for a controller that
-        has not heard from this aggregator for a while."""
-        heard = [(name, seen) for name, seen in self.nodes.items() if seen.visit and not seen.suspect]
+    def all(self, lease_ns: int) -> list[Edge]:
+        """Those that were heard of, as if they were seen for the first time: for a controller that has not heard from
+        this aggregator for a while, and gave it a lease until `lease_ns` before."""
+        heard = [(name, seen) for name, seen in self.nodes.items() if seen.visit]
+        for _, seen in heard:
+            seen.lease_ns = min(seen.lease_ns, lease_ns)
         return [Edge(name, s.incarnation, s.visit, SEEN) for name, s in heard]
+
+    def confirm(self, item: Item) -> str:
+        """The controller has acknowledged an edge. Return the node if that gives it a right to leases: had it been
+        given up before, it would have been told so by now."""
+        seen = self.nodes.get(item["node"])
+        if item["edge"] != SEEN or not seen or (seen.incarnation, seen.visit) != (item["incarnation"], item["visit"]):
+            return ""
+        seen.lease_ns = NO_LIMIT_NS
+        return str(item["node"])
+
+    def lease(self, node: str, lease_ns: int) -> int:
+        """Return until when a node may train, if the controller listens here until `lease_ns`. A node that is back
+        after a silence may have been given up: it is given none before the controller has heard that it is back."""
+        return min(lease_ns, self.nodes[node].lease_ns)
 
     def tick(self, now_ns: int) -> Iterator[Edge]:
         while self._deadlines and self._deadlines[0][0] <= now_ns:

@@ -8,11 +8,11 @@ spare.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from phalanx.control.messages import Source
+from phalanx.control.messages import Fence, Source
 from phalanx.control.sources import Copy
 
 
@@ -156,6 +156,14 @@ class Membership:
         place = self.places[node.place]
         which = next(w for w in ("now", "next", "old") if (seat := getattr(place, w)) and seat.node == name)
         return self.clear(node.place, which)
+
+    def fences(self, nodes: Mapping[str, int]) -> list[Fence]:
+        """List those of the nodes, by incarnation, that were given up: somebody found them back, and they may not have
+        been told."""
+        known = [(name, incarnation, self.nodes.get(name)) for name, incarnation in nodes.items()]
+        return [
+            Fence(name, number) for name, number, node in known if node and node.dead and node.incarnation == number
+        ]
 
     def mark(self, name: str, fault: str = "", rung: int = -1, drained: bool | None = None) -> None:
         """Note that a node has a fault, or whether it is drained."""

@@ -1,7 +1,7 @@
 """The aggregator: a process between some hundred agents and the controller. Heartbeats end here: it keeps who is alive
 and where it stands as soft state, and passes on edges. What agents post it passes on as it is, and acknowledges when
 the controller has; commands go the other way. It holds a lease of the controller's, which it renews by a ping, and
-passes on what is left of it with every beat.
+passes on what is left of it with every beat, once the controller has acknowledged that the node is there.
 
 What a step costs the controller does not grow with the fleet: it says when the next ping is due, and one aggregator
 alone tells it which steps are done.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from phalanx.control.liveness import DEAD, GONE, SUSPECT, Edge, Liveness
+from phalanx.control.liveness import DEAD, GONE, SEEN, SUSPECT, Edge, Liveness
 from phalanx.control.messages import EVERYONE
 from phalanx.gate.hub import Hub, Item
 from phalanx.observe import fold_form
@@ -53,7 +53,7 @@ MERGED = {
 #: From an agent: beats are told, the first of them at once, and events posted. `visit` is its link's. `said`: for the
 #: run's record. From one that would join (its incarnation is 0): which code it runs, and what it has.
 REPORTS: Schemas = {
-    "beat": {"visit": int, "generation": int, "step": int, "counter": int, "step_ns": int},
+    "beat": {"visit": int, "sent_ns": int, "generation": int, "step": int, "counter": int, "step_ns": int},
     "event": {"event": dict},
     "said": {"upto": int, "items": list},
     "join": {"life": str, "version": str, "about": dict},
@@ -72,10 +72,10 @@ SAID: Schemas = {
     "released": {**_NUMBERED},
     "left": {**_NUMBERED, "reason": str},
 }
-#: To an agent. `lease`: how long it may train after the beat that this answers.
+#: To an agent. `lease`: how long it may train after it sent the beat that this answers.
 COMMANDS: Schemas = {
     "command": {"command": dict},
-    "lease": {"ns": int},
+    "lease": {"ns": int, "sent_ns": int},
     "recorded": {"upto": int},
     "store": {"items": list},
 }
@@ -161,7 +161,8 @@ class Aggregator:
         self._coming: set[str] = set()  # nodes that were admitted and have not spoken yet
         self._asker = ""  # the node whose hub is listened to
         self._steps = (0, -1)  # generation, step: the last that was passed on
-        self._passed: deque[tuple[int, Session, int]] = deque()  # number to the controller, agent, its number
+        # Number to the controller; the report, of which an agent is told when it is heard, or which was seen here.
+        self._passed: deque[tuple[int, Report]] = deque()
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
         self._spec: Message = {}  # what an agent is told to serve; its `version` is that of the code
         self._secret, self._me = secret, me
@@ -219,9 +220,7 @@ class Aggregator:
             self.beats[node] = body
             self._coming.discard(node)
             self._post(self.liveness.beat(node, incarnation, body["visit"], self._now_ns()))
-            left_ns = self._lease_ns - time.monotonic_ns()
-            if left_ns > 0:
-                agent.tell({"type": "lease", "ns": left_ns})
+            self._lease(node)
         elif body["type"] == "store":
             self._asker = node
             for item in body["items"]:
@@ -275,7 +274,8 @@ class Aggregator:
 
     def _found(self, controller: Session) -> None:
         """The controller may have taken all nodes here for lost."""
-        self._post(self.liveness.all())
+        self._passed = deque(passed for passed in self._passed if passed[1][1])
+        self._post(self.liveness.all(self._lease_ns))
         self._speaks = True
         self._say_ping()
         self.hub.resync()
@@ -318,8 +318,17 @@ class Aggregator:
 
     def _acked(self, number: int) -> None:
         while self._passed and self._passed[0][0] <= number:
-            _, agent, theirs = self._passed.popleft()
-            agent.ack(theirs)
+            _, (item, agent) = self._passed.popleft()
+            if agent:
+                agent.ack(item["number"])
+            elif node := self.liveness.confirm(item):
+                self._lease(node)
+
+    def _lease(self, node: str) -> None:
+        """Answer the last beat of a node."""
+        agent, left_ns = self.server.sessions.get(node), self.liveness.lease(node, self._lease_ns) - time.monotonic_ns()
+        if agent and left_ns > 0:
+            agent.tell({"type": "lease", "ns": left_ns, "sent_ns": self.beats[node]["sent_ns"]})
 
     def _ordered(self, controller: Session, number: int, body: Message) -> None:
         if body["type"] == "expect":
@@ -362,7 +371,7 @@ class Aggregator:
         kind = item["event"].get("kind") if item["type"] == "event" else item["edge"]
         if agent and kind == "StepsDone" and self._is_known(item["event"]):
             self._reports.flush()  # what it said before
-            self._passed.append((self.link.outbox.last, agent, item["number"]))
+            self._passed.append((self.link.outbox.last, (item, agent)))
             self._acked(self.link.outbox.acked)
             return
         self._reports.add(item["node"], (item, agent), urgent=kind in URGENT)
@@ -382,7 +391,7 @@ class Aggregator:
         except OverflowError:  # nobody has listened for very long
             self._give_back(bundle)
             return
-        self._passed += [(number, agent, item["number"]) for item, agent in bundle if agent]
+        self._passed += [(number, report) for report in bundle if report[1] or report[0]["edge"] == SEEN]
 
     def _post_reports(self, items: list[Message]) -> int:
         """Post them, in several messages if one cannot hold them all. Return the number of the last."""

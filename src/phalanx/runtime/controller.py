@@ -346,9 +346,10 @@ class Controller:
             if self._spec:
                 about = {"recorder": self._recorder, "ranks": self.plan.layout.world_size}
                 session.post({"type": "spec", "spec": self._spec, **about})
-            expected = {"nodes": self.state.roster.expected(name), "grace_ns": self._grace_ns()}
-            session.post({"type": "expect", **expected})
-            said = orders(self.gang.outstanding(), self.state.roster).get(name)
+            nodes = self.state.roster.expected(name)
+            session.post({"type": "expect", "nodes": nodes, "grace_ns": self._grace_ns()})
+            commands = [*self.gang.members.fences(nodes), *self.gang.outstanding()]
+            said = orders(commands, self.state.roster).get(name)
             if said:
                 session.post({"type": "commands", "items": said})
 

@@ -140,7 +140,6 @@ class Node(Host):
         self._granted = 0  # the incarnation that it may have next
         self._terms: dict[str, int] = {}  # of controllers: nobody with an older one is heard
         self._leaving = self._joining = False
-        self._sent_ns = 0  # when the last beat was
         self._heard_at = time.monotonic()  # the last time that there was a connection
         self._leased_at = time.monotonic()  # the last time that somebody spoke over it
         self._asking: subprocess.Popen[bytes] | None = None  # the starter's command
@@ -405,11 +404,11 @@ class Node(Host):
     def _tell_beat(self) -> None:
         assert self.link and self.agent and self.spawner
         readings = [w.progress.read() for n, w in self.spawner.workers.items() if n >= 0]
-        self._sent_ns = time.monotonic_ns()
-        said = self.agent.beat(self._sent_ns)
+        sent_ns = time.monotonic_ns()
+        said = self.agent.beat(sent_ns)
         said["step"] = max([said["step"], *(r.step for r in readings)])
         said["counter"] = sum(r.counter for r in readings)
-        self.link.tell({"type": "beat", "visit": self.link.visits, **said})
+        self.link.tell({"type": "beat", "visit": self.link.visits, "sent_ns": sent_ns, **said})
 
     def _commanded(self, session: Session, number: int, body: Message) -> None:
         assert self.agent
@@ -421,10 +420,12 @@ class Node(Host):
             self.spawner.send(machine.SERVICES["store"], body)
             return
         if body["type"] == "lease":
+            now_ns = time.monotonic_ns()
+            if body["sent_ns"] > now_ns:
+                raise WireError(f"lease.sent_ns = {body['sent_ns']}: no beat was sent then, it is {now_ns}")
             self._leased_at = time.monotonic()
-            until_ns = self._sent_ns + body["ns"]
-            self.agent.renew(time.monotonic_ns(), until_ns)
-            self._set_lease(until_ns)
+            self.agent.renew(now_ns, body["sent_ns"] + body["ns"])
+            self._set_lease(self.agent.alarms.get("lease", EXPIRED_NS))
             self._act()
             return
         try:

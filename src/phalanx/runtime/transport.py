@@ -102,8 +102,10 @@ class Session:
         return number
 
     def tell(self, body: Message, must: bool = False) -> bool:
-        """Whether there is a connection that takes it. `must`: it is lost only with the connection."""
-        if self.conn is None or (not must and self.conn.pending_bytes >= WINDOW_BYTES):
+        """Whether there is a connection that takes it. `must`: it is lost only with the connection, and may overtake
+        what was posted."""
+        waits = self.conn is None or self.conn.pending_bytes >= WINDOW_BYTES or self._sent < self.outbox.last
+        if self.conn is None or (waits and not must):
             return False
         self.conn.push({"type": "tell", "body": body})
         return True
@@ -114,14 +116,15 @@ class Session:
         self.pump()
 
     def pump(self) -> None:
-        """Give the connection what it can take."""
+        """Give the connection what it can take. An acknowledgement comes after what was posted before it: an aggregator
+        relies on it."""
         while self.conn and self.conn.pending_bytes < WINDOW_BYTES:
-            if self._ack_sent < self.acked:
-                self._ack_sent = self.acked
-                self.conn.push({"type": "ack", "seq": self.acked})
-            elif self._sent < self.outbox.last:
+            if self._sent < self.outbox.last:
                 self._sent += 1
                 self.conn.push_body(self.outbox.frames[self._sent])
+            elif self._ack_sent < self.acked:
+                self._ack_sent = self.acked
+                self.conn.push({"type": "ack", "seq": self.acked})
             else:
                 return
 

@@ -113,7 +113,10 @@ class Node:
 
     def receive(self, command):
         world = self.world
-        if not self.connected or self.name in world.cut or world.rng.random() < world.set.breaks:
+        if not self.connected:
+            return
+        if self.name in world.cut or world.rng.random() < world.set.breaks:
+            self.hang_up(tell=self.name not in world.cut)  # it says so when it is back, and is told again
             return
         self.obey(self.line, command)
         if world.rng.random() < world.set.twice:
@@ -142,10 +145,7 @@ class Node:
             return
         home = world.homes[self.home]
         if home.alive:
-            home.beat(self.name, incarnation, visits)
-            left = home.lease_ns - world.now
-            if left > 0:
-                world.after(world.delay(), self.renew, line, sent + left)
+            home.beat(self.name, incarnation, visits, sent)
 
     def renew(self, line, until):
         if self.alive and line == self.line and self.name not in self.world.cut:

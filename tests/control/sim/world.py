@@ -228,7 +228,9 @@ class Controller:
     def send(self, node, command):
         home = self.state.roster.home(node)
         if home and home not in self.world.cut_homes:
-            self.world.after(self.world.delay(), self.world.homes[home].pass_down, node, command)
+            delay, aggregator = self.world.delay(), self.world.homes[home]
+            aggregator.told_ns = max(aggregator.told_ns, self.world.now + delay)
+            self.world.after(delay, aggregator.pass_down, node, command)
 
     def fire(self, timer, life):
         if life == self.life and timer in self.state.gang.desk.timers:
@@ -247,6 +249,8 @@ class Controller:
 
     def find_home(self, home):
         self.orphans.find(home)
+        for command in self.state.gang.members.fences(self.state.roster.expected(home)):
+            self.do(command)
 
     def hang(self, for_ns):
         """Something notices, ends it, and starts another."""
@@ -272,6 +276,7 @@ class Controller:
         self.alive = True
         for home in world.homes.values():
             if home.alive and home.name not in world.cut_homes:
+                self.find_home(home.name)
                 home.found()
         gang = self.state.gang
         for command in [*gang.outstanding(), *gang.set_timers()]:
@@ -284,8 +289,9 @@ class Aggregator:
 
     def __init__(self, world, name):
         self.world, self.name, self.alive, self.life = world, name, True, 0
-        self.liveness, self.outbox = Liveness(BEAT_NS), []
+        self.liveness, self.outbox, self.beats = Liveness(BEAT_NS), [], {}
         self.lease_ns = world.set.policy.lease_ns  # it ends then, unless the controller renews it
+        self.told_ns = self.finds = 0  # when the last command arrives here; how often the controller was found
         world.after(S // 4, self.tick, 0)
 
     def tick(self, life):
@@ -317,19 +323,34 @@ class Aggregator:
         if life != self.life or not self.outbox:
             return
         if self.reaches and self.world.controller.take("reports", {"from": self.name, "items": [self.outbox[0]]}):
-            del self.outbox[0]
+            item, told = self.outbox.pop(0), max(0, self.told_ns - self.world.now)
+            if self.reaches:  # it has not died of it
+                self.world.after(told, self.acked, life, self.finds, item)
             self.world.after(self.world.delay(), self.pump, life)
         else:
             self.world.after(200 * MS, self.pump, life)
 
-    def beat(self, node, incarnation, visit):
+    def acked(self, life, finds, item):
+        """After the commands that followed from it."""
+        if (life, finds) == (self.life, self.finds) and (node := self.liveness.confirm(item)):
+            self.lease(node)
+
+    def beat(self, node, incarnation, visit, sent):
+        self.beats[node] = sent
         for edge in list(self.liveness.beat(node, incarnation, visit, self.world.now)):
             self.edge(edge)
+        self.lease(node)
+
+    def lease(self, node):
+        left, host = self.liveness.lease(node, self.lease_ns) - self.world.now, self.world.nodes[node]
+        if left > 0 and host.home == self.name and host.connected:
+            self.world.after(self.world.delay(), host.renew, host.line, self.beats[node] + left)
 
     def found(self):
         """The controller can be reached again."""
+        self.finds += 1
         self.expect(self.world.controller.state.roster.expected(self.name))
-        for edge in self.liveness.all():
+        for edge in self.liveness.all(self.lease_ns):
             self.edge(edge)
 
     def expect(self, nodes):
