@@ -71,7 +71,6 @@ def test_five_hundred_seeds():
         (64953, (Worlds, "forget", forget_all)),  # a replica lost its node; what its other ranks held was forgotten
         (70786, (Member, "restored", restored_of_nobody)),  # a state that was just received counted for abandoned
         (90448, None),  # a replica left after the last step before its peer knew that it was committed
-        (93084, (Worlds, "forget", forget_all)),
     ],
 )
 def test_what_one_world_in_twenty_thousand_has_shown(seed, without, monkeypatch):

@@ -113,14 +113,12 @@ class Node:
 
     def receive(self, command):
         world = self.world
-        if not self.connected:
-            return
-        if self.name in world.cut or world.rng.random() < world.set.breaks:
-            self.hang_up(tell=self.name not in world.cut)  # it says so when it is back, and is told again
-            return
+        if not self.connected or self.name in world.cut or world.rng.random() < world.set.breaks:
+            return False
         self.obey(self.line, command)
         if world.rng.random() < world.set.twice:
             world.after(world.ms(1, world.set.late_ms), self.obey, self.line, command)
+        return True
 
     def obey(self, line, command):
         if self.alive and line == self.line:

@@ -12,7 +12,20 @@ from random import Random
 from phalanx.control import invariants
 from phalanx.control.journaled import Plan, State, fences
 from phalanx.control.liveness import DEAD, GONE, Edge, Liveness, Orphans
-from phalanx.control.messages import EVERYONE, Build, Ended, Form, Halt, Note, Part, Pause, Report, SetTimer, Started
+from phalanx.control.messages import (
+    EVERYONE,
+    Build,
+    Ended,
+    Fence,
+    Form,
+    Halt,
+    Note,
+    Part,
+    Pause,
+    Report,
+    SetTimer,
+    Started,
+)
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.twin.agenda import Agenda
@@ -292,6 +305,7 @@ class Aggregator:
         self.liveness, self.outbox, self.beats = Liveness(BEAT_NS), [], {}
         self.lease_ns = world.set.policy.lease_ns  # it ends then, unless the controller renews it
         self.told_ns = self.finds = 0  # when the last command arrives here; how often the controller was found
+        self.unheard = {}  # node -> the line over which it could not be told that it was given up
         world.after(S // 4, self.tick, 0)
 
     def tick(self, life):
@@ -333,18 +347,20 @@ class Aggregator:
     def acked(self, life, finds, item):
         """After the commands that followed from it."""
         if (life, finds) == (self.life, self.finds) and (node := self.liveness.confirm(item)):
-            self.lease(node)
+            self.lease(node, MS)
 
     def beat(self, node, incarnation, visit, sent):
         self.beats[node] = sent
         for edge in list(self.liveness.beat(node, incarnation, visit, self.world.now)):
             self.edge(edge)
-        self.lease(node)
+        if self.lease_ns > self.world.now:
+            self.lease(node, self.world.delay())
 
-    def lease(self, node):
+    def lease(self, node, delay):
+        """Nothing is told while what was posted before waits: it comes again over the next connection."""
         left, host = self.liveness.lease(node, self.lease_ns) - self.world.now, self.world.nodes[node]
-        if left > 0 and host.home == self.name and host.connected:
-            self.world.after(self.world.delay(), host.renew, host.line, self.beats[node] + left)
+        if left > 0 and host.home == self.name and host.connected and self.unheard.get(node) != host.line:
+            self.world.after(delay, host.renew, host.line, self.beats[node] + left)
 
     def found(self):
         """The controller can be reached again."""
@@ -376,7 +392,9 @@ class Aggregator:
 
     def pass_down(self, node, command):
         if self.alive and self.world.nodes[node].home == self.name:
-            self.world.nodes[node].receive(command)
+            host = self.world.nodes[node]
+            if not host.receive(command) and isinstance(command, Fence):
+                self.unheard[node] = host.line
 
     def die(self, back):
         self.alive = False
