@@ -190,7 +190,7 @@ def carry_all(source, sink):
 
 
 def hello(lone):
-    """Of a stranger: one of its fields is a lone surrogate, which JSON allows and UTF-8 does not."""
+    """Send a stranger's hello: one of its fields is a lone surrogate, which JSON allows and UTF-8 does not."""
     said = {"type": "hello", "nonce": "00", "role": "peer", "name": "peer", "incarnation": 1, "proof": ""}
     body = json.dumps(said | {lone: "\ud800"}).encode()
     return struct.pack(">I", len(body)) + body
