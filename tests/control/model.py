@@ -17,7 +17,7 @@ from phalanx.control import agent as machine
 from phalanx.control import invariants, messages
 from phalanx.control.agent import Agent, Service
 from phalanx.control.gang import Gang
-from phalanx.control.member import Member
+from phalanx.control.member import Member, in_common
 from phalanx.control.messages import (
     EVERYONE,
     Build,
@@ -524,7 +524,8 @@ class Model:
                 yield f"world {world} enters {g}", self.enter(state, workers, ranks, g)
             if any(m.lacks for m in ranks.values()) or self.is_over(state, workers, ranks, g):
                 least = [min(getattr(m, name) for m in ranks.values()) for name in ("step", "prepared", "made")]
-                yield f"world {world} does not enter {g}", self.part(state, workers, ranks, g, tuple(least))
+                held = in_common(*least, max(m.made for m in ranks.values()))
+                yield f"world {world} does not enter {g}", self.part(state, workers, ranks, g, held)
 
     def members(self, state, g):
         return [number for world in dict(state.gens)[g] for number in dict(state.worlds)[world]]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from phalanx import control
 from phalanx.control.gang import Gang
+from phalanx.control.member import Member, in_common
 from phalanx.control.messages import (
     Ask,
     Build,
@@ -426,6 +427,25 @@ def test_who_moves_is_waited_for_and_who_does_not_begins_again_and_nobody_is_end
         assert (form.generation, form.step) == (3, 4) and "were not ready in time" in form.reason
     else:
         assert of(Build, told), "it is built again"
+
+
+# -- what a rank holds
+
+
+def test_a_state_that_was_taken_counts_like_the_steps_of_its_generation():
+    """One of an older generation may be abandoned, and then this one would be too."""
+    member = Member(1, steps=9)
+    assert member.build(1)
+    member.built()
+    assert member.form(4, 1, Source("live", "n1", 2))
+    member.restored(3)
+    assert (member.step, member.prepared, member.made) == (3, 3, 4)
+
+
+def test_ranks_that_took_a_state_and_ranks_that_did_not_have_nothing_in_common():
+    """Their replica would hide the newer state, and the gang would go back behind it."""
+    assert in_common(2, 3, 1, last_made=1) == (2, 3, 1)
+    assert in_common(2, 2, 1, last_made=2) == (-1, -1, 0)
 
 
 # -- the end

@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.control.member import Member
+from phalanx.control.member import Member, in_common
 from phalanx.control.messages import Source
 from phalanx.observe.progress import Phase
 
@@ -202,9 +202,9 @@ class Trainee:
     def agree_to_enter(self, generation, entered):
         """All ranks of the replica, or none."""
         m = self.member
-        entered, *held = self.agree(f"enter{generation}", entered, m.step, m.prepared, m.made)
+        entered, *held, minus_made = self.agree(f"enter{generation}", entered, m.step, m.prepared, m.made, -m.made)
         if not entered:
-            self.depart(generation, tuple(held))
+            self.depart(generation, in_common(*held, -minus_made))
         else:
             m.formed(m.step)
             self.say()

@@ -13,6 +13,12 @@ from typing import Any
 from phalanx.control.messages import Source
 
 
+def in_common(step: int, prepared: int, made: int, last_made: int) -> tuple[int, int, int]:
+    """Return what all ranks of a replica hold, from the least that any of them says, and the last generation in which
+    one was made: nothing, if some have taken a state to enter with and others have not. Then each has to be asked."""
+    return (step, prepared, made) if made == last_made else (-1, -1, 0)
+
+
 @dataclass(slots=True)
 class Member:
     worker: int

@@ -21,7 +21,7 @@ import torch._dynamo  # torch's optimizers import it; here the ranks get it with
 import torch.distributed as dist
 
 from phalanx.checkpoint.buddy import fetch
-from phalanx.control.member import Member
+from phalanx.control.member import Member, in_common
 from phalanx.control.messages import Source
 from phalanx.control.verdict import is_echo
 from phalanx.core import document
@@ -175,12 +175,12 @@ class Worker:
         m = self.member
         assert self.groups
         try:
-            said, *held = self.groups.agree(self._numbers(entered, m.step, m.prepared, m.made))
+            said, *held, last = self.groups.agree(self._numbers(entered, m.step, m.prepared, m.made, -m.made))
         except Exception as error:
             self._leave_by(error)
             return
         if not said:
-            self._depart(generation, (held[0], held[1], held[2]))
+            self._depart(generation, in_common(held[0], held[1], held[2], -last))
         elif m.formed(self.state.step):
             self._say()
             self._run()

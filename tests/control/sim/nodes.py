@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from phalanx.control import agent as a
 from phalanx.control.agent import Agent, Service
-from phalanx.control.member import Member
+from phalanx.control.member import Member, in_common
 from phalanx.control.messages import Failure, NodeDead, Source
 from phalanx.control.pace import Pace
 from tests.control.sim.ledger import advanced, initial, must
@@ -564,8 +564,8 @@ class Proc:
             if m.phase == "running":
                 self.compute()
         else:
-            agreed = tuple(min(column) for column in list(zip(*values, strict=True))[1:])
-            self.depart(generation, agreed)
+            _, *held = (min(column) for column in zip(*values, strict=True))
+            self.depart(generation, in_common(*held, max(made for *_, made in values)))
 
     def part(self, generation):
         """Told to, by its node: it finishes its pass and does not wait for others."""
