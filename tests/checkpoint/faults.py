@@ -121,6 +121,9 @@ class Channel:
     def close(self):
         os.close(self._theirs)
 
+    def __del__(self):
+        os.close(self._ours)
+
     def of(self, kind):
         with self._lock:
             return [message for message in self.sent if message["type"] == kind]

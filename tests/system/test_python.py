@@ -66,22 +66,25 @@ import json, phalanx
 JOB = {
     "name": "hooked", "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}, "layout": {"ranks": 1},
     "train": {"steps": 4, "seq_len": 32, "global_batch": 2}, "data": {"source": "text.txt"},
-    "checkpoint": {"every_steps": 2}, "validation": {"held_out": 0.2, "every_steps": 2},
+    "checkpoint": {"every_steps": 2, "dir": "checkpoints"}, "validation": {"held_out": 0.2, "every_steps": 2},
 }
 seen = []
 
 def fail(row):
     raise LookupError(row["step"])
 
-run = phalanx.train(
-    JOB,
-    on_checkpoint=lambda event: seen.append(["checkpoint", event["step"]]),
-    on_validation=lambda event: seen.append(["validation", event["step"]]),
-    quiet=True,
-)
+for steps in (2, 4):
+    run = phalanx.train(
+        JOB,
+        [f"train.steps={steps}"],
+        resume="auto",
+        on_checkpoint=lambda event: seen.append(["checkpoint", event["step"]]),
+        on_validation=lambda event: seen.append(["validation", event["step"]]),
+        quiet=True,
+    )
 oldest = run.checkpoints[-1]
 try:
-    phalanx.train(JOB, resume=oldest, on_step=fail, quiet=True)
+    phalanx.train(JOB, ["checkpoint.dir=branch"], resume=oldest, on_step=fail, quiet=True)
 except LookupError as error:
     print(json.dumps({"seen": sorted(seen), "oldest": oldest.step, "failed_at": error.args[0]}))
 """
@@ -93,7 +96,9 @@ def test_hooks_are_called_and_what_they_raise_is_raised(tmp_path):
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said["seen"] == [["checkpoint", 2], ["checkpoint", 4], ["validation", 2], ["validation", 4]]
+    assert [step for kind, step in said["seen"] if kind == "checkpoint"] == [2, 4]
+    # A run that continues begins with the validation of where it continues.
+    assert [step for kind, step in said["seen"] if kind == "validation"] == [2, 2, 4]
     assert said["failed_at"] == said["oldest"] == 2, "it goes on from the checkpoint that was given, not the newest"
 
 

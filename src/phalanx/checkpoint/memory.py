@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import struct
+import weakref
 from typing import Any
 
 import blake3
@@ -38,6 +39,7 @@ class Slot:
         self._seal_at = image_bytes + table
         self.size = slot_bytes(image_bytes, own_bytes)
         self.fd = os.memfd_create("phalanx-snapshot") if fd is None else fd
+        self._close = weakref.finalize(self, os.close, self.fd)
         if fd is None:
             os.posix_fallocate(self.fd, 0, self.size)  # now, and not page by page in the first snapshot
         self.memory = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -88,7 +90,7 @@ class Slot:
         return np.frombuffer(self.image, np.uint8)
 
     def close(self) -> None:
-        os.close(self.fd)  # the mapping goes when nothing points into it any more
+        self._close()  # the mapping goes when nothing points into it any more
 
 
 def slot_bytes(image_bytes: int, own_bytes: int) -> int:

@@ -122,7 +122,10 @@ def train(
     place = resume.path if isinstance(resume, Run | Checkpoint) else resume
     with Console(resolved.job, forecast) as console:
         hooks = _Hooks(resolved.job, forecast, console, on_step, on_checkpoint, on_validation, quiet)
-        summary = run_job(resolved.job, resolved.origins, hooks, str(place), forecast)
+        try:
+            summary = run_job(resolved.job, resolved.origins, hooks, str(place), forecast)
+        except _HookRaised as raised:
+            raise raised.error from None
     if "run_dir" in summary:
         return Run(summary["run_dir"])
     from phalanx.observe.record import run_folders  # nothing was left to do
@@ -138,6 +141,21 @@ def _reference(job: Mapping[str, Any] | str | Path | None, sets: Sequence[str], 
     from phalanx.spec import folder_of_runs
 
     return reference_of(family, folder_of_runs(job, sets) / ".families")
+
+
+class _HookRaised(Exception):
+    """Carries what a user's function raised past those who take a ValueError for nonsense from a node."""
+
+    def __init__(self, hook: str, error: Exception):
+        super().__init__(f"{hook} raised {type(error).__name__}: {error}")
+        self.error = error
+
+
+def _call(hook: str, function: Callable[[Row], Any] | None, row: Row) -> Any:
+    try:
+        return function(row) if function else None
+    except Exception as error:
+        raise _HookRaised(hook, error) from error
 
 
 class _Hooks:
@@ -159,15 +177,19 @@ class _Hooks:
         self.facts, self.step, self.finished = said.facts, said.step, said.finished
 
     def measure(self, row: Row) -> Mapping[str, float] | None:
-        return self._on_step(row) if self._on_step else None
+        own = _call("on_step", self._on_step, row)
+        try:
+            return {str(name): float(value) for name, value in own.items()} if own else None
+        except (AttributeError, TypeError, ValueError):
+            remedy = "return None, or a dict of numbers by name"
+            wrong = UserError("it returned no numbers by name", field="on_step", value=own, remedy=remedy)
+            raise _HookRaised("on_step", wrong) from None
 
     def checkpoint(self, event: Row) -> None:
-        if self._on_checkpoint:
-            self._on_checkpoint(event)
+        _call("on_checkpoint", self._on_checkpoint, event)
 
     def validation(self, event: Row) -> None:
-        if self._on_validation:
-            self._on_validation(event)
+        _call("on_validation", self._on_validation, event)
 
 
 class _Silence:

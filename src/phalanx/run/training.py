@@ -633,7 +633,7 @@ class _Run:
         if skipped := row.get("skipped"):
             self._note_skip(row["step"], skipped)
         if own := self.listener.measure(row):
-            row["own"] = {str(name): float(value) for name, value in own.items()}
+            row["own"] = dict(own)
         self.record.metric(row)
         if times:
             self.record.rank_times(row["step"], times, self.job.layout.world_size)

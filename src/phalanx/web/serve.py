@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
+import selectors
 import socket
 import subprocess
 import sys
@@ -65,7 +65,9 @@ def beside(root: Path) -> Iterator[str]:
     )
     assert process.stdin and process.stdout
     try:
-        ready = select.select([process.stdout], [], [], START_S)[0]
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            ready = selector.select(START_S)
         line = process.stdout.readline() if ready else ""
         yield line.rpartition(": ")[2].strip()
     finally:

@@ -117,7 +117,8 @@ def _seconds(
     head = layers.head_f + layers.head_b
     most, has_head = stage_layers(shape.layers, c.pp, c.vpp, head * shape.layers / whole)
     part = most / shape.layers
-    exposed = (layers.tp + layers.cp + layers.ep + layers.launch) * part
+    around = layers.tp + layers.cp + layers.ep
+    exposed = (around + layers.launch) * part
     head_w = has_head * layers.head_b / 2
     f = part * layers.forward + has_head * layers.head_f + exposed / 3
     d = part * layers.backward + head_w + exposed * (2 / 3)
@@ -130,7 +131,7 @@ def _seconds(
     # Added up apart: the first micro-batch is copied (2 B read, 4 written), others are added (2 and 4 read, 4 written).
     added = np.where(np.asarray(soft.adds_apart, bool) & (m > 1), (10 * m - 4) * sum(params) / memory_rate, 0.0)
     # Where the host never waits inside a step, it is late only by what the whole step does not hide.
-    late = np.maximum(0.0, part * layers.host + profile.host_s - part * whole - m * has_head * head)
+    late = np.maximum(0.0, part * (layers.host - whole - around) + profile.host_s - m * has_head * head)
     seconds = {
         "matmul": part * layers.matmul,
         "attention": part * layers.attention,
