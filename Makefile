@@ -41,6 +41,7 @@ test-others: setup
 test-slow: setup
 	$(call debian,prometheus,prometheus)
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "hypothesis and not slow" --hypothesis-profile=explore
 
 # Hosts made of namespaces: root.
 test-hosts: setup
