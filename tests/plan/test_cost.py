@@ -207,3 +207,18 @@ def test_tensor_parallelism_that_leaves_the_node_runs_at_the_cards_rate():
     slow = replace(MACHINE, nic_bytes_per_s=MACHINE.nic_bytes_per_s / 8)
     assert costs(LLAMA_70B, layout, slow).seconds["tp"][0] > 3 * inside
     assert costs(LLAMA_70B, {"tp": 8, "shard": 8}, slow).seconds["tp"][0] < inside
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, layouts)
+def test_fp32_moves_and_keeps_twice_the_bytes_of_bf16(shape, layout):
+    """Or a plan in fp32 does not fit, and waits for messages that are twice as long as planned."""
+    bf16, fp32 = (costs(shape, layout | {"precision": p}) for p in ("bf16", "fp32"))
+    for name in ("activations", "gathered"):
+        assert fp32.memory[name][0] == pytest.approx(2 * bf16.memory[name][0])
+    quiet = replace(PROFILE, call_s=0.0, up_hop_s=0.0, out_hop_s=0.0, hides_tp=0.0, hides_ep=0.0, interference=1.0)
+    still = replace(MACHINE, tier_latency_s=np.zeros_like(MACHINE.tier_latency_s))
+    for term, more in (("tp", {"pp": 1}), ("ep", {"pp": 1}), ("pp", {})):  # stages are cut by what their layers take
+        both = [Candidates.of(**layout | more | {"precision": p}) for p in ("bf16", "fp32")]
+        bf16, fp32 = (evaluate(shape, still, c, 4096, quiet) for c in both)
+        assert fp32.seconds[term][0] == pytest.approx(2 * bf16.seconds[term][0]), term

@@ -14,6 +14,7 @@ RECOMPUTE = ("none", "selective", "full")
 # Those of core.layout, and published ones that the planner can judge but the engine does not run.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv", "zb-h1", "zb-h2", "dualpipe")
 PRECISIONS = ("bf16", "fp8", "mxfp8", "nvfp4", "fp32")
+FP32 = PRECISIONS.index("fp32")
 CHUNK = 10_000  # rows that are costed together: their columns stay in cache
 
 
@@ -75,6 +76,11 @@ class Candidates:
         out = {f.name: getattr(self, f.name)[index].item() for f in fields(self)}
         named = (("recompute", RECOMPUTE), ("schedule", SCHEDULES), ("precision", PRECISIONS))
         return out | {key: names[out[key]] for key, names in named}
+
+    @property
+    def item_bytes(self) -> NDArray:
+        """Bytes of an activation's element, and of a gathered weight's; products may round their operands further."""
+        return np.where(self.precision == FP32, 4.0, 2.0)
 
     @property
     def world(self) -> NDArray:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.plan.cost.candidates import Candidates
+from phalanx.plan.cost.candidates import FP32, Candidates
 from phalanx.plan.cost.machine import Machine
 from phalanx.plan.cost.profiles import Profile
 from phalanx.plan.cost.sizes import ModelShape, Num
@@ -50,9 +50,10 @@ class Chip:
         self.sms = machine.sms
         self.casts = machine.of_precision(profile.casts, precision)
         low = (precision >= 1) & (precision <= 3)  # quantised operands
-        self.operand_bytes = np.where(low, np.where(precision == 3, 0.5, 1.0), 2.0)
+        self.item_bytes = np.where(precision == FP32, 4.0, 2.0)  # of what is never quantised
+        self.operand_bytes = np.where(low, np.where(precision == 3, 0.5, 1.0), self.item_bytes)
 
-    def gemm_s(self, m: Num, n: Num, inner: Num, groups: Num = 1.0, low: bool = True, out_bytes: Num = 2.0) -> Num:
+    def gemm_s(self, m: Num, n: Num, inner: Num, groups: Num = 1.0, low: bool = True, out_bytes: Num = 0.0) -> Num:
         """`groups` products of (m x inner) by (inner x n). Tiles are dealt to the SMs in waves, the last one not full;
         a tile pays a prologue worth k_half of inner width; operands and result cross memory once."""
         p = self.profile
@@ -63,8 +64,8 @@ class Chip:
         padded = tiles * (TILE_M * TILE_N)
         exact = groups * m * n
         flops = 2 * ((1 - p.quantised) * exact + p.quantised * padded) * (inner + p.k_half)
-        width = self.operand_bytes if low else 2.0
-        size = groups * ((m * inner + n * inner) * width + out_bytes * m * n)
+        width = self.operand_bytes if low else self.item_bytes
+        size = groups * ((m * inner + n * inner) * width + np.maximum(out_bytes, self.item_bytes) * m * n)
         rate = self.matmul if low else self.bf16
         return np.maximum(flops * idle / rate, size / self.memory) + p.kernel_s
 
@@ -103,7 +104,7 @@ def _products(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, to
         (shape.mamba_layers, h, shape.mamba_inner / t),
         (2 * shape.moe_layers * (np.asarray(shape.latent) > 0), shape.latent, h),
     ]  # fmt: skip
-    summed = np.where(np.asarray(profile.software.accumulates, bool), 8.0, 2.0)
+    summed = np.where(np.asarray(profile.software.accumulates, bool), 8.0, 0.0)
     forward: Num = 0.0
     d: Num = 0.0
     w: Num = 0.0
@@ -154,17 +155,17 @@ def _attention(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, t
 
 def _elementwise(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, tokens: Num) -> tuple[Num, Num]:
     """Memory-bound, in bytes per token. Norm and residual: 2 x (read x and the branch, write both sums and norms)."""
-    h, t, gates, soft = shape.hidden, c.tp, shape.matrices - 1, profile.software
+    h, t, gates, soft, item = shape.hidden, c.tp, shape.matrices - 1, profile.software, c.item_bytes
     split = np.where(soft.sequence_parallel, t, 1)  # what norms and residuals are split over
     active = profile.expert_passes * np.where(shape.biased, CLAMPED, 1.0)
-    streams = 2 * 4 * 2 * h / split * shape.layers
-    streams = streams + shape.attention_layers * (2 * 2 * (shape.q_width + shape.kv_heads * shape.head_dim)) / t
-    streams = streams + shape.dense_layers * 2 * (gates + 1) * shape.ffn / t
+    streams = 2 * 4 * h / split * shape.layers
+    streams = streams + shape.attention_layers * (2 * (shape.q_width + shape.kv_heads * shape.head_dim)) / t
+    streams = streams + shape.dense_layers * (gates + 1) * shape.ffn / t
     streams = (
-        streams + shape.moe_layers * 2 * (gates + 1) * (shape.shared_ffn + active * shape.top_k * shape.expert_ffn) / t
+        streams + shape.moe_layers * (gates + 1) * (shape.shared_ffn + active * shape.top_k * shape.expert_ffn) / t
     )
-    streams = streams + shape.mamba_layers * 2 * 6 * shape.mamba_inner / t
-    permuted = profile.permute_passes * shape.moe_layers * shape.top_k * 2 * 4 * shape.expert_width / t
+    streams = item * (streams + shape.mamba_layers * 6 * shape.mamba_inner / t)
+    permuted = item * profile.permute_passes * shape.moe_layers * shape.top_k * 4 * shape.expert_width / t
     # Scores in memory: written, softmax, dropout: fp16 and fp32 passes over s x s per head.
     stored = np.asarray(soft.attention) == "scores"
     scores = np.where(stored, shape.attention_layers * 2 * 8 * shape.heads / t * shape.seq, 0.0)
@@ -181,9 +182,9 @@ def _elementwise(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates,
 
 
 def _head(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, tokens: Num) -> tuple[Num, Num]:
-    """Logits in bf16, loss in fp32 (write, read, exp, gradient: about 16 bytes a logit when fused)."""
+    """Logits as activations, loss in fp32 (write, read, exp, gradient: about 16 bytes a bf16 logit when fused)."""
     vocab, h, predictions = shape.vocab / c.tp, shape.hidden, 1 + shape.mtp
-    loss = chip.stream_s(tokens * 8 * vocab * profile.loss_passes, 4)
+    loss = chip.stream_s(tokens * (4 + 2 * c.item_bytes) * vocab * profile.loss_passes, 4)
     forward = chip.gemm_s(tokens, vocab, h, low=False) + loss
     backward = chip.gemm_s(tokens, h, vocab, low=False) + chip.gemm_s(vocab, h, tokens, low=False) + loss
     return predictions * forward, predictions * backward

@@ -12,7 +12,7 @@ import numpy as np
 
 from phalanx.plan.cost import rank_bytes as mem
 from phalanx.plan.cost.bubbles import F1B, GPIPE, bubble_s, divides, stage_layers
-from phalanx.plan.cost.candidates import CHUNK, Candidates
+from phalanx.plan.cost.candidates import CHUNK, FP32, Candidates
 from phalanx.plan.cost.layers import Layers, layers_of
 from phalanx.plan.cost.links import Group, hide
 from phalanx.plan.cost.machine import Machine
@@ -23,10 +23,8 @@ from phalanx.plan.cost.volumes import state_gathers, state_scatters
 if TYPE_CHECKING:
     from phalanx.hardware import Cluster
 
-OPTIMIZER_BYTES = (
-    14  # a local parameter: gradient and master read, master and bf16 copy written; moments besides, twice
-)
-GATHER_BYTES = 2  # of a gathered weight
+OPTIMIZER_BYTES = 12  # a local parameter: gradient and master read, master written; moments besides, twice
+COPY_BYTES = 2  # and the copy that products take, written: not in fp32
 
 TERMS = {  # seconds of a step, on the rank that takes longest
     "matmul": "products with weights, forward and backward, tile and wave efficiency, x micro-batches",
@@ -128,8 +126,10 @@ def _seconds(
     local = np.where(c.zero >= 1, mem.sharded(c, *params), sum(params))
     memory_rate = machine.memory_bytes_per_s * profile.memory
     part = m * part
-    # Added up apart: the first micro-batch is copied (2 B read, 4 written), others are added (2 and 4 read, 4 written).
-    added = np.where(np.asarray(soft.adds_apart, bool) & (m > 1), (10 * m - 4) * sum(params) / memory_rate, 0.0)
+    # Added up apart: the first micro-batch is copied (2 or 4 B read, 4 written), others are added (4 more read).
+    passed = (8 + c.item_bytes) * m - 4
+    added = np.where(np.asarray(soft.adds_apart, bool) & (m > 1), passed * sum(params) / memory_rate, 0.0)
+    updated = OPTIMIZER_BYTES + np.where(c.precision == FP32, 0, COPY_BYTES) + 2 * soft.moment_bytes
     # Where the host never waits inside a step, it is late only by what the whole step does not hide.
     late = np.maximum(0.0, part * (layers.host - whole - around) + profile.host_s - m * has_head * head)
     seconds = {
@@ -146,7 +146,7 @@ def _seconds(
         "pp": _pipe(shape, machine, c, profile, m),
         "bubble": bubble_s(c.schedule, c.pp, c.vpp, m, f, d, w),
         "dp": _data(c, machine, profile, params, groups, f, d + w, m) * soft.trained,
-        "optimizer": (OPTIMIZER_BYTES + 2 * soft.moment_bytes) * local * soft.trained / memory_rate + 1e-3,
+        "optimizer": updated * local * soft.trained / memory_rate + 1e-3,
     }
     nodes = np.maximum(machine.chips / machine.node, 1.0)
     seconds["straggler"] = profile.straggle * np.log(nodes) / np.log(16) * sum(seconds.values())
@@ -197,13 +197,14 @@ def _fsdp(
     if not np.any(sharded):
         return np.zeros(np.shape(m))
     pairs = list(zip(groups, params, strict=False))
-    gather = sum(group.gather_s(GATHER_BYTES * p, layers) for group, p in pairs)
+    gather = sum(group.gather_s(c.item_bytes * p, layers) for group, p in pairs)
     scatter = sum(group.gather_s(soft.scatter_bytes * p, layers) for group, p in pairs)
     lost = profile.fsdp_interference
     first = gather / layers
     forward = first + hide(gather - first, f, profile, lost)
     seconds = state_gathers(3, m) / 2 * (forward + hide(gather + scatter, b, profile, lost))
-    return np.where(sharded, seconds + m * profile.copy_bytes * sum(params) / memory_rate, 0.0)
+    copied = m * profile.copy_bytes * c.item_bytes / 2 * sum(params) / memory_rate
+    return np.where(sharded, seconds + copied, 0.0)
 
 
 def _data(
@@ -220,7 +221,7 @@ def _data(
     for group, p in zip(groups, params, strict=False):
         calls = np.ceil(bytes_each * p / c.bucket_bytes)
         down = down + group.gather_s(bytes_each * p, calls)
-        up = up + group.gather_s(GATHER_BYTES * p, calls)
+        up = up + group.gather_s(c.item_bytes * p, calls)
     stage = mem.zero_stage(c, soft)
     if np.any(stage == 0):
         whole = bytes_each * sum(params)
@@ -253,7 +254,7 @@ def _pipe(shape: ModelShape, machine: Machine, c: Candidates, profile: Profile, 
         return np.zeros(np.shape(m))
     group = Group.of(machine, c.pp, c.tp * c.cp * c.shard, profile)
     split = np.where(profile.software.sequence_parallel, c.tp, 1)
-    size = 2 * c.micro_batch * shape.seq * shape.hidden / (c.cp * split)
+    size = c.item_bytes * c.micro_batch * shape.seq * shape.hidden / (c.cp * split)
     waited = np.where((c.schedule == GPIPE) | (c.schedule == F1B), 1.0, profile.interference)
     return np.where(c.pp > 1, 2 * group.send_s(size) * (m * c.vpp * waited + c.pp - 1), 0.0)
 

@@ -86,13 +86,13 @@ def _layers(shape: ModelShape, machine: Machine, profile: Profile, c: Candidates
     busy = forward + backward + weights + sum(around)
     launch = np.maximum(host - busy, 0.0) + profile.stall_s * shape.moe_layers
     low = (c.precision >= 1) & (c.precision <= 3)
-    tokens = c.micro_batch * shape.seq / c.cp
+    held = c.micro_batch * shape.seq / c.cp * c.item_bytes / 2  # tokens, counted as wide as in bf16
     out = (
         done.matmul_f + done.matmul_d + weights, done.attention_f + done.attention_b,
         done.elementwise_f + done.elementwise_b, recompute, forward, backward, weights, done.head_f, done.head_b,
         *around, launch, host,
-        tokens * activation_bytes(shape, c.tp, c.recompute, soft, low),
-        tokens * activation_bytes(shape, c.tp, np.zeros_like(c.recompute), soft, low) / shape.layers,
+        held * activation_bytes(shape, c.tp, c.recompute, soft, low),
+        held * activation_bytes(shape, c.tp, np.zeros_like(c.recompute), soft, low) / shape.layers,
     )  # fmt: skip
     return Layers(*(np.broadcast_to(x, np.shape(c.tp)) for x in out))
 
@@ -101,11 +101,11 @@ def _inside(
     shape: ModelShape, machine: Machine, c: Candidates, profile: Profile, done: Work, busy: Num
 ) -> tuple[Num, Num, Num]:
     """Exposed communication inside layers: tp, cp, ep. `busy`: seconds of compute that could hide it."""
-    soft, tokens = profile.software, c.micro_batch * shape.seq / c.cp
+    soft, tokens, item = profile.software, c.micro_batch * shape.seq / c.cp, c.item_bytes
     runs = forward_runs(c.recompute == 2)
     # Around attention and FFN a gather and a scatter each; all-reduces where norms are not split.
     tp = Group.of(machine, c.tp, 1, profile)
-    size = 2 * tokens * shape.hidden
+    size = item * tokens * shape.hidden
     blocks = shape.attention_layers + shape.dense_layers + shape.mamba_layers
     blocks = blocks + shape.moe_layers * (np.asarray(shape.shared_ffn) > 0)
     pair = np.where(soft.sequence_parallel, 2 * tp.gather_s(size), tp.reduce_s(size))
@@ -115,12 +115,12 @@ def _inside(
     numel = 2 * tokens * np.where(np.asarray(shape.kv_lora) > 0, shape.q_width, shape.kv_heads * shape.head_dim) / c.tp
     passes = np.where((c.recompute == 1) & np.asarray(soft.reruns_ring, bool), 2, runs)  # forward
     keys, gradients = ring_messages(c.cp, passes)
-    forward = keys * passes / (passes + 1) * cp.send_s(2 * numel)
-    backward = keys / (passes + 1) * cp.send_s(2 * numel) + gradients * cp.send_s(soft.ring_grad_bytes * numel)
+    forward = keys * passes / (passes + 1) * cp.send_s(item * numel)
+    backward = keys / (passes + 1) * cp.send_s(item * numel) + gradients * cp.send_s(soft.ring_grad_bytes * numel)
     ringed = hide(shape.attention_layers * forward, passes * done.attention_f, profile)
     ringed = ringed + hide(shape.attention_layers * backward, done.attention_b, profile)
     # Every routed token to its experts and back.
     ep = Group.of(machine, c.ep, 1, profile)
-    routed = shape.imbalance * 2 * tokens / c.tp * shape.top_k * shape.expert_width
+    routed = shape.imbalance * item * tokens / c.tp * shape.top_k * shape.expert_width
     exchanged = shape.moe_layers * expert_exchanges(runs) * ep.exchange_s(routed, shape.top_k)
     return around, ringed, exchanged - profile.hides_ep * np.minimum(exchanged, busy)

@@ -7,7 +7,7 @@ import numpy as np
 
 from phalanx.core.shape import LOSS_BYTES
 from phalanx.plan.cost.bubbles import DUALPIPE, F1B, in_flight
-from phalanx.plan.cost.candidates import Candidates
+from phalanx.plan.cost.candidates import FP32, Candidates
 from phalanx.plan.cost.sizes import ModelShape, Num
 from phalanx.plan.cost.software import Software
 
@@ -22,10 +22,11 @@ TERMS = {
     "kept": "own gradients beside their sum over replicas, until the commit: grad_bytes x parameters; over shard x cp",
     "optimizer": "12 B (fp32 master and two moments; 10 with remainders, 8 in fp32; 4 less with moments in bf16) x "
     "parameters of the rank; over shard x cp from zero 1 on",
-    "activations": "bytes per token and layer by recompute mode x tokens x layers of the rank x batches in flight",
+    "activations": "bytes per token and layer by recompute mode (fp32: twice) x tokens x layers of the rank x batches in "
+    "flight",
     "logits": "logit_bytes x tokens (fused_loss: of a chunk) x vocabulary / tp on the last stage, with a fused loss "
     "the gradients of head (several chunks: in fp32) and input besides, less the activations it holds fewer of",
-    "gathered": "zero 3: two layers' weights and one layer's gradients whole, 2 B each",
+    "gathered": "zero 3: two layers' weights and one layer's gradients whole, 2 B each (fp32: 4)",
     "buffers": "communication: 0.5 GB + 0.15 MB per rank of the groups it is in",
     "context": "device context and libraries: 0.75 GB",
     "allocator": "what the software reserves over what it allocates (SimuMax v1.2, 43 runs on B200: 2.8 to 9.3 %)",
@@ -92,7 +93,7 @@ def sharded(c: Candidates, dense: Num, experts: Num) -> Num:
 def _logits(shape: ModelShape, c: Candidates, soft: Software) -> Num:
     """Count the logits of a micro-batch on the last stage, and what a fused loss keeps beside them."""
     tokens, vocab = c.micro_batch * shape.seq / c.cp, shape.vocab / c.tp
-    item = np.where(c.precision == 4, 4.0, soft.logit_bytes)
+    item = np.where(c.precision == FP32, 4.0, soft.logit_bytes)
     rows = np.maximum(1, np.floor(LOSS_BYTES / (vocab * item) / 128) * 128)  # as core.shape.loss_rows
     head = np.where(tokens > rows, 4.0, item) * vocab * shape.hidden + item * tokens * shape.hidden
     fused = item * np.minimum(tokens, rows) * vocab + head
@@ -116,7 +117,7 @@ def memory_bytes(
     on_device = np.where(soft.offload, 0.0, 1.0)
     logits = _logits(shape, c, soft)
     last = np.where((p > 1) & (c.schedule == F1B), once * (held - 1), 0.0)  # 1f1b: the last stage holds one
-    wide = c.precision == 4  # fp32: the weights are the masters
+    wide = c.precision == FP32  # the weights are the masters
     logits = np.maximum(0.0, logits - last)
     # A layer is recomputed when the logits are gone, if the loss has made its gradients; its gradients come beside it.
     both = np.maximum(0.0, RECOMPUTED * one_layer - logits)
@@ -135,7 +136,7 @@ def memory_bytes(
         "optimizer": master * np.where(stage >= 1, spread, whole) * soft.trained * on_device,
         "activations": activations,
         "logits": logits,
-        "gathered": np.where(stage >= 3, 6 * whole / layers, 0.0),
+        "gathered": np.where(stage >= 3, 3 * c.item_bytes * whole / layers, 0.0),
         "buffers": NCCL_BYTES + NCCL_BYTES_PER_PEER * (c.tp + c.cp * c.shard + c.ep + p + c.replica),
         "context": np.broadcast_to(CONTEXT_BYTES, np.shape(p)),
     }
