@@ -22,8 +22,8 @@ TERMS = {
     "kept": "own gradients beside their sum over replicas, until the commit: grad_bytes x parameters; over shard x cp",
     "optimizer": "12 B (fp32 master and two moments; 10 with remainders, 8 in fp32; 4 less with moments in bf16) x "
     "parameters of the rank; over shard x cp from zero 1 on",
-    "activations": "bytes per token and layer by recompute mode (fp32: twice) x tokens x layers of the rank x batches in "
-    "flight",
+    "activations": "bytes per token and layer by recompute mode (fp32: twice those) x tokens x layers of the rank x "
+    "batches in flight",
     "logits": "logit_bytes x tokens (fused_loss: of a chunk) x vocabulary / tp on the last stage, with a fused loss "
     "the gradients of head (several chunks: in fp32) and input besides, less the activations it holds fewer of",
     "gathered": "zero 3: two layers' weights and one layer's gradients whole, 2 B each (fp32: 4)",
