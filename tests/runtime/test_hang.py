@@ -108,6 +108,18 @@ def test_a_stopped_worker_is_found_and_reported_once(tree):
     assert tree.until("exit", 1)["signal"] == "SIGKILL"
 
 
+def test_one_that_was_stopped_between_two_steps_is_blamed_for_those_that_wait_for_it(tree):
+    for worker, phase in enumerate(("forward", "idle")):
+        tree.spawn(worker, "stand", how="wait", phase=phase)
+        tree.until("message", worker)
+    os.kill(tree.pids[1], signal.SIGSTOP)
+    tree.client.watch(0.2)
+    event = tree.until("hang")
+    assert event["workers"] == [1] and event["final"]
+    assert "is stopped" in event["reason"]
+    tree.client.kill(1)
+
+
 def test_the_busy_one_is_blamed_with_its_stack(tree):
     for worker, how in enumerate(("wait", "busy", "wait")):
         tree.spawn(worker, "stand", how=how)

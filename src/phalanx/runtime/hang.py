@@ -14,6 +14,7 @@ from typing import NamedTuple
 from phalanx.observe.progress import QUIET, Reading
 
 SOLO_FACTOR = 3  # patience with a worker that stands still while others move
+STOPPED = frozenset("Tt")  # states of a process, as /proc has them: by a signal, by a debugger
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _WAITS = re.compile(
     r"\.wait\(|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|\bi?(recv|send)\(", re.IGNORECASE
@@ -54,7 +55,7 @@ class Evidence(NamedTuple):
 
 def judge(evidence: list[Evidence]) -> tuple[list[int], str]:
     """The culprits among stuck workers and what is said of each: "rank 3 " + reason."""
-    stopped = [e for e in evidence if e.state in "Tt"]
+    stopped = [e for e in evidence if e.state in STOPPED]
     if stopped:
         return [e.worker for e in stopped], "is stopped, by SIGSTOP or by a debugger"
     silent = [e for e in evidence if not e.stack]

@@ -72,6 +72,8 @@ class Watch:
         yield from self._still(now, readings)
         if self._probe is None:
             found = hang.stuck(readings, now, self._since_ns, self.limit_ns)
+            if found:  # they may wait for one that was stopped between two steps, where standing still means nothing
+                found |= {number for number, w in present.items() if kernel.stat(w.pid)[0] in hang.STOPPED}
             if any(self._told.get(number) != readings[number] for number in found):
                 self._ask(now, {number: present[number] for number in found}, readings)
         elif any(readings.get(number) != before for number, (before, _) in self._probe.asked.items()):
@@ -94,7 +96,7 @@ class Watch:
             answer = os.pread(w.log, 1 << 20, size).decode(errors="replace")
             stack = answer[answer.find("most recent call first") :] if "most recent call first" in answer else ""
             evidence.append(hang.Evidence(number, reading, kernel.stat(w.pid)[0], stack))
-        if self._probe.patient and any(not e.stack and e.state not in "Tt" for e in evidence):
+        if self._probe.patient and any(not e.stack and e.state not in hang.STOPPED for e in evidence):
             self._probe.patient = False  # a loaded host, perhaps
             self._probe.due_ns += int(ANSWER_S * 1e9)
             return
