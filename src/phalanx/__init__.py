@@ -4,8 +4,8 @@
     run = phalanx.train({"model": {"preset": "tiny"}, "train": {"steps": 100}}, on_step=lambda row: print(row["loss"]))
     run.metrics, run.validations, run.checkpoints, run.weights()
 
-`Family`, `Init`, `Batch`, `Attend` and `Head` are the door for a model of your own (phalanx.model.family).
-`phalanx.train` is a room of the house as well, with modules in it; importing one of them changes nothing for callers.
+Use `Family`, `Init`, `Batch`, `Attend` and `Head` to train a model of your own (phalanx.model.family). `phalanx.train`
+is also a package with modules in it; importing one of them leaves `phalanx.train(...)` callable.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = [
     "train",
 ]
 
-_OF_MODELS = ("Attend", "Batch", "Family", "Head", "Init", "Weight")  # these need torch; importing phalanx does not
+_OF_MODELS = ("Attend", "Batch", "Family", "Head", "Init", "Weight")  # these need torch; importing phalanx must not
 _OF_RUNS = ("Checkpoint", "Run")
 
 
 class _Callable(ModuleType):
-    # `phalanx.train` is both: the package with this name, and what runs a job. help() tells of the latter.
+    # `phalanx.train` is both the package of that name and the function that runs a job. help() describes the function.
 
     @property
     def __signature__(self) -> Signature:

@@ -1,1 +1,1 @@
-"""The gang scheduler: which gang runs where and when. Pure, like all of `control`."""
+"""The gang scheduler decides which gang runs where and when. It is pure, like all of `control`."""

@@ -1,5 +1,5 @@
-"""What a user asks of the scheduler, what happens to the cluster, and what the scheduler says: plain values that travel
-as JSON through the journal. Times are whole nanoseconds, power is whole watts."""
+"""The scheduler's vocabulary: requests from users, events from the cluster, and commands in return. All are plain
+values that travel as JSON through the journal. Times are whole nanoseconds, power is whole watts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ HOUR = 3600 * S
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A gang. A replica is the unit of elasticity: `nodes` nodes with `gpus` GPUs each, and one more node with `rest`
-    of them where the size does not divide. `replicas` are wanted, `least` are enough to run."""
+    GPUs where the size does not divide evenly. The user wants `replicas`, and the gang can run with `least`."""
 
     job: str
     tenant: str = ""
     priority: int = 0
     replicas: int = 1
     least: int = 0  # 0: all of them
-    nodes: int = 1  # of a replica
+    nodes: int = 1  # per replica
     gpus: int = 1  # on each of its nodes
     rest: int = 0
     spares: int = 0  # warm nodes held near the gang
     level: str = ""  # every replica inside one domain of this level; "": preferred, not required
     spread: str = ""  # no two replicas in one domain of this level, where possible
-    limit_ns: int = 0  # after which it is stopped; 0: not known
+    limit_ns: int = 0  # the gang is stopped after this; 0: not known
     preemptible: bool = True
-    deadline_ns: int = 0  # by which it must have run `needs_ns`; 0: start as soon as possible
+    deadline_ns: int = 0  # it must have run for `needs_ns` by then; 0: start as soon as possible
     needs_ns: int = 0
-    pausable: bool = False  # may run in pieces, a checkpoint apart
+    pausable: bool = False  # may run in pieces, with a checkpoint between them
 
     @property
     def fewest(self) -> int:
@@ -41,18 +41,18 @@ class Ask:
 
     @property
     def needs_gpus(self) -> int:
-        """To run at all, with its spares."""
+        """Return how many GPUs it needs to run at all, spares included."""
         return self.fewest * self.replica_gpus + self.spares * self.gpus
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int, str, str]:
-        """Two gangs of one shape fit in the same places."""
+        """Return the key that decides where it fits: gangs with the same shape fit in the same places."""
         return (self.replicas, self.fewest, self.nodes, self.gpus, self.rest, self.spares, self.level, self.spread)
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`quota`: GPUs that are its own; `most`: with what it borrows, 0: all that are idle; `weight`: its fair share."""
+    """`quota`: GPUs of its own; `most`: its limit including what it borrows, 0: no limit; `weight`: its fair share."""
 
     name: str
     quota: int = 0
@@ -64,7 +64,7 @@ class Tenant:
 
 
 class Event:
-    """Something that the scheduler hears."""
+    """Something that happened, which the scheduler reacts to."""
 
     __slots__ = ()
 
@@ -89,14 +89,14 @@ class Ended(Event):
 
 @dataclass(frozen=True, slots=True)
 class Stopped(Event):
-    """A gang has ended because it was told to; its state is saved."""
+    """A gang has ended on request; its state is saved."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk(Event):
-    """A gang trains with fewer replicas now, and has left the nodes of the others."""
+    """A gang now trains with fewer replicas, and has left the nodes of the others."""
 
     job: str
 
@@ -106,7 +106,7 @@ class NodeUp(Event):
     node: str
 
 
-BY_HAND = "said by hand"  # why a node is down: an operator wants it so, until the operator says otherwise
+BY_HAND = "said by hand"  # why a node is down: an operator declared it down, and only an operator can undo that
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Drain(Event):
 
 @dataclass(frozen=True, slots=True)
 class Maintain(Event):
-    """Nodes are needed from `begin_ns` to `end_ns`: nothing runs on them then."""
+    """Keep nodes free from `begin_ns` to `end_ns`."""
 
     nodes: tuple[str, ...]
     begin_ns: int
@@ -132,31 +132,32 @@ class Maintain(Event):
 
 @dataclass(frozen=True, slots=True)
 class Cap(Event):
-    """Watts that the site may draw from now on; 0: no limit."""
+    """Limit the power of the site to so many watts from now on; 0: no limit."""
 
     watts: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """The timer that was asked for."""
+    """The timer that the scheduler set has fired."""
 
 
 # -- commands
 
 
 class Command:
-    """Something that the scheduler wants done."""
+    """Something that the scheduler wants to be done."""
 
     __slots__ = ()
 
 
-Seat = tuple[str, int]  # a node, and how many of its GPUs
+Seat = tuple[str, int]  # a node, and how many of its GPUs are used
 
 
 @dataclass(frozen=True, slots=True)
 class Start(Command):
-    """`seats`: replica by replica, neighbours in rank order. `spares`: nodes that stand by."""
+    """Start a gang. `seats` of a replica are in rank order, so that neighbours are close. `spares`: nodes that stand
+    by."""
 
     job: str
     replicas: tuple[tuple[Seat, ...], ...]
@@ -166,7 +167,7 @@ class Start(Command):
 
 @dataclass(frozen=True, slots=True)
 class Stop(Command):
-    """Save and end within the grace; `again`: it will be started again."""
+    """Save and end within the grace period; `again`: it will be restarted later."""
 
     job: str
     grace_ns: int
@@ -185,7 +186,7 @@ class Shrink(Command):
 
 @dataclass(frozen=True, slots=True)
 class Grow(Command):
-    """Take these replicas in, at their numbers."""
+    """Add these replicas, under these numbers."""
 
     job: str
     replicas: dict[int, tuple[Seat, ...]]
@@ -194,7 +195,7 @@ class Grow(Command):
 
 @dataclass(frozen=True, slots=True)
 class Replace(Command):
-    """A node of a running gang is taken over by another."""
+    """Let another node take over from a node of a running gang."""
 
     job: str
     old: str
@@ -209,22 +210,22 @@ class SetTimer(Command):
 
 @dataclass(slots=True)
 class Rules:
-    """What the scheduler may do, and how patient it is."""
+    """The scheduler's limits and how long it waits."""
 
-    grace_ns: int = 60 * S  # to save, before a gang is killed
-    restart_ns: int = 120 * S  # what a stop and a later start cost a gang
-    min_run_ns: int = 600 * S  # a gang that has just started is left alone
-    patience_ns: int = 6 * HOUR  # a gang that waited for longer is overdue
-    turn_ns: int = HOUR  # an overdue gang that starts is left alone for so long
-    look_ns: int = 300 * S  # between two looks while gangs wait
-    burn_ns: int = 300 * S  # a node that comes back is watched for so long before it is used
+    grace_ns: int = 60 * S  # time to save before a gang is killed
+    restart_ns: int = 120 * S  # the cost of a stop and a later start
+    min_run_ns: int = 600 * S  # a gang that started this recently is left alone
+    patience_ns: int = 6 * HOUR  # a gang that has waited for longer is overdue
+    turn_ns: int = HOUR  # an overdue gang is left alone for this long after it starts
+    look_ns: int = 300 * S  # between two scheduling passes while gangs wait
+    burn_ns: int = 300 * S  # a node that comes back is watched for this long before it is used
     first_level: int = (
         3600  # GPU-seconds after which a gang may have to yield to newer ones; each level is 8 times more
     )
-    moves: int = 4  # gangs that move at once, so that another one has its GPUs in one piece; 0: none ever does
+    moves: int = 4  # gangs that may move at once to free one contiguous place for another; 0: none ever does
     move_share: int = 20  # a gang spends at most 1/20 of its time on moves
     watts_per_gpu: int = 0
-    ramp_watts: int = 0  # that may be switched on at one look; 0: no limit
+    ramp_watts: int = 0  # power that may be switched on in one scheduling pass; 0: no limit
     rack_level: str = ""
     rack_watts: int = 0  # per domain of `rack_level`; 0: no limit
     half_life_ns: int = 24 * HOUR  # of a tenant's past usage, for its fair share

@@ -1,8 +1,9 @@
-"""The cluster as a tree: nodes in domains of several levels (an NVLink domain, a leaf, a pod, the site), and how many
-GPUs of each are free. A gang is placed in the lowest domain that holds it, and in the fullest such one, so that large
-domains stay whole for large gangs; inside, over as few leaves as possible, replica by replica.
+"""The cluster as a tree: nodes in domains of several levels (an NVLink domain, a leaf, a pod, the site), with the
+number of free GPUs in each domain. A gang goes to the lowest domain that can hold it, and to the fullest of those, so
+that large domains stay whole for large gangs. Inside the domain it is spread over as few leaves as possible, replica by
+replica.
 
-Nodes are numbers here. Counting is per domain, so that a placement costs as much as the gang is large.
+Nodes are numbers here. Counts are kept per domain, so that the cost of a placement depends on the size of the gang.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from collections.abc import Iterable, Sequence
 
 from phalanx.control.schedule.asks import Ask
 
-Spot = tuple[int, int]  # a node, and how many of its GPUs
+Spot = tuple[int, int]  # a node, and how many of its GPUs are used
 Placing = list[list[Spot]]  # by replica
-LOOKS = 16  # of equally full nodes, how many are compared
+LOOKS = 16  # how many equally full nodes are compared
 TOP = "cluster"
 
 
 class Cells:
-    """`paths`: per node its domain at each of `levels`, the lowest first. `size`: GPUs of a node. All nodes are under
+    """`paths`: the domain of each node at each of `levels`, the lowest first. `size`: GPUs per node. All nodes share
     one root."""
 
     def __init__(self, size: int, levels: Sequence[str], paths: Sequence[Sequence[str]]):
@@ -29,19 +30,19 @@ class Cells:
         self.domain: list[list[int]] = []  # level -> node -> domain
         self.nodes_of: list[list[list[int]]] = []  # level -> domain -> nodes
         for at in range(len(levels)):
-            # A domain is known by its whole path: two pods may both have a leaf "S1".
+            # A domain is identified by its whole path: two pods may both have a leaf "S1".
             self._number([tuple(path[at:]) for path in paths])
         self._number([("",)] * len(paths))
         self.free = [0] * len(paths)
-        self.closed = [True] * len(paths)  # nobody may start there
+        self.closed = [True] * len(paths)  # nothing may start there
         self.counts = [
             [[0] * (size + 1) for _ in nodes] for nodes in self.nodes_of
         ]  # level, domain, free -> open nodes
         self.sorted: list[list[tuple[int, int]]] = [
             [(0, d) for d in range(len(n))] for n in self.nodes_of
         ]  # whole ones
-        self.stacks: list[dict[int, None]] = [{} for _ in range(size + 1)]  # free -> open nodes, the last changed last
-        self.used_racks: list[int] = []  # GPUs in use, per domain of the level whose power is limited
+        self.stacks: list[dict[int, None]] = [{} for _ in range(size + 1)]  # free -> open nodes, the latest change last
+        self.used_racks: list[int] = []  # GPUs in use, per domain of the level with a power limit
         self.rack, self.rack_most = -1, 0
         for node in range(len(paths)):
             self.free[node] = size
@@ -57,14 +58,14 @@ class Cells:
         self.nodes_of.append(nodes)
 
     def limit_racks(self, level: str, gpus: int) -> None:
-        """Let at most so many GPUs of a domain work at once."""
+        """Let at most `gpus` GPUs of a domain work at once."""
         self.rack, self.rack_most = self.levels.index(level), gpus
         self.used_racks = [0] * len(self.nodes_of[self.rack])
 
     # -- counting
 
     def _count(self, changes: Iterable[tuple[int, int, int]]) -> None:
-        """Note nodes that went from so many free GPUs to so many; -1: closed."""
+        """Update the counts for nodes whose number of free GPUs changed, given as (node, old, new); -1: closed."""
         listed = list(changes)
         for node, old, new in listed:
             if old >= 0:
@@ -123,17 +124,17 @@ class Cells:
 
     @property
     def open_gpus(self) -> int:
-        """GPUs of nodes on which something may start, used or not."""
+        """Return the GPUs of all open nodes, used or not."""
         return self.size * sum(self.counts[-1][0])
 
     def with_room(self, level: int, domain: int, gpus: int) -> int:
-        """Open nodes of a domain with so many GPUs free."""
+        """Count the open nodes of a domain that have at least `gpus` GPUs free."""
         return sum(self.counts[level][domain][gpus:])
 
     # -- placing
 
     def place(self, ask: Ask, replicas: int) -> tuple[Placing, list[int]] | None:
-        """Find places for so many replicas, and the spares; nothing is taken. None: there is no room."""
+        """Find places for so many replicas and for the spares, without taking them. None: there is no room."""
         if ask.replica_gpus * replicas + ask.spares * ask.gpus > self.free_gpus or ask.gpus > self.size:
             return None
         if self.rack_most:
@@ -148,11 +149,12 @@ class Cells:
                 if found:
                     return found
                 if level < len(self.levels) - 1:
-                    break  # the others of this level are emptier, and no better
+                    break  # the other domains of this level are emptier, and no better
         return None
 
     def _fullest(self, gpus: int) -> int | None:
-        """Return a node with the least room that is enough; of equal ones, in the leaf with the fewest whole nodes."""
+        """Return the node with the least room that suffices; among equals, one in the leaf with the fewest whole
+        nodes."""
         for stack in self.stacks[gpus:]:
             if stack:
                 counts, of = self.counts[0], self.domain[0]
@@ -161,7 +163,7 @@ class Cells:
         return None
 
     def _holding(self, level: int, nodes: int, gpus: int) -> Iterable[int]:
-        """Domains with so many nodes that have room, the tightest first."""
+        """List the domains in which enough nodes have room, the tightest first."""
         if gpus == self.size:
             order = self.sorted[level]
             return (domain for _, domain in order[bisect_left(order, (nodes, -1)) :])
@@ -184,7 +186,7 @@ class Cells:
         return None if spares is None else (placing, spares)
 
     def _leaves(self, level: int, domain: int, gpus: int) -> list[list[int]]:
-        """Nodes with room by leaf, inside a domain."""
+        """List the nodes of a domain that have room, by leaf."""
         of = self.domain[0]
         leaves = {of[node]: None for node in self.nodes_of[level][domain]} if level else {domain: None}
         out = []
@@ -202,8 +204,8 @@ class Cells:
         return list(groups.values())
 
     def _choose(self, leaves: list[list[int]], ask: Ask, replicas: int, whole: bool) -> list[list[int]] | None:
-        """Choose nodes, leaf by leaf. Whole replicas go to leaves that hold them, the roomiest leaf first and the last
-        one as tight as possible; what is left is cut over the fewest leaves."""
+        """Choose nodes, leaf by leaf. Whole replicas go to leaves that can hold them, the roomiest leaf first and the
+        last one as tight as possible; the remaining replicas are split over the fewest leaves."""
         chosen, rest = list[list[int]](), replicas
         left = sorted(leaves, key=len, reverse=True)
         while rest and left and len(left[0]) >= ask.nodes:
@@ -230,7 +232,7 @@ class Cells:
         return chosen
 
     def _seat(self, rooms: list[list[int]], ask: Ask, replicas: int) -> Placing:
-        """Neighbouring ranks on neighbouring nodes, depth first through the tree."""
+        """Put neighbouring ranks on neighbouring nodes, depth first through the tree."""
         nodes = [node for room in rooms for node in room]
         size = ask.nodes
         return [[(node, ask.gpus) for node in nodes[r * size : (r + 1) * size]] for r in range(replicas)]
@@ -245,7 +247,7 @@ class Cells:
         return True
 
     def _near(self, placing: Placing, ask: Ask, taken: set[int]) -> list[int] | None:
-        """Nodes near the gang that stand by for it."""
+        """Choose spare nodes near the gang; None: there are too few."""
         out = list[int]()
         for _ in range(ask.spares):
             node = self.neighbour(placing[0][0][0], ask.gpus, taken)
@@ -256,7 +258,7 @@ class Cells:
         return out
 
     def neighbour(self, node: int, gpus: int, taken: set[int]) -> int | None:
-        """The fullest open node with room, as low in the tree as possible."""
+        """Return the fullest open node with room, as low in the tree as possible."""
         for level, of in enumerate(self.domain):
             if self.with_room(level, of[node], gpus):
                 near = (
@@ -270,7 +272,7 @@ class Cells:
         return None
 
     def _place_capped(self, ask: Ask, replicas: int) -> tuple[Placing, list[int]] | None:
-        """As `place`, with racks that have power left alone: the others are closed meanwhile."""
+        """Like `place`, but use only racks that have power left; the nodes of the others are closed meanwhile."""
         most, of = self.rack_most, self.domain[self.rack]
         left = [most - used for used in self.used_racks]
         shut = [n for n in range(self.num_nodes) if not self.closed[n] and left[of[n]] < ask.gpus]
@@ -291,7 +293,7 @@ class Cells:
                 self.open(node)
 
     def copy(self) -> Cells:
-        """For trying out; the tree itself is shared."""
+        """Copy the counts, to try things out; the tree itself is shared."""
         other = Cells.__new__(Cells)
         other.__dict__.update(self.__dict__)
         other.free, other.closed = self.free.copy(), self.closed.copy()

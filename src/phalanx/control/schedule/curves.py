@@ -1,4 +1,4 @@
-"""When to run, if electricity has a price, or carbon, by the hour, and there is time until a deadline."""
+"""Choose when to run a job that has a deadline, if the hourly price of electricity or carbon is known."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ Slots = list[tuple[int, int]]
 
 
 def choose(prices: list[int], now_ns: int, needs_ns: int, deadline_ns: int, pausable: bool, pause_ns: int) -> Slots:
-    """The cheapest times to run for `needs_ns` by the deadline: one piece, or several if it is pausable, each of which
-    costs `pause_ns` more. Where prices are not known, or the time is short: at once."""
+    """Return the cheapest times to run for `needs_ns` before the deadline. A pausable job may run in several pieces,
+    each of which costs `pause_ns` more. Run at once if the prices are unknown or time is short."""
     last = min(deadline_ns, len(prices) * HOUR)
     if last - now_ns <= needs_ns:
         return [(now_ns, now_ns + needs_ns)]
@@ -22,7 +22,8 @@ def choose(prices: list[int], now_ns: int, needs_ns: int, deadline_ns: int, paus
 
 
 def _in_one(prices: list[int], now_ns: int, needs_ns: int, last_ns: int) -> Slots:
-    """Begin now, at the begin of an hour, or so that it ends with one: the best is among these."""
+    """Find the cheapest single slot. It begins now, begins on the hour, or ends on the hour: the optimum is among
+    these."""
     hours = range(now_ns // HOUR + 1, last_ns // HOUR + 1)
     begins = {now_ns, *(h * HOUR for h in hours), *(h * HOUR - needs_ns for h in hours)}
     able = [b for b in begins if now_ns <= b <= last_ns - needs_ns]
@@ -31,7 +32,7 @@ def _in_one(prices: list[int], now_ns: int, needs_ns: int, last_ns: int) -> Slot
 
 
 def _in_pieces(prices: list[int], now_ns: int, needs_ns: int, last_ns: int, pause_ns: int) -> Slots:
-    """The cheapest hours, in order; every piece after the first begins with what a pause costs."""
+    """Return the cheapest hours, in order; every piece after the first begins with the cost of a pause."""
     hours = [(max(now_ns, h * HOUR), min(last_ns, (h + 1) * HOUR)) for h in range(now_ns // HOUR, -(-last_ns // HOUR))]
     order = sorted(hours, key=lambda hour: (prices[hour[0] // HOUR], hour[0]))
     for count in range(1, len(order) + 1):
@@ -55,7 +56,7 @@ def _joined(hours: Slots) -> Slots:
 
 
 def cost(prices: list[int], slots: Slots) -> int:
-    """Price times nanoseconds."""
+    """Return price times nanoseconds."""
     total = 0
     for begin, end in slots:
         while begin < end:

@@ -1,4 +1,4 @@
-"""Why a gang is where it is: what it waits for, and when it will start."""
+"""Explain to users why a gang is where it is, what it waits for, and when it will start."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from phalanx.control.schedule.gangs import CLAIMING, RUNNING, WAITING, Gang
 from phalanx.control.schedule.moving import plan_moves
 from phalanx.control.schedule.scheduler import Scheduler
 
-SHOWN = 4  # nodes that are named in one sentence
+SHOWN = 4  # nodes named in one sentence
 
 
 def why(scheduler: Scheduler, job: str, now_ns: int) -> list[str]:
-    """Sentences about a gang, the present first, then its latest decisions."""
+    """Describe a gang in sentences: its present state first, then its latest decisions."""
     gang = scheduler.gangs[job]
     lines = [_present(scheduler, gang, now_ns)]
     if gang.state == WAITING and job not in scheduler.held:
@@ -78,7 +78,7 @@ def _moves(scheduler: Scheduler, gang: Gang, now_ns: int) -> str:
 
 
 def _out(scheduler: Scheduler, now_ns: int) -> str:
-    """The nodes that are not up, and why."""
+    """List the nodes that are not up, and why."""
     out = [n for n, closed in enumerate(scheduler.cells.closed) if closed]
     shown = [f"{scheduler.names[n]} is {scheduler.wards.said(n, now_ns)}" for n in out[:SHOWN]]
     more = f"; and {len(out) - SHOWN} more" if len(out) > SHOWN else ""

@@ -1,9 +1,9 @@
-"""Shares of GPUs: small jobs that ask for a part of one. A job is placed where it makes the fewest free GPUs useless
-for the jobs to be expected, weighed by how often they come (fragmentation gradient descent, USENIX ATC 2023).
+"""Fractional GPUs, for small jobs that ask for a part of one. A job goes where it makes the fewest free GPUs useless
+for expected jobs, weighted by how often they come (fragmentation gradient descent, USENIX ATC 2023).
 
-A GPU has 1,000 parts. What is free on a host is useful for a kind of job as far as jobs of that kind fill it: as many
-as its CPUs and its GPUs hold together. The published measure counts all of a GPU as useful if one such job fits on it,
-and a host's GPUs even if its CPUs suffice for one of them.
+A GPU has 1,000 parts. The free capacity of a host is useful for a kind of job as far as jobs of that kind can fill it:
+as many as its CPUs and GPUs hold together. The published measure counts a whole GPU as useful if one such job fits on
+it, and counts a host's GPUs even if its CPUs suffice for only one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WHOLE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """`gpus` whole ones, or `parts` of one; on one of `models`, if they are named."""
+    """`gpus` whole GPUs, or `parts` of one; restricted to `models`, if any are named."""
 
     cpus: int
     memory: int
@@ -40,7 +40,7 @@ class Host:
 
 @dataclass
 class Shares:
-    """`kinds`: how often each need comes, of those that are to be expected."""
+    """`kinds`: the expected needs, and how often each comes."""
 
     hosts: list[Host]
     kinds: list[tuple[Need, int]]
@@ -56,7 +56,7 @@ class Shares:
             host.useless = self.wasted(host.cpus, host.memory, host.model, host.left)
 
     def wasted(self, cpus: int, memory: int, model: str, left: list[int]) -> int:
-        """What is free and useless, over all kinds."""
+        """Return the free capacity that is useless, weighted over all kinds."""
         state = (cpus, memory, model, tuple(sorted(left)))
         if (out := self.known.get(state)) is None:
             out = self.known[state] = self.weight * sum(left) - self._useful(cpus, memory, model, left)
@@ -75,7 +75,7 @@ class Shares:
         return out
 
     def place(self, need: Need) -> tuple[int, list[int]] | None:
-        """Take a place: the host, and which of its GPUs. None: there is no room."""
+        """Take a place and return the host and its chosen GPUs. None: there is no room."""
         scores = self.scores.setdefault(need, [None] * len(self.hosts))
         best, at = None, -1
         for number, score in enumerate(scores):
@@ -97,13 +97,13 @@ class Shares:
         return at, chosen
 
     def _score(self, host: Host, need: Need) -> tuple[int, int]:
-        """What becomes useless, and what would be left; (-1, 0): it does not fit."""
+        """Return how much capacity becomes useless, and how much would be left; (-1, 0): it does not fit."""
         if host.cpus < need.cpus or host.memory < need.memory or (need.models and host.model not in need.models):
             return -1, 0
         room = host.left.count(WHOLE) >= need.gpus if need.parts >= WHOLE else max(host.left, default=0) >= need.parts
         if need.gpus and not room:
             return -1, 0
-        # Shifted, for a job may make less useless than before.
+        # Shifted to stay positive: a job may also make less capacity useless than before.
         return self._chosen(host, need)[0] + OFFSET, sum(host.left) - need.total
 
     def _chosen(self, host: Host, need: Need) -> tuple[int, list[int]]:
@@ -128,7 +128,7 @@ OFFSET = 1 << 60
 
 
 def expected(needs: Iterable[Need]) -> list[tuple[Need, int]]:
-    """The kinds of jobs with GPUs that came, and how often, the most frequent first."""
+    """Count the kinds of GPU jobs that came, the most frequent first."""
     counts: dict[Need, int] = {}
     for need in needs:
         if need.gpus:

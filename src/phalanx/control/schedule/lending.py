@@ -1,10 +1,12 @@
-"""Places that are held are lent. An overdue gang holds places as they become free, and may have to wait for the last of
-them for long: others are safe for a while, or only end by themselves. Until then other gangs are guests in its places.
+"""Lend places that are held. An overdue gang holds places as they become free, and may wait a long time for the last of
+them: some occupants are safe for a while, others leave only when they end. Until then other gangs are guests in its
+places.
 
-The holder loses nothing. What it lends it is owed, and gets back first. A guest saves its state when the last of those
-leave whom the holder waits for, as they do. Where they end by themselves, and only guests are left, these end at once,
-without time to save: nobody can prove when others end, so none may count on it. A guest that loses what it did so is
-where it was when it came: it has waited since then, and had no service.
+The holder loses nothing: it is owed what it lends, and gets it back first. If the gangs that the holder waits for are
+stopped, guests are stopped with them and save their state too. If those gangs end by themselves and only guests are
+left, the guests end at once, without time to save: nobody can prove when a gang will end, so no guest may count on it.
+A guest that loses its work this way is back where it was when it came, as if it had waited since then without
+service.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ Loan = tuple[Gang, list[Spot]]
 
 
 def waits_until(holder: Gang, gangs: dict[str, Gang]) -> int:
-    """Until when those cannot be told to leave whom the holder waits for; 0: there is nobody."""
+    """Return the time until which some gang that the holder waits for cannot be stopped; 0: there is none."""
     last = 0
     for gang in (gangs[job] for job in holder.blockers):
         if gang.state == RUNNING and any(node in holder.owed for node, _ in gang.spots()):
@@ -28,13 +30,13 @@ def waits_until(holder: Gang, gangs: dict[str, Gang]) -> int:
 
 
 def only_guests(holder: Gang, gangs: dict[str, Gang]) -> bool:
-    """Whether nobody else has a place that the holder is owed."""
+    """Return True if only guests occupy the places that the holder is owed."""
     theirs = dict(by_node([spot for job in holder.guests for spot in gangs[job].spots()]))
     return all(gpus <= theirs.get(node, 0) for node, gpus in holder.owed.items())
 
 
 def place_guest(gang: Gang, holders: list[Gang], cells: Cells) -> tuple[Placing, list[Loan]] | None:
-    """Find places for a gang in what is free and what others hold; and what each of them lends."""
+    """Find places for a gang among free GPUs and those that others hold, and return what each holder lends."""
     held = [(h, [(n, g - h.owed.get(n, 0)) for n, g in by_node(h.spots()) if g > h.owed.get(n, 0)]) for h in holders]
     for _, spots in held:
         cells.give(spots)

@@ -1,8 +1,8 @@
-"""Who is next. Gangs that wait stand in lines, a line for each tenant and shape: if the first of a line does not fit,
-none behind it does. So a decision looks at lines, not at gangs.
+"""The waiting lines decide who is next. There is one line per tenant and shape: if the first gang of a line does not
+fit, none behind it does. A decision therefore looks at lines, not at gangs.
 
-The order: higher priority; then gangs that are overdue, the oldest first; then gangs that have had less service, so
-that short ones, which nobody knows to be short, are done soon; then the tenant that has used less of its share.
+The order: higher priority first; then overdue gangs, the oldest first; then gangs that have had less service, so that
+short jobs, which nobody knows to be short, finish soon; then the tenant that has used less of its share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from phalanx.control.schedule.asks import Rules
 from phalanx.control.schedule.gangs import WAITING, Account, Gang
 
-Line = tuple[object, ...]  # its shape comes last
+Line = tuple[object, ...]  # the shape comes last
 Shape = object
 Rank = tuple[int, ...]
 
@@ -22,12 +22,12 @@ class Lines:
     def __init__(self, rules: Rules, accounts: dict[str, Account]):
         self.rules, self.accounts = rules, accounts
         self.lines: dict[Line, list[tuple[Rank, int, Gang]]] = {}
-        self.blocked: set[Line] = set()  # their first does not fit, as far as is known
-        self.stuck: set[Line] = set()  # and nobody makes room for it
-        self.full: set[Shape] = set()  # shapes that there is no room for, as far as is known
+        self.blocked: set[Line] = set()  # their first gang does not fit, as far as is known
+        self.stuck: set[Line] = set()  # and no running gang makes room for it
+        self.full: set[Shape] = set()  # shapes known not to fit
         self.count = 0
-        self._entries: dict[int, Rank] = {}  # by gang: the entry that counts
-        self._oldest: list[tuple[int, int, Gang]] = []  # (since when it waits, number): who may become overdue
+        self._entries: dict[int, Rank] = {}  # by gang: its valid entry
+        self._oldest: list[tuple[int, int, Gang]] = []  # (waiting since, number): candidates for becoming overdue
 
     def line_of(self, gang: Gang) -> Line:
         return (gang.ask.tenant, gang.ask.priority, gang.ask.limit_ns if gang.ask.limit_ns else 0, gang.ask.shape)
@@ -52,12 +52,12 @@ class Lines:
             self.free(self.line_of(gang))
 
     def free(self, line: Line) -> None:
-        """Look at a line again: it has another first."""
+        """Reconsider a line, because its first gang has changed."""
         self.blocked.discard(line)
         self.stuck.discard(line)
 
     def look_again(self) -> None:
-        """Forget what did not fit: there is more room."""
+        """Forget what did not fit, because there is more room."""
         self.blocked.clear()
         self.full.clear()
 
@@ -80,14 +80,14 @@ class Lines:
         return None
 
     def heads(self, free: int, fits: Callable[[Gang], bool]) -> list[tuple[Rank, Line]]:
-        """The lines that are worth a look, by the rank of their first: not those that are known to be blocked, nor
-        those that nobody makes room for and that do not fit into the `free` GPUs; one of a shape is tried for all."""
+        """Return the lines worth trying, ordered by the rank of their first gang. Skip blocked lines, and stuck lines
+        whose gang does not fit into the `free` GPUs; one attempt per shape counts for all lines of that shape."""
         found, roomy = [], set[Shape]()
         blocked, stuck, full = self.blocked, self.stuck, self.full
         for line in [line for line in self.lines if line not in blocked and not (line in stuck and line[-1] in full)]:
             shape = line[-1]
             if shape in full and line in stuck:
-                continue  # found out meanwhile
+                continue  # found to be full meanwhile
             gang = self.head(line)
             if not gang:
                 continue
@@ -105,6 +105,6 @@ class Lines:
         return (-gang.ask.priority, *rank[:2], share, rank[-1], gang.number)
 
     def waiting(self) -> list[Gang]:
-        """All that wait, in order; for people."""
+        """Return all waiting gangs in order, for display."""
         gangs = {number: gang for heap in self.lines.values() for _, number, gang in heap if number in self._entries}
         return sorted((gang for gang in gangs.values() if gang.state == WAITING), key=self.order)

@@ -1,10 +1,10 @@
-"""Who moves to make one place out of many. A gang may wait although enough GPUs are free, because they are in pieces. A
-few smaller gangs that run then move, a checkpoint away, to pieces that are large enough for them.
+"""Defragmentation by moving gangs. A gang may wait although enough GPUs are free, because they are scattered. Then a
+few smaller running gangs move, through a checkpoint, to free pieces that are large enough for them.
 
-It must pay. A move costs a gang its GPUs for `grace_ns + restart_ns`, and the GPUs that the other one holds meanwhile.
-Nobody knows how long it would wait otherwise, so it first waits until that has cost as much as the moves will: what is
-lost is at most twice what one would lose who knows the future. A gang spends at most 1/`move_share` of its time on
-moves, and at most `moves` gangs move for another one, so that gangs are not pushed around for ever.
+It must pay. A move costs the moving gang its GPUs for `grace_ns + restart_ns`, plus the GPUs held for the waiting gang
+meanwhile. Nobody knows how long that gang would wait otherwise, so it first waits until waiting has cost as much as the
+moves will: the loss is at most twice that of a scheduler that knows the future. A gang spends at most 1/`move_share` of
+its time on moves, and at most `moves` gangs move for another one, so that no gang is pushed around forever.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from phalanx.control.schedule.asks import Rules
 from phalanx.control.schedule.cells import Cells, Placing, Spot
 from phalanx.control.schedule.gangs import RUNNING, Gang, Target
 
-DOMAINS = 4  # of a level, how many are tried
+DOMAINS = 4  # how many are tried per level
 
 
 @dataclass(slots=True)
 class Moves:
-    """Where a gang will be, who moves for it and where to, and what that costs in GPU-ns."""
+    """Where a gang will be, which gangs move and where to, and the cost in GPU-ns."""
 
     placing: Placing
     spares: list[int]
@@ -30,8 +30,8 @@ class Moves:
 
 
 def may_move(gang: Gang, head: Gang, rules: Rules, now_ns: int) -> bool:
-    """Whether a gang can be asked to move for another one: not if it is larger or matters more, has just started, ends
-    soon anyway, or has moved often enough."""
+    """Return True if a gang can be asked to move for another one. It cannot if it is larger or has higher priority, has
+    just started, will end soon anyway, or has moved often enough."""
     ask, once_ns = gang.ask, rules.grace_ns + rules.restart_ns
     if gang.state != RUNNING or not ask.preemptible or gang.shrinking or gang.visit or now_ns < gang.safe_ns:
         return False
@@ -45,8 +45,8 @@ def may_move(gang: Gang, head: Gang, rules: Rules, now_ns: int) -> bool:
 def plan_moves(
     head: Gang, at: Sequence[dict[str, None]], gangs: dict[str, Gang], cells: Cells, rules: Rules, now_ns: int
 ) -> Moves | None:
-    """Find the cheapest few that can move, so that a gang that waits has room. The cells are as they were when this
-    returns. `at`: the jobs on each node."""
+    """Find the cheapest few moves that make room for a waiting gang. The cells are unchanged when this returns. `at`:
+    the jobs on each node."""
     need = head.ask.needs_gpus
     if not rules.moves or need > cells.free_gpus or head.ask.gpus > cells.size or cells.rack_most:
         return None
@@ -67,14 +67,15 @@ def plan_moves(
 
 
 def pays(head: Gang, moves: Moves, now_ns: int) -> bool:
-    """Whether its wait has cost as much as the moves will."""
+    """Return True if waiting has cost as much as the moves will."""
     return head.ask.needs_gpus * (now_ns - head.idle_ns) >= moves.cost
 
 
 def _clear(
     head: Gang, nodes: Sequence[int], at: Sequence[dict[str, None]], movable: dict[str, Gang], cells: Cells
 ) -> list[Gang]:
-    """Who would have to leave, so that a domain has enough nodes with room; []: nobody can bring that about."""
+    """List the gangs that would have to leave so that enough nodes of a domain have room; []: no set of moves
+    suffices."""
     ask = head.ask
     count = ask.fewest * (ask.nodes + bool(ask.rest)) + ask.spares
     if len(nodes) < count:
@@ -99,7 +100,7 @@ def _clear(
 
 
 def _try(head: Gang, movers: list[Gang], cells: Cells, rules: Rules) -> Moves | None:
-    """Place the gang as if the movers were gone, and the movers in what is free already."""
+    """Place the gang as if the movers were gone, and place the movers in what is free now."""
     for gang in movers:
         cells.give(gang.spots())
     found = cells.place(head.ask, head.ask.fewest)

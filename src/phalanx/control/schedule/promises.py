@@ -1,4 +1,5 @@
-"""What is always true of the scheduler's state. Cheap enough for every event in tests; a violation is a bug."""
+"""Invariants of the scheduler's state. They are cheap enough to check after every event in tests; a violation is a
+bug."""
 
 from __future__ import annotations
 

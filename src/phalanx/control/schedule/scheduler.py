@@ -1,15 +1,15 @@
-"""The gang scheduler. `apply` takes one event and returns commands; nothing else changes the state, so that folding the
+"""The gang scheduler. `apply` takes one event and returns commands. Nothing else changes the state, so replaying the
 same events gives the same state.
 
-A gang waits, claims its places while others leave them, runs, leaves, and has ended or waits again. After every event
-the scheduler looks at the lines in order (`lines`): a gang that fits starts; for the first that do not, others make
-room (`yielding`), or places are held as they become free, so that a large gang is not overtaken for ever; what nobody
-waits for is given to gangs that can grow.
+A gang waits, claims its places while others leave them, runs, leaves, and then ends or waits again. After every event
+the scheduler looks at the lines in order (`lines`). A gang that fits starts. For the first gangs that do not fit,
+others make room (`yielding`), or places are held as they become free, so that a large gang is not overtaken forever.
+GPUs that no gang waits for go to gangs that can grow.
 
-No gang starves: one that has waited for `patience_ns` is overdue. Overdue gangs of a priority are served in their
-order, before all others of it, and others yield to them unless they are safe, which lasts at most `turn_ns`. So with
-k overdue gangs before it a gang starts within patience_ns + (k + 1) x (turn_ns + grace_ns + look_ns), if its tenant may
-have so many GPUs, the nodes are up, and gangs of its priority are preemptible.
+No gang starves. One that has waited for `patience_ns` is overdue. Overdue gangs of a priority are served in order,
+before all others of that priority, and others yield to them unless they are safe, which lasts at most `turn_ns`. So
+with k overdue gangs before it, a gang starts within patience_ns + (k + 1) x (turn_ns + grace_ns + look_ns), if its
+tenant may have so many GPUs, the nodes are up, and gangs of its priority are preemptible.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from phalanx.control.schedule.moving import by_node, pays, plan_moves
 from phalanx.control.schedule.wards import Wards
 from phalanx.control.schedule.yielding import Claim, Sacrifice, make_room
 
-ATTEMPTS = 8  # to make room, at one event
-STOPPED = "stopped: "  # begins the note of a stop, before the reason
+ATTEMPTS = 8  # attempts to make room, per event
+STOPPED = "stopped: "  # prefix of the note about a stop, before the reason
 
 
 class Scheduler:
@@ -41,13 +41,13 @@ class Scheduler:
         self.lines, self.wards = Lines(rules, self.accounts), Wards(rules)
         self.gangs: dict[str, Gang] = {}
         self.running: dict[str, Gang] = {}
-        self.timed: dict[str, Gang] = {}  # of those, the ones that end or pause at a time
+        self.timed: dict[str, Gang] = {}  # running gangs that end or pause at a known time
         self.claiming: dict[str, Gang] = {}
-        self.elastic: dict[str, Gang] = {}  # of those, the ones that can do with fewer replicas
-        self.at: list[dict[str, None]] = [{} for _ in names]  # node -> jobs that have GPUs of it
-        self.debtors: dict[int, dict[str, None]] = {}  # node -> gangs that wait for GPUs of it
+        self.elastic: dict[str, Gang] = {}  # running gangs that can do with fewer replicas
+        self.at: list[dict[str, None]] = [{} for _ in names]  # node -> jobs that use its GPUs
+        self.debtors: dict[int, dict[str, None]] = {}  # node -> gangs that are owed GPUs of it
         self.now_ns, self.timer_ns, self.weighed_ns, self.cap_watts, self.watts, self.ramped = 0, 0, 0, 0, 0, 0
-        self.held: dict[str, Gang] = {}  # until their hour comes
+        self.held: dict[str, Gang] = {}  # gangs that wait for their hour
         self.out: list[Command] = []
         self.decisions = 0
         if rules.rack_watts:
@@ -67,7 +67,7 @@ class Scheduler:
     def _on_submit(self, event: asks.Submit) -> None:
         ask = event.ask
         if ask.job in self.gangs and self.gangs[ask.job].state != ENDED:
-            return  # said twice
+            return  # a duplicate
         self.accounts.setdefault(ask.tenant, Account(Tenant(ask.tenant), at_ns=self.now_ns))
         gang = Gang(ask, len(self.gangs), self.now_ns, since_ns=self.now_ns)
         self.gangs[ask.job] = gang
@@ -80,7 +80,7 @@ class Scheduler:
         self._enqueue(gang)
 
     def _enqueue(self, gang: Gang, since_ns: int = -1) -> None:
-        """`since_ns`: since when it waits, if that is not now."""
+        """Put a gang in its line. `since_ns`: when it began to wait, if that was not now."""
         gang.state, gang.since_ns = WAITING, self.now_ns if since_ns < 0 else since_ns
         gang.idle_ns = self.now_ns
         gang.weigh(self.now_ns, self.rules)
@@ -177,7 +177,7 @@ class Scheduler:
             self.at[node][gang.job] = None
 
     def _release(self, gang: Gang, spots: list[Spot]) -> None:
-        """Give GPUs back: first to gangs that have claimed them."""
+        """Free the GPUs; gangs that have claimed them get them first."""
         self.cells.give(spots)
         gpus = sum(gpus for _, gpus in spots)
         gang.gpus -= gpus
@@ -186,7 +186,8 @@ class Scheduler:
         self._part(gang, spots)
 
     def _part(self, gang: Gang, spots: list[Spot]) -> None:
-        """A gang has left nodes, if it has nothing else there: others may have what is free."""
+        """Record that a gang has left those nodes on which it has nothing else, and pay waiting gangs from what is
+        free."""
         kept = {node for node, _ in gang.spots() + (gang.target.spots if gang.target else [])}
         nodes = dict.fromkeys(node for node, _ in spots)
         for node in nodes:
@@ -217,7 +218,7 @@ class Scheduler:
             del self.debtors[node]
 
     def _dissolve(self, gang: Gang, why: str) -> None:
-        """Give up a claim: the gang has no places any more, and waits."""
+        """Give up a claim: the gang loses its places and waits."""
         if gang.state != CLAIMING:
             return
         owed, placed = gang.owed, gang.spots()
@@ -225,9 +226,9 @@ class Scheduler:
             self._forget_debt(gang.job, node)
         del self.claiming[gang.job]
         for guest in [self.gangs[job] for job in gang.guests]:
-            self._end_visit(guest)  # it stays: nobody wants the place back
+            self._end_visit(guest)  # it stays, because nobody wants the place back
         gang.owed, gang.replicas, gang.spares, gang.blockers, gang.late = {}, {}, [], [], False
-        # What it is owed was counted as its own, and is not taken from the cells.
+        # Owed GPUs were counted as its own, but were never taken from the cells.
         gpus = sum(owed.values())
         gang.gpus -= gpus
         self.accounts[gang.ask.tenant].change(self.now_ns, -gpus, self.rules.half_life_ns)
@@ -283,8 +284,8 @@ class Scheduler:
         self.wards.windows = [window for window in self.wards.windows if self.now_ns < window[1]]
 
     def _shut(self, node: int, why: str, gone: bool, urgent: bool = False) -> None:
-        """Use a node no more: what runs there moves to a spare, to a node nearby, does without the replica, or stops.
-        A node that is drained without hurry is left when there is another."""
+        """Close a node. A gang there moves to a spare or to a node nearby, gives up the replica, or stops. A node that
+        is drained without urgency is only left when there is a replacement."""
         self.cells.close(node)
         for job in list(self.at[node]) + list(self.debtors.get(node, ())):
             gang = self.gangs[job]
@@ -292,7 +293,7 @@ class Scheduler:
                 self._dissolve(gang, why)
             if gang.target and any(node == at for at, _ in gang.target.spots):
                 self._forget_target(gang)
-            for _ in range(1 + len(gang.replicas)):  # several of its replicas may be there
+            for _ in range(1 + len(gang.replicas)):  # several of its replicas may be on this node
                 if gang.state == RUNNING:
                     self._move(gang, node, why, must=gone or urgent)
 
@@ -304,7 +305,7 @@ class Scheduler:
             return
         number = next((n for n, spots in gang.replicas.items() if any(node == at for at, _ in spots)), None)
         if number is None:
-            return  # a replica that it gives up
+            return  # a replica that it is already giving up
         spots = gang.replicas[number]
         count = sum(gpus for at, gpus in spots if at == node)
         own = {at for at, _ in gang.spots()}
@@ -330,7 +331,7 @@ class Scheduler:
             self._stop(gang, again=True, why=why)
 
     def _refill(self, gang: Gang) -> None:
-        """Hold spares near a gang that has lost some."""
+        """Reserve spares near a gang that has lost some."""
         while gang.replicas and len(gang.spares) < gang.ask.spares:
             own = {at for at, _ in gang.spots()}
             node = self.cells.neighbour(gang.replicas[min(gang.replicas)][0][0], gang.ask.gpus, own)
@@ -384,7 +385,7 @@ class Scheduler:
         self.lines.stuck.clear()
 
     def _wake(self) -> None:
-        """Ask for the next tick."""
+        """Schedule the next tick."""
         times = [self.wards.next_ns(self.now_ns)]
         if self.lines.count or self.claiming:
             times.append(self.now_ns + self.rules.look_ns)
@@ -403,7 +404,7 @@ class Scheduler:
         return not self.refusal(gang, gpus)
 
     def refusal(self, gang: Gang, gpus: int) -> str:
-        """Why a gang may not have so many GPUs, even if they are free; "": it may."""
+        """Return why a gang may not have so many GPUs even if they are free; "": it may."""
         rules, account = self.rules, self.accounts[gang.ask.tenant]
         if not account.allows(gpus):
             return f"its tenant may use {account.tenant.most} GPUs and uses {account.used}"
@@ -415,7 +416,7 @@ class Scheduler:
         return ""
 
     def _look(self) -> None:
-        """Start what fits, in order, and make room for what does not."""
+        """Start what fits, in order, and try to make room for the rest."""
         attempts = ATTEMPTS
         for _, account in self.accounts.items():
             if self.lines.count and account.used:
@@ -426,7 +427,7 @@ class Scheduler:
         while heads:
             _, line = heappop(heads)
             if line in lines.stuck and line[-1] in lines.full:
-                continue  # one of its shape was tried before it
+                continue  # another gang of this shape has just failed to fit
             gang = lines.head(line)
             assert gang
             if not self._try(gang):
@@ -459,11 +460,11 @@ class Scheduler:
         return False
 
     def _fits(self, gang: Gang) -> bool:
-        """Whether there is room for the fewest replicas, wherever it is."""
+        """Return True if there is room for the fewest replicas anywhere."""
         return self.cells.place(gang.ask, gang.ask.fewest) is not None
 
     def _place(self, ask: Ask, replicas: int) -> tuple[Placing, list[int]] | None:
-        """A gang that cannot be stopped is kept away from nodes that are wanted before it ends."""
+        """Place a gang. One that cannot be stopped stays away from nodes whose maintenance begins before it ends."""
         shut = list[int]()
         if self.wards.windows and ask.limit_ns and not ask.preemptible:
             until = self.now_ns + ask.limit_ns
@@ -500,7 +501,7 @@ class Scheduler:
         self.out.append(asks.Start(gang.job, replicas, tuple(self.names[n] for n in gang.spares), why))
 
     def _make_room(self, gang: Gang) -> bool:
-        """Have others leave for a gang, if that lets it start."""
+        """Make others leave for a gang, if that lets it start."""
         if self.refusal(gang, gang.ask.needs_gpus):
             return False
         if self.now_ns - self.weighed_ns >= self.rules.look_ns:
@@ -520,7 +521,7 @@ class Scheduler:
             gang.weigh(self.now_ns, self.rules)
 
     def _holding(self, gang: Gang) -> bool:
-        """Whether an overdue gang of its priority holds places already: one does at a time."""
+        """Return True if an overdue gang of this priority already holds places; only one may at a time."""
         return any(other.blockers and other.ask.priority == gang.ask.priority for other in self.claiming.values())
 
     def _claim(self, gang: Gang, found: Sacrifice) -> None:
@@ -548,7 +549,7 @@ class Scheduler:
         self._press(gang)
 
     def _press(self, gang: Gang) -> None:
-        """Have those leave that are in the way of a claim, as soon as they may be told to."""
+        """Stop the gangs that block a claim as soon as that is allowed."""
         may, left = Claim(gang, self.accounts, self.rules, self.now_ns), list[str]()
         for job in gang.blockers:
             victim = self.gangs[job]
@@ -564,9 +565,9 @@ class Scheduler:
         return self._make_room(gang) or self._make_one_place(gang) or self._be_guest(gang)
 
     def _make_one_place(self, gang: Gang) -> bool:
-        """Have others move for a gang whose GPUs are free in pieces, if that pays."""
+        """Move other gangs to join scattered free GPUs into one place, if that pays."""
         once_ns = self.rules.grace_ns + self.rules.restart_ns
-        too_soon = gang.ask.needs_gpus * (self.now_ns - gang.idle_ns) < once_ns  # for the cheapest move of all
+        too_soon = gang.ask.needs_gpus * (self.now_ns - gang.idle_ns) < once_ns  # not even the cheapest move pays yet
         if too_soon or self.refusal(gang, gang.ask.needs_gpus):
             return False
         found = plan_moves(gang, self.at, self.running, self.cells, self.rules, self.now_ns)
@@ -584,7 +585,7 @@ class Scheduler:
         return True
 
     def _arrive(self, gang: Gang) -> None:
-        """A gang that moves has left, and starts where it goes."""
+        """Start a gang at its destination, after it has left its old place."""
         target, gang.target = gang.target, None
         assert target
         self.cells.give(target.spots)
@@ -599,7 +600,7 @@ class Scheduler:
             self._part(gang, target.spots)
 
     def _be_guest(self, gang: Gang) -> bool:
-        """Start a gang in places that others hold, and will not need for a while."""
+        """Start a gang in places that others hold but will not need for a while."""
         ask, least_ns = gang.ask, self.now_ns + self.rules.min_run_ns
         if not self.claiming or not ask.preemptible or ask.spares or self.refusal(gang, ask.needs_gpus):
             return False
@@ -621,7 +622,7 @@ class Scheduler:
         return True
 
     def _recall(self) -> None:
-        """Have guests leave as soon as nobody else keeps the holder waiting, or all the others are leaving."""
+        """Stop guests once only they keep the holder waiting, or once all other occupants are leaving."""
         for holder in [h for h in self.claiming.values() if h.guests]:
             last = only_guests(holder, self.gangs)
             if last or not waits_until(holder, self.gangs):
@@ -638,7 +639,7 @@ class Scheduler:
             gang.visit = None
 
     def _grow(self) -> None:
-        """Give what nobody waits for to gangs that run with fewer replicas than they asked for."""
+        """Give GPUs that no gang waits for to gangs that run with fewer replicas than they asked for."""
         for gang in list(self.elastic.values()):
             ask = gang.ask
             if len(gang.replicas) < ask.replicas and not gang.shrinking:

@@ -1,5 +1,5 @@
-"""The health of nodes: which of them may be used. A node that failed comes back after it was watched for a while, the
-longer the more often it failed; one that is drained stays out; one with maintenance is out for that time."""
+"""Node health: which nodes may be used. A failed node that comes back is watched first, for longer the more often it
+has failed. A drained node stays out, and a node under maintenance is out for that time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MOST_DOUBLINGS = 8
 
 @dataclass(slots=True)
 class Ward:
-    """A node. `down` and `drained` end by an event, the watch (`until_ns`) by time."""
+    """The health of one node. Events end `down` and `drained`; the watch (`until_ns`) ends by time."""
 
     down: bool = False
     drained: bool = False
     until_ns: int = 0
-    failures: list[int] = field(default_factory=list)  # when, of the last day
+    failures: list[int] = field(default_factory=list)  # times within the last day
     why: str = ""
 
 
@@ -52,15 +52,15 @@ class Wards:
         self.windows.append((event.begin_ns, event.end_ns, nodes))
 
     def begins(self, window: tuple[int, int, tuple[int, ...]]) -> int:
-        """When its nodes are to be left, so that they are empty in time."""
+        """Return when its nodes must be left so that they are empty in time."""
         return window[0] - self.rules.grace_ns - self.rules.restart_ns
 
     def wanted(self, node: int, from_ns: int, to_ns: int) -> bool:
-        """Whether it has maintenance in that time."""
+        """Return True if a node has maintenance in that time."""
         return any(begin < to_ns and from_ns < end and node in nodes for begin, end, nodes in self.windows)
 
     def next_ns(self, now_ns: int) -> int:
-        """When something changes by itself; 0: never."""
+        """Return when something next changes by itself; 0: never."""
         times = [ward.until_ns for ward in self.wards.values() if not ward.down]
         times += [at for window in self.windows for at in (self.begins(window), window[1])]
         return min((at for at in times if at > now_ns), default=0)

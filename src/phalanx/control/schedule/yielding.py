@@ -1,13 +1,12 @@
-"""Who makes room for whom. A gang yields a replica at a time while it can (the others train on), and as a whole after
-that, with time to save. Nobody yields where that would not let the other one start, and of those that might, the fewest
-do.
+"""Decide who makes room for whom. A gang yields one replica at a time while it can (the others train on), then as a
+whole, with time to save. No gang yields unless that lets the other one start, and as few as possible do.
 
 A gang yields
  * to a higher priority, at any time;
- * to a tenant that is within its quota, if its own tenant borrows and still has its quota afterwards: so two tenants
-   cannot take turns at evicting each other;
- * to an overdue gang of its priority, unless it is safe;
- * to a gang of its priority that has had less service by a level, unless it is safe.
+ * to a tenant within its quota, if the gang's own tenant borrows and still has its quota afterwards, so that two
+   tenants cannot take turns at evicting each other;
+ * to an overdue gang of the same priority, unless it is safe;
+ * to a gang of the same priority that has had less service by a level, unless it is safe.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from phalanx.control.schedule.gangs import CLAIMING, Account, Gang
 
 @dataclass(slots=True)
 class Sacrifice:
-    """Gangs to stop, and replicas to give up; and where the other one will be."""
+    """Gangs to stop and replicas to give up, with the places that the other gang gets."""
 
     placing: Placing
     spares: list[int]
@@ -30,7 +29,7 @@ class Sacrifice:
 
 
 NEVER = 1 << 100
-Step = tuple[Gang, int, list[Spot]]  # a gang, the replica that it gives up (-1: all), and what that frees
+Step = tuple[Gang, int, list[Spot]]  # a gang, the replica that it gives up (-1: all), and the spots that this frees
 
 
 def make_room(
@@ -42,7 +41,7 @@ def make_room(
     now_ns: int,
     later: bool = False,
 ) -> Sacrifice | None:
-    """Find the fewest that must yield. The cells are as they were when this returns. `later`: in time, those too that
+    """Find the fewest gangs that must yield. The cells are unchanged when this returns. `later`: also count gangs that
     are safe for now, and those that only end by themselves."""
     ask, replicas = head.ask, head.ask.fewest
     need = ask.needs_gpus
@@ -62,7 +61,7 @@ def make_room(
         if free >= need and (found := cells.place(ask, replicas)):
             break
     if found:
-        for step in [*used[:-1]]:  # the last one is needed; of the others, the dearest may be let off last
+        for step in [*used[:-1]]:  # the last one is needed; of the others, try to spare the dearest last
             cells.take(step[2])
             near = cells.place(ask, replicas)
             if near:
@@ -87,8 +86,8 @@ def make_room(
 
 
 def _steps(head: Gang, running: list[Gang], accounts: dict[str, Account], rules: Rules, now_ns: int) -> list[Step]:
-    """All that could be given up for this gang: replicas that others can do without first, then whole gangs; of both,
-    what matters least first."""
+    """List all that could be given up for this gang: dispensable replicas first, then whole gangs, each in order of
+    increasing importance."""
     shrinks, stops = list[Step](), list[Step]()
     left = {name: account.used - account.tenant.quota for name, account in accounts.items()}
     able = [g for g in running if g.ask.priority <= head.ask.priority and (g.ask.least or g.ask.preemptible)]
@@ -105,7 +104,7 @@ def _steps(head: Gang, running: list[Gang], accounts: dict[str, Account], rules:
 
 
 def _later(head: Gang, running: list[Gang], named: set[int]) -> list[Step]:
-    """The other gangs, those first that are known to leave soon."""
+    """List the other gangs, beginning with those known to leave soonest."""
     left = [g for g in running if g.number not in named and g.ask.priority <= head.ask.priority]
 
     def leaves_ns(gang: Gang) -> tuple[int, int]:
@@ -121,19 +120,19 @@ def _later(head: Gang, running: list[Gang], named: set[int]) -> list[Step]:
 
 
 def _frees(gang: Gang, spots: list[Spot]) -> list[Spot]:
-    """What others could have: where a gang is a guest, its places go back to their holder."""
+    """Return the spots that others could have: a guest's lent places go back to their holder."""
     return [spot for spot in spots if spot[0] not in gang.visit.nodes] if gang.visit else spots
 
 
 def _worth(gang: Gang, accounts: dict[str, Account]) -> tuple[int, ...]:
-    """Sort gangs: the one that matters least first."""
+    """Return the sort key that puts the least important gang first."""
     account = accounts[gang.ask.tenant]
     borrows = account.used > account.tenant.quota
     return (gang.ask.priority, -borrows, -gang.level, -gang.since_ns, -gang.number)
 
 
 class Claim:
-    """What a gang that waits may take from others."""
+    """Decides which gangs a waiting gang may displace."""
 
     def __init__(self, head: Gang, accounts: dict[str, Account], rules: Rules, now_ns: int):
         self.head, self.accounts, self.now_ns = head, accounts, now_ns
@@ -153,8 +152,8 @@ class Claim:
         return self.owns and gang.ask.tenant != self.head.ask.tenant and account.used > account.tenant.quota
 
     def leaves(self, gang: Gang, left: dict[str, int]) -> bool:
-        """Whether a tenant keeps its quota, if it is only for its quota that the other one may take the place. `left`:
-        per tenant, how many GPUs it may still lose so."""
+        """Return True if the gang's tenant keeps its quota, in the case that only quotas justify the displacement.
+        `left`: how many GPUs each tenant may still lose this way."""
         same = gang.ask.priority == self.head.ask.priority
         if not same or (self.now_ns >= gang.safe_ns and (self.late or gang.level > self.head.level)):
             return True
