@@ -1,5 +1,5 @@
-"""Simulated time: what is due when, in the order in which it was asked for. The twin runs on it, and so does the
-adversary of the control plane in tests/control/sim."""
+"""Simulated time: a queue of calls by time, and by insertion order where times are equal. The twin runs on it, and so
+does the adversary of the control plane in tests/control/sim."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Agenda:
         heapq.heappush(self.queue, (self.now + delay_ns, next(self._order), call, args))
 
     def run(self, until: int = 10**15, stop: Callable[[], Any] | None = None) -> None:
-        """Do what is due, until a time, or until `stop()`."""
+        """Make the calls that are due, until a time, or until `stop()` is true."""
         while self.queue and self.queue[0][0] <= until:
             if stop and stop():
                 return

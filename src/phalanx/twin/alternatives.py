@@ -1,5 +1,6 @@
-"""Other ways to train, on the same seeds: what each recovery loses, what each way to combine gradients loses, and which
-checkpoint interval is best. They show why replicas train in step and why failures are contained."""
+"""Compare other ways to train on the same seeds: what each recovery policy loses, what each way to combine gradients
+loses, and which checkpoint interval is best. The results show why replicas train in step and why failures are
+contained."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from phalanx.twin.scenario import POLICIES, Scenario
 from phalanx.twin.seeds import Result, Tell, many
 from phalanx.twin.times import across_s, round_trip_s, times_of, whole_step_s
 
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the interval of Young and Daly
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the interval of Young and Daly
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +26,15 @@ class Way:
     """One way to combine the gradients of replicas."""
 
     name: str
-    effective: float  # share of the time in which replicas train, failures counted
-    exchange_s: float  # that a step waits for others
+    effective: float  # share of the time in which replicas train, with failures
+    exchange_s: float  # how long a step waits for others
     updates_old: float  # how stale a gradient is when it is applied
-    samples: float  # that it takes, of those of synchronous training
+    samples: float  # samples needed, relative to synchronous training
     step_s: float
 
     @property
     def useful(self) -> float:
-        """Progress per time, of a fleet that never fails and never waits."""
+        """Return progress per time, relative to a fleet that never fails and never waits."""
         return self.effective * self.step_s / (self.step_s + self.exchange_s) / self.samples
 
     def to_json(self) -> dict[str, Any]:
@@ -42,19 +43,19 @@ class Way:
 
 
 def policies(scenario: Scenario, seeds: int, tell: Tell | None = None) -> list[Result]:
-    """The same failures under every policy that the job's replicas allow."""
+    """Run the same failures under every policy that the job's replicas allow."""
     several = scenario.gpus > scenario.replica_gpus
     names = [name for name in POLICIES if several or name not in ("contained", "shrink")]
     return [many(scenario.changed(f"policy={name}"), seeds, tell) for name in names if name != scenario.policy]
 
 
 def ways(scenario: Scenario, result: Result) -> list[Way]:
-    """`result`: of the scenario itself, whose replicas are in step."""
+    """List the ways to combine gradients. `result`: that of the scenario itself, whose replicas are in step."""
     assume, replicas = scenario.assumed, scenario.gpus // scenario.replica_gpus
     seeds = [outcome.seed for outcome in result.outcomes]
     far_s, across = round_trip_s(scenario), across_s(scenario)
     every = assume("ways.local_every")
-    # Gradients to the server and weights back, of the replicas that are not where it is, through what joins the sites.
+    # Replicas away from the server's site send gradients and fetch weights through the link between sites.
     asked = 2 * across * replicas * (scenario.sites - 1) / scenario.sites
     alone = fmean(_loose(scenario, seed) for seed in seeds)
     sync, server = far_s + across, far_s + max(0.0, asked - scenario.step_s)
@@ -70,7 +71,8 @@ def ways(scenario: Scenario, result: Result) -> list[Way]:
 
 
 def _loose(scenario: Scenario, seed: int) -> float:
-    """Replicas that wait for nobody: a failure costs its own replica, until it has healed, and no other."""
+    """Return the share of time in which independent replicas train: a failure costs only its own replica, until it is
+    healed."""
     agenda, times, reset_s = Agenda(), times_of(scenario), scenario.assumed("repair.reset_s")
     places = max(1, scenario.replica_gpus // scenario.gpus_per_node)
     replicas, length_ns = scenario.gpus // scenario.replica_gpus, int(scenario.days * DAY_S * S)
@@ -93,21 +95,21 @@ def _loose(scenario: Scenario, seed: int) -> float:
 
 
 def young_s(scenario: Scenario) -> float:
-    """The interval of Young and Daly: sqrt(2 x stall x time between failures)."""
+    """Return the interval of Young and Daly: sqrt(2 x stall x time between failures)."""
     per_s = sum(rate for effect, rate in rates(scenario).items() if effect not in ("planned", "limp"))
     return math.sqrt(2 * times_of(scenario).stall / S / per_s)
 
 
 def around_best_interval(scenario: Scenario, seeds: int, tell: Tell | None = None) -> list[tuple[float, float]]:
-    """Checkpoints more and less often than Young and Daly say, on the same seeds: the interval in seconds, and the
-    effective training time."""
+    """Try checkpoint intervals around that of Young and Daly on the same seeds. Return each interval in seconds with
+    its effective training time."""
     spans = [max(whole_step_s(scenario), factor * young_s(scenario)) for factor in FACTORS]
     return [(s, many(scenario.changed(f"interval={s:.6g}"), seeds, tell).effective) for s in spans]
 
 
 @dataclass
 class Beside:
-    """What was asked for beside a scenario."""
+    """Additional results that the user asked for."""
 
     scenario: Scenario
     ways: list[Way] = field(default_factory=list)
@@ -123,7 +125,7 @@ class Beside:
         return out
 
     def tables(self) -> list[tuple[str, list[list[str]]]]:
-        """What it says, as titles and rows."""
+        """Return the results as titles and rows."""
         out = []
         if self.ways:
             rows = [["", "trains", "waits, s a step", "updates old", "samples", "useful"]]

@@ -1,4 +1,4 @@
-"""The assumptions of the twin: rates and durations out of data/assumptions.toml, where each has its source."""
+"""The assumptions of the twin: rates and durations from data/assumptions.toml, which gives a source for each."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _file() -> dict[str, Any]:
 class Component:
     name: str
     effect: str
-    swap: float  # share that takes the node out
+    swap: float  # share of failures that take the node out
     per: str  # gpu | node | job
-    per_s: float  # events per second of one of these, at quality 1
+    per_s: float  # events per second and unit, at quality 1
 
 
 class Assumptions:
-    """`overrides`: section.name -> value, for one scenario."""
+    """The assumed figures of one scenario. `overrides`: section.name -> value."""
 
     def __init__(self, overrides: dict[str, float] | None = None):
         self._table = copy.deepcopy(_file())
@@ -58,7 +58,7 @@ class Assumptions:
         return float(self._table[section][key]["value"])
 
     def rows(self) -> list[tuple[str, float, str]]:
-        """All figures: name, value, source."""
+        """List all figures as name, value, source."""
         out = [(f"{s}.{k}", float(v["value"]), v["source"]) for s, t in self._table.items() if isinstance(t, dict)
                for k, v in t.items() if isinstance(v, dict)]  # fmt: skip
         return [(f"component: {c['name']}", float(c["count"]), c["source"]) for c in self._table["component"]] + out
@@ -84,8 +84,8 @@ class Assumptions:
         ]
 
     def _independent(self) -> float:
-        """Share of the counts that comes as events of their own: the others follow from those, or hit many at once.
-        That is part of the calibration, whatever a scenario changes."""
+        """Return the share of the counts that are independent events; the others are follow-ups, or hit many nodes at
+        once. This belongs to the calibration, so a scenario's overrides do not affect it."""
         known = Assumptions()
         base, rows = known._table["calibration"], known._table["component"]
         nodes, years = base["gpus"] / base["gpus_per_node"], base["days"] / 365

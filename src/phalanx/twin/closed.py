@@ -1,4 +1,4 @@
-"""What a pencil says of a scenario, to compare the twin with (derived in docs/twin.md).
+"""Closed-form estimates of a scenario, to compare the twin with (derived in docs/twin.md).
 
 restart     g = T / (M e^(R/M) (e^((T+C)/M) - 1))    Daly's model; R with the drain of a checkpoint and the manual mean
 contained   g = (1 - o) / (1 + sum over kinds of failures of their rate x what one costs all)
@@ -20,7 +20,8 @@ from phalanx.twin.times import times_of, whole_step_s
 
 
 def rates(scenario: Scenario) -> dict[str, float]:
-    """Failures of the job per second, by effect; planned ones as "planned", slow links and chips as "limp"."""
+    """Return the failures of the job per second, by effect: planned ones as "planned", slow links and chips as
+    "limp"."""
     assume, nodes = scenario.assumed, scenario.gpus / scenario.gpus_per_node
     quality = assume.quality(scenario.quality)
     units = {"gpu": scenario.gpus * quality, "node": nodes * quality, "job": 1.0}
@@ -38,7 +39,7 @@ def rates(scenario: Scenario) -> dict[str, float]:
 
 
 def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
-    """`interval_s`: what the control plane chose, where it chooses."""
+    """Estimate effective training time. `interval_s`: the interval that the control plane chose, where it chooses."""
     times, assume, rate = times_of(scenario), scenario.assumed, rates(scenario)
     every, stall = interval_s or scenario.interval_s, times.stall / S
     mean_slow = (assume("slow.factor_low") + assume("slow.factor_high")) / 2
@@ -61,8 +62,8 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
     pass_s = scenario.pass_s or scenario.step_s / scenario.micro_batches
     step, decide, form, live = whole_step_s(scenario), times.decide / S, times.form / S, times.live / S
     join = decide + form + live
-    # It joins at the end of a step, which takes longer without it. Devices are reset, or tried twice and replaced.
-    # Where there are spares, one starts beside a rank that is late.
+    # The broken replica joins again at the end of a step, and steps take longer without it. Devices are reset, or tried
+    # twice and replaced. With spares, one starts in parallel with a rank that is late.
     heal = times.launch / S + times.build / S + decide + step / progress.speed / 2
     reset, swapped = _repairs(scenario)
     late_s = scenario.late_s if scenario.late_s >= 0 else Policy().late_ns / S
@@ -72,7 +73,7 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
     lost = 0.0
     for effect, per_s in rate.items():
         if effect in ("planned", "limp"):
-            swap = 2 * join + missing * (times.build / S + step / 2)  # a step without it, and one with it again
+            swap = 2 * join + missing * (times.build / S + step / 2)  # one step without it, and one when it joins again
             slow = assume("contained.slow_detect_s") + times.launch / S + step / 2
             lost += per_s * (swap + (effect == "limp") * slow * (mean_slow - 1) / mean_slow)
             continue
@@ -87,8 +88,8 @@ def estimate(scenario: Scenario, interval_s: float = 0.0) -> float:
 
 
 def sensitivity(scenario: Scenario, interval_s: float = 0.0) -> list[tuple[str, float]]:
-    """Points of effective training time lost with twice the figure, for every assumption; those that cost most first.
-    Twice a factor is twice what it has above 1."""
+    """Double each assumption in turn and list the points of effective training time lost, the largest first. Doubling a
+    factor doubles its excess over 1."""
     usual, found = estimate(scenario, interval_s), {}
     for name, value, _ in scenario.assumed.rows():
         if not name.startswith("component: "):
@@ -99,7 +100,7 @@ def sensitivity(scenario: Scenario, interval_s: float = 0.0) -> list[tuple[str, 
 
 
 def _repairs(scenario: Scenario) -> tuple[float, float]:
-    """Shares of the failures that end with a reset of a device, and with another node for a device that is bad."""
+    """Return the shares of failures that end with a device reset, and with another node because a device is bad."""
     rows = [c for c in scenario.assumed.components() if c.per != "job"]
     units = {"gpu": scenario.gpus, "node": scenario.gpus / scenario.gpus_per_node}
     total = sum(c.per_s * units[c.per] for c in rows)
@@ -109,7 +110,8 @@ def _repairs(scenario: Scenario) -> tuple[float, float]:
 
 
 def _beyond(time_s: float, step_s: float) -> float:
-    """Mean of what a time exceeds the rest of a pass by, where a failure comes anywhere in it."""
+    """Return the mean time by which `time_s` exceeds the rest of a step, when a failure is equally likely anywhere in
+    it."""
     if time_s >= step_s:
         return time_s - step_s / 2
     return time_s * time_s / (2 * step_s)

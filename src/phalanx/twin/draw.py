@@ -1,6 +1,6 @@
-"""Random variates that are the same on every machine and Python. The generator is (Mersenne Twister, 53-bit floats);
-logarithms and exponentials of the C library are not, to the last bit, so they are done here with additions,
-multiplications and divisions alone, which IEEE 754 fixes."""
+"""Random variates that are identical on every machine and Python. The generator already is (Mersenne Twister, 53-bit
+floats). Logarithms and exponentials of the C library are not, to the last bit, so they are computed here from
+additions, multiplications and divisions alone, which IEEE 754 fixes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ S = 10**9
 
 
 def ln(x: float) -> float:
-    """Natural logarithm: x = m 2^e with m in [0.7, 1.4], and 2 atanh((m - 1) / (m + 1)) as a series."""
+    """Compute the natural logarithm: x = m 2^e with m in [0.7, 1.4], and 2 atanh((m - 1) / (m + 1)) as a series."""
     mantissa, exponent = math.frexp(x)
     if mantissa < 0.7071067811865476:
         mantissa, exponent = mantissa * 2, exponent - 1
@@ -25,7 +25,7 @@ def ln(x: float) -> float:
 
 
 def exp(x: float) -> float:
-    """e to the x: the power of two next to it, and a series for the rest."""
+    """Compute e to the x: the nearest power of two, and a series for the rest."""
     twos = round(x / LN2)
     rest, term, total = x - twos * LN2, 1.0, 1.0
     for n in range(1, 18):
@@ -48,7 +48,7 @@ class Draw:
         return self.uniform() < share
 
     def wait_ns(self, per_s: float) -> int:
-        """Time to the next event of a Poisson process."""
+        """Draw the time to the next event of a Poisson process."""
         return int(-ln(1.0 - self.uniform()) / per_s * S)
 
     def lognormal(self, mean: float, sigma: float) -> float:
@@ -58,7 +58,7 @@ class Draw:
         return low * exp(self.uniform() * ln(high / low))
 
     def _normal(self) -> float:
-        """Marsaglia's polar method."""
+        """Draw a normal variate by Marsaglia's polar method."""
         while True:
             u, v = 2 * self.uniform() - 1, 2 * self.uniform() - 1
             s = u * u + v * v

@@ -1,6 +1,6 @@
-"""The fleet: nodes that fail, one after the other and many at once, and are repaired. All failures are drawn from one
-Poisson process whose rate is the sum of all components', so that a GPU that does not fail costs nothing. What a failure
-does to the job is not decided here."""
+"""The fleet: nodes that fail, one by one or many at once, and are repaired. All failures are drawn from one Poisson
+process whose rate is the sum over all components, so that a GPU that does not fail costs nothing. This file does not
+decide what a failure does to the job."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    name: str  # of the component
+    name: str  # name of the component
     effect: str  # as in the assumptions; also: silent, planned, storage
-    nodes: tuple[int, ...] = ()  # none: any node of the job
-    swap: bool = False  # it cannot be used before it is repaired
+    nodes: tuple[int, ...] = ()  # empty: any node of the job
+    swap: bool = False  # unusable until it is repaired
     repair_ns: int = 0
     slow: float = 1.0
-    cause: int = 0  # of several that come one after the other; 0: of its own
-    rank: int = -1  # of a script: whose process, or whose node, wherever it is then
-    launch_ns: int = 0  # of a script: until a process runs in its place; 0: as usual
-    proof: str = ""  # how it is known that a silent node is dead; "": by its silence
+    cause: int = 0  # number of a common cause of several faults; 0: its own
+    rank: int = -1  # for a script: the rank whose process or node fails, wherever it is then
+    launch_ns: int = 0  # for a script: until a process runs in its place; 0: as usual
+    proof: str = ""  # the proof that a silent node is dead; "": its silence
 
 
 class Fleet:
-    """`script`: the faults that happen and when, instead of those that are drawn."""
+    """`script`: faults and their times, instead of drawn ones."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class Fleet:
         share, factor = assume("spread.lemon_share"), assume("spread.lemon_factor")
         weight = nodes + (factor - 1) * len(self._lemons)
         self._of_lemons = factor * len(self._lemons) / weight
-        spread = weight / (1 + share * (factor - 1))  # the mean of fleets is as calibrated
+        spread = weight / (1 + share * (factor - 1))  # the mean over fleets is as calibrated
         units = {"gpu": self.per_node * spread, "node": spread, "job": 1.0}
         found: list[tuple[float, Callable[[], None]]] = []
         for component in assume.components():
             own = {"gpu": self.scenario.gpus, "job": 1.0} if component.effect == "job" else units
-            # A worse fleet has worse hardware; what a job of any size breaks by itself stays.
+            # A worse fleet has worse hardware, but failures of the job itself stay as they are.
             rate = component.per_s * own[component.per] * (1.0 if component.per == "job" else quality)
             found.append((rate, partial(self._fail, component)))
         found.append((assume.planned_per_gpu_s() * self.scenario.gpus, self._plan))
@@ -102,7 +102,8 @@ class Fleet:
         self.agenda.after(self.draw.wait_ns(self._sums[-1] * self._bound), self._event)
 
     def _young(self) -> float:
-        """How much more often nodes of this age fail. It only falls, so it bounds what comes."""
+        """Return how much more often nodes of this age fail. The factor only falls, so the current value bounds later
+        ones."""
         age = self.scenario.age_days + self.agenda.now / S / DAY_S
         return 1 + self.assume("spread.young_factor") * exp(-min(age / self.assume("spread.young_days"), 700.0))
 
@@ -167,7 +168,7 @@ class Fleet:
         self._strike(Fault("storage", "storage", repair_ns=int(minutes * S)))
 
     def _rollout(self) -> None:
-        """Nodes all over the fleet, within an hour."""
+        """Take out nodes all over the fleet within an hour."""
         self._rollouts += 1
         repair_s = self._hours("repair.rollout_h")
         for _ in range(int(self.assume("correlated.rollout_share") * self.nodes)):
@@ -194,7 +195,7 @@ class Fleet:
     # -- repairs
 
     def take_out(self, node: int, for_ns: int, back: Callable[[int], None]) -> None:
-        """A node is of no use until then."""
+        """Make a node unusable for so long."""
         assert self.up[node], node
         self.up[node] = 0
         self.agenda.after(for_ns, self._bring_back, node, back)
@@ -207,5 +208,5 @@ class Fleet:
         return self.draw.lognormal(self.assume(name), self.assume("repair.sigma"))
 
     def _hours(self, name: str) -> float:
-        """Seconds of a figure in hours; of one in minutes, sixty times as many."""
+        """Draw a duration given in hours, and return seconds. For a figure in minutes the caller divides by 60."""
         return self._seconds(name) * HOUR_S

@@ -1,4 +1,4 @@
-"""A scenario out of a plan: the job as it was planned, on the chips that the plan uses."""
+"""Turn a plan into a scenario: the job as planned, on the chips that the plan uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def steps_of(plan: Plan) -> int:
 
 
 def of_plan(plan: Plan, name: str) -> Scenario:
-    """A job with one replica stops as a whole."""
+    """Build the scenario. A job with one replica stops as a whole."""
     layout, days = plan.layout, steps_of(plan) * plan.step_s / DAY_S
     return Scenario(
         name=name,

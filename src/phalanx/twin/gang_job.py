@@ -1,9 +1,10 @@
-"""A job in the fleet: the real `Gang` of the control plane hears of failures and decides; here its commands take their
-time and are answered. Agents answer in ideal bundles: all nodes of a replica at once, nothing lost and nothing late.
+"""Simulate a job in the fleet. The real `Gang` of the control plane gets the failures and decides; its commands take
+simulated time and are answered. Agents answer in ideal bundles: all nodes of a replica at once, with nothing lost or
+late.
 
-In a gang with replicas every rank is there, as in production, unless the scenario says less. A job that stops as a
-whole has one replica: with warm nodes (hot) a rank stands for a node; in one that starts again (restart) for a block of
-nodes, since it is the scheduler that hands out nodes there.
+A gang with replicas has every rank, as in production, unless the scenario asks for fewer. A job that stops as a whole
+has one replica. With warm nodes (hot) each rank stands for a node; in a job that restarts (restart) it stands for a
+block of nodes, since there the scheduler hands out nodes.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from phalanx.twin.scenario import Scenario
 from phalanx.twin.spent import Progress
 from phalanx.twin.times import Times, times_of, whole_step_s
 
-MOST_BLOCKS = 64  # ranks of a gang that starts again as a whole
+MOST_BLOCKS = 64  # ranks of a gang that restarts as a whole
 NEVER_NS = 10**18
-KEPT_INCIDENTS = 1000  # with their times; all are counted
-PARTS_TOLD = 100  # of a run, between which it is told how far it is
-RETUNE = 64  # failures between two looks at the checkpoint interval
-ALWAYS_CHECKED = 4096  # GPUs of a fleet whose control plane is looked at after every event
-CHECKED = 0.25  # events to a GPU of a larger one between two looks, since a look costs time for every GPU
-SICK_NS = 3600 * S  # after which a bad node is taken out for which no other has come
+KEPT_INCIDENTS = 1000  # incidents kept with their times; all are counted
+PARTS_TOLD = 100  # progress reports per run
+RETUNE = 64  # failures between two updates of the checkpoint interval
+ALWAYS_CHECKED = 4096  # fleets up to this many GPUs have their control plane checked after every event
+CHECKED = 0.25  # events per GPU between two checks of a larger fleet, since a check takes time for every GPU
+SICK_NS = 3600 * S  # a bad node without a replacement is taken out after this
 DIED = Failure(signal="SIGKILL")
 
 
 def policy_of(scenario: Scenario) -> Policy:
-    """Of the control plane, as it is, with an operator who never gives up. Nothing is said twice: nothing is lost."""
+    """Return the control plane's own policy, with an operator who never gives up. No message is resent, since none is
+    lost."""
     late_ns = int(scenario.late_s * S) if scenario.late_s >= 0 else Policy().late_ns
     return Policy(
         hold_ns=NEVER_NS, resend_ns=NEVER_NS, form_ns=NEVER_NS, launch_ns=NEVER_NS, park_ns=600 * S, save=False,
@@ -48,9 +50,9 @@ def policy_of(scenario: Scenario) -> Policy:
 
 
 class Job:
-    """`check`: look at the invariants of the control plane after every event, as small fleets do anyway. `script`: the
-    faults that happen, instead of drawn ones. `times`, `policy`: durations and rules of a real run, instead of the
-    scenario's."""
+    """The simulated job. `check`: check the invariants of the control plane after every event, as small fleets always
+    do. `script`: faults that happen, instead of drawn ones. `times`, `policy`: durations and rules of a real run,
+    instead of the scenario's."""
 
     def __init__(
         self,
@@ -68,8 +70,8 @@ class Job:
         self.digest = blake2b(digest_size=8)
         self.interruptions = self.failures = self.planned = self.last_cause = 0
         self.causes: Counter[str] = Counter()
-        self.incidents: list[tuple[float, str, str]] = []  # seconds, what failed, what was decided
-        self.forms: list[say.Form] = []  # of a script: all that was decided
+        self.incidents: list[tuple[float, str, str]] = []  # time in seconds, what failed, what was decided
+        self.forms: list[say.Form] = []  # for a script: all decisions
         self.scripted = script is not None
         self.fleet = Fleet(scenario, self.agenda, Draw(2 * seed), self.strike, script)
         nodes = self.fleet.job_nodes
@@ -89,24 +91,24 @@ class Job:
         self.progress = Progress(step_ns, replicas, scenario.micro_batches, pass_ns)
         self.interval_ns = int(scenario.interval_s * S) or step_ns
         self._set_overhead()
-        self.made = 0  # the generation in which the last step was
+        self.made = 0  # the generation that made the last step
         self.redo_ns = 0
-        self.ready_ns = 0  # no generation before this
+        self.ready_ns = 0  # no generation can form before this
         self.storage_ns = 0  # nothing can be loaded or written before this
-        self.broken: dict[int, int] = {}  # replica -> failures that nobody has noticed
-        self.sick: dict[int, int] = {}  # node that must be repaired -> for how long
-        self.limping: dict[int, dict[int, float]] = {}  # node -> until when, and by which factor, it slows the steps
-        self.resets: dict[int, int] = {}  # node -> until when its device is being reset
-        self.maintained: dict[int, int] = {}  # node that is drained -> for how long
+        self.broken: dict[int, int] = {}  # replica -> failures not yet noticed
+        self.sick: dict[int, int] = {}  # node that must be repaired -> duration
+        self.limping: dict[int, dict[int, float]] = {}  # node -> {end time: factor by which it slows the steps}
+        self.resets: dict[int, int] = {}  # node -> end time of its device reset
+        self.maintained: dict[int, int] = {}  # drained node -> duration
         self.incarnation: defaultdict[str, int] = defaultdict(lambda: 1)
-        self.launches: dict[int, int] = {}  # place -> how long the next launch there takes, where a script says so
+        self.launches: dict[int, int] = {}  # place -> duration of the next launch there, if a script gives it
         self.buddies: dict[str, str] = {}
-        self.down: set[str] = set()  # nodes that are not there
-        self.reborn: set[str] = set()  # nodes that came back since the last generation, and hold nothing
+        self.down: set[str] = set()  # nodes that are out
+        self.reborn: set[str] = set()  # nodes that came back since the last generation, with empty memory
         self.timers: dict[str, int] = {}
         self.members = {node: node // self.block for node in range(nodes)} if self.block_wise else {}
         self.free = list(range(nodes, self.fleet.nodes)) if self.block_wise else []
-        self.lacking: defaultdict[int, int] = defaultdict(int)  # block -> nodes that it lacks
+        self.lacking: defaultdict[int, int] = defaultdict(int)  # block -> number of missing nodes
         self._start()
 
     @property
@@ -114,9 +116,9 @@ class Job:
         return self.scenario.policy == "restart"
 
     def run(self, until_ns: int | None = None, tell: Callable[[float], None] | None = None) -> None:
-        """`tell`: hears now and then which share of the time is simulated."""
+        """Simulate until `until_ns`. `tell` is called with the share of the time simulated so far."""
         until_ns = int(self.scenario.days * DAY_NS) if until_ns is None else until_ns
-        gc.disable()  # the state is large, lives as long as the run, and is nothing to look through
+        gc.disable()  # the state is large and lives as long as the run, so collecting it is wasted work
         try:
             for part in range(PARTS_TOLD):
                 if tell:
@@ -149,7 +151,7 @@ class Job:
     # -- what the gang is told, and what it says
 
     def hear(self, event: Event, quiet: bool = False) -> None:
-        """`quiet`: what follows from its answer is done by the caller."""
+        """Pass an event to the gang and obey its commands. `quiet`: the caller handles what follows."""
         before = (self.gang.generation, self.gang.members.last_worker)
         commands = self.gang.apply(self.agenda.now, event)
         self.events += 1
@@ -164,7 +166,7 @@ class Job:
         self._mark()
 
     def _mark(self) -> None:
-        """Where time goes while the gang does not train."""
+        """Attribute the time while the gang does not train."""
         progress = self.progress
         if progress.state in ("restart", "waiting"):
             part = "waiting" if self.gang.desk.said_ns >= 0 else "restart"
@@ -199,7 +201,7 @@ class Job:
                 self.hear(say.TimerFired(timer))
 
     def _alive(self, name: str, incarnation: int) -> bool:
-        """Whether it is there, and not a later life of it."""
+        """Return True if this life of the node is present."""
         return self.incarnation[name] == incarnation and name not in self.down
 
     # -- workers
@@ -221,7 +223,7 @@ class Job:
         if self.block_wise and self.lacking[number]:
             self.progress.advance(self.agenda.now)
             self.progress.stop("waiting")
-            return  # a repaired node will fill it
+            return  # it starts when a repaired node fills the block
         if not self._alive(name, incarnation):
             return
         if number in self.sick and self.contained:
@@ -237,7 +239,7 @@ class Job:
         number = _number(command.node)
         if self.block_wise:
             return
-        if self.gang.members.nodes[command.node].fault:  # it was replaced, and somebody looks after it
+        if self.gang.members.nodes[command.node].fault:  # it was replaced, and is being repaired
             self.sick.setdefault(number, int(self.assume("repair.reboot_s") * S))
         if number in self.sick:
             self.agenda.after(S, self._repair, number)
@@ -270,7 +272,7 @@ class Job:
             self.agenda.after(self.times.decide, self._standing, name, self.incarnation[name])
 
     def _standing(self, name: str, incarnation: int) -> None:
-        """They do what they can: what takes long here is not stuck."""
+        """Report all workers as making progress: nothing that takes long here is stuck."""
         if self._alive(name, incarnation):
             workers = [w for w, found in self.gang.members.workers.items() if found.node == name]
             self.hear(say.Standing(name, incarnation, dict.fromkeys(workers, self.agenda.now)))
@@ -300,7 +302,7 @@ class Job:
         self.hear(say.Parted(tuple(there), worlds, gen.number, *state, kept))
 
     def _state(self) -> tuple[int, int, int]:
-        """Return what a worker holds: the last step, the one that it has prepared, and the generation of that."""
+        """Return what a worker holds: its last step, the step that it has prepared, and the generation that made it."""
         step, form = self.progress.step, self.gang.form
         if form and step > form.step:
             self.made = form.generation
@@ -314,7 +316,7 @@ class Job:
     def _boundary(self, generation: int) -> None:
         gang, progress = self.gang, self.progress
         if gang.generation != generation or gang.phase != "running" or progress.state != "training":
-            return  # something broke before
+            return  # something broke first
         progress.advance(self.agenda.now)
         progress.stop("restart")
         self._leave(kept=False)
@@ -348,7 +350,7 @@ class Job:
             return
         progress.advance(self.agenda.now)
         if any(count and r in gang.gen.worlds for r, count in self.broken.items()):
-            progress.stop("detect")  # somebody is gone, which will be heard
+            progress.stop("detect")  # a failure that is still to be noticed
             return
         progress.train(len(form.replicas), self.redo_ns if form.kept else 0)
         self.hear(say.Formed(form.replicas, form.worlds, form.generation))
@@ -361,7 +363,7 @@ class Job:
         self.agenda.after(at_ns - self.agenda.now, self._stepped, form.generation)
 
     def _stepped(self, generation: int) -> None:
-        """The first step of a generation."""
+        """Report the first step of a generation."""
         progress, gang = self.progress, self.gang
         if gang.generation != generation or progress.state != "training":
             return
@@ -384,7 +386,7 @@ class Job:
         self.progress.overhead = self.times.memory_share + stall / (stall + every)
 
     def _save(self) -> None:
-        """Tell the gang of the newest checkpoint: the last multiple of the interval that had time to be written."""
+        """Report the newest checkpoint: the last multiple of the interval that had time to be written."""
         progress, now = self.progress, self.agenda.now
         if now < self.storage_ns:
             return
@@ -397,7 +399,7 @@ class Job:
         self.agenda.after(0, self._held, command.generation)
 
     def _held(self, generation: int) -> None:
-        """What is in the memory of nodes: of their own ranks, and of those whose buddies they are."""
+        """Report what nodes hold in memory: the state of their own ranks, and of the nodes whose buddies they are."""
         gang = self.gang
         keeps: defaultdict[str, list[str]] = defaultdict(list)
         for name, address in self.buddies.items():
@@ -450,7 +452,7 @@ class Job:
             self.hear(say.Drain(_name(node), off=True))
 
     def _strike_limp(self, fault: Fault) -> None:
-        """It slows the steps of all, until it is over or its node is replaced."""
+        """Slow the steps of all replicas until the fault is over or the node is replaced."""
         (node,) = fault.nodes
         self.limping.setdefault(node, {})[self.agenda.now + fault.repair_ns] = fault.slow
         self._slow_down()
@@ -480,7 +482,7 @@ class Job:
             self.progress.slow = slow
 
     def _strike_slow(self, fault: Fault) -> None:
-        """It gets slow, and stops in the end, unless it is replaced before."""
+        """Slow the node down, and stop it in the end unless it is replaced first."""
         (node,) = fault.nodes
         if not self._seated(node):
             self._strike_hardware(fault)
@@ -495,7 +497,8 @@ class Job:
             self._strike_hardware(fault)
 
     def _strike_corrupt(self, fault: Fault) -> None:
-        """Nobody knows at first: all train on, and what they did since the last checkpoint before it does not count."""
+        """Let the node corrupt silently. All train on, and the work since the last checkpoint before the fault will not
+        count."""
         after_ns = int(self.assume("contained.corrupt_detect_s") * S)
         if not after_ns or not self.contained or not self._seated(fault.nodes[0]):
             self._strike_hardware(fault)
@@ -507,8 +510,8 @@ class Job:
         self.agenda.after(after_ns, self._find_corrupt, fault, self.incarnation[_name(fault.nodes[0])], good_ns)
 
     def _find_corrupt(self, fault: Fault, incarnation: int, good_ns: int) -> None:
-        """`good_ns`: the work that was in the checkpoint before it. Steps keep their numbers when they are redone, so
-        that checkpoint stands for the step that has come since."""
+        """Notice the corruption. `good_ns`: the work in the checkpoint before it. Redone steps keep their numbers, so
+        that checkpoint is reported under the current step."""
         if self.gang.phase != "running":
             self.agenda.after(S, self._find_corrupt, fault, incarnation, good_ns)
             return
@@ -534,12 +537,12 @@ class Job:
                 self.incidents.append((self.agenda.now / S, fault.name, ""))
             self._save()
             self._stop_pass(hit, _process(fault))
-        for node in sorted(nodes, key=lambda node: node in hit):  # no spare is taken that has failed as well
+        for node in sorted(nodes, key=lambda node: node in hit):  # spares that fail too go first, so that none is taken
             self._hit(node, fault, node in hit)
         self._count_spares()
 
     def _count(self, fault: Fault) -> None:
-        """What has one cause interrupts once."""
+        """Count failures with a common cause as one interruption."""
         self.interruptions += fault.cause == 0 or fault.cause != self.last_cause
         self.last_cause = fault.cause
 
@@ -548,7 +551,7 @@ class Job:
         self.fewest_spares = min(self.fewest_spares, spares)
 
     def _stop_pass(self, hit: list[int], rank: int) -> None:
-        """The replicas of these nodes are gone from the step under way."""
+        """Remove the replicas of these nodes from the current step."""
         self.progress.advance(self.agenda.now)
         running = self.gang.phase == "running" and self.progress.state in ("training", "finishing")
         broken = {replica for node in hit for replica in self._replicas(node, rank)}
@@ -562,7 +565,7 @@ class Job:
             self.broken[replica] = self.broken.get(replica, 0) + 1
 
     def _stop_ns(self) -> int:
-        """How long a recovery takes that stops all."""
+        """Draw how long a recovery takes that stops the job."""
         stop_s = self.draw.lognormal(self.times.stop / S, self.assume("repair.sigma"))
         if not self.contained and self.draw.chance(self.assume("restart.manual_share")):
             stop_s += 3600 * self.draw.log_uniform(
@@ -571,7 +574,7 @@ class Job:
         return int(stop_s * S)
 
     def _hit(self, node: int, fault: Fault, seated: bool) -> None:
-        """Decide what becomes of a node, and when that is heard."""
+        """Decide what happens to a node, and when that is noticed."""
         self.limping.pop(node, None)
         after_ns, name = self.times.detect.get(fault.effect, 0), _name(node)
         replicas = self._replicas(node, _process(fault)) if seated else ()
@@ -595,7 +598,7 @@ class Job:
             self.agenda.after(after_ns, self._lose_worker, agent, fault.effect, replicas, _process(fault))
 
     def _stop_for_maintenance(self) -> None:
-        """Save, and stop all."""
+        """Save, and stop the job."""
         progress = self.progress
         progress.advance(self.agenda.now)
         if self.gang.phase == "running":
@@ -605,7 +608,7 @@ class Job:
         self.ready_ns = max(self.ready_ns, self.agenda.now + self._stop_ns())
 
     def _lose_worker(self, name: str, effect: str, replicas: Iterable[int] = (0,), rank: int = -1) -> None:
-        """A process dies, or was ended, and its agent says so."""
+        """Let a process die, and let its agent report it."""
         self._noticed(replicas)
         found = self.gang.members.nodes.get(name)
         if found is None or found.dead or found.place < 0 or not self._alive(name, self.incarnation[name]):
@@ -636,14 +639,14 @@ class Job:
             self.hear(say.NodeDead(name, incarnation, proof))
 
     def _repair(self, node: int) -> None:
-        """Take a node out that is known to need it."""
+        """Take out a node that is known to need repair."""
         for_ns, name = self.sick.pop(node, 0), _name(node)
         if not for_ns or not self.fleet.up[node]:
             return
         hit = [node] if self._seated(node) else []
         trains = any(r in self.gang.gen.worlds for r in self._replicas(node)) if hit else False
         if trains and self.gang.phase == "running":
-            self.sick[node] = for_ns  # it trains; it is taken out when a spare has come
+            self.sick[node] = for_ns  # it still trains, and is taken out once a spare has come
             self.agenda.after(SICK_NS, self._repair, node)
             return
         self.limping.pop(node, None)
@@ -656,7 +659,7 @@ class Job:
             self.down.add(_name(node))
 
     def _back(self, node: int) -> None:
-        """It is repaired."""
+        """Bring back a repaired node."""
         self.down.discard(_name(node))
         self.sick.pop(node, None)
         if self.block_wise:
@@ -670,7 +673,7 @@ class Job:
     # -- nodes of a job that starts again as a whole: its scheduler hands them out
 
     def _agent(self, node: int) -> str:
-        """Who speaks for a node of the job."""
+        """Return the name under which a node of the job reports."""
         return _name(self.members[node] if self.block_wise else node)
 
     def _replace(self, node: int) -> None:
@@ -698,7 +701,7 @@ class Job:
     # -- who is where
 
     def _any_node(self) -> tuple[int, ...]:
-        """Choose a node of the job; none: it has none that is up."""
+        """Choose a node of the job; none: no node of it is up."""
         for _ in range(100):
             node = self.draw.below(self.fleet.nodes)
             if self.fleet.up[node] and self._seated(node):
@@ -706,7 +709,7 @@ class Job:
         return ()
 
     def _node_of(self, rank: int) -> tuple[int, ...]:
-        """Return the node that a rank of the real job is on; none: its place is vacant."""
+        """Return the node that runs a rank of the real job; none: its place is vacant."""
         place = rank // self.fleet.per_node
         if self.block_wise:
             return tuple(node for node, block in self.members.items() if block == place // self.block)[:1]
@@ -720,7 +723,7 @@ class Job:
         return found is not None and not found.dead and found.place >= 0
 
     def _replicas(self, node: int, rank: int = -1) -> Iterable[int]:
-        """Return the replicas on a node, or the one of a rank."""
+        """Return the replicas on a node, or only that of a rank."""
         if not self.contained:
             return (0,)
         members = self.gang.members
@@ -734,12 +737,12 @@ class Job:
 
 
 def _process(fault: Fault) -> int:
-    """Return the rank that a scripted fault takes; -1: it takes a node, or any process."""
+    """Return the rank whose process a scripted fault kills; -1: it kills a node, or any process."""
     return -1 if fault.effect == "node" else fault.rank
 
 
 def _columns(reports: Iterable[tuple[str, int, tuple[int, ...]]]) -> tuple[Any, Any, Any]:
-    """Make one of what nodes say alike, as an aggregator does: the nodes, their incarnations, their workers."""
+    """Merge reports into columns, as an aggregator does: the nodes, their incarnations, their workers."""
     nodes, lives, workers = zip(*reports, strict=True)
     return nodes, lives, workers
 

@@ -1,5 +1,5 @@
-"""A run that really was, in the twin: its failures at the times at which they came, its own durations, and another
-policy. It answers what the same failures would have cost a job that restarts, or one with spares or without them."""
+"""Replay a real run in the twin: its failures at their real times, with its own durations, under another policy. This
+tells what the same failures would have cost a job that restarts, or one with or without spares."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from phalanx.twin.scenario import POLICIES, Scenario
 from phalanx.twin.spent import Progress
 from phalanx.twin.times import Times, times_of
 
-EXACT = {"repair.sigma": 0.0, "restart.manual_share": 0.0}  # durations are those of the run, and not drawn
+EXACT = {"repair.sigma": 0.0, "restart.manual_share": 0.0}  # use the durations of the run instead of drawn ones
 LONGEST_S = 10 * 365 * DAY_S
 
 
 @dataclass(frozen=True, slots=True)
 class Mishap:
-    """A failure of the run. `at_s`: since training began, when it was noticed."""
+    """A failure of the run. `at_s`: when it was noticed, counted from the start of training."""
 
     at_s: float
     kind: str  # worker, hang or node
-    rank: int  # whose process, or one on the node
-    detect_s: float = 0.0  # until it was noticed
-    back_s: float = LONGEST_S  # node: until it was there again
-    launch_s: float = 0.0  # until a process ran in its place, on a node that was there; 0: not known
+    rank: int  # the rank that failed, or one on the failed node
+    detect_s: float = 0.0  # from the failure until it was noticed
+    back_s: float = LONGEST_S  # for a node: until it was back
+    launch_s: float = 0.0  # until a process replaced it on a node that was present; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Durations of a run in seconds. None: it shows none, and the assumptions count."""
+    """Durations of a run in seconds. None: the run shows none, so the assumption is used."""
 
-    decide: float | None = None  # from what was heard to the Form
+    decide: float | None = None  # from the report to the Form
     form: float | None = None  # from the Form until all have formed their groups
-    launch: float | None = None  # a worker in the place of a dead one
-    build: float | None = None  # its world, until it is to join
-    live: float | None = None  # state from a peer
-    start: float | None = None  # all of the run, until it trained
-    stall: float = 0.0  # of a checkpoint
+    launch: float | None = None  # start a worker in place of a dead one
+    build: float | None = None  # build its world, until it may join
+    live: float | None = None  # load state from a peer
+    start: float | None = None  # from the start of the run until it trained
+    stall: float = 0.0  # per checkpoint
     drain: float = 0.0
-    interval: float = 0.0  # between checkpoints; 0: there was none
+    interval: float = 0.0  # between checkpoints; 0: there were none
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Past:
     replica_size: int
     ranks_per_node: int
     spares: int  # nodes
-    steps: int  # that were committed
+    steps: int  # committed steps
     step_s: float  # at full strength, undisturbed
     micro_batches: int
-    length_s: float  # from the first step to the end of the last
+    length_s: float  # from the start of the first step to the end of the last
     mishaps: tuple[Mishap, ...] = ()
     took: Durations = field(default_factory=Durations)
-    deaths: int = 10**9  # on one node, until it is replaced
+    deaths: int = 10**9  # deaths on one node before it is replaced
 
     @property
     def ranks(self) -> int:
@@ -68,7 +68,7 @@ class Past:
 
     @property
     def effective(self) -> float:
-        """The share of the recorded time that its steps would have taken at full strength."""
+        """Return the share of the recorded time that its steps would have taken at full strength."""
         return min(1.0, self.steps * self.step_s / self.length_s)
 
     def scenario(self, policy: str) -> Scenario:
@@ -77,7 +77,7 @@ class Past:
             name=self.name,
             about=f"the failures of {self.name}, {POLICIES[policy]}",
             gpus=nodes * self.ranks_per_node,
-            hardware="h100",  # of which nothing is used: nodes and durations are those of the run
+            hardware="h100",  # a placeholder: nodes and durations are those of the run
             node_gpus=self.ranks_per_node,
             replica_gpus=self.replica_size,
             step_s=self.step_s,
@@ -122,9 +122,9 @@ class Past:
 @dataclass(frozen=True)
 class Replay:
     policy: str
-    seconds: float  # for the same steps
+    seconds: float  # time to train the same number of steps
     waterfall: dict[str, float]
-    forms: tuple[Form, ...]  # what was decided
+    forms: tuple[Form, ...]  # the decisions of the control plane
 
     @property
     def effective(self) -> float:
@@ -138,7 +138,7 @@ class Replay:
 
 
 def replay(past: Past, policy: str, check: bool = False) -> Replay:
-    """Give the failures of a run to a twin of its cluster, and train as many steps."""
+    """Apply the failures of a run to a twin of its cluster, and train as many steps."""
     scenario, times = past.scenario(policy).checked(), past.times(policy)
     rules = replace(policy_of(scenario), deaths=past.deaths)
     job = Job(scenario, 0, check, script=past.script(times), times=times, policy=rules)
@@ -150,7 +150,7 @@ def replay(past: Past, policy: str, check: bool = False) -> Replay:
 
 
 def finish(job: Job, target_ns: int) -> int:
-    """Run until so much work is done; return when it is."""
+    """Run until so much work is done, and return the time at which it was done."""
 
     def after(now_ns: int) -> Progress:
         found = copy.copy(job.progress)

@@ -1,5 +1,5 @@
-"""What was simulated, as one page that needs nothing else: the answer first, then where the time went, how much luck
-matters, and what happened when."""
+"""Report a simulation as one self-contained page: the answer first, then where the time went, how much luck matters,
+and what happened when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEANING = {
 
 
 def page(results: list[Result], tables: list[tuple[str, list[list[str]]]] | None = None) -> str:
-    """`tables`: titles and rows of what was asked for beside them."""
+    """Render the page. `tables`: titles and rows of additional results."""
     first = results[0]
     s = first.scenario
     sections = [

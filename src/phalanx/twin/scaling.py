@@ -1,9 +1,9 @@
-"""Scaling efficiency: what a chip of a large cluster contributes, compared with a chip of a small one, when the job is
+"""Scaling efficiency: what a chip contributes in a large cluster, compared with a chip in a small one, when the job is
 laid out well and when it is laid out badly. Failures count on both sides.
 
-well    the planner's best layout; a failure stops its replica only
-badly   everything sharded over one flat ring (ZeRO-3, no pipeline, one network card of a node at a time); a failure
-        stops all, and they start again from a checkpoint
+well    the planner's best layout; a failure stops only its replica badly   everything sharded over one flat ring
+(ZeRO-3, no pipeline, one network card of a node at a time); a failure
+        stops the job, which restarts from a checkpoint
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH, HEIGHT, LEFT, TOP = 860, 300, 60, 20
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One size of the cluster; `speed` is tokens a second and chip, failures counted. 0: it makes no progress."""
+    """One cluster size; `speed` is tokens per second and chip, failures included. 0: it makes no progress."""
 
     chips: int
     speed: float
@@ -47,11 +47,11 @@ class Curves:
 
     @property
     def base(self) -> float:
-        """The speed that is called 100 %: of the smallest cluster that holds the model, laid out well."""
+        """Return the speed that counts as 100 %: that of the smallest cluster that holds the model, laid out well."""
         return self.well[0].speed
 
     def efficiency(self, which: str, least: int = 0) -> dict[int, float]:
-        """By number of chips, from `least` on."""
+        """Return the efficiency by number of chips, from `least` on."""
         return {p.chips: p.speed / self.base for p in getattr(self, which) if p.chips >= least}
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +67,8 @@ class Curves:
 
 
 def curves(at: Callable[[int], Request], sizes: Iterable[int] = SIZES) -> Curves:
-    """`at` asks for a plan on so many chips. Sizes that cannot hold the model are left out."""
+    """Compute both curves. `at` returns the plan request for so many chips. Sizes that cannot hold the model are left
+    out."""
     well, badly, asked = [], [], None
     for chips in sizes:
         asked = at(chips)
@@ -94,7 +95,7 @@ def _point(request: Request, chips: int, stops_all: bool = False) -> list[Point]
         return []
     try:
         plan = plan_of(request, found)
-    except UserError:  # failures come faster than it recovers
+    except UserError:  # failures come faster than recovery
         return [Point(chips, 0.0, float(found.costs.step_s[0]), 0.0, "-")]
     scenario = of_plan(plan, request.model)
     if stops_all:
@@ -109,7 +110,7 @@ def _words(plan: Plan) -> str:
 
 
 def text(found: Curves) -> list[str]:
-    """A table: a row for each size."""
+    """Render a table with one row per size."""
     well, badly = found.efficiency("well"), found.efficiency("badly")
     by_size = {p.chips: p for p in found.well}, {p.chips: p for p in found.badly}
     lines = [f"{found.model} on {found.hardware}: tokens per chip, of those of the smallest cluster that holds it", ""]
@@ -124,14 +125,14 @@ def text(found: Curves) -> list[str]:
 
 
 def page(all_found: list[Curves]) -> str:
-    """Draw the curves as one page that needs nothing else."""
+    """Draw the curves as one self-contained page."""
     body = "".join(f"<h2>{escape(f.model)} on {escape(f.hardware)}</h2>{picture(f)}" for f in all_found)
     head = f"<meta charset=utf-8><title>Scaling</title><style>{STYLE}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body><h1>Scaling</h1>{body}</body></html>"
 
 
 def picture(found: Curves, style: str = "") -> str:
-    """Draw efficiency by chips, on a logarithmic axis, with the published marks. `style`: for a file of its own."""
+    """Draw efficiency over chips on a logarithmic axis, with the published marks. `style`: for a file of its own."""
     sizes = [p.chips for p in (*found.well, *found.badly)]
     low, high = log2(min(sizes)), log2(max(sizes))
 

@@ -1,5 +1,5 @@
-"""A scenario: a fleet, a job in it, and what is done about failures. Read from TOML, shipped or a user's own; what-ifs
-change single fields."""
+"""A scenario is a fleet, a job in it, and a policy for failures. It is read from TOML, shipped or the user's own;
+what-ifs change single fields."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class Scenario:
     days: float = 54.0
     policy: str = "contained"
     quality: str | float = "llama3"
-    spares: float = 0.01  # nodes beside those of the job, as a share of them
-    age_days: float = 3650.0  # of the nodes; young ones fail more
+    spares: float = 0.01  # spare nodes, as a share of the job's nodes
+    age_days: float = 3650.0  # age of the nodes; young ones fail more
     interval_s: float = 0.0  # between checkpoints; 0: the control plane chooses
-    stall_s: float = -1.0  # of one; -1: as assumed
-    stop_s: float = 0.0  # of the gang, per failure; 0: as assumed
-    detect_s: float = -1.0  # of a failure; -1: as assumed, or by the control plane
-    late_s: float = -1.0  # until a spare starts beside ranks that start again; -1: by the control plane
+    stall_s: float = -1.0  # per checkpoint; -1: as assumed
+    stop_s: float = 0.0  # stop of the gang per failure; 0: as assumed
+    detect_s: float = -1.0  # of a failure; -1: as assumed, or as the control plane detects it
+    late_s: float = -1.0  # until a spare starts beside ranks that restart; -1: the control plane's default
     replica_gpus: int = 2048
-    node_gpus: int = 0  # of a node; 0: as many as the hardware has
-    ranks_per_node: int = 0  # of the simulated gang; 0: one for each GPU. 1: a rank stands for a node, and costs less
-    micro_batches: int = 1  # of a rank, per step
-    pass_s: float = 0.0  # one micro-batch through a replica; 0: a step over its micro-batches
-    switch_nodes: int = 2  # that a switch cuts off
-    switch_slow: float = 1.0  # by which it slows the step, where it cuts off nobody
+    node_gpus: int = 0  # per node; 0: as many as the hardware has
+    ranks_per_node: int = 0  # of the simulated gang; 0: one per GPU; 1: one per node, which is faster
+    micro_batches: int = 1  # per rank and step
+    pass_s: float = 0.0  # time of one micro-batch through a replica; 0: a step divided by its micro-batches
+    switch_nodes: int = 2  # nodes that a switch cuts off
+    switch_slow: float = 1.0  # factor by which a switch fault slows the step if it cuts off no node
     sites: int = 1
     distance_km: float = 0.0  # between sites
     site: str = "world-average"
@@ -64,7 +64,7 @@ class Scenario:
 
     @property
     def num_spares(self) -> int:
-        """Nodes beside those of the job."""
+        """Return the number of spare nodes."""
         return -int(-self.spares * (self.gpus // self.gpus_per_node) // 1)
 
     @property
@@ -106,7 +106,7 @@ class Scenario:
         return self
 
     def changed(self, text: str) -> Scenario:
-        """The scenario with a what-if such as spares=2%,detect=5s."""
+        """Return the scenario with a what-if such as spares=2%,detect=5s."""
         found: dict[str, Any] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, equals, value = part.partition("=")
@@ -139,7 +139,7 @@ def _unknown(where: str, key: str, value: object, names: Iterable[str]) -> UserE
 
 
 def _number(name: str, text: str) -> float:
-    """A number, a share in %, or a time with its unit."""
+    """Parse a number, a share in %, or a time with its unit."""
     found = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(%|[a-z]*)\s*", text)
     if not found or found[2] not in (*UNITS_S, "%"):
         raise UserError("expected a number", field="--what-if", value=f"{name}={text}",
@@ -164,7 +164,7 @@ def _value(key: str, text: str) -> Any:
 
 
 def shipped() -> dict[str, str]:
-    """Names of the scenarios that come with the project, and what each is about."""
+    """Return the names of the shipped scenarios, and what each is about."""
     folder = resources.files("phalanx.twin").joinpath("data/scenarios")
     names = sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
     return {name: _table(name)["about"] for name in names}
@@ -176,7 +176,7 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def load(name: str) -> Scenario:
-    """A shipped scenario by its name, or a file of the same form."""
+    """Load a shipped scenario by name, or a TOML file of the same form."""
     path = Path(name)
     if name.endswith(".toml") or path.is_file():
         try:
@@ -218,7 +218,7 @@ def of_table(name: str, table: dict[str, Any]) -> Scenario:
 
 
 def _over_base(table: dict[str, Any]) -> dict[str, Any]:
-    """What a scenario says, over what its base says."""
+    """Merge a scenario over its base."""
     base = table.pop("base", None)
     if base is None:
         return table

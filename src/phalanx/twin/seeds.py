@@ -1,4 +1,4 @@
-"""A scenario over many seeds: where the time, the money and the energy went, and how much that varies."""
+"""Run a scenario over many seeds: where time, money and energy went, and how much that varies."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from phalanx.twin.scenario import Scenario
 from phalanx.twin.spent import PARTS
 from phalanx.twin.times import whole_step_s
 
-Tell = Callable[[Scenario, float, int], None]  # the seeds that are done, and the share of the next one; seeds
+Tell = Callable[[Scenario, float, int], None]  # seeds done, including the share of the current one; total seeds
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one seed led to."""
+    """The result of one seed."""
 
     seed: int
-    waterfall: dict[str, float]  # shares of the time of the gang; they sum to 1
-    interruptions: int  # that nobody had planned
+    waterfall: dict[str, float]  # shares of the gang's time; they sum to 1
+    interruptions: int  # unplanned ones
     planned: int
     generations: int
     steps: int
     digest: str
     causes: dict[str, int]  # how often each thing failed
-    incidents: list[tuple[float, str, str]]  # the first ones: when, in seconds; what failed; what was decided
-    fewest_spares: int  # that were left, after any failure or recovery
+    incidents: list[tuple[float, str, str]]  # the first ones: time in seconds, what failed, what was decided
+    fewest_spares: int  # the smallest number left after any failure or recovery
 
     @property
     def effective(self) -> float:
@@ -59,13 +59,13 @@ class Result:
         return {part: statistics.fmean(o.waterfall[part] for o in self.outcomes) for part in PARTS}
 
     def quantile(self, share: float) -> float:
-        """Effective training time of the seed below which so many others are."""
+        """Return the effective training time below which this share of the seeds lies."""
         ordered = sorted(o.effective for o in self.outcomes)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     def spares(self) -> dict[str, float]:
-        """How many spare nodes there are, and how many were in use at once: on average, and in the worst of 20 seeds.
-        Where all were, they were not enough to say how many would have been."""
+        """Return how many spare nodes there are, and how many were in use at once: on average, and at the 95th
+        percentile of the seeds. If all were used, that is only a lower bound on how many are needed."""
         there = 0 if self.scenario.policy == "shrink" else self.scenario.num_spares
         used = sorted(there - o.fewest_spares for o in self.outcomes)
         most = used[min(len(used) - 1, int(0.95 * len(used)))]
@@ -73,25 +73,26 @@ class Result:
 
     @property
     def spares_used(self) -> str:
-        """How many spares are enough in 95 % of the seeds; ">=" where all were used."""
+        """Return how many spares suffice in 95 % of the seeds; ">=" where all were used."""
         found = self.spares()
         return f"{'>= ' if found['all_used'] else ''}{found['used_p95']:,}"
 
     def days_for(self, steps: int) -> dict[str, float]:
-        """How long so many steps take: on average, and with the luckier and the unluckier seeds; inf: for ever."""
+        """Return how many days so many steps take: on average, and at the 5th and 95th percentiles; inf: they never
+        finish."""
         days = steps * whole_step_s(self.scenario) / DAY_S
         shares = {"mean": self.effective, "p5": self.quantile(0.95), "p95": self.quantile(0.05)}
         return {name: days / share if share > 0 else math.inf for name, share in shares.items()}
 
     def dollars_for(self, steps: int) -> float | None:
-        """What so many steps cost on average, without the spares; None: the hardware has no price; inf: it never
-        ends."""
+        """Return the average cost of so many steps, without the spares. None: the hardware has no price; inf: the steps
+        never finish."""
         dollars = [cost["dollars"] for cost in self.costs().values()]
         per_day = sum(d for d in dollars if d is not None) / self.scenario.days
         return None if None in dollars else per_day * self.days_for(steps)["mean"]
 
     def costs(self) -> dict[str, dict[str, float | None]]:
-        """What each part of the waterfall cost: of the job's GPUs, spares apart."""
+        """Return the cost of each part of the waterfall, for the job's own GPUs without spares."""
         scenario = self.scenario
         cluster = load().cluster(scenario.hardware, scenario.gpus, site=scenario.site)
         price, power, site = cluster.node.dollars_per_chip_hour, watts(cluster), cluster.site
@@ -140,7 +141,7 @@ def one(scenario: Scenario, seed: int, tell: Callable[[float], None] | None = No
 
 
 def many(scenario: Scenario, seeds: int, tell: Tell | None = None) -> Result:
-    """The same seeds give the same failures to every scenario with the same fleet."""
+    """Run the scenario over seeds. The same seeds give the same failures to every scenario with the same fleet."""
     outcomes: list[Outcome] = []
 
     def report(share: float) -> None:
@@ -154,7 +155,7 @@ def many(scenario: Scenario, seeds: int, tell: Tell | None = None) -> Result:
 
 
 def mttf_hours(scenario: Scenario, events: int = 20_000) -> float:
-    """Mean time between the unexpected failures that hit the job, of the fleet alone."""
+    """Return the mean time between unexpected failures that hit the job, from the fleet alone."""
     from phalanx.twin.agenda import Agenda
     from phalanx.twin.draw import Draw
     from phalanx.twin.fleet import Fault, Fleet

@@ -1,6 +1,6 @@
-"""Where the time of a gang goes, and how far its training has come. Between two events everything is linear, so a
-second of training costs nothing to simulate. All shares are of the whole gang: a second in which a tenth of it trains
-is a tenth productive. What is counted adds up to the time that has passed, to the nanosecond."""
+"""Account for a gang's time and its training progress. Between two events everything is linear, so simulating a second
+of training costs nothing. All shares refer to the whole gang: a second in which a tenth of it trains is a tenth
+productive. The parts add up to the elapsed time, to the nanosecond."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PARTS = ("productive", "checkpoint", "lost", "detect", "restart", "straggler", "
 class Progress:
     step_ns: int  # at full strength, without checkpoints
     replicas: int
-    micro_batches: int  # of a rank: shares of a batch are whole ones
+    micro_batches: int  # per rank; a rank's share of a batch is a whole number of them
     pass_ns: int  # one micro-batch through a replica
-    overhead: float = 0.0  # of the training time, for checkpoints
-    state: str = "waiting"  # "training", "finishing" (a pass, without those that broke), or one of the PARTS
+    overhead: float = 0.0  # share of training time that checkpoints cost
+    state: str = "waiting"  # "training", "finishing" (the pass, without broken replicas), or one of the PARTS
     active: int = 0  # replicas that train
-    slow: float = 1.0  # steps take so much longer
-    work_ns: int = 0  # steps that are done, as time at full strength; the step under way in part
+    slow: float = 1.0  # factor by which steps take longer
+    work_ns: int = 0  # work done, as time at full strength, including part of the current step
     now_ns: int = 0
-    until_ns: int = 0  # finishing: when the pass ends. training: before that, work is redone
+    until_ns: int = 0  # finishing: when the pass ends; training: until then, work is redone
     spent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
 
     @property
@@ -30,7 +30,8 @@ class Progress:
 
     @property
     def speed(self) -> float:
-        """Work per time while training. A rank has whole micro-batches: with one replica less some have one more."""
+        """Return work per time while training. Micro-batches are not divided: without one replica, some ranks have one
+        more."""
         if not self.active:
             return 0.0
         most = -(-self.micro_batches * self.replicas // self.active)
@@ -56,7 +57,7 @@ class Progress:
             return
         speed = self.speed if self.state == "training" else self.active / self.replicas
         useful = int(time_ns * speed)
-        if self.state == "finishing":  # no step ends without those that broke
+        if self.state == "finishing":  # no step can end without the broken replicas
             useful = min(useful, int((self.step_ns - 1 - self.work_ns % self.step_ns) * self.slow))
         straight = int(useful / self.slow)
         checkpoint = int(straight * self.overhead)
@@ -69,15 +70,15 @@ class Progress:
     # -- what happens to it
 
     def stop(self, part: str) -> None:
-        """Stand still, for the reason that the part of the waterfall names."""
+        """Stand still; `part` of the waterfall is the reason."""
         self.state = part
 
     def train(self, active: int, redo_ns: int = 0) -> None:
         self.state, self.active, self.until_ns = "training", active, self.now_ns + redo_ns
 
     def break_off(self, broken: int) -> None:
-        """Some replicas break in the middle of a step. What they had of it is lost; the others finish their pass, as
-        far as there are others."""
+        """Break some replicas in the middle of a step. Their work on it is lost; any other replicas finish their
+        pass."""
         if self.state not in ("training", "finishing"):
             return
         was, left = self.active, self.active - broken
@@ -93,7 +94,7 @@ class Progress:
         self.state, self.active = "finishing", left
 
     def _done(self) -> float:
-        """How much of their pass those that finish it have."""
+        """Return how much of the pass the replicas that finish it have done."""
         return max(0.0, 1 - (self.until_ns - self.now_ns) / self.step_ns)
 
     def lose(self, work_ns: int) -> None:
@@ -101,17 +102,17 @@ class Progress:
         self.discount(work_ns)
 
     def discount(self, work_ns: int) -> None:
-        """Count work as lost, and leave the number of the step as it is."""
+        """Count work as lost without changing the step number."""
         work_ns = min(work_ns, self.spent["productive"])
         self.spent["productive"] -= work_ns
         self.spent["lost"] += work_ns
 
     def back_to(self, step: int) -> None:
-        """Abandon later steps."""
+        """Discard later steps."""
         self.lose(self.work_ns - step * self.step_ns)
 
     def boundary_ns(self, from_ns: int) -> int:
-        """When the step that is under way at that time ends, if nothing happens."""
+        """Return when the step under way at that time will end, if nothing else happens."""
         rate = self.speed / self.slow * (1 - self.overhead)
         start_ns = max(self.now_ns, self.until_ns)
         if rate <= 0:

@@ -1,4 +1,4 @@
-"""How long things take in a scenario, as the assumptions and the planner's cost model say."""
+"""Compute how long things take in a scenario, from the assumptions and the planner's cost model."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from phalanx.twin.agenda import S
 from phalanx.twin.scenario import Scenario
 
 LIGHT_KM_PER_S = 200_000.0  # in glass
-GRADIENT_BYTES = 2  # of a parameter, on its way; as many for weights
+GRADIENT_BYTES = 2  # per parameter in transit, for gradients and for weights
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """All in ns. Those of `stop` are means of what is drawn."""
+    """Durations in ns. Those in `stop` are means; the actual ones are drawn."""
 
     detect: dict[str, int]  # by effect
     decide: int  # a message to all and back
     launch: int
-    build: int  # the world of a replica, and its engine
-    form: int  # the groups between replicas
-    live: int  # state of a rank from a peer
-    memory: int  # from the memory of a node
-    durable: int  # all of it from storage
-    drain: int  # all of it to storage
-    stop: int  # all of a recovery that stops all; 0: it follows from the others
-    stall: int  # of a checkpoint
-    memory_share: float  # of the training, for snapshots in memory
+    build: int  # build the world of a replica and its engine
+    form: int  # form the groups between replicas
+    live: int  # load the state of a rank from a peer
+    memory: int  # load it from the memory of a node
+    durable: int  # load all state from storage
+    drain: int  # write all state to storage
+    stop: int  # a whole recovery that stops the job; 0: it follows from the others
+    stall: int  # per checkpoint
+    memory_share: float  # share of training time that snapshots in memory cost
 
 
 def round_trip_s(scenario: Scenario) -> float:
@@ -37,14 +37,15 @@ def round_trip_s(scenario: Scenario) -> float:
 
 
 def across_s(scenario: Scenario) -> float:
-    """The gradients of a replica, or its weights, through what joins the sites."""
+    """Return the time to send the gradients or the weights of a replica between sites."""
     if scenario.sites == 1:
         return 0.0
     return GRADIENT_BYTES * scenario.params / (scenario.assumed("sites.gb_per_s") * 1e9)
 
 
 def whole_step_s(scenario: Scenario) -> float:
-    """A step at full strength, and the exchange between sites that ends it: under every policy all train in step."""
+    """Return the length of a step at full strength, including the exchange between sites that ends it: replicas are
+    synchronous under every policy."""
     return scenario.step_s + round_trip_s(scenario) + across_s(scenario)
 
 
@@ -70,7 +71,7 @@ def times_of(scenario: Scenario) -> Times:
         stop_s = assume("restart.stop_s") + float(setup_s(scenario.gpus))
     elif not stop_s and policy == "hot":
         stop_s = assume("hot.stop_s")
-    far_s = round_trip_s(scenario)  # in every message to all, and back
+    far_s = round_trip_s(scenario)  # added to every message to all and back
     stall_s = assume("checkpoint.own_stall_s" if contained else "checkpoint.stall_s")
     return Times(
         detect={effect: int(s * S) for effect, s in detect.items()},

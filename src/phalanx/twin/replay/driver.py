@@ -1,5 +1,5 @@
-"""The replay itself: jobs come at their times, a policy decides, running jobs end. The policy `phalanx` is the gang
-scheduler that runs real jobs (`control.schedule`); it is not told how long a job will take."""
+"""Run the replay: jobs arrive at their times, a policy decides, running jobs end. The policy `phalanx` is the gang
+scheduler that runs real jobs (`control.schedule`); it does not know how long a job will take."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ NEVER = 1 << 100
 
 @dataclass(slots=True)
 class Life:
-    """What became of a job."""
+    """The history of one job."""
 
     job: Job
-    left_ns: int  # that it still has to run
+    left_ns: int  # time that it still has to run
     first_ns: int = -1  # its first start
     end_ns: int = -1
-    began_ns: int = -1  # its last start; -1: it does not run
+    began_ns: int = -1  # its last start; -1: it is not running
     served_ns: int = 0
     stops: int = 0
-    epoch: int = 0  # of its last start, to know ends that were called off
+    epoch: int = 0  # of its last start; it invalidates ends that were called off
     taken: Taken = ()
 
 
@@ -48,7 +48,7 @@ class Figures:
     busy: int = 0  # GPU-ns
     scattered: int = 0  # GPU-ns that are free on nodes in use
     hops: int = 0  # GPU-ns times neighbours in rank order on different nodes
-    crossings: int = 0  # of those, on different leaves
+    crossings: int = 0  # the part of `hops` between different leaves
     decisions: int = 0
     cpu_s: float = 0.0
     first_ns: int = 0
@@ -57,7 +57,7 @@ class Figures:
 
 
 class Replay:
-    """`stop_ns`: what a stop costs a job, in time that it runs longer."""
+    """`stop_ns`: the cost of a stop to a job, as additional running time."""
 
     def __init__(self, fleet: Fleet, jobs: list[Job], stop_ns: int):
         self.fleet, self.jobs, self.stop_ns = fleet, jobs, stop_ns
@@ -80,7 +80,7 @@ class Replay:
         heappush(self.ends, (self.now_ns + life.left_ns, job.number, life.epoch))
 
     def halt(self, job: Job, cost_ns: int) -> Life:
-        """A job does not run any more; it has `cost_ns` more to do."""
+        """Take a job off its GPUs; `cost_ns` is added to the time that it still has to run."""
         life = self.lives[job.number]
         ran = self.now_ns - life.began_ns
         life.served_ns += ran
@@ -138,7 +138,7 @@ class Replay:
         return self.figures
 
     def scattered(self) -> int:
-        """GPUs that are free on nodes in use."""
+        """Return the GPUs that are free on nodes in use."""
         raise NotImplementedError
 
 
@@ -186,7 +186,7 @@ class _Phalanx(Replay):
                         self.start(self.lives[int(job)].job, taken)
                     case asks.Stop(job, grace_ns):
                         life = self.lives[int(job)]
-                        if not grace_ns:  # it loses what it did since it was started
+                        if not grace_ns:  # it loses its work since its last start
                             life.left_ns += self.now_ns - life.began_ns
                         self.stop(life.job)
                         todo.append(asks.Stopped(job))
@@ -214,8 +214,8 @@ def ask_of(job: Job, node_gpus: int) -> Ask:
 
 
 def replay(fleet: Fleet, jobs: list[Job], policy: str, stop_s: float = 60.0) -> list[Figures]:
-    """Replay a trace. With virtual clusters the classical policies have a queue and nodes for each; `phalanx` has one
-    cluster, in which their GPUs are quotas that others may borrow."""
+    """Replay a trace. With virtual clusters, the classical policies have a queue and nodes for each; `phalanx` has one
+    cluster in which their GPUs are quotas that others may borrow."""
     for job in jobs:
         if job.gpus > fleet.gpus:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What a replay has shown, for people and for programs."""
+"""Report the results of a replay, for people and for programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ S = 10**9
 
 
 def report(trace: Trace, fleet: Fleet, policy: str, parts: list[Figures]) -> dict[str, Any]:
-    """Times in seconds. `parts`: one per queue."""
+    """Sum up the replay, with times in seconds. `parts`: one per queue."""
     lives = [life for part in parts for life in part.lives]
     span = max(part.last_ns for part in parts) - min(part.first_ns for part in parts)
     room, hops, cpu_s = fleet.gpus * max(1, span), sum(p.hops for p in parts), sum(p.cpu_s for p in parts)
@@ -43,7 +43,7 @@ def _completion(life: Life) -> int:
 
 
 def _spread(values: list[int]) -> dict[str, float]:
-    """Mean and quantiles (the value that at least so many are not above)."""
+    """Return the mean and quantiles (the smallest value that at least that share of the values does not exceed)."""
     ordered = sorted(values)
 
     def at(percent: int) -> float:

@@ -1,5 +1,5 @@
-"""The cluster that a trace is replayed on: equal nodes in a tree of switches, from a number of GPUs, from a TOML file,
-or from a CSV file with a host and its switches per line."""
+"""The cluster that a trace is replayed on: equal nodes in a tree of switches. It is built from a number of GPUs, from a
+TOML file, or from a CSV file with one host and its switches per line."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ REMEDY = "docs/scheduling.md shows one: nodes = 72, node_gpus = 8, leaf_nodes = 
 class Fleet:
     node_gpus: int
     names: list[str]
-    levels: tuple[str, ...]  # of switches, the lowest first
+    levels: tuple[str, ...]  # levels of switches, the lowest first
     paths: list[tuple[str, ...]]  # per node
-    vcs: dict[str, int] = field(default_factory=dict)  # GPUs that are a virtual cluster's own
+    vcs: dict[str, int] = field(default_factory=dict)  # virtual cluster -> its own GPUs
 
     @property
     def gpus(self) -> int:
@@ -97,8 +97,8 @@ def _count(table: dict[str, Any], key: str, default: int | None, path: Path, und
 
 
 def _of_csv(text: str, path: Path) -> Fleet:
-    """A host per line; the columns after `host` are its switches, the highest first. `gpus`, if it is there, is the
-    same for all."""
+    """Read one host per line. The columns after `host` are its switches, the highest first. The optional column `gpus`
+    is the same for all hosts."""
     rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if any(map(str.strip, row))]
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
     if not header or header[0] != "host":

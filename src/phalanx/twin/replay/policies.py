@@ -1,8 +1,8 @@
 """The classical policies, for comparison: FIFO, EASY and conservative backfilling, shortest job first, shortest
-remaining time first, and Tiresias' least attained service in two queues. All but Tiresias and FIFO are told how long
-each job will take, which nobody knows in advance: they are yardsticks.
+remaining time first, and Tiresias' least attained service in two queues. All but FIFO and Tiresias know how long each
+job will take, which nobody knows in practice: they are yardsticks.
 
-A policy hears `submit` and `finish` and is asked to `decide`; it starts and stops jobs by the `Room` that it is given.
+The driver calls `submit`, `finish` and `decide` on a policy, which starts and stops jobs through its `Room`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ S = 10**9
 
 
 class Room(Protocol):
-    """What a policy may do. `remaining`: of a job, what it still has to run."""
+    """What a policy may do. `remaining_ns`: the time that a job still has to run."""
 
     pool: Pool
     now_ns: int
@@ -37,12 +37,12 @@ class Policy:
     def submit(self, now_ns: int, job: Job) -> None: ...
     def finish(self, now_ns: int, job: Job) -> None: ...
     def decide(self, now_ns: int) -> int:
-        """Start and stop jobs; return when to be asked again, even if nothing happens until then; 0: need not."""
+        """Start and stop jobs. Return when to be asked next even if nothing happens until then; 0: no need."""
         raise NotImplementedError
 
 
 class Ordered(Policy):
-    """Strictly in one order: the first that does not fit blocks the others."""
+    """Runs jobs strictly in one order: the first that does not fit blocks the others."""
 
     def __init__(self, room: Room, key: Callable[[Job], int]):
         super().__init__(room)
@@ -66,14 +66,15 @@ def sjf(room: Room) -> Policy:
 
 
 class Backfilling(Policy):
-    """FIFO, but a job may overtake. EASY: if it does not delay the first in the queue, whose start is computed from
-    the ends of the running jobs. Jobs that wait are kept by size: of a size that has no room, none is looked at."""
+    """FIFO, except that a job may overtake. EASY: it may do so if that does not delay the first job in the queue, whose
+    start is computed from the ends of running jobs. Waiting jobs are kept by size, so that sizes without room are
+    skipped."""
 
     def __init__(self, room: Room):
         super().__init__(room)
         self.by_size: dict[int, dict[int, Job]] = {}
-        self.shortest: dict[int, list[tuple[int, int]]] = {}  # per size, (duration, number), some of them started
-        self.ends: list[tuple[int, int, Taken]] = []  # of running jobs, sorted
+        self.shortest: dict[int, list[tuple[int, int]]] = {}  # per size, (duration, number); some have already started
+        self.ends: list[tuple[int, int, Taken]] = []  # ends of running jobs, sorted
         self.end_of: dict[int, tuple[int, int, Taken]] = {}
 
     def submit(self, now_ns: int, job: Job) -> None:
@@ -106,8 +107,8 @@ class Backfilling(Policy):
         return 0
 
     def overtake(self, now_ns: int, head: Job) -> None:
-        """Start jobs that end before the first one starts, or that leave it the GPUs that are reserved for it: those
-        that it would be given at the first end that makes room for it."""
+        """Start jobs that end before the first one starts, or that leave its reserved GPUs alone: those that it would
+        get at the first end that makes room for it."""
         pool, later, start_ns = self.room.pool, self.room.pool.copy(), now_ns
         for end_ns, _, taken in self.ends:
             later.give(taken)
@@ -140,7 +141,7 @@ class Backfilling(Policy):
                 return
 
     def _least_ns(self, size: int) -> int:
-        """The shortest duration of a job of this size that waits."""
+        """Return the shortest duration of a waiting job of this size."""
         heap, waiting = self.shortest[size], self.by_size[size]
         while heap[0][1] not in waiting:
             heappop(heap)
@@ -148,8 +149,9 @@ class Backfilling(Policy):
 
 
 class Conservative(Policy):
-    """Every job gets its start when it comes, behind all that came before it, and is not delayed by later ones. The
-    starts are counted in GPUs; at its time a job waits for the nodes, which may be in pieces."""
+    """Gives every job its start when it arrives, behind all earlier arrivals; later jobs do not delay it. Starts are
+    computed in GPUs only; at its time a job may still have to wait for nodes, because the free GPUs may be
+    scattered."""
 
     def __init__(self, room: Room):
         super().__init__(room)
@@ -193,7 +195,7 @@ class Conservative(Policy):
 
 
 class Preemptive(Policy):
-    """The job that stands best runs: those that stand worse are stopped for it, if that is enough to let it start."""
+    """The highest-ranked job runs: lower-ranked ones are stopped for it, if that is enough to let it start."""
 
     def __init__(self, room: Room):
         super().__init__(room)
@@ -201,7 +203,7 @@ class Preemptive(Policy):
         self.running: dict[int, tuple[Job, Taken]] = {}
 
     def standing(self, job: Job) -> tuple[int, int]:
-        """The better the smaller; it does not change while a job waits."""
+        """Return the rank of a job; smaller is better. It does not change while a job waits."""
         raise NotImplementedError
 
     def submit(self, now_ns: int, job: Job) -> None:
@@ -254,8 +256,8 @@ class Srtf(Preemptive):
 
 
 class Tiresias(Preemptive):
-    """Least attained service in two queues (NSDI 2019): a job falls into the second after an hour of one GPU, half an
-    hour of two, ..., and each queue is first come, first served."""
+    """Least attained service in two queues (NSDI 2019): a job drops to the second queue after an hour on one GPU, half
+    an hour on two, and so on. Each queue is first come, first served."""
 
     LIMIT = 3600 * S
 

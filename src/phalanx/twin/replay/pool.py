@@ -1,8 +1,8 @@
-"""The GPUs of a cluster as the classical policies see them: equal nodes, a job on as few of them as possible. A job
-that fits on one node goes to the fullest node with room (best fit); a larger one gets whole free nodes, of which the
-last may be used in part. Among equal nodes the first one is taken, so that a trace has one answer.
+"""The GPUs of a cluster as the classical policies see them: equal nodes, and a job on as few of them as possible. A job
+that fits on one node goes to the fullest node with room (best fit). A larger one gets whole free nodes, the last of
+which may be used in part. Among equal nodes the first is taken, so that a trace has one answer.
 
-Nodes with the same number of free GPUs are the bits of one integer."""
+The set of nodes with a given number of free GPUs is stored as the bits of one integer."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Pool:
 
     @property
     def whole(self) -> int:
-        """How many nodes are free as a whole."""
+        """Return how many nodes are completely free."""
         return self.with_free[self.size].bit_count()
 
     def change(self, node: int, gpus: int) -> None:
-        """Give so many GPUs back to a node; fewer than 0: take them."""
+        """Give so many GPUs back to a node; a negative number takes them."""
         free, bit = self.free[node], 1 << node
         self.with_free[free] ^= bit
         self.free[node] = free + gpus
@@ -42,7 +42,7 @@ class Pool:
         return self.whole * self.size >= gpus
 
     def find(self, gpus: int) -> Taken | None:
-        """Where a job would go."""
+        """Find where a job would go."""
         if gpus <= self.size:
             nodes = next((nodes for nodes in self.with_free[gpus:] if nodes), 0)
             return ((_first(nodes), gpus),) if nodes else None
@@ -62,7 +62,7 @@ class Pool:
         return taken
 
     def has(self, taken: Taken) -> bool:
-        """Whether these GPUs are free."""
+        """Return True if these GPUs are free."""
         return all(self.free[node] >= gpus for node, gpus in taken)
 
     def use(self, taken: Taken) -> None:

@@ -1,5 +1,5 @@
-"""Job traces: CSV with the columns job_id, submit_s, gpus, duration_s and, if it is there, vc. Other columns are
-ignored. Times are kept as whole nanoseconds. Every mistake names the file, the line, the column and the remedy."""
+"""Read job traces: CSV with the columns job_id, submit_s, gpus, duration_s and optionally vc. Other columns are
+ignored. Times are kept as whole nanoseconds. Every error names the file, the line, the column and the remedy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    jobs: list[Job]  # by time of submission
-    skipped: int  # rows that ask for no GPU
+    jobs: list[Job]  # ordered by submission time
+    skipped: int  # number of rows that ask for no GPU
 
     def between(self, begin_s: float | None, end_s: float | None) -> Trace:
-        """The jobs submitted from `begin_s` on and before `end_s`."""
+        """Keep the jobs submitted from `begin_s` on and before `end_s`."""
         least, most = (None if s is None else round(s * S) for s in (begin_s, end_s))
         kept = [
             j for j in self.jobs if (least is None or j.submit_ns >= least) and (most is None or j.submit_ns < most)
@@ -85,7 +85,7 @@ def parse(lines: Iterable[str], file: str) -> Trace:
 
 
 def _rows(rows: Iterator[list[str]]) -> Iterator[tuple[list[str], int]]:
-    """Rows that say something, each with the line that it ends at."""
+    """Yield rows that are not blank, each with the number of its last line."""
     for row in rows:
         if any(cell.strip() for cell in row):
             yield row, rows.line_num  # type: ignore[attr-defined]
@@ -123,7 +123,8 @@ def _time(text: str, column: str, file: str, line: int) -> int:
 
 
 def _scaled(text: str, scale: int, exact: bool = True) -> int | None:
-    """The number times `scale`, by whole numbers alone. None: it is not whole, and must be (`exact`)."""
+    """Return the number times `scale`, computed with whole numbers only. None: the result must be whole (`exact`) and
+    is not."""
     if text.isascii() and text.isdigit():
         return int(text) * scale
     found = NUMBER.fullmatch(text)
