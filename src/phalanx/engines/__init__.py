@@ -1,2 +1,3 @@
-"""The engines that own nodes, a module each: what `--on` may name. An adapter only starts `phalanx agent --join` in the
-right places, and tells the agents what it knows of their nodes; the table says what else a module has."""
+"""One module per engine that owns nodes: the values of `--on`. An adapter only starts `phalanx agent --join` in the
+right places, and tells the agents what it knows of their nodes. `engines.table` lists the other functions of a
+module."""

@@ -1,5 +1,5 @@
-"""What Slurm prints of nodes and of the network, in our words: `n[1-3,07]` as names, `scontrol show topology` as a path
-for each node."""
+"""Parse Slurm's output about nodes and the network: `n[1-3,07]` into names, `scontrol show topology` into a path for
+each node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PART = re.compile(r"([^,\[]*)(?:\[([^\]]*)\])?")
 
 
 def expand(text: str) -> list[str]:
-    """`a[1-3]-[x,y],b` as a1-x, a1-y, a2-x, ...: in the order of the list, zeros kept."""
+    """Expand `a[1-3]-[x,y],b` to a1-x, a1-y, a2-x, and so on, in the order of the list, with leading zeros."""
     out: list[str] = []
     for item in _items(text):
         parts = [(m[1], list(_numbers(m[2])) if m[2] is not None else [""]) for m in _PART.finditer(item) if m[0]]
@@ -36,8 +36,8 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 def paths(topology: str, nodes: Iterable[str]) -> dict[str, str]:
-    """By node: the switches, or blocks, that it is below, the largest first: spine.leaf3. `topology`: as `scontrol show
-    topology` prints a tree or blocks; a node that no line names has an empty path."""
+    """Map each node to the switches or blocks above it, the largest first: spine.leaf3. `topology`: the output of
+    `scontrol show topology` for a tree or blocks. A node that no line names has an empty path."""
     wanted = set(nodes)
     above: dict[str, list[tuple[int, str]]] = {name: [] for name in wanted}
     for line in topology.splitlines():

@@ -1,5 +1,5 @@
-"""Kubernetes: `phalanx train JOB --on kubernetes --engine image=...` hands a run to a cluster, as the objects of
-`engines.manifests`. The controller runs in a pod of its own, so this process may end."""
+"""Run on Kubernetes: `phalanx train JOB --on kubernetes --engine image=...` submits a run to a cluster as the objects
+of `engines.manifests`. The controller runs in a pod of its own, so this process may end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from phalanx.engines.manifests import Manifest, Request, build, text_of
 from phalanx.engines.table import Where
 from phalanx.runtime.launch import Adapter
 
-LOOK_S = 2.0  # between two looks at a run that is followed
-TAIL_LINES = 20  # of the controller's log, for people
-NAME_CHARS = 40  # of a run: names of pods have 63, and 21 of them are the Job's and the pod's
+LOOK_S = 2.0  # polling interval of a run that is followed
+TAIL_LINES = 20  # of the controller's log, shown in errors
+NAME_CHARS = 40  # limit for the name of a run: a pod name has at most 63, and the Job and the pod add 21
 LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 OBJECT = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}")
@@ -29,7 +29,7 @@ KEY = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-
 VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
 
-#: What --engine may say, and what for.
+#: The options of --engine, with their meaning.
 OPTIONS = {
     "image": "the image that all pods run, built from the Containerfile",
     "name": "of the run's objects (default: from the job's name)",
@@ -65,13 +65,13 @@ class Submission:
     manifests: list[Manifest]
     request: Request
     detach: bool = True
-    is_array = True  # as far as its record goes: that is in a pod, and not to be followed here
+    is_array = True  # its record is in a pod, where this host cannot follow it
 
     def text(self) -> str:
         return text_of(self.manifests)
 
     def send(self) -> str:
-        """Make it, and tell what happens to its pods until the run is over. Ctrl-C leaves it alone."""
+        """Create the objects, and report on the pods until the run is over. Ctrl-C leaves the run alone."""
         from phalanx.engines.kubernetes_api import Cluster
 
         r, cluster = self.request, Cluster.connect(self.request.namespace)
@@ -93,7 +93,7 @@ class Submission:
         return f"{r.namespace}/{r.name}"
 
     def _follow(self, cluster: Any) -> None:
-        """Until its controller has ended for good."""
+        """Report on pods until the controller has ended for good."""
         r, is_final = self.request, not (self.request.is_set or self.request.journal)
         for seen in cluster.watch(r.name, lambda: False):
             print(f"{seen.pod}: {' '.join(filter(None, [seen.what.lower(), seen.phase, seen.why]))}", flush=True)
@@ -130,7 +130,7 @@ def state(reference: str) -> str:
 
 
 def stop(reference: str, now: bool) -> None:
-    """Delete what the run belongs to: the pod of its controller is told to save and to end, within its grace."""
+    """Delete the owner of the run's objects. Its controller's pod then saves and ends within the grace period."""
     if now:
         remedy = "leave out --now; kubectl delete pod --grace-period=0 --force ends pods at once"
         raise UserError("Kubernetes gives pods their grace", field="--now", value=reference, remedy=remedy)
@@ -145,7 +145,7 @@ def logs(reference: str) -> str:
 
 
 def follow(reference: str) -> int:
-    """Show what the controller says until the run is over, also when another pod takes its place."""
+    """Show the controller's log until the run is over, even when another pod takes over."""
     cluster, name = _run_of(reference)
     shown, said = Counter[str](), ""
     while True:
@@ -166,7 +166,7 @@ def follow(reference: str) -> int:
 
 
 def _is_final(controller: Manifest) -> bool:
-    """Whether nobody creates it again: it does not stand by, and belongs to no JobSet."""
+    """Return True if nothing recreates this controller: it has no standby, and belongs to no JobSet."""
     command = controller["spec"]["containers"][0]["command"]
     return "--standby" not in command and "jobset.sigs.k8s.io/jobset-name" not in controller["metadata"]["labels"]
 
@@ -246,7 +246,7 @@ def _chosen(option: str, value: str, known: tuple[str, ...]) -> str:
 
 
 def _name(asked: str, job: Job) -> str:
-    """A name that no other run has, unless one is asked for."""
+    """Return the requested name, or else a unique one."""
     if asked:
         if len(asked) > NAME_CHARS:
             raise _wrong("name", asked, f"at most {NAME_CHARS} characters: names of pods are made of it")
@@ -265,7 +265,7 @@ def _pairs(option: str, text: str, pattern: re.Pattern[str], allowed: str) -> di
 
 
 def _resources(device: str, text: str, job: Job) -> dict[str, str]:
-    """A device for each rank of a node, and what else is asked for."""
+    """Request a device per rank of a node, and the additional resources."""
     found = _pairs("resources", text, QUANTITY, "a quantity, as 16 or 64Gi")
     if device or job.run.device != "cpu":
         name = _checked("device", device or "nvidia.com/gpu", KEY, "a resource, as nvidia.com/gpu")

@@ -1,5 +1,5 @@
-"""What is asked of the API of Kubernetes: make the objects of a run, watch its pods, read what its controller says, and
-delete it. Needs the `kubernetes` client (`pip install 'phalanx[kubernetes]'`).
+"""Calls to the Kubernetes API: create the objects of a run, watch its pods, read the controller's log, and delete the
+run. Needs the `kubernetes` client (`pip install 'phalanx[kubernetes]'`).
 
 The objects belong to the run's controller Job, or to its JobSet: deleting that deletes them all."""
 
@@ -17,9 +17,9 @@ from urllib.parse import urlencode
 from phalanx.core.errors import RunFailed, UserError
 from phalanx.engines.manifests import CONTROLLER, INDEX, ROLE_LABEL, RUN_LABEL, Manifest
 
-STRICT = "Strict"  # the server refuses fields that it does not know
-WATCH_S = 60  # of one watch
-TRIES, PAUSE_S = 5, 0.5  # of a request; the pause doubles
+STRICT = "Strict"  # the server refuses unknown fields
+WATCH_S = 60  # length of one watch
+TRIES, PAUSE_S = 5, 0.5  # per request; the pause doubles
 BUSY, GONE = (429, 500, 502, 503, 504), 410
 PLURALS = {
     "Secret": "secrets",
@@ -34,7 +34,7 @@ PLURALS = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a watch says of a pod. `index`: of the node; "": of a controller."""
+    """What a watch reports about a pod. `index`: the node's; "": the pod is a controller."""
 
     what: str  # ADDED, MODIFIED, DELETED
     pod: str
@@ -56,7 +56,7 @@ class Cluster:
 
     @staticmethod
     def connect(namespace: str) -> Cluster:
-        """With the kubeconfig of this user, or as a pod."""
+        """Connect with this user's kubeconfig, or as a pod."""
         try:
             from kubernetes import client, config
         except ImportError:
@@ -74,7 +74,8 @@ class Cluster:
         return Cluster(namespace, client.ApiClient())
 
     def create(self, manifests: list[Manifest]) -> None:
-        """All or nothing: the owner first, so that what was made goes with it if the rest cannot be."""
+        """Create all objects or none. The owner comes first, so that deleting it removes the others if one of them
+        fails."""
         owner = next(m for m in manifests if m["kind"] in ("Job", "JobSet"))  # the controller's is the first Job
         made = self._make(owner)
         reference = {
@@ -96,7 +97,7 @@ class Cluster:
         return self._call("POST", path, [("fieldValidation", STRICT)], manifest)
 
     def delete(self, api: str, kind: str, name: str) -> None:
-        """With all that belongs to it; nothing, if it is not there."""
+        """Delete an object with all that belongs to it; do nothing if it does not exist."""
         body = {"propagationPolicy": "Foreground"}
         self._call("DELETE", _path(api, self.namespace, kind, name), [], body)
 
@@ -109,18 +110,18 @@ class Cluster:
         return bool(pod["metadata"]["labels"].get(ROLE_LABEL) == CONTROLLER)
 
     def controller(self, run: str) -> Manifest:
-        """The pod that acts, which alone is ready, or else the newest."""
+        """Return the acting controller's pod, which alone is ready, or else the newest one."""
         mine = [pod for pod in self.pods(run) if self.is_controller(pod)]
         if not mine:
             raise UserError("it has no controller", field="RUN", value=run, remedy="is it over, and deleted?")
         return max(mine, key=lambda pod: (_is_ready(pod), str(pod["metadata"].get("creationTimestamp", ""))))
 
     def logs(self, run: str) -> str:
-        """What the controller has said."""
+        """Return the controller's log."""
         return str(self._call("GET", self._log(self.controller(run)), [("container", CONTROLLER)], text=True))
 
     def lines(self, pod: Manifest, skip: int) -> Iterator[str]:
-        """What a controller says after so many lines, until it ends or the connection does."""
+        """Yield the controller's log after the first `skip` lines, until it ends or the connection does."""
         about = [("container", CONTROLLER), ("follow", "true")]
         with contextlib.suppress(ConnectionError):
             for line in itertools.islice(self._stream(self._log(pod), about), skip, None):
@@ -134,8 +135,8 @@ class Cluster:
         return f"/api/v1/namespaces/{self.namespace}/pods"
 
     def watch(self, run: str, stop: Callable[[], bool]) -> Iterator[Seen]:
-        """What happens to the pods of a run, from now on. A watch that ends is begun again where it was, or, if the
-        server has forgotten that, with the pods that are there."""
+        """Yield the changes to the pods of a run from now on. A watch that ends is resumed where it was. If the server
+        has forgotten that position, it begins again with the existing pods."""
         version, select = "", ("labelSelector", f"{RUN_LABEL}={run}")
         while not stop():
             if not version:
@@ -144,7 +145,7 @@ class Cluster:
                 yield from (_seen("ADDED", pod) for pod in found["items"])
             about = [("watch", "true"), ("resourceVersion", version), ("allowWatchBookmarks", "true")]
             for event in self._events([select, *about, ("timeoutSeconds", str(WATCH_S))]):
-                if event["type"] == "ERROR":  # as a rule, what was asked for is too old
+                if event["type"] == "ERROR":  # usually the requested version is too old
                     version = ""
                     break
                 version = event["object"]["metadata"].get("resourceVersion", version)
@@ -163,8 +164,8 @@ class Cluster:
     # -- requests
 
     def _stream(self, path: str, query: list[tuple[str, str]]) -> Iterator[bytes]:
-        """The lines of an answer that goes on, until it ends. Who was cut off finds out by his next request whether
-        the server is there; he is told ConnectionError."""
+        """Yield the lines of a streaming answer until it ends. A broken connection raises ConnectionError; the next
+        request shows whether the server is reachable."""
         from urllib3.exceptions import HTTPError
 
         try:
@@ -185,7 +186,7 @@ class Cluster:
             raise ConnectionError(str(error)) from None
 
     def _call(self, method: str, path: str, query: list[tuple[str, str]], body: Any = None, text: bool = False) -> Any:
-        """What was answered. A request that fails for no fault of its own is made again a few times."""
+        """Return the answer. Retry a few times when the failure is not the request's own fault."""
         from urllib3.exceptions import HTTPError
 
         for attempt in range(TRIES):
@@ -193,7 +194,7 @@ class Cluster:
             try:
                 answer = self._request(method, path, query, body)
             except HTTPError as error:
-                if is_last or method == "POST":  # it may have been heard
+                if is_last or method == "POST":  # the server may have received it
                     raise RunFailed(
                         f"the API server cannot be reached: {error}", remedy="kubectl cluster-info"
                     ) from None
@@ -211,7 +212,7 @@ class Cluster:
     def _request(
         self, method: str, path: str, query: list[tuple[str, str]], body: Any = None, stream: bool = False
     ) -> Any:
-        """With the client's configuration: its host, certificates, proxy and token."""
+        """Send a request with the client's configuration: its host, certificates, proxy and token."""
         from urllib3 import Timeout
 
         known = self._api.configuration
@@ -242,7 +243,7 @@ def _seen(what: str, pod: Manifest) -> Seen:
 
 
 def _refused(status: int, body: bytes, method: str, path: str) -> UserError:
-    """In the server's own words."""
+    """Build the error, with the server's own message."""
     try:
         said = str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""What a run is on Kubernetes: a Job for the controller, an indexed Job of agents with the spares among them, and what
-they need. Pods ask the API for nothing, run without root, and hold no more of the run's secret than their own token.
+"""Build the Kubernetes objects of a run: a Job for the controller, an indexed Job of agents including the spares, and
+what they need. Pods never call the API, run without root, and hold only their own token of the run's secret.
 
-A pod that is lost is created again by its Job under the same index: it joins under the same name, as a later
-incarnation, while a spare has taken its place. Only the controller's Job decides whether the run succeeded.
+The Job replaces a lost pod under the same index. The new pod joins under the same name, as a later incarnation; by then
+a spare has taken its place. Only the controller's Job decides whether the run succeeded.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from phalanx.runtime.launch import REFUSED
 from phalanx.runtime.secret import token_text
 
 PORT = 7700
-USER = 10001  # of the image
-SECRET_BYTES = 1 << 20  # of all values of one Secret: the API refuses more
-LOST_S = 60  # on a node that is not heard of, before a pod is given up
-KEEP_S = 86_400  # objects of a run that is over
-RETRIES = 1000  # of one node of the run; lost and evicted pods do not count
+USER = 10001  # the image's user
+SECRET_BYTES = 1 << 20  # limit of the API for all values of one Secret
+LOST_S = 60  # a pod is given up after this time on an unreachable node
+KEEP_S = 86_400  # how long the objects of a finished run are kept
+RETRIES = 1000  # per node of the run; lost and evicted pods do not count
 LEAVE_S = 30
-ALONE_S = 1800  # without a controller: it may have to wait for its node and its image
+ALONE_S = 1800  # how long an agent waits for a controller, which may itself wait for its node and its image
 PULSE, PULSE_S = "/run/phalanx/pulse", 180
 RUN_LABEL, ROLE_LABEL = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 INDEX = "batch.kubernetes.io/job-completion-index"
-#: Where the node stands. Since 1.35 Kubernetes copies these two labels from the node to its pods.
+#: The location of the node. Since 1.35 Kubernetes copies these two labels from the node to its pods.
 PLACE = {"NODE_REGION": "topology.kubernetes.io/region", "NODE_ZONE": "topology.kubernetes.io/zone"}
 CONTROLLER, NODES = "controller", "nodes"
-#: Exits with 1 if the file is older than so many seconds.
+#: Exits with 1 if the file is older than PULSE_S seconds.
 STALE = f"import os,sys,time;sys.exit(time.time()-os.stat('{PULSE}').st_mtime>{PULSE_S})"
 
 Manifest = dict[str, Any]
@@ -44,22 +44,22 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of Kubernetes for a run."""
+    """What a run requests from Kubernetes."""
 
     name: str
     image: str
-    job_file: str  # its text
-    arguments: tuple[str, ...] = ()  # of the controller, after the job file
+    job_file: str  # text of the job file
+    arguments: tuple[str, ...] = ()  # arguments of the controller, after the job file
     namespace: str = "default"
     is_set: bool = False  # one JobSet instead of two Jobs
-    resources: dict[str, str] = field(default_factory=dict)  # of an agent, as limits
+    resources: dict[str, str] = field(default_factory=dict)  # limits of an agent
     queue: str = ""
     volcano: bool = False
-    topology: str = ""  # the label of nodes by which agents are to be near each other
+    topology: str = ""  # a node label; agents should be placed where its value is the same
     must_be_near: bool = False
-    journal: str = ""  # a PostgreSQL server: then two controllers stand by for each other
+    journal: str = ""  # a PostgreSQL server; with it, one controller acts and one stands by
     claim: str = ""  # a PersistentVolumeClaim that all pods share, at /shared
-    env_from: str = ""  # a Secret with variables: credentials of the bucket and of the server
+    env_from: str = ""  # a Secret with environment variables: credentials of the bucket and of the server
     pull_secret: str = ""
     priority: str = ""
     select: dict[str, str] = field(default_factory=dict)  # labels of nodes
@@ -67,7 +67,7 @@ class Request:
 
 
 def build(request: Request, job: Job, key: bytes | None = None) -> list[Manifest]:
-    """All objects, those first that others need. `key`: the run's secret; None: it is made."""
+    """Build all objects, dependencies first. `key`: the run's secret; None: generate one."""
     r, count = request, num_nodes(job.layout) + job.recovery.spares
     secret = Secret(Path(), key or secrets.token_bytes(KEY_BYTES))
     tokens = {str(i): token_text(secret, "agent", node_name(r, i)) + "\n" for i in range(count)}
@@ -102,7 +102,7 @@ def node_name(request: Request, index: int) -> str:
 
 
 def address(request: Request) -> str:
-    """Where agents join, whichever pod the controller runs in."""
+    """Return the address that agents join, independent of the controller's pod."""
     return f"{request.name}-{CONTROLLER}:{PORT}"
 
 
@@ -124,7 +124,7 @@ def _object(r: Request, api: str, kind: str, name: str, **more: Any) -> Manifest
 
 
 def _service(r: Request) -> Manifest:
-    """Names for pods: NAME-nodes-3.NAME."""
+    """Give pods their names: NAME-nodes-3.NAME."""
     ports = [{"name": "join", "port": PORT, "protocol": "TCP"}]
     selector = {RUN_LABEL: r.name}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": ports}
@@ -132,28 +132,28 @@ def _service(r: Request) -> Manifest:
 
 
 def _door(r: Request) -> Manifest:
-    """One address for the controller that acts: of those that stand by none is ready."""
+    """Give the acting controller one address; a controller that stands by is never ready."""
     selector = {RUN_LABEL: r.name, ROLE_LABEL: CONTROLLER}
     ports = [{"name": "join", "port": PORT, "targetPort": "join", "protocol": "TCP"}]
     return _object(r, "v1", "Service", f"{r.name}-{CONTROLLER}", spec={"selector": selector, "ports": ports})
 
 
 def _policy(r: Request) -> Manifest:
-    """Only pods of the run reach its pods: what ranks say to each other is not proven."""
+    """Let only pods of the run reach its pods: traffic between ranks is not authenticated."""
     mine = {"matchLabels": {RUN_LABEL: r.name}}
     spec = {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": mine}]}]}
     return _object(r, "networking.k8s.io/v1", "NetworkPolicy", r.name, spec=spec)
 
 
 def _pod_group(r: Request, job: Job) -> Manifest:
-    """The gang of Volcano: as many nodes as the layout needs, or none."""
+    """Build the Volcano gang, which gets all the nodes that the layout needs, or none."""
     spec = {"minMember": num_nodes(job.layout), **({"queue": r.queue} if r.queue else {})}
     return _object(r, "scheduling.volcano.sh/v1beta1", "PodGroup", r.name, spec=spec)
 
 
 def _pod(r: Request, role: str, container: Manifest, source: Manifest, mounted: Manifest, **more: Any) -> Manifest:
-    """A pod without root. `source` is a Secret; `mounted` says what of it a container that runs first may read. It
-    copies that to memory, as a file that belongs to the user and that nobody else can read."""
+    """Build a pod without root. `source` is a Secret; `mounted` selects the part that an init container may read. It
+    copies that part to memory, as a file that only this user can read."""
     environment = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "HOME", "value": "/work"},
@@ -161,7 +161,7 @@ def _pod(r: Request, role: str, container: Manifest, source: Manifest, mounted: 
     ]
     if role == NODES:
         for name, label in (("NODE_INDEX", INDEX), *PLACE.items()):
-            source_of = {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}  # empty if there is none
+            source_of = {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}  # empty if the pod has no such label
             environment.append({"name": name, "valueFrom": source_of})
     limits = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     own = {"name": "own", "mountPath": "/run/phalanx"}
@@ -237,9 +237,9 @@ def _pod(r: Request, role: str, container: Manifest, source: Manifest, mounted: 
 
 
 def _controller(r: Request, job: Job) -> Manifest:
-    """With a journal on a server, two that stand by for each other, each created again when it is lost. Without one
-    the run is lost with its controller: nothing may continue it with agents that still live, so its Job fails, and a
-    JobSet begins anew with all of them, from the last checkpoint."""
+    """Build the controller. With a journal on a server there are two, one standing by, and each is recreated when it is
+    lost. Without one the run is lost with its controller: nothing may continue it with agents that are still alive, so
+    its Job fails. A JobSet then restarts everything from the last checkpoint."""
     command = ["phalanx", "controller", "/etc/phalanx/job/job.toml", "--listen", f"$(POD_IP):{PORT}", "--foreground"]
     command += ["--secret", "/run/phalanx/secret", "--resume", "auto", *r.arguments]
     if r.journal:
@@ -262,7 +262,8 @@ def _controller(r: Request, job: Job) -> Manifest:
         apart = {"labelSelector": {"matchLabels": _labels(r, CONTROLLER)}, "topologyKey": "kubernetes.io/hostname"}
         more["affinity"] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [_weight(apart)]}}
     pod = _pod(r, CONTROLLER, container, source, {"subPath": "secret"}, **more)
-    # Without completions: the Job is done when one of its pods is. A JobSet would make it indexed if it did not say.
+    # Without `completions` the Job is done when one of its pods is. The mode is explicit because a JobSet would default
+    # to Indexed.
     count = {"parallelism": 2} if r.journal else {"parallelism": 1, "completions": 1}
     limit = RETRIES if r.journal else 0
     return {**count, "completionMode": "NonIndexed", "backoffLimit": limit, "template": pod}
@@ -315,7 +316,7 @@ def _nodes(r: Request, job: Job, count: int) -> Manifest:
         "completions": count,
         "backoffLimitPerIndex": RETRIES,
         "podFailurePolicy": {"rules": rules},
-        "podReplacementPolicy": "Failed",  # two pods of one name would contend for it
+        "podReplacementPolicy": "Failed",  # two pods with one name would contend for it
         "template": template,
     }
 
@@ -325,7 +326,7 @@ def _weight(term: Manifest) -> Manifest:
 
 
 def _affinity(r: Request) -> Manifest:
-    """One agent on a host; all of them near each other."""
+    """Place one agent per host, and all agents near each other."""
     mine = {"labelSelector": {"matchLabels": _labels(r, NODES)}}
     apart = {"requiredDuringSchedulingIgnoredDuringExecution": [{**mine, "topologyKey": "kubernetes.io/hostname"}]}
     affinity: Manifest = {"podAntiAffinity": apart}
@@ -367,7 +368,7 @@ def _job_set(r: Request, controller: Manifest, nodes: Manifest) -> Manifest:
 
 
 def text_of(manifests: list[Manifest]) -> str:
-    """YAML, one document each; strings are quoted, so that none is taken for something else."""
+    """Render YAML, one document per object. Strings are quoted, so that none is taken for another type."""
     return "\n---\n".join("\n".join(_lines(manifest)) for manifest in manifests)
 
 

@@ -1,8 +1,9 @@
-"""Ray. The run is a driver of the cluster, started by hand or by `ray job submit`. An agent is below an actor, one to a
-node: those that the layout needs in a placement group that spreads them, the spares each in a group beside it, which
-nobody waits for. When a node is lost Ray finds another one for its bundle, and the agent is started again there.
+"""Run on Ray. The run is a driver of the cluster, started by hand or by `ray job submit`. Each agent runs under an
+actor, one per node. The nodes that the layout needs are in one placement group that spreads them; each spare is in a
+group of its own, for which nothing waits. When a node is lost, Ray finds another one for its bundle, and the agent is
+restarted there.
 
-Labels of nodes are their topology: `--engine topology=LABEL,LABEL` names them, from the top."""
+The topology of nodes comes from their labels: `--engine topology=LABEL,LABEL` names them, from the top."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from phalanx.core.layout import num_nodes
 from phalanx.engines.table import Where
 from phalanx.runtime.launch import CLOSE_S, REFUSED, TAIL_LINES, Adapter, Call, Seat
 
-READY_S = 300.0  # for Ray to have as many free nodes as the layout needs
+READY_S = 300.0  # time for Ray to find enough free nodes for the layout
 LOOK_S = 0.5
 LABELS = "ray.io/availability-region,ray.io/availability-zone"
 OPTIONS = ("address", "cpus", "gpus", "topology")
@@ -35,7 +36,7 @@ def adapter(where: Where, job: Job) -> OnRay:
 
 
 def submission(where: Where, job: Job, arguments: Sequence[str]) -> None:
-    """Refuse what Ray does not know. The driver runs in this process: nothing is submitted."""
+    """Refuse options that Ray does not have. The driver runs in this process: nothing is submitted."""
     if where.hosts:
         remedy = "leave it out: Ray takes nodes with the resources of a bundle"
         raise UserError("Ray chooses the nodes", field="--hosts", value=where.hosts, remedy=remedy)
@@ -49,13 +50,13 @@ def submission(where: Where, job: Job, arguments: Sequence[str]) -> None:
 
 
 class Below:
-    """An actor: it runs one command on its node, which ends with it."""
+    """An actor that runs one command on its node. The command ends with the actor."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(self, arguments: list[str], token: str) -> tuple[int, str]:
-        """To its end: the exit code, and its last words."""
+        """Run the command to its end; return the exit code and the end of its output."""
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,  # it ends when this process does
@@ -79,14 +80,14 @@ class Below:
 
 
 class ActorAgent:
-    """An agent below an actor (`runtime.launch.Started`). What became of it is found out by `Watcher`."""
+    """An agent under an actor (`runtime.launch.Started`). `Watcher` reports how it ended."""
 
     pid, proves = 0, False
 
     def __init__(self, ray: Any, actor: Any, log: Path):
         self._ray, self._actor, self.log = ray, actor, log
         self.running: dict[int, int] = {}
-        self.code: int | None = None  # None: it runs, or nobody can say how it ended
+        self.code: int | None = None  # None: it is running, or its end is unknown
         self.end = ""
         self._reader, self._writer = os.pipe()
         self._closed = threading.Event()
@@ -95,7 +96,7 @@ class ActorAgent:
         return self._reader
 
     def ended(self, code: int | None, end: str) -> None:
-        """Hear from the watcher."""
+        """Take the watcher's report."""
         self.code, self.end = code, end
         with contextlib.suppress(OSError), self.log.open("a") as out:
             out.write(end + "\n")
@@ -111,7 +112,7 @@ class ActorAgent:
         self._ray.kill(self._actor)
         if self._closed.wait(CLOSE_S):
             os.close(self._reader)
-        return False  # of another host nothing is proven
+        return False  # an end on another host is never proven
 
     def how_it_ended(self) -> str:
         last = " ".join(self.end.splitlines()[-TAIL_LINES:])[-600:]
@@ -122,7 +123,7 @@ class ActorAgent:
 
 
 class Watcher(threading.Thread):
-    """Waits for all agents at once."""
+    """Waits for all agents in one thread."""
 
     def __init__(self, ray: Any):
         super().__init__(daemon=True, name="ray-watcher")
@@ -157,7 +158,7 @@ class OnRay(Adapter):
         self._groups: list[Any] = []
         self._places: dict[str, tuple[Any, int]] = {}  # seat -> placement group, bundle
         self._watcher: Watcher | None = None
-        self._is_ours = False  # this process was no driver before
+        self._is_ours = False  # True if this object connected to Ray
 
     def describe(self) -> str:
         bundle: dict[str, Any] = {**self._bundle([])}
@@ -175,7 +176,8 @@ class OnRay(Adapter):
         )
 
     def _bundle(self, nodes: list[dict[str, Any]]) -> dict[str, float]:
-        """What is reserved on a node: all its cores, and an accelerator for each rank, unless said otherwise."""
+        """Return what to reserve on a node: all its cores, and an accelerator per rank, unless the options say
+        otherwise."""
         least = min((int(node["Resources"].get("CPU", 1)) for node in nodes), default=0)
         gpus = self.job.layout.ranks_per_node if self.job.run.device == "cuda" else 0
         found = {"CPU": float(self.options.get("cpus", least)), "GPU": float(self.options.get("gpus", gpus))}
@@ -183,7 +185,7 @@ class OnRay(Adapter):
 
     @property
     def _ray(self) -> Any:
-        """Ray, connected: it is asked for again when a run begins once more from an older checkpoint."""
+        """Connect to Ray if needed: a run that restarts from an older checkpoint connects again."""
         try:
             import ray
         except ImportError:
@@ -201,7 +203,7 @@ class OnRay(Adapter):
         return ray
 
     def seats(self, count: int) -> list[Seat]:
-        """The gang's in the order of their labels, then the spares."""
+        """Return the gang's seats in the order of their labels, then the spares."""
         if not self._places:
             self._reserve()
         return [Seat(name) for name in self._places]
@@ -228,7 +230,7 @@ class OnRay(Adapter):
             self._places[f"ray-spare-{number}"] = (spare, 0)
 
     def _topology(self, group: Any, index: int) -> str:
-        """The labels of the node that a bundle is on; "": it has none, or is on no node now."""
+        """Return the labels of the node that holds a bundle; "": it has none, or the bundle is on no node now."""
         from ray.util import placement_group_table
 
         node_id = placement_group_table(group)["bundles_to_node_id"].get(index, "")
@@ -250,7 +252,7 @@ class OnRay(Adapter):
             .options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
-                max_concurrency=2,  # it is told to end while it waits
+                max_concurrency=2,  # one to wait for the command, one to end it
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             )
             .remote()

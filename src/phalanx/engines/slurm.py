@@ -1,11 +1,12 @@
-"""Slurm. Outside of an allocation the run is submitted: one batch job with the spares inside, whose script is the same
-command; inside of one, that command is the run, and starts an agent on each node by srun. A node that fails ends its
-step, not the job (--no-kill). Before the time limit the run saves, and puts itself back into the queue.
+"""Run on Slurm. Outside an allocation the run is submitted as one batch job, spares included, whose script is the same
+command. Inside an allocation that command is the run, and starts an agent on each node by srun. A node that fails ends
+its step, not the job (--no-kill). Before the time limit the run saves and requeues itself.
 
 A heterogeneous job has its controller on the first component, and agents on the others.
 
-The first node has the controller. Slurm keeps a job that has lost it for the sake of its other nodes, and does not miss
-its script: agents that hear no controller ask Slurm, and put such a job back into the queue (`python -m` this)."""
+The first node runs the controller. If that node is lost, Slurm keeps the job for the sake of its other nodes, and does
+not notice that the script is gone. Agents that lose their controller therefore ask Slurm, and requeue such a job
+(`python -m` this module)."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ from phalanx.engines.table import Where
 from phalanx.runtime import inventory
 from phalanx.runtime.launch import GIVE_UP_S, Adapter, Call, Seat, StartedAgent
 
-COMMAND_S = 60.0  # for a command of Slurm to answer
-LEAVE_S = 30.0  # beside recovery.grace_s, from the warning to the end: all leave, and the job is queued again
-LATE_S = 60.0  # by so much earlier than asked Slurm may send its signal
-LEAST_S = 60.0  # to train
-JOB = "SLURM_JOB_ID"  # in the environment: this is inside of an allocation
+COMMAND_S = 60.0  # timeout of a Slurm command
+LEAVE_S = 30.0  # added to recovery.grace_s between warning and end: all leave, and the job is requeued
+LATE_S = 60.0  # Slurm may send its signal this much early
+LEAST_S = 60.0  # shortest time worth training
+JOB = "SLURM_JOB_ID"  # set inside an allocation
 TASK = "SLURM_ARRAY_TASK_ID"
-REQUEUE = "requeue"  # the one option that is not sbatch's
+REQUEUE = "requeue"  # the only option that is not sbatch's
 OURS = {
     "nodes",
     "ntasks",
@@ -47,28 +48,28 @@ OURS = {
     "wait",
     "open-mode",
 }
-AGENT = "agent-"  # before the name of a node: its step
-HEAD = "head."  # before a key: of the component of the controller, in a heterogeneous job
-SHARED = ("time", "account", "qos", "reservation")  # that the components of a job have in common
-#: Options that take the whole node, and those by which a user says otherwise.
+AGENT = "agent-"  # prefix of a node's step name
+HEAD = "head."  # prefix of a key for the controller's component, in a heterogeneous job
+SHARED = ("time", "account", "qos", "reservation")  # options shared by all components of a job
+#: Options that take the whole node, each with the options by which a user overrides it.
 WHOLE = {
     ("exclusive", ""): {"exclusive", "cpus-per-task", "oversubscribe"},
     ("mem", "0"): {"mem", "mem-per-cpu", "mem-per-gpu"},
 }
 SRUN = ("--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--unbuffered", "--export=ALL")
-#: Slurm warns the batch process; until it listens, the warning is not to end it.
+#: Slurm signals the batch process, which must ignore the signal until the command handles it.
 SCRIPT = """#!/bin/bash
 trap '' USR1
 exec {command}
 """
-LEFT_OUT = ("--detach", "--dry-run")  # of the command, when the job runs it
+LEFT_OUT = ("--detach", "--dry-run")  # options dropped when the job runs the command
 GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-task"}
 KEY = re.compile(r"[a-z][a-z0-9-]*")
 OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "")
 
 
 def ask(*command: str, given: str = "") -> str:
-    """What a command of Slurm prints. `given`: its standard input."""
+    """Run a Slurm command and return its output. `given`: its standard input."""
     try:
         done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=COMMAND_S)
     except FileNotFoundError:
@@ -84,7 +85,7 @@ def ask(*command: str, given: str = "") -> str:
 
 
 def seconds(text: str) -> float:
-    """A time as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Parse a Slurm time: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
@@ -98,7 +99,7 @@ def seconds(text: str) -> float:
 
 
 def lead_s(job: Job) -> int:
-    """How long before its end a run must know of it."""
+    """Return how long before its end a run must be warned."""
     return math.ceil(job.recovery.grace_s + LEAVE_S)
 
 
@@ -107,7 +108,7 @@ def lead_s(job: Job) -> int:
 
 @dataclass(frozen=True)
 class Submission:
-    """`sbatch`'s options, and the script that it reads from its standard input."""
+    """Options of `sbatch`, and the script for its standard input."""
 
     options: list[str]
     script: str
@@ -117,12 +118,12 @@ class Submission:
         return f"{shlex.join(['sbatch', *self.options])} <<'PHALANX'\n{self.script}PHALANX"
 
     def send(self) -> str:
-        return ask("sbatch", *self.options, given=self.script).partition(";")[0]  # the cluster's name may follow
+        return ask("sbatch", *self.options, given=self.script).partition(";")[0]  # the cluster's name may follow the id
 
 
 def sets(where: Where, given: Sequence[str]) -> list[str]:
-    """Put the number of the task of a job array in the place of %a. The tasks of an array are different runs: their
-    names and the places of their checkpoints must differ."""
+    """Replace %a by the task number of a job array. The tasks of an array are different runs, so their names and
+    checkpoint folders must differ."""
     task = os.environ.get(TASK, "")
     if task or "array" in where.options:
         for field, example in (("name", "NAME-%a"), ("checkpoint.dir", "DIR/%a")):
@@ -170,7 +171,7 @@ def submission(where: Where, job: Job, arguments: Sequence[str]) -> Submission |
 
 
 def _options(where: Where) -> tuple[dict[str, str], dict[str, str]]:
-    """What the user says to sbatch: of the agents' nodes, and of the controller's if it is to have one of its own."""
+    """Split the user's sbatch options into those for the agents' nodes, and those for a controller node of its own."""
     agents, head = dict[str, str](), dict[str, str]()
     for name, value in where.options.items():
         key = name.removeprefix(HEAD)
@@ -194,7 +195,7 @@ def _options(where: Where) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _whole(given: dict[str, str]) -> dict[str, str]:
-    """Whole nodes, where the user says nothing else."""
+    """Request whole nodes, unless the user says otherwise."""
     return {key: value for (key, value), others in WHOLE.items() if others.isdisjoint(given)}
 
 
@@ -208,14 +209,14 @@ def _words(options: dict[str, str]) -> list[str]:
 
 
 def fields_of(reference: str) -> dict[str, str]:
-    """What Slurm says of a job; of a heterogeneous one, of the component with its script."""
+    """Return the fields that Slurm shows for a job; for a heterogeneous one, those of the component with the script."""
     lines = ask("scontrol", "--oneliner", "show", "job", reference).splitlines()
     about = next((line for line in lines if "BatchFlag=1" in line.split()), lines[0])
     return dict(part.partition("=")[::2] for part in about.split())
 
 
 def queue_again(reference: str, about: dict[str, str]) -> bool:
-    """Whether a job could be put back into the queue."""
+    """Requeue a job if Slurm allows it; return True if it did."""
     may = about.get("BatchFlag") == "1" and about.get("Requeue") == "1"
     if may:
         ask("scontrol", "requeue", reference)
@@ -223,7 +224,7 @@ def queue_again(reference: str, about: dict[str, str]) -> bool:
 
 
 def queue_again_if_headless(reference: str) -> bool:
-    """Put a job back into the queue that runs without the node of its script."""
+    """Requeue a job that runs without the node of its script."""
     about = fields_of(reference)
     is_headless = about.get("JobState") == "RUNNING" and about.get("BatchHost") not in expand(about["NodeList"])
     return is_headless and queue_again(reference, about)
@@ -257,17 +258,17 @@ def adapter(where: Where, job: Job) -> Slurm:
 
 
 class Slurm(Adapter):
-    """The allocation that this process is in. `requeues`: whether the job may go back into the queue."""
+    """The allocation around this process. `requeues`: True if the job may be requeued."""
 
     def __init__(self, requeues: bool = True):
         self.id, self.requeues = os.environ[JOB], requeues
-        if task := os.environ.get(TASK, ""):  # by its number alone, the last task of an array is the whole array
+        if task := os.environ.get(TASK, ""):  # its plain id would name the whole array when it is the last task
             self.id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
         self.restarted = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
 
     @cached_property
     def groups(self) -> dict[str, str]:
-        """The nodes for agents, and the component of a heterogeneous job that each is in; "": there is but one."""
+        """Map the nodes for agents to their component of a heterogeneous job; "": there is only one component."""
         components = int(os.environ.get("SLURM_HET_SIZE", "1"))
         if components == 1:
             return dict.fromkeys(expand(os.environ["SLURM_JOB_NODELIST"]), "")
@@ -275,8 +276,8 @@ class Slurm(Adapter):
         return {name: group for group, text in lists.items() for name in expand(text)}
 
     def _end_left_agents(self) -> None:
-        """When the controller's component alone fails, Slurm starts that one again and leaves the others as they are:
-        agents of the lost controller would hold the devices."""
+        """Kill the agents of a lost controller, which would hold the devices. When only the controller's component
+        fails, Slurm restarts that one and leaves the others alone."""
         others = ",".join(os.environ[f"SLURM_JOB_ID_HET_GROUP_{group}"] for group in sorted({*self.groups.values()}))
         said = ask("squeue", "--noheader", "--steps", f"--jobs={others}", "--format=%i %j")
         steps = [line.split() for line in said.splitlines()]
@@ -291,7 +292,8 @@ class Slurm(Adapter):
         return sorted((Seat(name, found[name]) for name in self.groups), key=lambda seat: seat.topology)
 
     def seats(self, count: int) -> list[Seat]:
-        """Neighbours in the network are neighbours here; below one switch, as Slurm numbers them."""
+        """Return the seats so that neighbours in the network are adjacent; below one switch they are in Slurm's
+        order."""
         return self._seats
 
     def address(self) -> str:
@@ -309,7 +311,8 @@ class Slurm(Adapter):
 
     @cached_property
     def _when_alone(self) -> list[str]:
-        """An agent outlasts the time in which Slurm finds out that the controller's node is gone."""
+        """Return options that let an agent outlast the time that Slurm needs to notice the loss of the controller's
+        node."""
         if not self.requeues:
             return []
         down = re.search(r"SlurmdTimeout\s*=\s*(\d+)", ask("scontrol", "show", "config"))
@@ -318,7 +321,7 @@ class Slurm(Adapter):
         return ["--give-up-s", f"{give_up_s:g}", "--when-alone", command]
 
     def time_left_s(self, job: Job) -> float:
-        said = ask("squeue", "--noheader", f"--jobs={self.id}", "--format=%L").split()  # of each component
+        said = ask("squeue", "--noheader", f"--jobs={self.id}", "--format=%L").split()  # one line per component
         left_s = min((seconds(text) for text in said if text not in ("INVALID", "NOT_SET")), default=math.inf)
         free_s = left_s - lead_s(job)
         if free_s < LEAST_S:

@@ -1,4 +1,4 @@
-"""Hosts that are reached by ssh, or by any command that runs another one there."""
+"""Reach hosts by ssh, or by any other command that runs a command there."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from phalanx.engines.table import Where, refuse_options
 from phalanx.runtime import inventory
 from phalanx.runtime.launch import Adapter, Call, Seat, StartedAgent
 
-# A cable may be out for a minute: the agent is reached by another network, and lives as long as its ssh.
+# A cable may fail for a minute: the agent is reachable over another network, and lives as long as its ssh.
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=12")
 SSH_COMMAND = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *ALIVE)
 
 
 def hosts_of(text: str) -> dict[str, tuple[str, ...]]:
-    """`a,b,c`, or a file with a host per line: its name and, if it is not `ssh NAME`, the command that runs another
-    one there."""
+    """Parse `a,b,c`, or a file with one host per line: its name and, unless that is `ssh NAME`, the command that runs
+    another one there."""
     path = Path(text)
     lines = path.read_text().splitlines() if path.is_file() else text.split(",")
     found: dict[str, tuple[str, ...]] = {}

@@ -1,16 +1,15 @@
-"""Which engines there are. The module of each has these functions:
+"""The list of engines. The module of each has these functions:
 
 adapter(where, job) -> Adapter                       starts agents from this process (`runtime.launch`)
-submission(where, job, arguments) -> Submission|None  what is handed to the engine, which then runs the command with
+submission(where, job, arguments) -> Submission|None  what is submitted to the engine, which then runs the command with
                                                       these arguments; None: the run starts in this process
 
 and, if runs can be submitted:
 
-state(id) -> str          of what was submitted, in the engine's words; "": it is over
-stop(id, now)             ask the run to save and end, or to end now
-sets(where, given) -> []  `--set` with what only the engine knows put in (optional)
-follow(id) -> int         show a run whose record is not where this host could read it; the exit code (optional)
-logs(id) -> str           what its controller has said (optional)
+state(id) -> str          state of a submitted run, in the engine's words; "": it is over stop(id, now)             ask
+the run to save and end, or to end now sets(where, given) -> []  `--set` with values filled in that only the engine
+knows (optional) follow(id) -> int         show a run whose record is out of this host's reach; return the exit code
+(optional) logs(id) -> str           the log of its controller (optional)
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ENGINES = {
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What the user says of the nodes. `hosts`: a,b,c or a file; `options`: for the engine, by name."""
+    """The user's choice of nodes. `hosts`: a,b,c or a file; `options`: for the engine, by name."""
 
     on: str = "local"
     hosts: str = ""
@@ -43,17 +42,17 @@ class Where:
 
 
 class Submission(Protocol):
-    """A run that is handed to an engine."""
+    """A run that is ready to be submitted to an engine."""
 
-    is_array: bool  # it is many runs, or its record is not where this host could follow it
+    is_array: bool  # it is several runs, or its record is where this host cannot follow it
 
-    def text(self) -> str: ...  # for people: all that would be submitted
+    def text(self) -> str: ...  # for display: all that would be submitted
 
-    def send(self) -> str: ...  # submits it; its id
+    def send(self) -> str: ...  # submits it and returns its id
 
 
 def options_of(texts: Sequence[str]) -> dict[str, str]:
-    """KEY=VALUE, each once."""
+    """Parse KEY=VALUE options, each key once."""
     found: dict[str, str] = {}
     for text in texts:
         key, sign, value = text.partition("=")
@@ -88,7 +87,7 @@ def sets_of(where: Where, given: Sequence[str]) -> list[str]:
 
 
 def state_of(reference: dict[str, str]) -> str:
-    """What the engine says of a run (`Adapter.reference`); "": it is over, or not known to any."""
+    """Return the engine's state of a run (`Adapter.reference`); "": it is over, or no engine knows it."""
     return str(_engine(reference["on"]).state(reference["id"])) if reference else ""
 
 
@@ -97,7 +96,7 @@ def ask_to_stop(reference: dict[str, str], now: bool) -> None:
 
 
 def reference_of(text: str) -> dict[str, str]:
-    """ENGINE:ID, by which a run is named that has no record here; {}: it is not written so."""
+    """Parse ENGINE:ID, the name of a run without a record here; {}: the text has another form."""
     on, sign, number = text.partition(":")
     return {"on": on, "id": number} if sign and on in ENGINES else {}
 
@@ -119,7 +118,7 @@ def _optional(name: str, reference: dict[str, str]) -> Any:
 
 
 def refuse_options(where: Where) -> None:
-    """For an engine that has none."""
+    """Refuse options for an engine that has none."""
     for key, value in where.options.items():
         message = f"{where.on} has no options"
         raise UserError(message, field="--engine", value=f"{key}={value}", remedy="leave it out, or name another --on")

@@ -1,4 +1,4 @@
-"""This machine plays all nodes: `runtime.launch.Local`."""
+"""Run all nodes on this machine: `runtime.launch.Local`."""
 
 from __future__ import annotations
 
