@@ -1,1 +1,1 @@
-"""Fault injection on real processes: it starts a run as a user would, breaks it, and compares what comes out."""
+"""Inject faults into real processes: start a run as a user would, break it, and compare the results."""

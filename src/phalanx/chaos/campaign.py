@@ -1,5 +1,5 @@
-"""A run with faults, beside one without: both as a user would start them. The faults come at steps that the seed draws;
-each is followed until the gang has committed a step again. At the end weights and ledgers are compared."""
+"""Compare a run with faults to one without. Both start as a user would start them. Faults come at steps that the seed
+draws, and each is followed until the gang has committed a step again. At the end weights and ledgers are compared."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from phalanx.observe.record import RunRecord, run_folders
 from phalanx.runtime import kernel
 
 LOOK_S = 0.01
-LATE_S = 0.3  # at most, after its step has come
+LATE_S = 0.3  # longest delay after the step of a fault is reached
 RECOVERY_LIMIT_S = 120.0
 START_LIMIT_S = 300.0
-SETS = ["recovery.deaths_per_node=1000000"]  # the node is not to blame
-# The gang may continue as it is.
+SETS = ["recovery.deaths_per_node=1000000"]  # injected deaths must not take a node out
+# After these faults the gang may continue without a new generation.
 NO_GENERATION = ("controller", "stopped", "slow", "memory", "store", "clock", "disk", "cut", "link")
-SETTLE_S = 1.0  # after such a fault
-PHASES = ("start", "restore", "save")  # of a run, in which faults may be asked for besides
+SETTLE_S = 1.0  # wait after such a fault
+PHASES = ("start", "restore", "save")  # phases of a run in which extra faults may be requested
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Fault:
     kind: str
     step: int
     text: str = ""
-    at: float = 0.0  # seconds since 1970, as all of these
+    at: float = 0.0  # seconds since 1970, like the times below
     generation: int = 0
     detected: float = 0.0
     decided: float = 0.0
@@ -71,7 +71,7 @@ class Outcome:
     clean: Path = Path()
     broken: Path = Path()
     steps: int = 0
-    lost_steps: int = 0  # that were done, and abandoned
+    lost_steps: int = 0  # steps that were done and then abandoned
 
     @property
     def ok(self) -> bool:
@@ -79,7 +79,7 @@ class Outcome:
 
 
 class Started:
-    """`phalanx train`, as another process."""
+    """`phalanx train` in another process."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Started:
         (self.folder,) = new
 
     def check(self) -> bool:
-        """Whether it is over; RunFailed if it has failed."""
+        """Return True if it is over; raise RunFailed if it failed."""
         code = self.process.poll()
         if code:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
@@ -129,7 +129,7 @@ class Started:
 
     def stop(self) -> None:
         if self.process.poll() is None:
-            for _ in range(2):  # the second one ends the grace period
+            for _ in range(2):  # the second signal ends the grace period
                 self.process.send_signal(signal.SIGTERM)
                 time.sleep(0.1)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -175,7 +175,7 @@ def run(
     say: Callable[[str], None],
     phases: Sequence[str] = (),
 ) -> Outcome:
-    """`phases`: of PHASES; in each one more fault comes."""
+    """Run the campaign. `phases`: a subset of PHASES; each adds one fault."""
     check(job, kinds)
     sets = SETS + sets
     rng, out = Random(seed), Outcome(steps=job.train.steps)  # noqa: S311
@@ -205,7 +205,7 @@ def run(
 
 
 def draw(rng: Random, last: int, count: int, kinds: list[str]) -> list[Fault]:
-    """Which faults come, and at which steps. What they are done to is drawn when they come."""
+    """Draw which faults come, and at which steps. Their targets are drawn when they come."""
     gap = last / (count + 1)
     drawn = [kind for _ in range(-(-count // len(kinds))) for kind in rng.sample(kinds, len(kinds))]  # each in its turn
     steps = [max(2, round(gap * (i + 1) + rng.uniform(-0.3, 0.3) * gap)) for i in range(count)]
@@ -213,7 +213,7 @@ def draw(rng: Random, last: int, count: int, kinds: list[str]) -> list[Fault]:
 
 
 def _write_hosts(network: Switch, path: Path) -> Path:
-    """Make the hosts, and say in a file how the run starts a process on each."""
+    """Create the hosts, and write the file that tells the run how to start a process on each."""
     hosts = [network.add(name, whole=False) for name in network.names]
     path.write_text("".join(f"{h.name} nsenter --net=/proc/{h.pid}/ns/net\n" for h in hosts))
     return path
@@ -258,7 +258,7 @@ class _Injector:
         return len(self.scene.forms) > known
 
     def _when(self, ready: Callable[[], bool], kind: str, text: str) -> None:
-        """Do something as soon as the run is there, and do not wait for what becomes of it."""
+        """Inject a fault as soon as the run is ready, without waiting for the outcome."""
         while not ready() and not self._over():
             pass
         fault = Fault(kind, self.scene.step, at=time.time(), generation=self.scene.generation)
@@ -282,7 +282,7 @@ class _Injector:
         heapq.heappush(self._later, (time.monotonic() + seconds, len(self._later) + int(1e6 * seconds), call))
 
     def _inject(self, fault: Fault) -> None:
-        time.sleep(self.rng.uniform(0.0, LATE_S))  # somewhere in a step
+        time.sleep(self.rng.uniform(0.0, LATE_S))  # land anywhere in a step
         deadline = time.monotonic() + RECOVERY_LIMIT_S
         while True:
             self.scene.look()
@@ -320,12 +320,12 @@ def _follow(fault: Fault, event: Event) -> None:
     elif kind == "entered" and fault.decided:
         fault.restore_s = max(fault.restore_s, event["restore_s"])
     elif kind == "first commit" and event["generation"] > fault.generation and fault.decided:
-        fault.started = fault.started or at  # the ranks' word may come before the controller's
+        fault.started = fault.started or at  # the ranks' report may come before the controller's
         fault.committed = at
 
 
 def _compare(out: Outcome) -> list[str]:
-    """What is not the same in both runs."""
+    """List the differences between the two runs."""
     summaries = [RunRecord.open(path).summary for path in (out.clean, out.broken)]
     if not all(summaries):
         return ["a run left no summary"]
@@ -345,7 +345,7 @@ def _compare(out: Outcome) -> list[str]:
 
 
 def _ledger(path: Path) -> dict[int, tuple[Any, ...]]:
-    """What was committed in the end: a later record of a step has taken the place of an abandoned one."""
+    """Return the finally committed steps: a later record of a step replaces an abandoned one."""
     records = [Record.from_line(line) for line in path.read_text().splitlines()]
     return {r.step: (r.samples, r.data_version, r.loss_bits, r.norm_bits) for r in records}
 

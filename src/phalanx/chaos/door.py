@@ -1,6 +1,6 @@
-"""What `phalanx chaos` does from inside a process of the run that it breaks: it holds the interpreter's lock, moves the
-clock, or says control messages late and twice. Such a run finds this by a sitecustomize.py on its path, and an order
-comes as a file and a signal; no other run knows of it."""
+"""The part of `phalanx chaos` that runs inside the processes of the broken run: it holds the interpreter's lock, moves
+the clock, or delays and duplicates control messages. Only such a run loads it, through a sitecustomize.py on its path.
+An order arrives as a file and a signal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIGNAL = signal.SIGRTMIN + 5
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a run whose processes take orders."""
+    """Return the environment of a run whose processes take orders."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text("from phalanx.chaos import door\n\ndoor.install()\n")
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -44,21 +44,22 @@ def _obey(number: int, frame: Any) -> None:
 
 
 def _hold_lock() -> None:
-    """For good: a call into C that keeps the lock, as a bad extension would."""
+    """Hold the interpreter's lock forever in a call into C, as a bad extension would."""
     sleep = ctypes.PyDLL(None).sleep
     while True:
         sleep(1000)
 
 
 def _move_clock(seconds: float) -> None:
-    """Move the wall clock. It is the machine's, and cannot be moved for one process in any other way."""
+    """Move the wall clock of this process. The real clock belongs to the machine, so only Python's view of it is
+    changed."""
     now, now_ns = time.time, time.time_ns
     time.time = lambda: now() + seconds
     time.time_ns = lambda: now_ns() + round(seconds * 1e9)
 
 
 def _garble(seconds: float) -> None:
-    """For a while, what is posted is posted twice, and sent when the while is over."""
+    """Post every message twice until `seconds` have passed, and send nothing before then."""
     from phalanx.runtime.transport import Loop, Outbox, Session
 
     post, pump, turn = Outbox.post, Session.pump, Loop.turn
@@ -79,7 +80,7 @@ def _garble(seconds: float) -> None:
 
     Outbox.post, Session.pump, Loop.turn = post_twice, pump_late, turn_and_pump  # type: ignore
     signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, seconds + 0.01)  # which wakes the loop
+    signal.setitimer(signal.ITIMER_REAL, seconds + 0.01)  # this wakes the loop
 
 
 ORDERS: dict[str, Callable[..., None]] = {"lock": _hold_lock, "clock": _move_clock, "messages": _garble}

@@ -1,5 +1,5 @@
-"""The faults: each takes the scene and a generator of random numbers, does its damage to real processes, and says what
-it did. What it must undo later it hands to `later`."""
+"""The faults. Each takes the scene and a random generator, damages real processes, and describes what it did. It
+schedules what must be undone through `later`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from phalanx.chaos.scene import Scene
 Later = Callable[[float, Callable[[], None]], None]
 SLOW_S, SLICE_S = 2.0, 0.2
 LINK_MBIT = 20
-LATE_S = 1.0  # that control messages wait
+LATE_S = 1.0  # delay of control messages
 JUMP_S = 3600.0
 
 
 class Impossible(Exception):
-    """There is nothing to do it to right now."""
+    """The fault has no target right now."""
 
 
 def _pick(rng: Random, among: list[int]) -> int:
@@ -57,7 +57,7 @@ def agent(scene: Scene, rng: Random, later: Later) -> str:
 
 
 def node(scene: Scene, rng: Random, later: Later) -> str:
-    """Everything on it at once."""
+    """Kill everything on a node at once."""
     name = _member(scene, rng)
     pids = tree_of(scene.agents[name])
     for pid in pids:
@@ -73,7 +73,7 @@ def controller(scene: Scene, rng: Random, later: Later) -> str:
 
 
 def stopped(scene: Scene, rng: Random, later: Later) -> str:
-    """It lives, and says nothing more."""
+    """Stop the controller: it stays alive but silent."""
     if "controller" not in scene.agents:
         raise Impossible
     _kill(scene.agents["controller"], signal.SIGSTOP)
@@ -87,7 +87,7 @@ def hang(scene: Scene, rng: Random, later: Later) -> str:
 
 
 def slow(scene: Scene, rng: Random, later: Later) -> str:
-    """Half of the time it stands still."""
+    """Stop a rank half of the time."""
     rank = _pick(rng, list(scene.workers))
     pid = scene.workers[rank]["pid"]
     for i in range(int(SLOW_S / SLICE_S)):
@@ -97,14 +97,14 @@ def slow(scene: Scene, rng: Random, later: Later) -> str:
 
 
 def lock(scene: Scene, rng: Random, later: Later) -> str:
-    """Its process lives, and none of its threads can do anything."""
+    """Block all threads of a process that stays alive."""
     rank = _pick(rng, list(scene.workers))
     _order(scene, scene.workers[rank]["pid"], "lock")
     return f"rank {rank}, pid {scene.workers[rank]['pid']}: holds the interpreter's lock, for good"
 
 
 def clock(scene: Scene, rng: Random, later: Later) -> str:
-    """Move the clock of everything on a node at once, or of the controller."""
+    """Move the clock of all processes of a node at once, or of the controller."""
     names = sorted({w["node"] for w in scene.workers.values()} & scene.agents.keys())
     names += ["controller"] * ("controller" in scene.agents)
     if not names:
@@ -116,7 +116,7 @@ def clock(scene: Scene, rng: Random, later: Later) -> str:
 
 
 def messages(scene: Scene, rng: Random, later: Later) -> str:
-    """And a worker dies, so that there is something to say."""
+    """Garble an agent's or the controller's messages, and kill a worker so that there is something to report."""
     name = _member(scene, rng)
     rank = _pick(rng, [rank for rank, w in scene.workers.items() if w["node"] == name])
     teller = name if rng.random() < 0.5 or "controller" not in scene.agents else "controller"
@@ -132,7 +132,7 @@ def _order(scene: Scene, pid: int, kind: str, **more: float) -> None:
 
 
 def _takes_orders(pid: int) -> bool:
-    """Whether it catches the signal, which ends any other process."""
+    """Return True if the process catches the signal, which would end any other process."""
     try:
         caught = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("SigCgt"))
     except (OSError, StopIteration):
@@ -141,7 +141,7 @@ def _takes_orders(pid: int) -> bool:
 
 
 def disk(scene: Scene, rng: Random, later: Later) -> str:
-    """No file grows any more, for a process that writes: a full disk, of its own."""
+    """Let no file of a writing process grow: a full disk for that process alone."""
     there = keepers(scene)
     if "controller" in scene.agents:
         there.append(("the controller", scene.agents["controller"]))
@@ -166,7 +166,7 @@ def _fill_disk(pid: int, later: Later) -> None:
 
 
 def save(scene: Scene, rng: Random, later: Later) -> str:
-    """The last checkpoint fails at first, and while it does a worker dies."""
+    """Make the last checkpoint fail at first, and kill a worker meanwhile."""
     there = keepers(scene)
     if not there:
         raise Impossible
@@ -183,7 +183,7 @@ def _unlimit(pid: int, limits: tuple[int, int]) -> None:
 
 
 def cut(scene: Scene, rng: Random, later: Later) -> str:
-    """Shorter than it takes to be believed dead, or longer: then it comes back, and is not listened to."""
+    """Cut a node off: either too briefly to be declared dead, or longer, so that it comes back and is ignored."""
     if not scene.network:
         raise Impossible
     name = _member(scene, rng)
@@ -203,7 +203,7 @@ def link(scene: Scene, rng: Random, later: Later) -> str:
 
 
 def memory(scene: Scene, rng: Random, later: Later) -> str:
-    """No more than it has: what it asks for next it does not get."""
+    """Limit a rank to the memory that it has: its next allocation fails."""
     rank = _pick(rng, list(scene.workers))
     pid = scene.workers[rank]["pid"]
     try:
@@ -227,7 +227,7 @@ def _service(name: str) -> Callable[[Scene, Random, Later], str]:
 
 
 def snapshot(scene: Scene, rng: Random, later: Later) -> str:
-    """Flip a byte of what the keeper holds, then kill the rank, which would continue from it."""
+    """Flip a bit in each snapshot that the keeper holds, then kill a rank that would continue from one."""
     at = _member(scene, rng)
     pid = scene.services.get((at, "keeper"), 0)
     flipped = 0
@@ -237,7 +237,7 @@ def snapshot(scene: Scene, rng: Random, later: Later) -> str:
                 with fd.open("r+b") as file:
                     size = file.seek(0, os.SEEK_END)
                     if not size:
-                        continue  # it is being made
+                        continue  # still being written
                     place = rng.randrange(size)
                     file.seek(place)
                     byte = file.read(1)
@@ -275,7 +275,7 @@ ON_THE_NETWORK = ("cut", "link")
 
 
 def tree_of(pid: int) -> list[int]:
-    """The process and all below it."""
+    """List the process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,10 +1,10 @@
-"""Hosts made of namespaces, on one machine: each has networks, processes, a name and file systems of its own, and its
-interfaces can be cut and slowed. A host that is not `whole` has only networks of its own; `phalanx chaos` uses such.
+"""Simulate hosts on one machine with namespaces. Each has its own networks, processes, host name and file systems, and
+its interfaces can be cut and slowed. A host that is not `whole` has only its own networks; `phalanx chaos` uses those.
 
-The switch is one more namespace, with a bridge per network (rail). Everything ends with the process that made it, also
-by SIGKILL: the holders of the namespaces read from a pipe of that process and exit at its end.
+The switch is one more namespace, with a bridge per network (rail). Everything ends with the process that created it,
+even if that is killed: the namespace holders read from a pipe of that process and exit when it closes.
 
-Linux, with `ip`, `tc`, `unshare` and `nsenter` (iproute2 and util-linux), and the right to make namespaces."""
+Needs Linux with `ip`, `tc`, `unshare` and `nsenter` (iproute2 and util-linux), and the right to create namespaces."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from phalanx.core.errors import UserError
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 MOST_HOSTS = 200
 HIDDEN = ("/tmp", "/home", "/var", "/root", "/run", "/mnt", "/srv")  # noqa: S108
-SHARED_ROOTS = ("usr", "lib", "lib64", "bin", "sbin", "etc", "opt")  # what is below these is seen by all hosts
+SHARED_ROOTS = ("usr", "lib", "lib64", "bin", "sbin", "etc", "opt")  # paths below these are visible to all hosts
 TMPFS = "mount -t tmpfs -o size=1g tmpfs"
-# The first process of a host: it ends when the pipe does, and reaps what is orphaned.
+# The first process of a host. It ends when the pipe closes, and reaps orphans.
 INIT = """
 import os, select
 print(flush=True)
@@ -43,7 +43,7 @@ while True:
 
 
 def why_not() -> str:
-    """Say why there can be no hosts here; empty if there can."""
+    """Explain why hosts cannot be created here; empty if they can."""
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:
         return f"{', '.join(missing)} not found: install iproute2 and util-linux"
@@ -54,13 +54,13 @@ def why_not() -> str:
 
 
 def installed() -> list[Path]:
-    """The interpreter, its packages and this one: what hosts have in common, and cannot write to."""
+    """Return the paths that all hosts share read-only: the interpreter, its packages and this one."""
     package = Path(__file__).parents[2]
     return [Path(sys.base_prefix), Path(sys.prefix), package]
 
 
 class Host:
-    """`addresses`: one per rail, on eth0, eth1, and so on."""
+    """One host on the switch. `addresses`: one per rail, on eth0, eth1, and so on."""
 
     def __init__(self, switch: Switch, name: str, number: int, holder: subprocess.Popen[bytes], pid: int):
         self.name, self.number, self.pid = name, number, pid
@@ -78,7 +78,7 @@ class Host:
         return f"h{self.number}r{rail}"
 
     def command(self, *command: str, cwd: str = "/root", **env: str) -> list[str]:
-        """A command that runs there."""
+        """Return the command line that runs a command on the host."""
         inside = ["sh", "-c", f'cd {shlex.quote(cwd)} && exec "$@"', "sh", "env", *(f"{k}={v}" for k, v in env.items())]
         return ["nsenter", "-t", str(self.pid), "-a", "--", *inside, *command]
 
@@ -98,7 +98,7 @@ class Host:
         self._switch.ip([f"link set {self._cable(r)} up" for r in self._rails(rail)])
 
     def slow(self, mbit: int, rail: int = -1) -> None:
-        """Both ways."""
+        """Limit the rate in both directions."""
         rate = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "32kb", "latency", "400ms"]
         for r in self._rails(rail):
             for pid, device in ((self._switch.pid, self._cable(r)), (self.pid, f"eth{r}")):
@@ -107,11 +107,12 @@ class Host:
     def hurry(self, rail: int = -1) -> None:
         for r in self._rails(rail):
             for pid, device in ((self._switch.pid, self._cable(r)), (self.pid, f"eth{r}")):
-                with contextlib.suppress(OSError):  # nobody has slowed it
+                with contextlib.suppress(OSError):  # it was not slowed
                     _run("nsenter", "-n", "-t", str(pid), "tc", "qdisc", "delete", "dev", device, "root")
 
     def fail(self) -> None:
-        """Lose power: peers are told nothing, because the cables are gone before the kernel could say goodbye."""
+        """Cut the power. Peers are not notified, because the cables are gone before the kernel could close
+        connections."""
         self._switch.ip([f"link delete {self._cable(r)}" for r in self._rails(-1)], force=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, 9)
@@ -129,7 +130,7 @@ class Host:
 
 
 class Switch:
-    """The networks, and the hosts on them. `names`: of all hosts that will ever be, as their /etc/hosts have them."""
+    """The networks and the hosts on them. `names`: all hosts that will ever exist, as they appear in /etc/hosts."""
 
     def __init__(self, rails: int = 1, names: Sequence[str] = (), net: int = 77):
         if len(names) > MOST_HOSTS:
@@ -140,7 +141,7 @@ class Switch:
         holder = ["unshare", "--net", "sh", "-c", "echo; exec cat"]
         self._holder = subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._holder.stdout
-        self._holder.stdout.readline()  # it is there
+        self._holder.stdout.readline()  # the namespace exists now
         self.pid = self._holder.pid
         self.ip(["link set lo up"])
         for rail in range(rails):
@@ -148,15 +149,15 @@ class Switch:
             self.ip([f"link add rail{rail} type bridge", address, f"link set rail{rail} up"])
 
     def address(self, rail: int = 0, number: int = 0) -> str:
-        """Return the address of a host; 0: of the switch itself, and of every process in its namespace."""
+        """Return the address of a host; 0: that of the switch itself, shared by every process in its namespace."""
         return f"10.{self._net}.{rail}.{number + 1}"
 
     def command(self, *command: str) -> list[str]:
-        """A command that runs at the switch: in its networks, and otherwise on this machine."""
+        """Return the command line that runs a command at the switch: in its networks, but otherwise on this machine."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", *command]
 
     def add(self, name: str, whole: bool = True) -> Host:
-        """A new host; under the name of one that is gone, the same one with everything on it lost."""
+        """Create a host. A name used before gives the same host with all its data lost."""
         number = self.names.index(name) + 1
         if whole:
             holder, pid = self._boot(name)
@@ -183,7 +184,7 @@ class Switch:
         return holder, int(children[0])
 
     def _setup(self, name: str, folder: Path) -> Iterable[str]:
-        """Give the host its file systems, and start its first process."""
+        """Yield the shell commands that build the host's file systems and start its first process."""
         root, shown = folder / "root", {path.resolve(): path for path in installed()}
         hidden = {*HIDDEN, *(f"/{p.parts[1]}" for p in [*shown, *shown.values()] if p.parts[1] not in SHARED_ROOTS)}
         yield f"mount --make-rprivate /; {TMPFS} {folder}; mkdir {root} {folder}/shown"

@@ -1,4 +1,4 @@
-"""What a run's record says of its processes while it goes: who they are, and which generation they are in."""
+"""Follow the record of a live run: its processes, and the generation that they are in."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from phalanx.chaos.hosts import Switch
 
 Event = dict[str, Any]
 
-GONE = ("died", "is silent")  # how the record begins to tell of the end of a node; other words leave it alive
+GONE = ("died", "is silent")  # how the record reports the end of a node; other words leave it alive
 
 
 @dataclass
 class Scene:
-    """`look` reads what was added to the events since it was last asked."""
+    """The known state of the run. `look` reads the events added since the last call."""
 
     folder: Path
-    door: Path = Path()  # where orders to processes are left
+    door: Path = Path()  # folder for orders to processes
     network: Switch | None = None
     beat_s: float = 5.0
     workers: dict[int, Event] = field(default_factory=dict)  # by rank: pid, node, worker
     services: dict[tuple[str, str], int] = field(default_factory=dict)  # node, name -> pid
     agents: dict[str, int] = field(default_factory=dict)  # node -> pid; the controller is one of them
     forms: list[Event] = field(default_factory=list)
-    step: int = 0  # that was committed last, as far as is known
-    generation: int = 0  # the last that has committed a step
+    step: int = 0  # last committed step, as far as is known
+    generation: int = 0  # the last generation that committed a step
     events: list[Event] = field(default_factory=list)
-    rows: list[Event] = field(default_factory=list)  # of the metrics
+    rows: list[Event] = field(default_factory=list)  # rows of the metrics
     _at: int = 0
     _metrics_at: int = 0
 
