@@ -1,5 +1,5 @@
-"""The job file: what the user asks for, as TOML, checked once at the edge and resolved into a core Job.
-Nothing behind this package sees pydantic or TOML."""
+"""The job file: the user's request as TOML, checked once at the edge and resolved into a core Job. No code behind this
+package sees pydantic or TOML."""
 
 from phalanx.spec.describe import Row, explain, schema
 from phalanx.spec.load import Resolved, folder_of_runs, from_mapping, load

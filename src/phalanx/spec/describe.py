@@ -1,5 +1,5 @@
-"""The job file described from its types: the table of fields behind `--explain`, the error messages and
-the documentation, and the JSON schema."""
+"""Describe the job file from its types: the table of fields for `--explain`, error messages and documentation, and the
+JSON schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FieldHelp(NamedTuple):
-    kind: str  # what may be written there, in words
+    kind: str  # the accepted values, in words
     choices: list[str]
     default: Any
     help: str
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the job file, with descriptions and defaults; editors complete TOML with it."""
+    """Return the JSON schema of the job file, with descriptions and defaults; editors use it to complete TOML."""
     whole = _sections_alone()
     auto = {"const": "auto", "description": "The planner chooses every degree."}
     planned = {"anyOf": [whole["properties"]["layout"], auto]}
@@ -36,12 +36,12 @@ def schema() -> dict[str, Any]:
 
 
 def _sections_alone() -> dict[str, Any]:
-    """The schema with a table for every section."""
+    """Return the schema with a table for every section."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **JobFile.model_json_schema()}
 
 
 def explain(resolved: Resolved) -> list[Row]:
-    """Every field of the job: its value, where the value comes from, and what the field means."""
+    """List every field of the job: its value, where the value comes from, and what the field means."""
     job = resolved.job.to_dict()
     rows = []
     for field, origin in resolved.origins.items():
@@ -52,7 +52,7 @@ def explain(resolved: Resolved) -> list[Row]:
 
 @cache
 def sections() -> dict[str, str]:
-    """The sections by name, each with its sentence; the top level is the empty name."""
+    """Return the sections by name, each with its description; the top level has the empty name."""
     defs = _sections_alone()["$defs"]
     named = {name: defs[ref]["description"] for name, ref in _references().items()}
     return {"": "Above the first section.", **named}
@@ -60,7 +60,7 @@ def sections() -> dict[str, str]:
 
 @cache
 def fields() -> dict[str, FieldHelp]:
-    """Every field by its dotted name."""
+    """Return every field by its dotted name."""
     whole, references = _sections_alone(), _references()
     found = {name: _help(prop) for name, prop in whole["properties"].items() if name not in references}
     for section, ref in references.items():

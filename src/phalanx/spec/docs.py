@@ -1,5 +1,5 @@
-"""Writes docs/job-file.md and docs/compatibility.md from the types, the presets and the rules, so that
-the pages cannot fall behind the code: `python -m phalanx.spec.docs` in the root of the repository."""
+"""Generate docs/job-file.md and docs/compatibility.md from the types, the presets and the rules, so that the pages
+match the code: run `python -m phalanx.spec.docs` in the root of the repository."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ axes are rows of `benchmarks/parity.py`.
 {rules}
 """
 
-# One job per feature; two of them laid over each other are a pair.
+# One job per feature. Laying two of them over each other gives a pair.
 FEATURES: dict[str, dict[str, dict[str, Any]]] = {
     "replica": {"layout": {"replica": 2}},
     "shard (ZeRO)": {"layout": {"shard": 2}},
@@ -126,7 +126,7 @@ def job_file_page() -> str:
 
 
 def refused_pairs() -> dict[tuple[str, str], str]:
-    """Pairs of features that a rule about compositions refuses, and its name."""
+    """Map each pair of features that a composition rule refuses to the name of the rule."""
     found = {}
     for one, other in itertools.combinations(FEATURES, 2):
         job = Job()
@@ -138,7 +138,7 @@ def refused_pairs() -> dict[tuple[str, str], str]:
 
 
 def is_pair(one: str, other: str) -> bool:
-    """Not two values of one field."""
+    """Return True if the two are not values of one field."""
     return one.partition(",")[0] != other.partition(",")[0]
 
 

@@ -1,5 +1,5 @@
-"""From a failed validation to one UserError: every wrong field with its value, where it was given, and
-what to write instead."""
+"""Turn a failed validation into one UserError: every wrong field with its value, where it was given, and what to write
+instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.spec.fields import StageSection, did_you_mean
 
 
 def user_error(error: ValidationError, origin: Callable[[tuple[str, ...]], str]) -> UserError:
-    """All wrong fields at once; `origin` says where a field was given."""
+    """Report all wrong fields at once; `origin` returns where a field was given."""
     wrong = [_one(details, origin) for details in error.errors(include_url=False)]
     if len(wrong) == 1:
         return wrong[0]
@@ -66,7 +66,7 @@ def _unknown(name: str, value: object) -> tuple[str, str]:
 
 
 def _nearest(leaf: str, section: str) -> list[str]:
-    """Fields in any section whose own name is this one, or else close to it, first of all in `section`."""
+    """Return fields of any section with this name, or else a similar one; those in `section` win."""
     by_leaf: dict[str, list[str]] = {}
     for field in fields():
         by_leaf.setdefault(field.rpartition(".")[2], []).append(field)

@@ -1,5 +1,5 @@
-"""The fields of the job file: type, range and one sentence of help for each. Defaults are the core
-dataclasses' own, so that a job made in code and a job read from a file start from the same values."""
+"""The fields of the job file: type, range and one sentence of help for each. Defaults are those of the core
+dataclasses, so that a job made in code and a job read from a file start from the same values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def _refuse(message: str, remedy: str) -> PydanticCustomError:
-    # As context, not as the template: pydantic would read braces in a user's path as placeholders.
+    # The message is context, not the template: pydantic would read braces in a user's path as placeholders.
     return PydanticCustomError("refused", "{message}", {"message": message, "remedy": remedy})
 
 
@@ -60,13 +60,13 @@ def _check_networks(networks: list[str]) -> list[str]:
         except ValueError as error:
             near = "10.1.0.0/16"
             with contextlib.suppress(ValueError):
-                near = str(ipaddress.ip_network(network, strict=False))  # an address of it, perhaps
+                near = str(ipaddress.ip_network(network, strict=False))  # it may be an address with host bits
             raise _refuse(f"{network!r} is no network: {error}", f'write it as "{near}"') from None
     return networks
 
 
 def _absolute(path: str, info: ValidationInfo) -> str:
-    """The loader says per field which folder a relative path starts from."""
+    """Make a path absolute. The loader's context gives, per field, the folder that a relative path starts from."""
     folder = (info.context or {}).get(info.field_name, Path())
     return os.path.abspath(folder / os.path.expanduser(path))
 
@@ -126,7 +126,7 @@ def option(default: object, text: str, **bounds: Any) -> Any:
 
 
 class Section(BaseModel):
-    # Strict: "8" is not 8 and true is not 1. A slip in a job for a thousand GPUs must not be guessed at.
+    # Strict: "8" is not 8 and true is not 1. A typo in a job for a thousand GPUs must not be guessed at.
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -542,5 +542,5 @@ class JobFile(Section):
     run: RunSection = RunSection()
 
 
-# Fields that shape the job but are no part of it.
+# Input fields that shape the job without being part of it.
 INPUT_ONLY = {"model": {"preset"}, "layout": {"ranks"}}

@@ -1,5 +1,5 @@
-"""Reads a job: defaults, then a preset, then the file, then `--set`, each over the one before, and
-remembers where every value came from. The result is checked and handed on as a core Job."""
+"""Read a job: defaults, then a preset, then the file, then `--set`, each over the one before. Every value's origin is
+kept. The result is checked and handed on as a core Job."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PLANNED_TOO = {"ranks", "ranks_per_node", "cp_style"}  # of the layout, what may
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A checked job, and for every field of it (by dotted name) where its value came from."""
+    """A checked job, and where the value of every field (by dotted name) came from."""
 
     job: Job
     origins: dict[str, str]
-    auto: bool = False  # no degree of the layout is given: it is the planner's to choose
-    ranks: int | None = None  # for which it is to be
+    auto: bool = False  # no degree of the layout is given, so the planner chooses
+    ranks: int | None = None  # number of ranks to plan for
 
 
 class Given(NamedTuple):
-    """One value, where it was written, and the folder that paths written there start from."""
+    """One value, where it was written, and the folder that relative paths there start from."""
 
     value: Any
     origin: str
@@ -46,7 +46,7 @@ class Given(NamedTuple):
 
 
 def load(path: Path | None = None, sets: Sequence[str] = ()) -> Resolved:
-    """The job of a file (None: the packaged quickstart) with `section.field=value` settings over it."""
+    """Load a job file (None: the packaged quickstart) with `section.field=value` settings over it."""
     given: dict[KeyPath, Given] = {}
     _lay_over(given, _read(path))
     _lay_over(given, (item for text in sets for item in _parse_set(text)))
@@ -54,7 +54,7 @@ def load(path: Path | None = None, sets: Sequence[str] = ()) -> Resolved:
 
 
 def from_mapping(job: Mapping[str, Any], sets: Sequence[str] = ()) -> Resolved:
-    """The job of a nested mapping, in the shape of the job file, with `section.field=value` settings over it."""
+    """Load a job from a nested mapping in the shape of the job file, with `section.field=value` settings over it."""
     given: dict[KeyPath, Given] = {}
     _lay_over(given, ((path, Given(value, "given", Path())) for path, value in _flatten(job)))
     _lay_over(given, (item for text in sets for item in _parse_set(text)))
@@ -62,7 +62,7 @@ def from_mapping(job: Mapping[str, Any], sets: Sequence[str] = ()) -> Resolved:
 
 
 def folder_of_runs(job: Mapping[str, Any] | str | Path | None, sets: Sequence[str] = ()) -> Path:
-    """Where the records of a job go, before the job is checked."""
+    """Return the folder for records of a job, before the job is checked."""
     given: dict[KeyPath, Given] = {}
     if isinstance(job, Mapping):
         _lay_over(given, ((path, Given(value, "given", Path())) for path, value in _flatten(job)))
@@ -83,7 +83,8 @@ def _flatten(table: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[K
 
 
 def _lay_over(given: dict[KeyPath, Given], layer: Iterable[tuple[KeyPath, Given]]) -> None:
-    """A preset comes in with the layer that names it: `--set model.preset` replaces the file's sizes."""
+    """Lay a layer over the given values. A preset belongs to the layer that names it: `--set model.preset` replaces the
+    sizes of the file."""
     items = list(layer)
     named = dict(items).get(("model", "preset"))
     if named and isinstance(named.value, str):
@@ -162,7 +163,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _lines(text: str) -> dict[KeyPath, int]:
-    """The line of every key, found by looking: good enough to point a reader at it."""
+    """Find the line of every key by a simple scan, which is good enough for pointing a reader at it."""
     lines: dict[KeyPath, int] = {}
     section: KeyPath = ()
     for number, line in enumerate(text.splitlines(), 1):
@@ -190,7 +191,7 @@ def _parse_set(text: str) -> Iterator[tuple[KeyPath, Given]]:
 
 
 def _toml_value(text: str) -> Any:
-    """A TOML value, or else the text as it stands: a shell has eaten the quotes."""
+    """Parse a TOML value, or keep the text as it is: the shell may have removed the quotes."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):

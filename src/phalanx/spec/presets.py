@@ -1,5 +1,5 @@
-"""Model shapes by name, from presets.toml. A shape names every field of the model but its options: what
-the file leaves out is the default, so that one preset laid over another leaves nothing of it."""
+"""Named model shapes from presets.toml. A shape sets every field of the model except its options; fields that the file
+leaves out get their defaults. A preset laid over another therefore leaves nothing of it."""
 
 from __future__ import annotations
 

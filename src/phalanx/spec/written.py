@@ -1,4 +1,4 @@
-"""A job file for a model that was converted: its [model] in full, and a run that continues its training."""
+"""Write a job file for a converted model: its full [model], and a run that continues its training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ start = {start}
 
 
 def job_text(model: ModelConfig, name: str, start: str, data: str) -> str:
-    """Paths are written as they are given."""
+    """Render the job file. Paths are written as they are given."""
     context = model.context or 4096
     return TEXT.format(
         name=name,
@@ -61,5 +61,5 @@ def _options(model: ModelConfig) -> str:
 
 
 def _value(value: Any) -> str:
-    """In TOML; JSON writes text, numbers, booleans and lists of them alike."""
+    """Render a TOML value. JSON writes text, numbers, booleans and lists of them the same way."""
     return json.dumps(value)
