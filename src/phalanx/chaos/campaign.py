@@ -207,7 +207,7 @@ def run(
 def draw(rng: Random, last: int, count: int, kinds: list[str]) -> list[Fault]:
     """Draw which faults come, and at which steps. Their targets are drawn when they come."""
     gap = last / (count + 1)
-    drawn = [kind for _ in range(-(-count // len(kinds))) for kind in rng.sample(kinds, len(kinds))]  # each in its turn
+    drawn = [kind for _ in range(-(-count // len(kinds))) for kind in rng.sample(kinds, len(kinds))]  # each in turn
     steps = [max(2, round(gap * (i + 1) + rng.uniform(-0.3, 0.3) * gap)) for i in range(count)]
     return [Fault(kind, step) for kind, step in zip(drawn, steps, strict=False)]
 

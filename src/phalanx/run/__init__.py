@@ -1,1 +1,1 @@
-"""The application layer: one run, from a resolved job to its record. Commands and pages stand on it."""
+"""The application layer: one run, from a resolved job to its record. The commands and the web pages build on it."""

@@ -1,4 +1,4 @@
-"""The live view of a run in a terminal; plain lines when there is none."""
+"""The live view of a run in a terminal, or plain lines without one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PLAIN_EVERY_S = 5.0
 
 
 class PlainConsole(rich.console.Console):
-    """What a user named is printed as it is: a path may hold [brackets] and :colons:."""
+    """Prints the user's names as they are: a path may hold [brackets] and :colons:."""
 
     def __init__(self, **options: Any):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
-        raise  # the BrokenPipeError; rich would leave the process, and a run without its record
+        raise  # the BrokenPipeError; rich would exit the process, and leave the run without its record
 
 
 def duration(seconds: float) -> str:
@@ -52,7 +52,7 @@ def percent(share: float | None) -> str:
 
 
 def spent(run_dir: Path) -> dict[str, str]:
-    """Say where the GPU-seconds of a run went, and what broke."""
+    """Summarise where the GPU-seconds of a run went, and what broke."""
     from phalanx.observe.story import Story
 
     story = Story(run_dir)
@@ -71,7 +71,7 @@ def spent(run_dir: Path) -> dict[str, str]:
 
 
 def _balanced(s: dict[str, Any]) -> dict[str, str]:
-    """How evenly the experts were used in the last step, where there are any."""
+    """Describe how evenly the experts were used in the last step, if there are any."""
     if not (found := s.get("experts")):
         return {}
     busiest = f"the busiest has {found['load']:.2f}x the mean tokens in {found['layer']}"
@@ -88,7 +88,7 @@ def _validated(summary: dict[str, Any]) -> dict[str, str]:
 
 
 class Console:
-    """`forecast`: what the planner expects of the run."""
+    """Shows one run. `forecast`: the planner's expectation of it."""
 
     def __init__(self, job: Job, forecast: Forecast | None = None, out: rich.console.Console | None = None):
         self.job, self.forecast, self.out = job, forecast, out or PlainConsole()
@@ -103,7 +103,7 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self._stop_live()
 
-    # -- what the run tells ------------------------------------------------------------------------
+    # -- events of the run -------------------------------------------------------------------------
 
     def starting(self, run_dir: Path) -> None:
         self._line(f"{self.job.name} on {self.job.layout.describe()}")
@@ -174,7 +174,7 @@ class Console:
         return {
             "loss": f"{s['first_loss']:.3f} -> {s['last_loss']:.3f} nats per token (mean of the last {averaged})",
             **_validated(s),
-            **(entropy if s["unigram_entropy"] else {}),  # 0: another controller has read the data
+            **(entropy if s["unigram_entropy"] else {}),  # 0: another controller read the data
             "speed": speed + (f", MFU {percent(s['mfu'])}" if "mfu" in s else ""),
             **_balanced(s),
             **({"forecast": self.forecast.compared(s)} if self.forecast else {}),
@@ -183,7 +183,8 @@ class Console:
     # -- drawing -----------------------------------------------------------------------------------
 
     def _line(self, text: str) -> None:
-        """In a terminal long lines break at words, elsewhere not at all. What a log says does not steer it."""
+        """Print a line: long lines break at words in a terminal, and not at all elsewhere. Control characters are made
+        harmless."""
         self.out.print(printable(text), soft_wrap=not self.out.is_terminal)
 
     def _stop_live(self) -> None:
@@ -208,7 +209,7 @@ class Console:
         }
 
     def _draw(self, cells: dict[str, str], done: int) -> RenderableType:
-        """One row; where the terminal is too narrow for it, one line for each cell."""
+        """Draw one row, or one line per cell if the terminal is too narrow."""
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in cells:
             table.add_column(name, justify="right", no_wrap=True)

@@ -1,5 +1,5 @@
-"""Follow a run by its record, from any process that can read it: the run does not notice. What its listener was told is
-in the record too, so that who comes later sees the same."""
+"""Follow a run by its record, from any process that can read it, without affecting the run. The record holds all
+messages to the listener, so that a late observer sees the same."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from phalanx.run.console import Console
 from phalanx.runtime import kernel
 
 LOOK_S = 0.2
-QUEUE_S, ENGINE_S = 2.0, 10.0  # between two questions to an engine: about a run that waits, and one that goes
-TOLD = "told"  # an event: what the listener was told in words
-STARTER = "PHALANX_STARTER"  # in the environment: the descriptor by which the process of a run tells its starter
+QUEUE_S, ENGINE_S = 2.0, 10.0  # polling interval of an engine: for a run that waits, and one that runs
+TOLD = "told"  # an event with the text of a listener's note
+STARTER = "PHALANX_STARTER"  # environment variable with the file descriptor by which a run reports to its starter
 LAUNCHED = "launched"
-HEAD, HEAD_LOG = "head.json", "head.log"  # which process keeps the record; what it writes once nobody else listens
+HEAD, HEAD_LOG = "head.json", "head.log"  # the process that keeps the record; its output once nobody else listens
 REFUSED = 2
 
 
 class Starter:
-    """The process that started this one and shows what the record says, if there is one. It may die at any time."""
+    """The process, if any, that started this one and shows the record. It may die at any time."""
 
     def __init__(self) -> None:
         self._fd = int(os.environ.pop(STARTER, "-1"))
 
     def show(self, folder: Path) -> None:
-        """From now on the starter speaks to the terminal; this process is heard only if it is refused."""
+        """Let the starter own the terminal from now on; this process only reports a refusal."""
         if self._fd >= 0:
             _point(1, Path(os.devnull))
             self._tell(str(folder))
 
     def let_go(self, folder: Path) -> None:
-        """The ranks are about to start: nothing needs the terminal any more."""
+        """Detach from the terminal, because the ranks are about to start."""
         if self._fd >= 0:
             _point(2, folder / "logs" / HEAD_LOG)
             self._tell(LAUNCHED)
@@ -63,14 +63,15 @@ def _point(fd: int, path: Path) -> None:
 
 
 def write_head(folder: Path, reference: dict[str, str]) -> None:
-    """`reference`: by which other hosts find the run on its engine; {}: they cannot."""
+    """Record which process keeps this record. `reference`: lets other hosts find the run on its engine; {}: they
+    cannot."""
     said = {"pid": os.getpid(), "began": kernel.began(os.getpid()), "host": socket.gethostname(), "engine": reference}
     (folder / HEAD).write_text(json.dumps(said))
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What keeps a record: a process of this machine (0: none does), or a run on an engine."""
+    """The keeper of a record: a process of this machine (0: none), or a run on an engine."""
 
     pid: int = 0
     engine: dict[str, str] = field(default_factory=dict)
@@ -99,7 +100,7 @@ def head_of(folder: Path) -> Head:
 
 
 def record_of(run_dir: Path, job: str, reference: dict[str, str]) -> Path | None:
-    """The newest record of a job that a run on an engine keeps."""
+    """Return the newest record of a job that belongs to a run on an engine."""
     for folder in run_folders(run_dir, job):
         with contextlib.suppress(OSError, ValueError, KeyError):
             if json.loads((folder / HEAD).read_bytes())["engine"] == reference:
@@ -108,7 +109,7 @@ def record_of(run_dir: Path, job: str, reference: dict[str, str]) -> Path | None
 
 
 class Tail:
-    """The lines that were added to a file since the last look."""
+    """Yields the lines added to a file since the last call."""
 
     def __init__(self, path: Path):
         self.path, self._at = path, 0
@@ -120,13 +121,13 @@ class Tail:
             file.seek(self._at)
             for line in file:
                 if not line.endswith(b"\n"):
-                    return  # it is being written
+                    return  # still being written
                 self._at += len(line)
                 yield json.loads(line)
 
 
 def follow(record: RunRecord) -> int:
-    """Show the run until it is over; the exit code that its own process has."""
+    """Show the run until it is over, and return the exit code of its own process."""
     job, folder = Job.from_dict(record.job["job"]), record.path
     events, rows = Tail(folder / "events.jsonl"), Tail(folder / "metrics.jsonl")
     ask_at, is_there = 0.0, True
@@ -152,7 +153,7 @@ def follow(record: RunRecord) -> int:
             console.finished(summary)
             return 0
     if not folder.exists():
-        return REFUSED  # it has said why
+        return REFUSED  # it has already reported why
     if summary is None:
         summary = {"status": "failed", "reason": f"the process that kept its record died; see {record.logs / HEAD_LOG}"}
     stopped = summary["status"] == "stopped"
@@ -161,7 +162,7 @@ def follow(record: RunRecord) -> int:
 
 
 def follow_submitted(job: Job, reference: dict[str, str]) -> int:
-    """Show a run from the queue to its end, also when the engine starts it again: each start has a record."""
+    """Show a run from the queue to its end. If the engine restarts it, each start has a record, and all are shown."""
     shown, said, code = None, "", 1
     while True:
         folder = record_of(Path(job.run.dir), job.name, reference)

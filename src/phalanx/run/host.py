@@ -1,5 +1,4 @@
-"""What this host cannot do, refused with the figures before anything starts. What no host can do is
-refused by the spec (`core.compat`)."""
+"""Refuse what this host cannot do, with figures, before anything starts. `core.compat` refuses what no host can do."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from phalanx.runtime.spawner import SLOTS
 
 GIB = 2**30
 LEAST_MEMLOCK = 1 << 30
-CLOCK_S = 60.0  # between the clocks of two hosts
-MOST_NODES = 32  # that one host plays: each has processes of its own
-# Device nodes of drivers: where one is, the ranks may not run in host memory.
+CLOCK_S = 60.0  # tolerated difference between the clocks of two hosts
+MOST_NODES = 32  # nodes simulated by one host; each has its own processes
+# Device nodes of drivers: if one exists, the ranks may run outside host memory.
 GPUS = Path("/proc/driver/nvidia/gpus")
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 
@@ -33,7 +32,7 @@ def refuse(job: Job) -> None:
 
 
 def refuse_hosts(job: Job, adapter: Adapter) -> None:
-    """What several hosts cannot do."""
+    """Refuse what several hosts cannot do."""
     _classes(job)
     layout, need = job.layout, num_nodes(job.layout)
     if layout.ranks_per_node == 0:
@@ -57,7 +56,7 @@ def refuse_hosts(job: Job, adapter: Adapter) -> None:
 
 
 def warnings(node: dict[str, Any]) -> Iterator[str]:
-    """What a node that has joined had better have."""
+    """Warn about a node that has joined with unsuitable settings."""
     if node["devices"] and 0 <= node["memlock_bytes"] < LEAST_MEMLOCK:
         yield (
             f"node {node['node']} may lock only {node['memlock_bytes'] / 2**20:.0f} MiB of memory, and RDMA and pinned "
@@ -82,7 +81,7 @@ def _classes(job: Job) -> None:
 
 
 def _devices(job: Job) -> None:
-    """As far as it can be seen without torch, so that nothing is built for ranks that cannot start."""
+    """Check the devices as far as possible without torch, so that nothing is built for ranks that cannot start."""
     if job.run.device == "cuda" and not any(Path(node).exists() for node in ACCELERATORS):
         raise UserError(
             "this host has no such device, or its driver is not loaded",
@@ -101,7 +100,7 @@ def _devices(job: Job) -> None:
 
 
 def _ranks(job: Job) -> None:
-    most = SLOTS - 3  # the others are the store's, the data service's and the keeper's
+    most = SLOTS - 3  # the other slots are for the store, the data service and the keeper
     if job.layout.world_size > most:
         raise UserError(
             f"one host runs at most {most} ranks",
@@ -127,8 +126,8 @@ def _ranks(job: Job) -> None:
 
 
 def _memory(job: Job) -> None:
-    """Weights, gradients and two moments per parameter, once per replica; moments in a file do not count. A
-    family of the user's own is not known well enough here; its ranks fail with torch's own figures."""
+    """Check memory for weights, gradients and two moments per parameter, once per replica; moments in a file do not
+    count. User-defined families are not checked here: their ranks fail with torch's own figures."""
     if job.model.family not in ("dense", "moe") or job.run.device not in ("cpu", "auto"):
         return
     if job.run.device == "auto" and any(Path(node).exists() for node in ACCELERATORS):

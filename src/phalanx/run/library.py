@@ -1,5 +1,5 @@
-"""Phalanx from Python: `phalanx.train`, and the `Run` that it returns. The same run as by `phalanx train`, in processes
-of its own; hooks are called in the caller's process, between two events of the run."""
+"""The Python interface: `phalanx.train`, and the `Run` that it returns. The run is the same as with `phalanx train`, in
+processes of its own. Hooks are called in the caller's process, between two events of the run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ OnEvent = Callable[[Row], object]
 class Checkpoint:
     step: int
     path: str
-    best: bool  # of those that were validated
+    best: bool  # the best of those that were validated
 
 
 class Run:
-    """What a run has left behind, as plain Python. `Run("runs/...")` opens one that ran earlier."""
+    """The results of a run, as plain Python. `Run("runs/...")` opens an earlier one."""
 
     def __init__(self, path: str | Path):
         from phalanx.observe.record import RunRecord
@@ -47,12 +47,13 @@ class Run:
 
     @property
     def summary(self) -> Row:
-        """The figures of the run's end; empty while it runs, and after a crash."""
+        """Return the final figures of the run; empty while it runs, and after a crash."""
         return self._record.summary or {}
 
     @property
     def metrics(self) -> list[Row]:
-        """A row for each step: loss, grad_norm, lr, tokens_per_s, ..., and `own` for what on_step returned."""
+        """Return a row for each step: loss, grad_norm, lr, tokens_per_s, ..., and `own` for the return value of
+        on_step."""
         return list(self._record.metrics())
 
     @property
@@ -61,7 +62,7 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """The good ones, the newest first."""
+        """Return the good checkpoints, the newest first."""
         from phalanx.checkpoint.best import Best
         from phalanx.checkpoint.catalog import Catalog
         from phalanx.core.store import open_store
@@ -74,7 +75,7 @@ class Run:
         return [Checkpoint(f.step, f"{store.url}/{f.name}", f.step == step) for f in Catalog(store).good()]
 
     def weights(self, checkpoint: Checkpoint | None = None) -> dict[str, Tensor]:
-        """The whole model of a checkpoint, by default the newest, as a state dict of the family's own module."""
+        """Return the whole model of a checkpoint, by default the newest, as a state dict of the family's own module."""
         from phalanx.checkpoint.torch_foreign import state_dict
 
         chosen = checkpoint or next(iter(self.checkpoints), None)
@@ -128,13 +129,13 @@ def train(
             raise raised.error from None
     if "run_dir" in summary:
         return Run(summary["run_dir"])
-    from phalanx.observe.record import run_folders  # nothing was left to do
+    from phalanx.observe.record import run_folders  # the run had nothing left to do
 
     return Run(run_folders(Path(resolved.job.run.dir), resolved.job.name)[0])
 
 
 def _reference(job: Mapping[str, Any] | str | Path | None, sets: Sequence[str], family: Family | str) -> str:
-    """As a job file names it."""
+    """Return the family as a job file names it."""
     if isinstance(family, str):
         return family
     from phalanx.run.notebook import reference_of
@@ -144,7 +145,7 @@ def _reference(job: Mapping[str, Any] | str | Path | None, sets: Sequence[str], 
 
 
 class _HookRaised(Exception):
-    """Carries what a user's function raised past those who take a ValueError for nonsense from a node."""
+    """Carries an error of a user's hook past handlers that take a ValueError for a malformed message from a node."""
 
     def __init__(self, hook: str, error: Exception):
         super().__init__(f"{hook} raised {type(error).__name__}: {error}")
@@ -159,7 +160,7 @@ def _call(hook: str, function: Callable[[Row], Any] | None, row: Row) -> Any:
 
 
 class _Hooks:
-    """The listener of a run that also calls the user's functions."""
+    """A listener that also calls the user's functions."""
 
     def __init__(
         self,

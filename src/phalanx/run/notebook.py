@@ -1,6 +1,6 @@
-"""A family that was made in a notebook or a script, as a file that the ranks can import. Nothing is pickled: the file
-has the statements that the family is made of, found by the names that they bind and read, and no other. So a cell that
-starts a training, or plots, is not run again on every rank."""
+"""Turn a family from a notebook or a script into a file that the ranks can import. Nothing is pickled. The file
+contains only the statements that the family needs, found by the names that they bind and read. So a cell that starts a
+training, or plots, does not run again on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def reference_of(family: Family, folder: Path) -> str:
-    """`file.py:NAME` of a family: its own file, or one that is written to `folder` if it was made in `__main__`."""
+    """Return `file.py:NAME` of a family: its own file, or one written to `folder` if it was made in `__main__`."""
     for module in (sys.modules.get(family.build.__module__), sys.modules["__main__"], *list(sys.modules.values())):
         name = next((key for key, value in vars(module).items() if value is family), "") if module else ""
         if name and module:
@@ -40,7 +40,7 @@ def reference_of(family: Family, folder: Path) -> str:
 
 
 def _cells(main: ModuleType) -> list[str]:
-    """What was run, in order."""
+    """Return the executed source, in order."""
     if isinstance(cells := vars(main).get("In"), list):  # IPython and Jupyter
         return [cell for cell in cells if isinstance(cell, str)]
     file = getattr(main, "__file__", None)
@@ -50,17 +50,17 @@ def _cells(main: ModuleType) -> list[str]:
 
 
 def closure(cells: Sequence[str], name: str) -> str:
-    """The top-level statements that bind the name, and, again and again, those that bind what they read."""
+    """Collect the top-level statements that bind the name and, transitively, those that bind what they read."""
     statements: list[tuple[str, set[str], set[str]]] = []
     for cell in cells:
         try:
             body = ast.parse(cell).body
         except SyntaxError:
-            continue  # it was not run either
+            continue  # it did not run either
         for node in body:
             source = ast.get_source_segment(cell, node, padded=True) or ""
             decorated = [d.lineno for d in getattr(node, "decorator_list", [])]
-            if decorated:  # a decorator comes before the statement that it belongs to
+            if decorated:  # include the decorators, which come before the statement
                 source = "\n".join(cell.splitlines()[min(decorated) - 1 : node.end_lineno])
             bound, read = _names(source)
             if not _is_main_guard(node):
@@ -75,7 +75,8 @@ def closure(cells: Sequence[str], name: str) -> str:
 
 
 def _names(source: str) -> tuple[set[str], set[str]]:
-    """What a statement binds at top level, and what it reads from there, also in functions and classes inside."""
+    """Return the names that a statement binds at top level, and those that it reads from there, nested scopes
+    included."""
     table = symtable.symtable(source, "cell", "exec")
     bound = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
     read = {s.get_name() for s in table.get_symbols() if s.is_referenced()}

@@ -1,6 +1,6 @@
-"""The planner's part in a run: choose a layout that the job leaves open, predict the step of one that it gives, say in
-the end how far off that was, and keep it for the next plan. The machine is as `phalanx calibrate` measured it; else an
-accelerator of the catalogue, or a guess at the cores."""
+"""The planner's part in a run: choose a layout that the job leaves open, predict the step time of one that it gives,
+report the error of the prediction, and keep it for the next plan. The machine is as `phalanx calibrate` measured it, or
+else an accelerator of the catalogue, or a guess from the number of cores."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from phalanx.plan.cost.profiles import Profile
     from phalanx.plan.planner import Plan
 
-TRIED = 200  # of the layouts that were found, until the engine takes one
-LEAST_STEPS = 10  # of a run that the next plan learns from: the first ones compile and warm up
-GUESS = (-1.0, 1.0)  # ln(measured / predicted) at 5 % and 95 %, where nothing was measured
+TRIED = 200  # layouts to try until the engine accepts one
+LEAST_STEPS = 10  # shortest run that the next plan learns from: the first steps compile and warm up
+GUESS = (-1.0, 1.0)  # ln(measured / predicted) at 5 % and 95 %, without measurements
 UNSURE = "a guess (see `phalanx calibrate`)"
 GPUS = Path("/proc/driver/nvidia/gpus")
-# One core of a CPU, where nothing was measured.
+# One CPU core, without measurements.
 CORE_FLOPS, CORE_BYTES_PER_S, LINK_BYTES_PER_S = 80e9, 5e9, 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`why`: lines for people."""
+    """A plan and its explanation. `why`: lines for display."""
 
     plan: Plan
     why: tuple[str, ...]
 
     def compared(self, summary: dict[str, Any]) -> str:
-        """With what was measured."""
+        """Compare the forecast with the measurements."""
         if not summary.get("median_step_s"):
             return ""
         step, got = self.plan.step_s, summary["median_step_s"]
@@ -58,7 +58,7 @@ class Forecast:
         )
 
     def expected(self) -> dict[str, Any]:
-        """What the record of a run keeps of the plan: its identity and its predictions."""
+        """Return the part of the plan that a run's record keeps: its identity and its predictions."""
         from phalanx.plan.cost.feedback import by_phase
 
         plan = self.plan
@@ -66,8 +66,8 @@ class Forecast:
         return {**{name: getattr(plan, name) for name in names}, "phases": by_phase(plan.seconds)}
 
     def record(self, summary: dict[str, Any]) -> Record:
-        """Predicted beside measured. The prediction is as if no earlier run had corrected it. Memory is that of the
-        device's allocator; a process on a CPU has no such figure."""
+        """Pair predictions with measurements. The prediction is without corrections from earlier runs. Memory is that
+        of the device's allocator, which does not exist for a CPU."""
         from phalanx.observe.phases import as_planned
         from phalanx.plan.cost.feedback import Record, by_phase
 
@@ -80,7 +80,7 @@ class Forecast:
         )  # fmt: skip
 
     def learn(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Leave a finished run for the next plan; returns what its own record keeps: predicted beside measured."""
+        """Store a finished run for the next plan, and return its predictions and measurements for its own record."""
         from phalanx.plan.cost.feedback import append
 
         if not summary.get("median_step_s"):
@@ -93,8 +93,8 @@ class Forecast:
 
 
 def resolve(path: Path | Mapping[str, Any] | None, sets: Sequence[str] = ()) -> tuple[Resolved, Forecast | None]:
-    """The job of a file or a mapping, with a planned layout if it gives none and in bf16 on accelerators if it gives no
-    precision, and what to expect of it where there is anything to go by."""
+    """Resolve a job from a file or a mapping, and forecast it if possible. The layout is planned if the job gives none;
+    the precision is bf16 on accelerators if the job gives none."""
     resolved = _read(path, sets)
     if resolved.job.model.family not in ("dense", "moe"):
         return resolved, None
@@ -107,7 +107,7 @@ def resolve(path: Path | Mapping[str, Any] | None, sets: Sequence[str] = ()) -> 
     if resolved.auto:
         ranks = resolved.ranks or max(1, len(gpus))
         if ranks == 1 and not known:
-            return resolved, None  # nothing to choose
+            return resolved, None  # there is nothing to choose
         compiled = job.train.compile != "none" or resolved.origins["train.compile"] == "default"
         return _planned(path, sets, resolved, *_machine(ranks, gpus, compiled, job))
     shared = bool(gpus) and job.run.share_devices and job.layout.world_size > len(gpus)
@@ -148,7 +148,7 @@ def _planned(
         plan = plan_of(request, found, row)
         try:
             taken = _read(path, [*sets, *(f"{field}={value}" for field, value in settings(plan, kept))])
-        except UserError as error:  # what the planner does not know of the engine
+        except UserError as error:  # the engine refuses something that the planner does not model
             refusal = refusal or error
             continue
         other = runner_up(found)
@@ -169,7 +169,7 @@ def _planned(
 
 
 def _predicted(job: Job, cluster: Cluster, profile: Profile) -> Forecast:
-    """Predict for the layout that the job gives."""
+    """Predict the step for the layout that the job gives."""
     from phalanx.plan.cost.candidates import Candidates
     from phalanx.plan.cost.sizes import ModelShape
     from phalanx.plan.planner import Request, costed, plan_of
@@ -196,7 +196,7 @@ def _predicted(job: Job, cluster: Cluster, profile: Profile) -> Forecast:
 
 
 def rates(job: Job) -> dict[str, Any]:
-    """What a GPU of this machine costs and draws, by the catalogue; {}: it is not known."""
+    """Return the cost and power of a GPU of this machine, from the catalogue; {}: not known."""
     from phalanx.hardware import load as load_catalogue
     from phalanx.plan.cost.money import watts
 
@@ -213,12 +213,12 @@ def rates(job: Job) -> dict[str, Any]:
 
 
 def calibration() -> Path:
-    """Where `phalanx calibrate` writes, unless told otherwise."""
+    """Return the default output path of `phalanx calibrate`."""
     return Path(os.path.expanduser("~/.config/phalanx/calibration.json"))
 
 
 def feedback() -> Path:
-    """Where finished runs leave how far off their plan was, for the next one: beside the calibration."""
+    """Return the path where finished runs record the errors of their plans: beside the calibration."""
     return calibration().with_name("feedback.jsonl")
 
 
@@ -232,7 +232,7 @@ def _machine(ranks: int, gpus: list[str], compiled: bool, job: Job) -> tuple[Clu
     cluster = load_catalogue().cluster(gpus[0] or "h100", ranks) if gpus else _cores(ranks)
     facts: dict[str, Any] = {"fused": compiled, "moment_bytes": _moment_bytes(job)} if gpus else {}
     if measured := _measured(gpus):
-        if not gpus or ranks <= measured.machine.ranks:  # else it is one node of several
+        if not gpus or ranks <= measured.machine.ranks:  # otherwise it describes one node of several
             cluster = cluster_of(measured, ranks)
         profile = profile_from(calibration(), Machine.of(cluster), **facts)
     elif gpus:
@@ -246,14 +246,14 @@ def _machine(ranks: int, gpus: list[str], compiled: bool, job: Job) -> tuple[Clu
 
 
 def _moment_bytes(job: Job) -> float:
-    """Count the bytes of a parameter's two moments on the device."""
+    """Return the bytes of a parameter's two moments on the device."""
     if job.optimizer.offload != "none":
         return 0.0
     return 4.0 if job.optimizer.state == "bf16" else 8.0
 
 
 def _measured(gpus: list[str]) -> Calibration | None:
-    """What `phalanx calibrate` found on this machine, if it measured what the job is to run on."""
+    """Return the calibration of this machine, if it measured the device that the job uses."""
     if not calibration().exists():
         return None
     from phalanx.plan.cost.measurements import read
@@ -263,7 +263,8 @@ def _measured(gpus: list[str]) -> Calibration | None:
 
 
 def _gpus(job: Job) -> list[str]:
-    """By the catalogue's names, "" where it has none; no names: there are none, or they are not to be used."""
+    """Return the catalogue's name of each GPU, "" where it has none; []: there are none, or the job does not use
+    them."""
     from phalanx.hardware import load as load_catalogue
 
     if job.run.device not in ("auto", "cuda"):
@@ -277,7 +278,8 @@ def _gpus(job: Job) -> list[str]:
 
 
 def cluster_of(measured: Any, ranks: int) -> Cluster:
-    """The calibrated node, as a cluster of `ranks` chips: where cores are shared, more ranks have less each."""
+    """Return the calibrated node as a cluster of `ranks` chips. On a CPU, the more ranks share the cores, the less each
+    gets."""
     from phalanx.plan.cost.calibrated import machine_from
 
     m = machine_from(measured)

@@ -1,9 +1,9 @@
-"""The nodes of a queue. This machine plays them: each is a process of its own, its agent, which beats. A node whose
-agent has ended, or is silent for three beats, is dead; the agent is started again after a while, as the init of a real
-node would do.
+"""The nodes of a queue, simulated on this machine: each is a process, its agent, which writes heartbeats. A node whose
+agent has ended, or is silent for three beats, is dead. The agent is restarted after a while, as the init of a real node
+would do.
 
-An agent outlives a queue that is killed, and the next queue finds it by its record. It takes the record away when it
-leaves in order, so that a record without a process tells of a death that nobody saw.
+An agent outlives a queue that is killed, and the next queue finds it by its record. It removes the record when it
+leaves in order, so a record without a process reveals an unnoticed death.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from phalanx.control.liveness import DEAD, Liveness
 from phalanx.core.store import sync_folder
 from phalanx.runtime import kernel
 
-BEAT_S = 5.0  # dead is who is silent for three of them, or longer where its own gaps were longer (`Liveness`)
-RETURN_S = 5.0  # after which an agent is started again
-BEGIN_S = 30.0  # for an agent to begin to beat
-ALONE_S = 600.0  # after which an agent without a queue leaves
+BEAT_S = 5.0  # a node is dead after three silent beats, or more if its own gaps were longer (`Liveness`)
+RETURN_S = 5.0  # an agent is restarted after this
+BEGIN_S = 30.0  # time for an agent to send its first beat
+ALONE_S = 600.0  # an agent without a queue leaves after this
 LEAVE_S = 5.0
-TAKEN = 3  # the exit code of an agent that finds another one at its node
+TAKEN = 3  # exit code of an agent that finds its node taken
 QUEUE = "queue.json"
 
 
 @dataclass(slots=True)
 class Agent:
-    """The process of a node, as far as the queue knows. `count`: of its beats, when it was last read."""
+    """The process of a node, as far as the queue knows. `count`: the number of its last beat that was read."""
 
     pid: int = 0
     began: str = ""
     count: int = -1
     heard_ns: int = 0
-    process: subprocess.Popen[bytes] | None = None  # if this queue started it
-    again_at: float = 0.0  # when it is started, if it has none
-    why: str = ""  # it is dead; "": it lives, or begins
+    process: subprocess.Popen[bytes] | None = None  # set if this queue started it
+    again_at: float = 0.0  # when to start it, if there is no process
+    why: str = ""  # why it is dead; "": it is alive or starting
 
 
 class Nodes:
-    """Look after the agents of all nodes."""
+    """Supervises the agents of all nodes."""
 
     def __init__(self, folder: Path, names: Sequence[str], beat_s: float = BEAT_S, return_s: float = RETURN_S):
         self.folder, self.beat_s, self.return_s = folder, beat_s, return_s
@@ -61,18 +61,18 @@ class Nodes:
         self.agents = {name: self._find(name) for name in names}
 
     def _find(self, name: str) -> Agent:
-        """The agent that an earlier queue has started, if it still goes."""
+        """Return the agent that an earlier queue started, if it is still running."""
         said = _read(self.folder / f"{name}.json")
         if not said or said["boot"] != _boot():
-            return Agent()  # none was left, or all of them ended with the machine
+            return Agent()  # there was none, or it ended with the machine
         agent = Agent(said["pid"], said["began"], heard_ns=self._looked_ns)
         self.liveness.expect(name, agent.pid, self._looked_ns)
         return agent
 
     def look(self) -> None:
-        """Hear beats, notice deaths, and start what is to be started."""
+        """Read heartbeats, notice deaths, and start agents that are due."""
         now_ns = time.monotonic_ns()
-        stood_still = now_ns - self._looked_ns > self.beat_s * 1e9  # this process did, and heard nobody meanwhile
+        stood_still = now_ns - self._looked_ns > self.beat_s * 1e9  # this process was stopped, and missed the beats
         self._looked_ns = now_ns
         for name, agent in self.agents.items():
             if agent.pid:
@@ -90,11 +90,11 @@ class Nodes:
         return self.agents[name].count >= 0
 
     def why_down(self, name: str) -> str:
-        """Why a node is dead; "": it is not, or it has only begun."""
+        """Return why a node is dead; "": it is alive, or has just started."""
         return self.agents[name].why
 
     def close(self) -> None:
-        """End all agents in order; one that has only begun finds that there is no queue."""
+        """End all agents in order. One that has just started leaves when it finds no queue."""
         (self.folder / QUEUE).unlink(missing_ok=True)
         for agent in self.agents.values():
             if agent.pid and kernel.began(agent.pid) == agent.began:
@@ -113,7 +113,7 @@ class Nodes:
         command += ["--beat-s", str(self.beat_s)]
         try:
             agent.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-        except OSError:  # there is no room for one more process
+        except OSError:  # the process limit is reached
             agent.again_at = time.monotonic() + self.return_s
             return
         agent.pid, agent.began = agent.process.pid, kernel.began(agent.process.pid)
@@ -122,7 +122,7 @@ class Nodes:
 
     def _hear(self, name: str, agent: Agent, now_ns: int) -> None:
         if agent.process is not None and agent.process.poll() == TAKEN:
-            # One that was started just before a queue was killed: its record is there now, or soon.
+            # An agent started just before a queue was killed holds the node: its record exists now, or soon.
             self.agents[name] = self._find(name)
             return
         if (code := self._code(agent)) is not None:
@@ -131,14 +131,14 @@ class Nodes:
         with contextlib.suppress(OSError, ValueError):
             count = int((self.folder / f"{name}.beat").read_text())
             if agent.count < 0:
-                self.liveness.expect(name, agent.pid, now_ns)  # it has begun: from now on its silence counts
+                self.liveness.expect(name, agent.pid, now_ns)  # it has started: from now on silence counts
             if count != agent.count:
                 agent.count, agent.heard_ns, agent.why = count, now_ns, ""
                 for _ in self.liveness.beat(name, agent.pid, 1, now_ns):
                     pass
 
     def _lose(self, name: str, agent: Agent, why: str) -> None:
-        """It is dead, or as good as dead: nothing of it may go on."""
+        """Kill what remains of a dead node's agent, and schedule its restart."""
         self.liveness.forget(name)
         if self._code(agent) is None:
             os.kill(agent.pid, signal.SIGKILL)
@@ -149,7 +149,7 @@ class Nodes:
 
     @staticmethod
     def _code(agent: Agent) -> str | None:
-        """How its process ended, in words; None: it goes."""
+        """Describe how its process ended; None: it is running."""
         if agent.process is not None:
             code = agent.process.poll()
             if code is None:
@@ -175,7 +175,7 @@ def _boot() -> str:
 
 
 def write_whole(path: Path, value: Any) -> None:
-    """So that nobody reads half of it, and it is there after a power failure."""
+    """Write JSON atomically and durably."""
     near = path.with_name(f".{path.name}.{os.getpid()}")
     with near.open("w") as file:
         json.dump(value, file)

@@ -1,9 +1,9 @@
-"""A queue of jobs for the nodes of this machine: the gang scheduler (`control.schedule`) decides, and each job is a
-`phalanx train` of its own. What is heard is journaled before anything is done about it, so that the queue may be killed
-at any moment: the next one folds the journal, finds the runs that still go, and continues. Nodes are processes, too
-(`queue_nodes`): when one dies, what jobs have there is ended, and the scheduler is told.
+"""A queue of jobs for the nodes of this machine. The gang scheduler (`control.schedule`) decides, and each job is its
+own `phalanx train`. Every event is journaled before it is acted on, so the queue may be killed at any moment: the next
+one replays the journal, finds the runs that are still alive, and continues. Nodes are processes, too (`queue_nodes`):
+when one dies, the queue ends its jobs there, and tells the scheduler.
 
-Users speak to it by files in its folder: requests in inbox/, what is known in state.json.
+Users communicate with it through files in its folder: requests in inbox/, its state in state.json.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from phalanx.runtime.journal import Entry, Journal, JournalError
 from phalanx.runtime.secret import load_secret
 
 POLL_S = 0.5
-MOST_CRASHES = 3  # of a job's own process, without a word
+MOST_CRASHES = 3  # crashes of a job's own process without a summary
 INBOX, JOBS, NODES, STATE = "inbox", "jobs", "nodes", "state.json"
 
 
 def ask_of(name: str, job: Job, node_gpus: int, tenant: str, priority: int) -> Ask:
-    """What a job asks of the scheduler: as many replicas as its layout has; it can do with recovery.min_replicas."""
+    """Return a job's request to the scheduler: all replicas of its layout, and at least recovery.min_replicas."""
     size, least = job.layout.replica_size, job.recovery.min_replicas
     whole, rest = divmod(size, node_gpus)
     elastic = job.recovery.on and least < job.layout.replica
@@ -52,7 +52,7 @@ def ask_of(name: str, job: Job, node_gpus: int, tenant: str, priority: int) -> A
 
 
 def ranks_on(gang: Gang, node: int, running: Sequence[int]) -> list[int]:
-    """Ranks that a gang has on a node. `running`: the replicas of its run, which may have other numbers."""
+    """List a gang's ranks on a node. `running`: the replicas of its run, whose numbers may differ."""
     size, out = gang.ask.replica_gpus, list[int]()
     numbers = sorted([*gang.replicas, *gang.shrinking])
     ours = running if len(running) == len(numbers) else numbers
@@ -77,8 +77,8 @@ class Queue:
         self.scheduler = self.journal.recover(self._fresh, self._fold)
         self.agents = Nodes(self.folder / NODES, self.scheduler.names)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.told: dict[str, float] = {}  # job -> when it was told to stop
-        self.scaled: dict[str, int] = {}  # job -> replicas that its controller was asked for
+        self.told: dict[str, float] = {}  # job -> when it was asked to stop
+        self.scaled: dict[str, int] = {}  # job -> number of replicas requested from its controller
         self.crashes: dict[str, int] = {}
         self.timer_ns = self.scheduler.timer_ns
         self.changed = True
@@ -102,7 +102,7 @@ class Queue:
         self.close()
 
     def close(self) -> None:
-        """Leave in order: jobs continue, the next queue starts the nodes anew."""
+        """Leave in order: jobs continue, and the next queue restarts the nodes."""
         self.agents.close()
         self.journal.close()
 
@@ -121,7 +121,7 @@ class Queue:
             self._publish()
 
     def tell(self, event: asks.Event) -> None:
-        """Journal an event, and carry out what follows from it."""
+        """Journal an event, and carry out the resulting commands."""
         todo, self.changed = [event], True
         while todo:
             said = todo.pop(0)
@@ -131,7 +131,7 @@ class Queue:
                 self._obey(command)
 
     def _take(self, path: Path) -> None:
-        """A request of a user. A file that is none is put aside."""
+        """Read a user's request. An invalid file is put aside."""
         try:
             body = json.loads(path.read_text())
             event = codec.decode(getattr(asks, body["kind"]), body["event"], "event")
@@ -148,7 +148,7 @@ class Queue:
     # -- nodes
 
     def _look_at_nodes(self) -> None:
-        """Say which nodes have died, and which are back; not of those that an operator has declared down."""
+        """Report which nodes have died and which are back, except nodes that an operator has declared down."""
         self.agents.look()
         for name, number in self.scheduler.index.items():
             ward = self.scheduler.wards.wards.get(number)
@@ -161,10 +161,10 @@ class Queue:
                 self.tell(asks.NodeUp(name))
 
     def _fence(self, gang: Gang, node: int) -> None:
-        """Have a run end its agents on a dead node, before others may believe that nothing runs there."""
+        """Make a run end its agents on a dead node, before anyone assumes that nothing runs there."""
         run = self._run_of(gang.job)
         if run is None:
-            return  # it has none yet
+            return  # it has no run yet
         said = self._status_of(run) or {"nodes": {}, "replicas": []}
         size = gang.ask.replica_gpus
         places = {rank // min(size, self.node_gpus) for rank in ranks_on(gang, node, said["replicas"])}
@@ -213,7 +213,7 @@ class Queue:
         return [part for each in [*sets, *own] for part in ("--set", each)]
 
     def _stop(self, job: str, grace_ns: int) -> None:
-        """Ask it to save and end; after the grace period (0: at the next turn) to end at once."""
+        """Ask a job to save and end, and to end at once after the grace period (0: at the next turn)."""
         self.told.setdefault(job, time.monotonic() - (self.rules.grace_ns - grace_ns) / S)
         if pid := self._alive(job):
             os.kill(pid, signal.SIGTERM)
@@ -221,7 +221,7 @@ class Queue:
     # -- what becomes of it
 
     def _alive(self, job: str) -> int:
-        """The process of a job; 0: it has none."""
+        """Return the process of a job; 0: it has none."""
         process = self.processes.get(job)
         if process is not None:
             return process.pid if process.poll() is None else 0
@@ -232,7 +232,7 @@ class Queue:
                 return int(said["pid"])
         except (OSError, ValueError, KeyError):
             pass
-        # One that was started just before the queue was killed.
+        # It may have been started just before the queue was killed.
         return next((pid for run in sorted((home / "runs").glob("*")) if (pid := head_of(run).pid)), 0)
 
     def _look_at(self, gang: Gang) -> None:
@@ -243,12 +243,12 @@ class Queue:
             since = self.told.setdefault(gang.job, time.monotonic())
             if time.monotonic() - since > self.rules.grace_ns / S:
                 self.told[gang.job] = time.monotonic()
-                os.kill(pid, signal.SIGTERM)  # a second one ends it at once
+                os.kill(pid, signal.SIGTERM)  # a second signal ends it at once
         elif gang.state == RUNNING and gang.ask.least:
             self._scale(gang)
 
     def _scale(self, gang: Gang) -> None:
-        """Bring the number of a run's replicas to what the scheduler has decided."""
+        """Bring a run to the number of replicas that the scheduler has decided."""
         wanted = len(gang.replicas)
         if self.scaled.get(gang.job) == wanted and not gang.shrinking:
             return
@@ -286,12 +286,12 @@ class Queue:
             self.tell(asks.Ended(job, ok=False))
         elif self.crashes.get(job, 0) < MOST_CRASHES and not told:
             self.crashes[job] = self.crashes.get(job, 0) + 1
-            self._start(job)  # it was killed: it continues from its last checkpoint
+            self._start(job)  # it was killed, and continues from its last checkpoint
         else:
             self.tell(asks.Ended(job, ok=False))
 
     def _status(self, job: str) -> str:
-        """How the newest run of a job ended, by its own word; "": it left none."""
+        """Return how the newest run of a job ended, from its summary; "": it left none."""
         home = self.folder / JOBS / job
         name = json.loads((home / "name.json").read_text())
         for run in run_folders(home / "runs", name)[:1]:

@@ -1,5 +1,5 @@
-"""Controllers that share a journal: one acts, the others stand by. Each waits until the journal is free, and then
-begins its job, or continues the run that is there."""
+"""Let controllers share a journal: one acts, the others stand by. Each waits until the journal is free, then starts its
+own job or continues the run in the journal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.runtime.journal import JournalError
 from phalanx.runtime.journal_server import LEASE_S, JournalServer, Kept
 from phalanx.spec.load import Resolved
 
-PAUSE_S = 2 * LEASE_S  # before a controller that has left takes the journal again: others go first
+PAUSE_S = 2 * LEASE_S  # pause before a controller that has left claims the journal again: others go first
 
 Mine = tuple[Resolved, Forecast | None]
 
@@ -38,10 +38,10 @@ def take_turns(
     standby: bool,
     mine: Mine | None,
     say: Callable[[str], object],
-    train: Callable[..., object],  # of a job, what to expect of it, and `shared`
+    train: Callable[..., object],  # takes a job, its forecast, and `shared`
 ) -> None:
-    """Until the run is over. `mine`: the job that this controller begins if the journal has none; None: it only
-    continues what others begin."""
+    """Take turns until the run is over. `mine`: the job that this controller starts if the journal has none; None: it
+    only continues the runs of others."""
     journal = JournalServer(url, secrets.token_hex(8))
     while True:
         try:
@@ -79,7 +79,7 @@ def _job_of(kept: Kept) -> Mine:
 
 
 def _check(journal: JournalServer, kept: Kept | None, mine: Mine | None, standby: bool) -> None:
-    """Whether this controller may do something about the run that is there."""
+    """Raise UserError if this controller may not touch the run in the journal."""
     if kept is None or kept.done:
         return
     message, remedy = "", ""

@@ -1,5 +1,5 @@
-"""Which checkpoint a run continues: the one that was named, or the best good one of the job's earlier runs. A run that
-finds checkpoints and can load none of them does not begin anew by itself."""
+"""Choose the checkpoint that a run continues: a named one, or the best good one of the job's earlier runs. A run that
+finds checkpoints but can load none of them does not silently start over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Start:
 
     catalog: Catalog
     reader: Reader
-    job: str  # its name
+    job: str  # name of the job
     others: list[Candidate]  # the best first
 
     @property
@@ -43,15 +43,15 @@ class Start:
         return {"url": self.reader.store.url, "name": self.reader.name}
 
     def next(self, reason: str, on_event: OnEvent) -> Start | None:
-        """After a rank could not load this one."""
+        """Return what to try after a rank could not load this checkpoint."""
         if self.catalog.judge(self.reader.name, reason, on_event):
             return Start(self.catalog, Reader(self.reader.store, self.reader.name), self.job, self.others)
         return _first(self.others, self.job, on_event)
 
 
 def find_start(asked: str, job: Job, on_event: OnEvent) -> Start | None:
-    """`asked`: auto, new, or the path of a checkpoint, of a run, or of a folder or bucket of checkpoints. A run that
-    continues nothing begins with checkpoint.start; None: with first weights."""
+    """Find where to begin. `asked`: auto, new, or the path of a checkpoint, of a run, or of a folder or bucket of
+    checkpoints. A run that continues nothing begins with checkpoint.start. None: with fresh weights."""
     if asked == AUTO:
         found = _find(lambda: _auto(job, on_event), "--resume", asked)
         if found:
@@ -117,8 +117,8 @@ def _auto(job: Job, on_event: OnEvent) -> Start | None:
 
 
 def _candidates(catalogs: list[Catalog]) -> list[Candidate]:
-    """The good checkpoints: first those of the lineage that owns the place, then the lineage that came the furthest;
-    in a lineage the newest first."""
+    """List the good checkpoints. The lineage that owns the place comes first, then the lineage that came furthest;
+    within a lineage the newest comes first."""
     groups: dict[tuple[int, str], list[Candidate]] = {}
     for number, catalog in enumerate(catalogs):
         for found in catalog.good():
@@ -133,7 +133,7 @@ def _candidates(catalogs: list[Catalog]) -> list[Candidate]:
 
 
 def _first(candidates: list[Candidate], job: str, on_event: OnEvent) -> Start | None:
-    """`job`: the name that the checkpoint's job must have; "": any."""
+    """Return the first candidate that opens. `job`: the name that the checkpoint's job must have; "": any."""
     for i, (catalog, found) in enumerate(candidates):
         reader = catalog.try_open(found.name, on_event)
         if reader and (not job or reader.manifest.job.get("name", job) == job):
@@ -149,7 +149,7 @@ def _is_of(found: Found, job: str) -> bool:
 
 
 def _has_saved(run: Path) -> bool:
-    """Whether the record of a run says that it made checkpoints."""
+    """Return True if the record of a run mentions checkpoints."""
     try:
         return any(event["type"] == "checkpoint" for event in RunRecord.open(run).events())
     except (OSError, ValueError, KeyError):
@@ -157,8 +157,8 @@ def _has_saved(run: Path) -> bool:
 
 
 def check_room(start: Start | None, job: Job, asked: str) -> None:
-    """That no newer checkpoint of this lineage, and none of another run, is where this run will write, unless it is to
-    begin anew."""
+    """Refuse a place that has a newer checkpoint of this lineage, or for a new lineage any checkpoint, unless the run
+    is to start over."""
     if not job.checkpoint.dir or job.checkpoint.every_steps < 0 or asked == NEW:
         return
     lineage = start.manifest.lineage if start else None
@@ -177,7 +177,7 @@ def check_room(start: Start | None, job: Job, asked: str) -> None:
 
 
 def take_place(store: Store, job: Job, lineage: str, run: str, on_wait: Callable[[str], None]) -> lease.Lease:
-    """Become the only run that writes checkpoints there."""
+    """Become the only run that writes checkpoints to this place."""
     mine = lease.Lease(store, OWNER, {"job": job.name, "lineage": lineage, "run": run})
 
     def wait(body: lease.Body) -> None:
@@ -201,7 +201,7 @@ def take_place(store: Store, job: Job, lineage: str, run: str, on_wait: Callable
 
 
 def next_generation(store: Store, start: Start | None) -> int:
-    """The generation after which the run begins: what it writes must come after all that is there."""
+    """Return the generation after which the run begins: all that it writes must come after what exists."""
     if not start:
         return 0
     own = [f.place.generation for f in Catalog(store).all() if f.lineage == start.manifest.lineage]
@@ -222,7 +222,7 @@ def _unreachable(job: Job, error: Exception) -> UserError:
 
 
 def check_fits(start: Start, job: Job) -> None:
-    """That the checkpoint is of this model; the layout may be any."""
+    """Check that the checkpoint fits this model; its layout may differ."""
     saved = start.manifest.job.get("model", {})
     here = job.to_dict()["model"]
     shaping = [k for k in here if k in saved and saved[k] != here[k] and not k.startswith(MAY_CHANGE)]

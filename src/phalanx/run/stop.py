@@ -1,5 +1,5 @@
 """Ctrl-C, SIGTERM, a closed terminal and the end of a time limit ask a run for an orderly stop. So does SIGUSR1, by
-which an engine says that the time it has given ends soon: the run may then be started again."""
+which an engine warns that its time limit is near; the run may then be restarted."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 
 class Stop:
-    """While it is entered the first signal asks the run to save and to leave within its grace period; the second asks
-    it to leave at once, though still in order. `limit_s`: after which the run stops by itself; 0: none. `left_s`: after
-    which the engine wants it to leave."""
+    """A context in which the first signal asks the run to save and leave within its grace period; the second asks it to
+    leave at once, though still in order. `limit_s`: the run stops by itself after this; 0: never. `left_s`: the engine
+    wants it to leave after this."""
 
     def __init__(self, limit_s: float = 0.0, left_s: float = math.inf) -> None:
         self.at_limit = time.monotonic() + limit_s if limit_s else math.inf
         self.at_end = time.monotonic() + left_s
         self.hurried = False
-        self.number = 0  # of the first signal
+        self.number = 0  # number of the first signal
         self._signalled = False
         self._warned = False
         self._raises = False
@@ -33,7 +33,7 @@ class Stop:
 
     @property
     def is_time_up(self) -> bool:
-        """Whether nobody but the engine asks for it, whose time is over."""
+        """Return True if only the engine asks for the stop, because its time is over."""
         over = self._warned or time.monotonic() > self.at_end
         return over and not self._signalled and time.monotonic() <= self.at_limit
 
@@ -45,7 +45,7 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """For a time in which nothing runs that wants an orderly end: a signal raises KeyboardInterrupt."""
+        """Let a signal raise KeyboardInterrupt while nothing runs that needs an orderly end."""
         self._raises = True
         try:
             if self._signalled:

@@ -1,5 +1,5 @@
-"""One run, from a resolved job to its record: prepare the data, start the processes, fold their
-reports. The listener only listens."""
+"""One run, from a resolved job to its record: prepare the data, start the processes, fold their reports. The listener
+only observes."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ ENTRIES = Entries(
     preload=(WORKER.replace(":main", ":prepare"),),
 )
 MFU_CUSTOM = "6N FLOPs per token, N all parameters"
-MFU = {"dense": MFU_CONVENTION, "moe": MFU_EXPERTS}  # by family, of those whose FLOPs are counted
+MFU = {"dense": MFU_CONVENTION, "moe": MFU_EXPERTS}  # by family, for families whose FLOPs are counted
 
 
 class _Damaged(Exception):
-    """The checkpoint that was to be loaded."""
+    """The checkpoint to be loaded is damaged."""
 
 
 SEE_EVENTS = "see events.jsonl of the run for what failed, and the logs of its nodes"
@@ -71,12 +71,12 @@ SEE_EVENTS = "see events.jsonl of the run for what failed, and the logs of its n
 
 class Listener(Protocol):
     def starting(self, run_dir: Path) -> None: ...
-    def status(self, text: str) -> None: ...  # what is being waited for
+    def status(self, text: str) -> None: ...  # what the run is waiting for
     def note(self, text: str) -> None: ...
     def facts(self, facts: dict[str, Any]) -> None: ...
-    def measure(self, row: dict[str, Any]) -> Mapping[str, float] | None: ...  # what is recorded with the row
+    def measure(self, row: dict[str, Any]) -> Mapping[str, float] | None: ...  # returns figures to record with the row
     def step(self, row: dict[str, Any]) -> None: ...
-    def checkpoint(self, event: dict[str, Any]) -> None: ...  # it is committed
+    def checkpoint(self, event: dict[str, Any]) -> None: ...  # called when a checkpoint is committed
     def validation(self, event: dict[str, Any]) -> None: ...
     def finished(self, summary: dict[str, Any]) -> None: ...
 
@@ -92,9 +92,9 @@ def run_job(
     secret: Path | None = None,
     shared: Shared | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, from the checkpoint that `resume` names; the summary that is also in the record, with the
-    forecast beside what was measured. `adapter` starts the agents, which join at `listen`. Raises UserError, RunFailed
-    or KeyboardInterrupt (TimeUp), each after everything has been cleaned up and recorded."""
+    """Train to the end, from the checkpoint that `resume` names. Return the summary, which is also in the record and
+    compares the forecast with the measurements. `adapter` starts the agents, which join at `listen`. Raise UserError,
+    RunFailed or KeyboardInterrupt (TimeUp), each after everything has been cleaned up and recorded."""
     adapter = adapter or Local()
     if adapter.is_one_machine:
         refuse(job)
@@ -135,7 +135,7 @@ def run_job(
 
 
 def _finish(record: RunRecord, summary: dict[str, Any], listener: Listener) -> None:
-    """Write the summary. All steps are done: a disk without room for it does not make the run a failed one."""
+    """Write the summary. All steps are done, so a full disk does not make this a failed run."""
     try:
         record.finish(summary)
     except OSError as error:
@@ -145,7 +145,7 @@ def _finish(record: RunRecord, summary: dict[str, Any], listener: Listener) -> N
 
 
 class _Recorded:
-    """A listener whose notes are in the record, too, for those who attach later."""
+    """A listener whose notes also go to the record, for those who attach later."""
 
     def __init__(self, listener: Listener, record: RunRecord):
         self._record, self._note = record, listener.note
@@ -189,7 +189,7 @@ def _create_record(job: Job, origins: dict[str, str], forecast: Forecast | None)
 
 
 def _median_phases(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of a step by phase, and what its ranks waited for samples."""
+    """Return the median seconds of each phase of a step, and of waiting for samples."""
     timed = [row["phases"] for row in rows if row["phases"]]
     phases = {name: median(phases[name] for phases in timed) for name in (timed[0] if timed else ())}
     return {"data": median(row["data_wait_s"] for row in rows), **phases}
@@ -213,27 +213,27 @@ class _Run:
         self.secret, self.shared, self.kept = secret, shared, shared.kept if shared else None
         self.job, self.record, self.listener, self.stop, self.starter = job, record, listener, stop, starter
         self.adapter, self.listen, self.start, self.noticed = adapter, listen, start, noticed
-        self.attempts = 0  # to start from a checkpoint
-        self.durable: int | None = None  # the last step that has a checkpoint, once the controller has said so
-        self.place = job.checkpoint.dir or str(record.path / FOLDER)  # of its checkpoints
+        self.attempts = 0  # starts from a checkpoint so far
+        self.durable: int | None = None  # last step with a checkpoint, once the controller has reported it
+        self.place = job.checkpoint.dir or str(record.path / FOLDER)  # place of its checkpoints
         self.mark = secrets.token_hex(8)
         own = start is not None and start.manifest.job.get("name", job.name) == job.name
         self.lineage = (start.manifest.lineage if start and own else "") or secrets.token_hex(4)
-        if self.kept:  # it is the run that others began
+        if self.kept:  # this is a run that another controller began
             args = self.kept.spec["worker"]["args"]
             self.mark, self.lineage, self.place = args["keeper"]["run"], args["facts"]["lineage"], args["checkpoints"]
         self.lease: Lease | None = None
         self.data: RunData | None = None
         self.launched = self.over = False
         self.running: set[int] = set()
-        self.facts: fold.Fold = {}  # of all ranks that have said what they run on
+        self.facts: fold.Fold = {}  # facts of all ranks that have reported
         self.form: dict[str, Any] = {"generation": 0, "replicas": range(job.layout.replica)}  # of the last generation
-        self.memory = ""  # why no recovery can go on from snapshots in memory
-        self.incidents = 0  # generations that a failure has ended
+        self.memory = ""  # why recovery from snapshots in memory is off
+        self.incidents = 0  # generations ended by a failure
         self.table = StepTable(job.layout.world_size, job.tokens_per_step)
         self.goodput = Running(time.time(), job.layout.world_size)
         self.num_steps, self.skips, self.first_loss = 0, 0, 0.0
-        self.rows: deque[dict[str, Any]] = deque(maxlen=1000)  # the latest; all of them are in the record
+        self.rows: deque[dict[str, Any]] = deque(maxlen=1000)  # the latest rows; the record has all
         self.entropy = 0.0
         self.validations: Validations | None = None
 
@@ -311,16 +311,16 @@ class _Run:
             unrecorded=lambda: self.table.unrecorded,
         )
         if self.attempts:
-            cluster.folder = self.record.path / f"control-{self.attempts}"  # another beginning, another journal
+            cluster.folder = self.record.path / f"control-{self.attempts}"  # a new start has a new journal
         self.attempts += 1
         try:
             out = cluster.run(begin)
         except KeyboardInterrupt:
-            self.over = True  # whoever asked for it does not want others to continue
+            self.over = True  # the user stopped the run, so no other controller continues it
             raise
         finally:
             cluster.close()
-            if self.adapter.is_one_machine:  # all its writers are gone, some killed in the middle of it
+            if self.adapter.is_one_machine:  # all writers are gone, some of them killed while writing
                 for left in self.record.path.rglob(".*.tmp"):
                     left.unlink(missing_ok=True)
             self.over |= bool(cluster.ended)
@@ -331,10 +331,11 @@ class _Run:
         return out
 
     def _is_stopped(self, cluster: Cluster) -> bool:
-        """Raise RunFailed if nothing can be saved any more, because another run has taken the place over."""
+        """Return True if the run is to stop. Raise RunFailed if another run has taken over the place of the
+        checkpoints."""
         if self.lease and self.lease.is_lost and not cluster.ended:
             owner = self.lease.owner
-            if owner.get("run") != self.mark:  # else it is another controller of this one, which is fenced elsewhere
+            if owner.get("run") != self.mark:  # otherwise it is another controller of this run, fenced elsewhere
                 who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "a newer version"
                 raise RunFailed(
                     f"{self.place} belongs to another run now ({who}): nothing can be saved there any more",
@@ -343,11 +344,11 @@ class _Run:
         return self.stop.asked
 
     def _hands_over(self) -> bool:
-        """Whether this process was asked to leave, and others continue the run."""
+        """Return True if this process was asked to leave and others continue the run."""
         return self.shared is not None and self.shared.standby and self.stop.number == signal.SIGTERM
 
     def _judge(self, ended: dict[str, Any]) -> None:
-        """Raise what a run that was not done is told to its user."""
+        """Raise the error that tells the user why the run was not done."""
         if ended["ok"]:
             return
         failure, reason, rank = Failure(**ended["failure"]), str(ended["reason"]), ended["rank"]
@@ -356,15 +357,15 @@ class _Run:
         if failure.kind == "DataLost":
             remedy_ = "`phalanx data verify` lists what is damaged; restore it, or raise data.quarantine_limit"
             raise RunFailed(f"the data cannot be read any further: {failure.text}", remedy=remedy_)
-        if failure.kind == UserError.__name__:  # found out by a worker, but the user's to mend all the same
+        if failure.kind == UserError.__name__:  # found by a worker, but still the user's to fix
             raise UserError(failure.text)
         raise RunFailed(
             reason, rank=rank if rank >= 0 else None, log_tail=failure.tail, remedy=remedy(failure) or SEE_EVENTS
         )
 
     def _fall_back(self, reason: str, resume: str) -> None:
-        """To the next older checkpoint: the one that was to be loaded is damaged."""
-        if self.start is None:  # others have chosen it, and it is not known here what they would take next
+        """Fall back to the next older checkpoint, because the one to be loaded is damaged."""
+        if self.start is None:  # another controller chose it, and this one does not know its next choice
             raise RunFailed(reason, remedy="begin again with --resume auto, from another checkpoint")
         self.start = self.start.next(reason, self._on_checkpoint_event)
         self.facts = {}
@@ -383,8 +384,8 @@ class _Run:
         self.data.write(self.record.path)
 
     def _saved(self) -> tuple[int | None, str]:
-        """The step of the newest checkpoint of this run, or of those that it continues, no matter who wrote it; None:
-        it cannot be known. And this in words."""
+        """Return the step of the newest checkpoint of this run or of the run that it continues, and a description of
+        it. The step is None if it cannot be known."""
         step, where = 0, ""
         if self.start:
             step, where = self.start.manifest.step, f"{self.start.place['url']}/{self.start.reader.name}"
@@ -408,24 +409,24 @@ class _Run:
         if self.lease:
             self.lease.close()
         if self.shared:
-            with contextlib.suppress(JournalError):  # then others find out by its silence
+            with contextlib.suppress(JournalError):  # then others notice the silence
                 self.shared.journal.leave(done=self.over)
 
     def end(self, error: BaseException) -> BaseException:
-        """Record how far the run came; returns what the caller is told. A run that was refused before
-        its ranks started leaves nothing."""
+        """Record how far the run came, and return the error for the caller. A run that was refused before its ranks
+        started leaves nothing."""
         if isinstance(error, UserError) and not self.launched:
             self.record.close()
             shutil.rmtree(self.record.path, ignore_errors=True)
             with contextlib.suppress(OSError):
-                self.record.path.parent.rmdir()  # if it is empty, it was made for this run
+                self.record.path.parent.rmdir()  # an empty parent was made for this run
             return error
         handed = isinstance(error, Superseded)
         stopped = isinstance(error, KeyboardInterrupt | BrokenPipeError) or self.stop.asked or handed
         saved, words = self._saved()
         if stopped and not handed and not isinstance(error, BrokenPipeError):
             begun = self.start.manifest.step if self.start else 0
-            # A start that came no further, or saved nothing, would not either when it is repeated.
+            # A start that made no progress, or saved nothing, would do the same when repeated.
             further = self.num_steps and (saved is None or saved > begun)
             kind = TimeUp if self.stop.is_time_up and further else KeyboardInterrupt
             error = kind(f"{self.stop.why} after step {begun + self.num_steps} of {self.job.train.steps}; {words}")
@@ -440,7 +441,7 @@ class _Run:
         return error
 
     def figures(self) -> dict[str, Any]:
-        """What is known of the run so far."""
+        """Return the figures of the run so far."""
         rows = list(self.rows)
         losses = [row["loss"] for row in rows[-10:] if "skipped" not in row] or [math.nan]
         out: dict[str, Any] = {"steps": self.num_steps, "unigram_entropy": self.entropy}
@@ -498,7 +499,7 @@ class _Run:
         self.record.event(event)
         self.listener.note(told(event))
         self.listener.validation(event)
-        if self.lease and self.lease.is_lost:  # there it would take the place of another run's
+        if self.lease and self.lease.is_lost:  # it would replace another run's best
             return
         try:
             self.validations.remember()
@@ -560,7 +561,7 @@ class _Run:
         self.listener.note(f"waiting for {nodes} nodes: phalanx agent --join {join} --secret {secret}")
 
     def _on_decision(self, said: dict[str, Any]) -> None:
-        """Note a decision of the controller."""
+        """Record a decision of the controller."""
         self.record.event({**said, "type": f"control {said['type']}"})
         if said["type"] == "form":
             self.form = said
@@ -627,7 +628,7 @@ class _Run:
             row["validation_loss"] = loss
         if line:
             self.record.ledger(line)
-        else:  # that no step is missing is checked elsewhere; here it must not end the run
+        else:  # missing steps are detected elsewhere; a gap must not end the run here
             self.record.event({"type": "ledger gap", "step": row["step"]})
             self.listener.note(f"step {row['step']}: no rank that knows its loss has reported it; the ledger has a gap")
         if skipped := row.get("skipped"):
@@ -655,7 +656,7 @@ class _Run:
         )
 
     def _on_facts(self, said: fold.Fold) -> None:
-        """What ranks run on; those that take the place of others say it again."""
+        """Merge the facts of ranks. Ranks that replace others report again, and are ignored."""
         if self.facts and fold.overlap(self.facts["ranks"], said["ranks"]):
             return
         self.facts = fold.merged(self.facts, said) if self.facts else said
@@ -664,7 +665,7 @@ class _Run:
             self._all_facts(self.facts)
 
     def _all_facts(self, first: fold.Fold) -> None:
-        """Every rank has said what it runs on: the MFU's denominator is known."""
+        """Take the facts of all ranks, which give the denominator of the MFU."""
         job = self.job
         counted = job.model.family in MFU
         flops = job.model.flops_per_token(job.train.seq_len) if counted else 6 * first["num_params"]

@@ -1,5 +1,6 @@
-"""What the ranks say of a validation, folded, as one result: loss, perplexity and bits per byte of each set and of all
-of them. The best so far is kept in a file beside the checkpoints, where retention reads it (`checkpoint.best`)."""
+"""Fold the ranks' validation reports into one result: loss, perplexity and bits per byte of each set and of all
+together. The best result so far is kept in a file beside the checkpoints, where retention reads it
+(`checkpoint.best`)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Event = dict[str, Any]
 
 
 class Validations:
-    """`store`: where checkpoints are, if the best is to be kept."""
+    """Collects the reports of a run. `store`: the place of the checkpoints, if the best is to be kept."""
 
     def __init__(self, sets: Sequence[ValidationSet], every_steps: int, lineage: str, store: Store | None):
         self.sets, self._store = list(sets), store
@@ -32,7 +33,7 @@ class Validations:
         return {"step": self._best.step, "loss": self._best.loss} if self._best.step >= 0 else None
 
     def add(self, said: fold.Fold, world_size: int) -> Event | None:
-        """Take reports; returns the result that they complete."""
+        """Add reports, and return the result if they complete one."""
         key = (said["generation"], said["step"])
         known = self._open.get(key)
         whole = self._open[key] = fold.merged(known, said) if known else said
@@ -57,12 +58,12 @@ class Validations:
         return self.last
 
     def remember(self) -> None:
-        """Let retention know. OSError."""
+        """Write the best result for retention. Raises OSError."""
         if self._store:
             self._best.write(self._store)
 
     def take(self) -> float | None:
-        """The loss that no row has yet."""
+        """Return the loss that has not been put in a row yet."""
         loss, self._fresh = self._fresh, None
         return loss
 

@@ -24,7 +24,7 @@ from phalanx.spec.presets import PRESETS
 
 KeyPath = tuple[str, ...]
 QUICKSTART = "quickstart.toml"
-PLANNED_TOO = {"ranks", "ranks_per_node", "cp_style"}  # of the layout, what may be given though it is planned
+PLANNED_TOO = {"ranks", "ranks_per_node", "cp_style"}  # layout fields that leave the rest to the planner
 
 
 @dataclass(frozen=True, slots=True)
