@@ -1,7 +1,7 @@
-"""Benchmarks of this tree beside the same ones of an older tree, in turns: whether what exists became slower.
+"""Run benchmarks of this tree and of an older tree in turns, to see whether existing features became slower.
 
 The older tree is checked out of git into a temporary folder, and runs its own benchmark files. Each turn runs a
-benchmark once in each tree, this one first in every second turn; a figure's ratio is taken within a turn.
+benchmark once in each tree; this tree goes first in every second turn. A figure's ratio is taken within a turn.
 
 Bar: this tree over the older one, for every figure (the less the better): upper end of the 95 % interval <= 1.10."""
 
@@ -19,7 +19,7 @@ REF = "HEAD" if SMOKE else "2f06321"  # before the issues on one protocol, conta
 TURNS = 2 if SMOKE else 10
 HERE = Path(__file__).resolve().parent.parent
 
-# Options of one run in a turn, and where its figures stand in its last line: `*` takes every key.
+# Options of one run in a turn, and where its figures are in its last line: `*` takes every key.
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "checkpoint_restore": (["--rounds", "2"], ["rows.*.ours_s"]),
     "checkpoint_stall": (["--rounds", "2"], ["medians.ours.extra", "medians.ours.blocked", "medians.ours.seconds"]),
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 
 
 def figures(line: object, path: str) -> dict[str, float]:
-    """Numbers below `path` of a benchmark's last line, by their own paths."""
+    """Return the numbers below `path` of a benchmark's last line, keyed by their own paths."""
     found: dict[str, object] = {"": line}
     for part in path.split("."):
         deeper: dict[str, object] = {}
@@ -48,7 +48,7 @@ def run(tree: Path, name: str, arguments: list[str]) -> dict[str, object]:
     command = [sys.executable, str(tree / "benchmarks" / f"{name}.py"), *arguments, *(["--smoke"] if SMOKE else [])]
     done = subprocess.run(command, cwd=tree, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    if not lines or not lines[-1].startswith("{"):  # it says `ok: false` where only its own bar is missed
+    if not lines or not lines[-1].startswith("{"):  # `ok: false` only means that its own bar was missed
         raise SystemExit(f"{name} of {tree} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return json.loads(lines[-1])
 

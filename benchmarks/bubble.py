@@ -1,7 +1,7 @@
-"""The pipeline's bubble, measured, beside the formula: 4 stages' ranks, 8 and 16 micro-batches, every
-schedule, stages that sleep and stages that compute. A rank's bubble is the share of the step in which it
-waits for a neighbour; the figure is the mean over ranks, median of several steps. The least of the steps stands
-beside it, for orientation.
+"""The pipeline's bubble, measured and compared with the formula: 4 stages' ranks, 8 and 16 micro-batches, every
+schedule, stages that sleep and stages that compute. A rank's bubble is the share of the step in which it waits for a
+neighbour. The figure is the mean over ranks, median of several steps; the smallest of the steps is shown for
+orientation.
 
 With p ranks, m micro-batches and v chunks on a rank:
   GPipe, 1F1B                    (p - 1) / (m + p - 1)
@@ -9,10 +9,10 @@ With p ranks, m micro-batches and v chunks on a rank:
   interleaved zero-bubble, ZB-V  (p - 1) / (3 v m + p - 1) where a forward and the two halves of a backward
                                  take the same time, as the sleeps do
 
-Computing stages run the engine's own forwards and backwards; each piece is padded to the time of the slowest
-rank, because the formula is about equal stages, and where there are fewer cores than ranks to a time in which
-every rank gets its turn. The two halves of a computed backward do not take a forward's time, so there the
-prediction plays the schedule through with the median time of each kind of work.
+Computing stages run the engine's own forwards and backwards. The formula is about equal stages, so each piece is padded
+to the time of the slowest rank; with fewer cores than ranks, it is padded so that every rank gets its turn. The two
+halves of a computed backward do not take as long as a forward, so there the prediction simulates the schedule with the
+median time of each kind of work.
 
 Bar: measured within 10 % of the prediction, everywhere. `bubble.py sleep` or `bubble.py compute` runs half of it."""
 
@@ -29,13 +29,13 @@ from tests.pool import Pool
 
 PP, TIMES = 4, 1 if SMOKE else 3
 NUM_MICRO = (4,) if SMOKE else (8, 16)
-# A whole stage's forward, asleep; the sequence that computing stages work on.
+# How long the forward of a whole stage sleeps; the sequence length of computing stages.
 SLEEP_S, SEQ_LEN = (0.004, 16) if SMOKE else (0.12, 256)
-LONGER = 2  # times that, for the schedules whose bubble is so small that a message's way would be seen in it
+LONGER = 2  # times as long for schedules whose bubble is so small that message latency would show in it
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv")
 DIM, FFN_DIM = (32, 64) if SMOKE else (512, 1408)
 MODEL = ModelConfig(vocab_size=32, dim=DIM, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=FFN_DIM)
-SLOT, SLOT_CROWDED = 2.0, 3.0  # of the CPU time; the second with fewer cores than ranks
+SLOT, SLOT_CROWDED = 2.0, 3.0  # times the CPU time; the second with fewer cores than ranks
 
 
 def slot():
@@ -56,8 +56,8 @@ NAMES = {
 
 
 def play(layout, num_micro, seconds):
-    """The schedule with these times for each kind of work and none for messages: the mean share of the whole
-    in which a rank has nothing to do."""
+    """Simulate the schedule with these times for each kind of work, and none for messages. Return the mean share of the
+    whole in which a rank is idle."""
     todo = {r: [a for a in actions if a.computation_type in NAMES] for r, actions in order(layout, num_micro).items()}
     clock, done, busy = dict.fromkeys(todo, 0.0), {}, dict.fromkeys(todo, 0.0)
     while any(todo.values()):

@@ -1,4 +1,4 @@
-"""What benchmarks/bubble.py runs on each pipeline rank: one step, with the time it stood idle."""
+"""The rank's part of benchmarks/bubble.py: one step, with the time that the rank was idle."""
 
 import time
 
@@ -13,7 +13,7 @@ from tests.cases import CPU, connect
 
 
 class Watch:
-    """Sums up the time in which a rank waits for a neighbour, and keeps the time of each piece of work."""
+    """Sums the time in which a rank waits for a neighbour, and records the time of each piece of work."""
 
     def __init__(self):
         self.idle, self.work = 0.0, []
@@ -32,7 +32,7 @@ class Watch:
 
 
 def _meet(group):
-    """All ranks leave together, on one clock (they share a host)."""
+    """Release all ranks together, on one clock (they share a host)."""
     dist.barrier(group)
     soon = torch.tensor([time.perf_counter() + 0.05], dtype=torch.float64)
     dist.all_reduce(soon, dist.ReduceOp.MAX, group=group)
@@ -50,7 +50,7 @@ def _row(watch, start, group):
 
 
 def sleeps(args):
-    """Stages that sleep: F, then a backward of twice that, or its two halves of one F each."""
+    """Run stages that sleep: F, then a backward of twice that, or its two halves of one F each."""
     job = Job.from_dict(args["job"])
     layout, coord = job.layout, job.layout.coord(args["rank"])
     store = MeetingStore(args["store"], ("case", args["generation"]))
@@ -84,9 +84,9 @@ def sleeps(args):
 
 
 def compute(args):
-    """The engine's own steps on a model of equal layers. Equal layers do not take equal time to the
-    millisecond, and the formula is about equal stages: so after two steps each kind of work is padded to
-    `slot` times the CPU time it took on the slowest rank."""
+    """Run the engine's own steps on a model of equal layers. Equal layers do not take equal time to the millisecond,
+    but the formula is about equal stages. So after two steps each kind of work is padded to `slot` times its CPU time
+    on the slowest rank."""
     rank, rows, slots = connect(args), [], {}
     for step in range(args["times"] + 2):
         row, cpu = _computed_step(rank, step, slots)

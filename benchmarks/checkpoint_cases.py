@@ -1,5 +1,5 @@
-"""What the checkpoint benchmarks run on each rank, and how they start the ranks. Every rank is a script of its own and
-not a fork: DCP's process mode spawns from it."""
+"""The ranks' part of the checkpoint benchmarks, and the code that starts the ranks. Every rank is a script of its own
+rather than a fork: DCP's process mode spawns from it."""
 
 from common import machine  # isort: skip  (first: it makes tests/ importable)
 
@@ -105,7 +105,7 @@ class Ranks:
 
 
 def entries_of(tensors: int, rows: int, cols: int) -> list[Entry]:
-    """Weights and moments; tensor parallelism cuts them by rows and by columns in turn."""
+    """Return weights and moments; tensor parallelism cuts them by rows and by columns in turn."""
     return [
         Entry(Held(f"{kind}/layers.{i}.weight", (rows, cols), tp_dim=i % 2), "float32")
         for kind in KINDS
@@ -114,12 +114,12 @@ def entries_of(tensors: int, rows: int, cols: int) -> list[Entry]:
 
 
 def fill(entry: Entry, number: int, layout: Layout, rank: int, out: Tensor) -> None:
-    """With values that tell where in which tensor they belong."""
+    """Fill a tensor with values that encode which tensor and which place they belong to."""
     out.view(torch.int32).copy_(expected(entry, number, layout, rank))
 
 
 def expected(entry: Entry, number: int, layout: Layout, rank: int) -> Tensor:
-    """As integers: as floats some would not equal themselves."""
+    """Return the expected values as integers: as floats, some would not equal themselves."""
     r0, r1, c0, c1 = entry.held.bounds(layout, layout.coord(rank))
     rows = torch.arange(r0, r1, dtype=torch.int32) * 40503
     cols = torch.arange(c0, c1, dtype=torch.int32) * 97
@@ -127,7 +127,7 @@ def expected(entry: Entry, number: int, layout: Layout, rank: int) -> Tensor:
 
 
 class Sliced:
-    """A rank's slices under a layout: plain tensors, and the same memory as DTensors."""
+    """A rank's slices under a layout, as plain tensors and as DTensors over the same memory."""
 
     def __init__(self, entries: list[Entry], layout: Layout, rank: int, filled: bool):
         self.entries, self.layout, self.rank = entries, layout, rank
@@ -138,7 +138,7 @@ class Sliced:
                 fill(e, i, layout, rank, self.local[e.held.name])
 
     def dtensors(self, mesh: DeviceMesh) -> dict[str, DTensor]:
-        """Cut by tp first and then by shard, as ours are, so that both have the same slices."""
+        """Wrap the slices, cut by tp first and then by shard like ours, so that both have the same slices."""
         out = {}
         for e in self.entries:
             cut = [Shard(e.held.tp_dim or 0), Shard(0)]
@@ -157,7 +157,7 @@ class Sliced:
             tensor.zero_()
 
     def wrong(self) -> int:
-        """Tensors that are not what they should be."""
+        """Count the tensors with wrong values."""
         pairs = [(self.local[e.held.name], i, e) for i, e in enumerate(self.entries)]
         return sum(not torch.equal(t.view(torch.int32), expected(e, i, self.layout, self.rank)) for t, i, e in pairs)
 
@@ -172,11 +172,11 @@ def mesh_of(layout: Layout) -> DeviceMesh:
 
 
 class Chat:
-    """A rank's line to the parent."""
+    """A rank's connection to the parent."""
 
     def __init__(self):
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # whatever else is printed is no answer
+        os.dup2(2, 1)  # other output must not mix with the answers
 
     def orders(self):
         for line in sys.stdin:
@@ -193,7 +193,7 @@ def join(args) -> None:
 
 
 def save_small(args, chat: Chat) -> None:
-    """Orders: {path, salt}. A small checkpoint by DCP, of the slices that the parent asks for."""
+    """Save a small checkpoint with DCP for each order {path, salt}, from the slices that the parent asks for."""
     join(args)
     layout = Layout(shard=args["world"])
     mesh = mesh_of(layout)
@@ -225,8 +225,8 @@ def small_values(entry: Entry, number: int, salt: int) -> Tensor:
 
 
 def load_small(args, chat: Chat) -> None:
-    """Orders: {path, salt}; answers what DCP made of it: "raises", "wrong values", "harmless"."""
-    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))  # a flipped bit may ask for all memory there is
+    """Load with DCP for each order {path, salt}; answer with the outcome: "raises", "wrong values", "harmless"."""
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))  # a flipped bit may request all memory
     torch.set_num_threads(1)
     logging.disable()
     warnings.simplefilter("ignore")
@@ -238,7 +238,7 @@ def load_small(args, chat: Chat) -> None:
             tensor.zero_()
         try:
             dcp.load(state, storage_reader=FileSystemReader(order["path"]), no_dist=True)
-        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+        except (Exception, CheckpointException) as error:  # DCP's own error does not derive from Exception
             chat.answer({"found": "raises", "what": type(error).__name__})
             continue
         same = all(torch.equal(t, state[e.held.name]) for t, e in zip(truths[order["salt"]], entries, strict=True))
@@ -249,7 +249,7 @@ def load_small(args, chat: Chat) -> None:
 
 
 class Trainer:
-    """Matmuls, a small all-reduce that keeps the ranks in step, and torch's fused AdamW on this rank's slices."""
+    """Runs matmuls, a small all-reduce that keeps the ranks in step, and torch's fused AdamW on this rank's slices."""
 
     def __init__(self, sliced: Sliced, size: int, repeats: int):
         self.a, self.b = torch.randn(size, size), torch.randn(size, size)
@@ -264,7 +264,7 @@ class Trainer:
             self.optimizer.state[param] = {"step": torch.tensor(1.0), **moments}
 
     def step(self, flag: float, before_update, after_update) -> float:
-        """Returns the sum of all ranks' flags."""
+        """Run a step, and return the sum of all ranks' flags."""
         began = time.monotonic()
         for _ in range(self.repeats):
             torch.mm(self.a, self.b, out=self.out)
@@ -304,7 +304,7 @@ class Ours:
         self.snap.wait()
 
     def durable(self, at: float) -> None:
-        """The parent has heard that it is committed."""
+        """Note that the parent has reported the commit."""
         self.at = at
         self.told.set()
 
@@ -323,7 +323,7 @@ class Dcp:
         self.state, self.folder, self.threads = sliced.dtensors(mesh_of(sliced.layout)), Path(folder), threads
         self.mode = AsyncCheckpointerType(mode)
         shared = mode == "process"
-        self.group = None if shared else dist.new_group()  # its thread's collectives must not meet the trainer's
+        self.group = None if shared else dist.new_group()  # its thread's collectives must not mix with the trainer's
         self.stager = DefaultStager(StagingOptions(False, shared, async_staging, False))
         self.at, self.future, self.staged = 0.0, None, None
 
@@ -362,7 +362,7 @@ class Dcp:
 
 
 class Raw:
-    """A process beside the rank that writes as many bytes from its memory, past the page cache if it can."""
+    """A process next to the rank that writes as many bytes from its memory, bypassing the page cache if possible."""
 
     def __init__(self, folder: str, rank: int, size: int):
         self.pipe, theirs = multiprocessing.Pipe()
@@ -419,7 +419,7 @@ def write_raw(pipe, folder: str, rank: int, size: int) -> None:
             pipe.send(time.monotonic())
 
 
-DCP_OPTIONS = {  # mode, staging beside the next step, threads that write
+DCP_OPTIONS = {  # mode, staging during the next step, writer threads
     "dcp": ("process", False, 1),
     "dcp async staging": ("process", True, 1),
     "dcp 2 threads": ("process", False, 2),
@@ -429,7 +429,7 @@ DCP_OPTIONS = {  # mode, staging beside the next step, threads that write
 
 
 class Clock:
-    """Of one save: when it began, and how long the training thread was held up."""
+    """Times one save: when it began, and how long it blocked the training thread."""
 
     def __init__(self, method):
         self.method, self.began, self.request, self.waited = method, 0.0, 0.0, 0.0
@@ -449,7 +449,7 @@ def nothing() -> None: ...
 
 
 def stall(args, chat: Chat) -> None:
-    """Orders: {method, step, before}: steps of training, a save, steps until it is on the disk. Answers times."""
+    """Train, save, and train until the save is durable, for each order {method, step, before}. Answer with times."""
     join(args)
     layout = Layout(shard=args["world"])
     sliced = Sliced(entries_of(*args["shape"]), layout, args["rank"], filled=True)
@@ -515,7 +515,8 @@ def stall(args, chat: Chat) -> None:
 
 
 def restore(args, chat: Chat) -> None:
-    """Orders: {do: save | load, how: ours | dcp, layout, path, name}; a load answers its seconds, after a barrier."""
+    """Save or load for each order {do: save | load, how: ours | dcp, layout, path, name}. A load answers with its
+    seconds, after a barrier."""
     from phalanx.checkpoint import files
     from phalanx.checkpoint.torch_state import load
     from phalanx.core.checkpoint import Plan
@@ -577,7 +578,7 @@ def drop_cache(folder: Path) -> None:
 
 
 def cached_share(folder: Path) -> float:
-    """How much of the files is in the page cache, by fincore; -1: there is no such tool."""
+    """Return the share of the files in the page cache, by fincore; -1: fincore is not installed."""
     paths = [str(path) for path in folder.rglob("*") if path.is_file()]
     try:
         done = subprocess.run(["fincore", "-b", "-n", "-o", "RES,SIZE", *paths], capture_output=True, text=True)

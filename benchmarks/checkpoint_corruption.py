@@ -1,13 +1,13 @@
-"""1,000 injected corruptions of a small checkpoint (8 ranks, two steps), and what becomes of a load: ours and torch's
-DCP, the same kinds and numbers for both. Each corruption is undone before the next; the seed is fixed.
+"""Inject 1,000 corruptions into a small checkpoint (8 ranks, two steps), and see what a load makes of them: ours and
+torch's DCP, with the same kinds and numbers for both. Each corruption is undone before the next; the seed is fixed.
 
-Ours is found if Reader.verify says so, and a load of the whole state (into one rank) must raise, or give the saved
-values where the damage is in no byte of the state. Of DCP: the load raises, or returns wrong values silently, or the
-values are right; "died" is a process that ended or took longer than 60 s. In place of our tails and manifest stand
-the last 1,024 bytes of DCP's files (the end of a zip archive) and its .metadata.
+Ours counts as found if Reader.verify reports it. In addition, a load of the whole state (into one rank) must raise, or
+return the saved values where the damage is outside the state. DCP's load raises, silently returns wrong values, or
+returns the right values; "died" is a process that ended or took longer than 60 s. DCP has no tails and no manifest, so
+the last 1,024 bytes of its files (the end of a zip archive) and its .metadata are damaged instead.
 
-Bar: 1,000 of 1,000 found by verify, no load with wrong values, no error other than BadCheckpoint, or
-FileNotFoundError for a manifest that is not there."""
+Bar: 1,000 of 1,000 found by verify, no load with wrong values, no error other than BadCheckpoint, or FileNotFoundError
+for a manifest that is not there."""
 
 from common import SMOKE, finish, machine, options  # isort: skip
 
@@ -62,7 +62,7 @@ if SMOKE:
 
 
 class Target:
-    """The files of both steps, in memory as they should be and on the disk as they are."""
+    """The files of both steps: the good contents in memory, the current ones on disk."""
 
     def __init__(self, folders: dict[int, Path], files: list[str], manifest: str, tail_of: Callable[[int, str], int]):
         self.folders, self.files, self.manifest, self.tail_of = folders, files, manifest, tail_of
@@ -91,7 +91,7 @@ def flip(data: bytes, start: int, stop: int, rng: random.Random) -> bytes:
 
 
 def damage(target: Target, kind: str, turn: int, rng: random.Random) -> None:
-    """One corruption; what would leave all files as they are is drawn again."""
+    """Apply one corruption; a draw that changes nothing is repeated."""
     while True:
         changes = draw(target, kind, turn, rng)
         if any(data != target.good[key] for key, data in changes.items()):
@@ -182,7 +182,7 @@ class Ours:
         )
 
     def verify(self) -> tuple[bool, str]:
-        """Whether it says that something is wrong, and an error that it should not raise."""
+        """Return whether verify reports damage, and the text of any unexpected error."""
         try:
             return bool(Reader(Folder(self.store.path), self.manifests[NEW].name).verify()), ""
         except (BadCheckpoint, FileNotFoundError):

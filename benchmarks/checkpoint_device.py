@@ -1,15 +1,15 @@
-"""What a snapshot costs on an accelerator: one rank with about 30 GB of state (weights, two moments, fp32), copied to
-the host's memory beside the next forward and backward pass. The device's own copy speed is measured first, into the
-same pinned memory, and then beside the same pass, where it is some percent slower: the time by which such a bare copy,
-with nothing checked and nothing handed on, makes the step longer is what the bandwidth allows as the blocking part.
-Copy alone minus forward and backward pass is printed too ("ideal").
+"""The cost of a snapshot on an accelerator: one rank copies about 30 GB of state (weights, two moments, fp32) to host
+memory during the next forward and backward pass. The device's own copy speed into the same pinned memory is measured
+first, alone and then during the same pass, where it is some percent slower. The time by which such a bare copy, without
+checks and hand-over, lengthens the step is the blocking time that the bandwidth allows. The copy alone minus the
+forward and backward pass is printed too ("ideal").
 
-Two step lengths: one whose forward and backward pass outlasts the copy (nothing need be waited for), one that is much
-shorter (the rest of the copy must be).
+There are two step lengths: one whose forward and backward pass outlasts the copy (nothing need be waited for), and one
+that is much shorter (the rest of the copy must be).
 
 Bar: with the short step, blocking <= 1.2 x the bare copy's; with the long one, where nothing need be waited for, the
-step is at most 5 % of the copy longer than with a bare copy.
-Without an accelerator there is no copy to hide, and only the smoke mode is of use."""
+step is at most 5 % of the copy longer than with a bare copy. Without an accelerator there is no copy to hide, and only
+the smoke mode is useful."""
 
 from common import SMOKE, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
@@ -32,7 +32,7 @@ def main():
     options(__doc__).parse_args()
     print(f"a snapshot on an accelerator; {machine()}")
     lengths = {"short": 1, "long": 2} if SMOKE else {"short": 1, "long": 8}
-    seq_len = 128 if SMOKE else 8192  # so long that the device has more to do than the host
+    seq_len = 128 if SMOKE else 8192  # long enough that the device has more to do than the host
     train = TrainConfig(
         steps=1000,
         seq_len=seq_len,

@@ -1,4 +1,4 @@
-"""What checkpoint_device.py runs in the rank."""
+"""The rank's part of checkpoint_device.py."""
 
 import dataclasses
 import time
@@ -19,7 +19,7 @@ from tests.cases import make_batch
 
 
 def snapshots(args):
-    """For each number of micro-batches: the times of steps, with a snapshot under way and without."""
+    """Time steps with and without a snapshot under way, for each number of micro-batches."""
     job = Job.from_dict(args["job"])
     coord, family = job.layout.coord(0), load_family(job.model.family)
     device = Device.pick("auto", 0, 1)
@@ -64,7 +64,7 @@ def measure(engine, batches, snap, times):
             snap.finish()
             engine.step(batches)
 
-    fill_both_slots()  # the first ones pin them
+    fill_both_slots()  # the first snapshots pin the slots
     out = {"plain_s": [], "passes_s": [], "raw_s": [], "with_s": [], "host_s": [], "hash_s": []}
     rooms = [snap.image(0)[s.offset : s.offset + s.size] for s in snap.plan.segments]
     sources = [snap.source.bytes_of(s) for s in snap.plan.segments]
@@ -105,5 +105,5 @@ def measure(engine, batches, snap, times):
         began = time.perf_counter()
         snap.finish()
         out["hash_s"].append(time.perf_counter() - began)
-    fill_both_slots()  # bare copies have written over one
+    fill_both_slots()  # bare copies have overwritten one
     return out

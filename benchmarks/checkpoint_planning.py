@@ -1,18 +1,18 @@
-"""What it costs a rank to plan a save as the world grows to 100,000: Llama 3 405B, tp 8, pp up to 16, weights and both
-moments in fp32. Beside it the coordinator's part of planning in torch's DCP, on local plans made by hand.
+"""The cost to a rank of planning a save as the world grows to 100,000: Llama 3 405B, tp 8, pp up to 16, weights and
+both moments in fp32. For comparison: the coordinator's part of planning in torch's DCP, on local plans made by hand.
 
 Ours is core.checkpoint.Plan.of, in CPU-seconds and peak memory of one rank (the median and the worst of a few spread
-over the world), per tensor that the rank holds: a pipeline rank holds fewer of them. It is all the planning there is:
-nobody is asked, which an audit hook on sockets, files and processes counts. Not in it, and not in DCP's figures: what
-each rank tells when its file is on the disk.
+over the world), per tensor that the rank holds: a pipeline rank holds fewer of them. That is all the planning there is:
+it sends no message, which an audit hook on sockets, files and processes verifies. Neither our figures nor DCP's include
+each rank's report that its file is on disk.
 
-Of DCP: create_global_plan on rank 0 over all ranks' plans, the pickled bytes of those plans, which go to rank 0 and
-back, and what is left with enable_plan_caching from the second save on: a rank compares its plan, rank 0 sees that none
-changed. That its ranks' local plans must be made as well is left out.
+DCP's is create_global_plan on rank 0 over all ranks' plans; the pickled bytes of those plans, which go to rank 0 and
+back; and the rest of the work with enable_plan_caching from the second save on: a rank compares its plan, and rank 0
+sees that none changed. The cost of its ranks' local plans is left out.
 
 Bar: CPU time per tensor held at 100,000 ranks <= 1.5x that at 8; peak memory of a rank no more than at 8 (per tensor it
-grows with the number of segments, which is 3 at most: what others write before and after its own rows); no message;
-the plans of all ranks together have as many bytes as the state (worlds up to 4,096)."""
+grows with the number of segments, which is 3 at most: what others write before and after its own rows); no message; the
+plans of all ranks together have as many bytes as the state (worlds up to 4,096)."""
 
 from common import SMOKE, finish, machine, options  # isort: skip
 
@@ -78,12 +78,12 @@ def entries_of(layout: Layout) -> list[Entry]:
 
 
 def sample(layout: Layout) -> list[int]:
-    """Ranks spread over the world, the first and the last among them."""
+    """Return ranks spread over the world, including the first and the last."""
     return sorted({(layout.world_size - 1) * i // (SAMPLES - 1) for i in range(SAMPLES)})
 
 
 class Talk:
-    """Counts what a process does with the world outside; hooks cannot be taken away, so it is switched."""
+    """Counts a process's contacts with the outside world. Audit hooks cannot be removed, so it has a switch."""
 
     def __init__(self):
         self.on, self.count = False, 0
@@ -115,7 +115,7 @@ def ours() -> dict[int, dict]:
     worlds = {world: (layout, entries_of(layout), sample(layout)) for world, layout in WORLDS.items()}
     times: dict[int, dict[int, list[float]]] = {w: {r: [] for r in ranks} for w, (_, _, ranks) in worlds.items()}
     gc.collect()
-    gc.disable()  # its pauses depend on what else this process holds
+    gc.disable()  # its pauses depend on other objects in this process
     for _ in range(ROUNDS):
         for i in range(SAMPLES):
             for world, (layout, entries, ranks) in worlds.items():
@@ -147,7 +147,7 @@ def ours() -> dict[int, dict]:
 
 
 def local_plan(entries: list[Entry], layout: Layout, rank: int) -> SavePlan:
-    """As DCP makes it of a rank's DTensors: copies of a tensor are written down by all who hold one."""
+    """Build the plan that DCP makes from a rank's DTensors; every holder lists its copy of a tensor."""
     coord, items = layout.coord(rank), []
     for entry in entries:
         held = entry.held
@@ -167,7 +167,7 @@ def local_plan(entries: list[Entry], layout: Layout, rank: int) -> SavePlan:
 def dcp(world: int) -> dict:
     layout = DCP_WORLDS[world]
     entries = entries_of(layout)
-    gc.disable()  # it would only walk over what is being made here
+    gc.disable()  # it would only traverse the objects being created
     plans = [local_plan(entries, layout, rank) for rank in range(world)]
     pickled = [pickle.dumps(plan) for plan in plans]
     gc.enable()

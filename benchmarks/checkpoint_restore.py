@@ -1,10 +1,10 @@
-"""Restoring 1.1 GB of fp32 weights and moments that 4 ranks (shard 4) saved: into the same layout, into shard 2 x tp 2,
-and into 2 ranks. Ours (every byte hashed before it is used) against torch's dcp.load into DTensors with the same
-slices, in turns, in the same processes. A time is from a barrier until the slowest rank has its state, what planning
-there is and the reading of manifests and metadata in it.
+"""Restore 1.1 GB of fp32 weights and moments that 4 ranks (shard 4) saved: into the same layout, into shard 2 x tp 2,
+and into 2 ranks. Ours (every byte hashed before it is used) runs against torch's dcp.load into DTensors with the same
+slices, in turns, in the same processes. A time is from a barrier until the slowest rank has its state, including
+planning and the reading of manifests and metadata.
 
-Warm: the files are in the page cache, for both. Cold: they were dropped from it with posix_fadvise before each load, as
-far as the kernel does that; how much was left is printed.
+Warm: the files are in the page cache, for both. Cold: posix_fadvise dropped them from it before each load, as far as
+the kernel complies; the remaining share is printed.
 
 Bar: ours <= DCP's time in every row, the values right to the bit (checked in the warm-up of every row)."""
 
@@ -31,7 +31,7 @@ if SMOKE:
 
 
 def save(folder: Path) -> int:
-    """Both checkpoints; returns the bytes of ours."""
+    """Save both checkpoints, and return the bytes of ours."""
     layout = Layout(**SAVED)
     with Ranks("restore", layout.world_size, shape=SHAPE) as ranks:
         order = dict(do="save", layout=SAVED, name=NAME, step=STEP)
@@ -43,7 +43,7 @@ def save(folder: Path) -> int:
 
 
 def warm_up(folder: Path) -> None:
-    """Ours is written past the page cache: read once."""
+    """Read our files once, because they were written past the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -1,11 +1,11 @@
-"""What a checkpoint costs the training beside it: 4 CPU ranks, 1.1 GB of fp32 weights and moments. A step is matmuls, a
-small all-reduce that keeps the ranks in step, and torch's fused AdamW on the rank's 277 MB.
+"""The cost of a checkpoint to concurrent training: 4 CPU ranks, 1.1 GB of fp32 weights and moments. A step is matmuls,
+a small all-reduce that keeps the ranks in step, and torch's fused AdamW on the rank's 277 MB.
 
-Ours (snapshot in a keeper's memory beside the next forward and backward pass, drained to the disk by the keeper, every
-byte hashed) against torch's DCP async_save in its process mode with cached plans and staging memory that is shared and
-kept, once staging before it returns and once beside the next step; the better of the two at each figure is the peer.
---explore shows more of its options. In turns, in the same processes, on the same tensors; each save in a folder of its
-own, on one file system; all are durable only after fsync.
+Ours (a snapshot in a keeper's memory during the next forward and backward pass, drained to disk by the keeper, every
+byte hashed) runs against torch's DCP async_save in its process mode with cached plans and shared, reused staging
+memory. DCP runs once with staging before it returns and once with staging during the next step; the better of the two
+at each figure is the peer. --explore shows more of its options. All take turns in the same processes, on the same
+tensors. Each save has a folder of its own, on one file system; all are durable only after fsync.
 
     extra       sum over the steps from the request until the checkpoint is durable of what each took longer than the
                 median of the undisturbed steps before it
@@ -49,7 +49,7 @@ DCP = ("dcp", "dcp async staging")
 
 
 class Keeper:
-    """The keeper's process, and a thread that does what a coordinator does: commits when all ranks' files are there."""
+    """The keeper's process, and a thread that commits like a coordinator, once all ranks' files are there."""
 
     def __init__(self, folder: Path):
         self._node = BareClient(["phalanx.checkpoint.keeper"], log=folder / "node.log")
@@ -58,7 +58,7 @@ class Keeper:
         self._log = folder / "keeper.log"
         self._node.spawn(KEEPER, "phalanx.checkpoint.keeper:main", args, self._log)
         self.address, self.on_committed = "", lambda said: None
-        self.drains: list[float] = []  # of the ranks' files: verified and written
+        self.drains: list[float] = []  # of the ranks' files, which were verified and written
         while not self.address:
             said = self._next()
             if said["type"] == "keeper":
@@ -96,12 +96,12 @@ class Keeper:
 
 
 def measure(ranks: Ranks, keeper: Keeper, method: str, step: int, size: int) -> dict:
-    """One save."""
+    """Measure one save."""
     commits = []
 
     def committed(said: dict) -> None:
         ranks.tell(0, durable=time.monotonic())
-        commits.append(said["drain_s"] - max(keeper.drains))  # which is in it
+        commits.append(said["drain_s"] - max(keeper.drains))  # the commit includes the drain
 
     keeper.on_committed = committed
     keeper.drains.clear()

@@ -1,13 +1,13 @@
-"""One level against two: all-reduce, reduce-scatter and all-gather of 4 KB to 16 MB on two nodes of 2 to 4
-ranks, beside what collectives.replica and collectives.shard = "auto" would choose, and the size from which
-two levels are better, measured and by the alpha-beta formula. Then, for orientation: steps of the engine by
-prefetch depth and bucket size.
+"""One level against two: all-reduce, reduce-scatter and all-gather of 4 KB to 16 MB on two nodes of 2 to 4 ranks. The
+table also shows what collectives.replica and collectives.shard = "auto" would choose, and the size from which two
+levels are better, measured and by the alpha-beta formula. Then, for orientation: steps of the engine by prefetch depth
+and bucket size.
 
-A node is a network namespace; the two are joined by a link with its rate limited (and delayed, where the
-kernel can). That takes root and iproute2; without them all ranks share one loopback, and nothing is judged.
+A node is a network namespace; the two are joined by a link with its rate limited (and delayed, where the kernel can).
+That takes root and iproute2; without them all ranks share one loopback, and nothing is judged.
 
-Bar: at every size on separated nodes, what auto chooses takes at most 1.15 times the better one's time, or
-the difference is within noise (the 95 % interval of the ratio over the rounds includes 1)."""
+Bar: at every size on separated nodes, what auto chooses takes at most 1.15 times the better one's time, or the
+difference is within noise (the 95 % interval of the ratio over the rounds includes 1)."""
 
 from common import SMOKE, bootstrap, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
@@ -44,7 +44,7 @@ if SMOKE:
 
 
 class Nodes:
-    """Two namespaces and the link between them, or none."""
+    """Two namespaces and the link between them, if they can be created."""
 
     def __init__(self):
         self.names, self.shaping = [], ""
@@ -107,7 +107,7 @@ def measure(nodes: Nodes, per_node: int) -> dict:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = os.environ | {
-        "GLOO_SOCKET_IFNAME": "node" if nodes.separated else "lo",  # to its own address a node talks over loopback
+        "GLOO_SOCKET_IFNAME": "node" if nodes.separated else "lo",  # a node reaches its own address over loopback
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONPATH": str(Path(__file__).parent.parent),
     }
@@ -126,16 +126,16 @@ def measure(nodes: Nodes, per_node: int) -> dict:
 
 
 def costs(kind: str, ranks: int, per_node: int, links: dict) -> dict[str, tuple[float, float]]:
-    """Seconds per message and seconds per byte of it, by the alpha-beta formulas for rings; a step and a byte
-    inside a node and across are taken from all-gathers over one stage alone. The node's link is shared by the
-    ranks of a node in two levels, and by nobody in one, where it is crossed once; there it sets the pace."""
+    """Return the seconds per message and per byte, by the alpha-beta formulas for rings. The costs inside a node and
+    across come from all-gathers over one stage alone. With two levels the ranks of a node share its link; with one
+    level a single ring crosses it, and it sets the pace."""
     g, k, n = per_node, ranks // per_node, ranks
     step, byte = {}, {}
     for name, width in zip(KINDS, (g, k), strict=True):
         small, large = (links[f"{name} {size}"] for size in LINK_SIZES)
         step[name] = small / (width - 1)
         byte[name] = max(0.0, large - small) / (LINK_SIZES[1] - LINK_SIZES[0]) * width / (width - 1)
-    alone = byte["across"] / g  # all g columns were on the link when that was measured
+    alone = byte["across"] / g  # all g columns shared the link in that measurement
     once = {
         "flat": ((n - 1) * max(step.values()), (n - 1) / n * max(alone, byte["inside"])),
         "hierarchical": (
@@ -147,13 +147,13 @@ def costs(kind: str, ranks: int, per_node: int, links: dict) -> dict[str, tuple[
 
 
 def predicted_crossover(cost: dict[str, tuple[float, float]]) -> float:
-    """Bytes from which two levels are quicker; 0: always, infinite: never."""
+    """Return the bytes from which two levels are faster; 0: always, infinite: never."""
     (flat_s, flat_byte), (two_s, two_byte) = cost["flat"], cost["hierarchical"]
     return max(0.0, (two_s - flat_s) / (flat_byte - two_byte)) if two_byte < flat_byte else float("inf")
 
 
 def measured_crossover(rows) -> float:
-    """Of the sizes measured, the one from which on two levels are nowhere slower by more than a twentieth."""
+    """Return the smallest measured size from which on two levels are never more than a twentieth slower."""
     sizes = [row["size_bytes"] for row in rows]
     slower = [row["size_bytes"] for row in rows if median(row["hierarchical"]) > 1.05 * median(row["flat"])]
     return min((size for size in sizes if not slower or size > max(slower)), default=float("inf"))
@@ -222,7 +222,7 @@ def show_steps() -> dict:
 
 def main():
     options(__doc__).parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
     print(machine())
     with Nodes() as nodes:
         where = f"separated: namespaces, {nodes.shaping}" if nodes.separated else "NOT separated: all on one loopback"

@@ -1,5 +1,5 @@
-"""What benchmarks/collectives.py runs on each rank: as a program of its own, the collectives in one or two
-levels; in pool workers, steps of the engine."""
+"""The ranks' part of benchmarks/collectives.py: as a program, the collectives in one or two levels; in pool workers,
+steps of the engine."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ LEVELS = {name: CollectivesConfig(replica=name, shard=name) for name in ("flat",
 
 
 def open_store(host: str, port: int, serve: bool) -> dist.Store:
-    """On this one address: torch by itself would listen on every one."""
+    """Open the store on this address only: torch by default would listen on all of them."""
     if not serve:
         return dist.TCPStore(host, port, is_master=False)
     with socket.create_server((host, port)) as listener:
@@ -31,7 +31,7 @@ def open_store(host: str, port: int, serve: bool) -> dist.Store:
 
 
 class Bench:
-    """The product's own collectives, in both ways, over the same ranks."""
+    """Runs the product's own collectives, in both ways, over the same ranks."""
 
     def __init__(self, rank: int, ranks: int, per_node: int, store: dist.Store):
         device = Device(torch.device("cpu"), "gloo")
@@ -58,14 +58,14 @@ class Bench:
             yield "all-gather", name, lambda n=name: self.gather[n](whole, mine, self.world)
 
     def stage(self, which: int, size_bytes: int):
-        """An all-gather over one stage alone: 0 inside the nodes, 1 across them."""
+        """Return an all-gather over one stage alone: 0 inside the nodes, 1 across them."""
         group = self.way.group(which)
         whole = torch.ones(size_bytes // 4 // group.size() * group.size())
         part = whole[: whole.numel() // group.size()].clone()
         return lambda: group._allgather_base(whole, part).wait()
 
     def time(self, run, times: int) -> float:
-        """Seconds per call, of the slowest rank."""
+        """Return the seconds per call of the slowest rank."""
         dist.barrier(self.world)
         start = time.perf_counter()
         for _ in range(times):
@@ -103,11 +103,11 @@ def main(args) -> None:
     if args["rank"] == 0:
         print(json.dumps({"rows": rows, "links": links}), flush=True)
     dist.barrier(bench.world)
-    os._exit(0)  # the others may be gone already; there is nothing to save
+    os._exit(0)  # the others may have exited already; there is nothing to save
 
 
 def steps(args):
-    """Steps of several variants of one job in turns, on the same ranks, groups and batches: seconds."""
+    """Time steps of several variants of one job in turns, on the same ranks, groups and batches."""
     from phalanx.train.engine import Engine
     from phalanx.train.state import State
     from tests.cases import connect

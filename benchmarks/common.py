@@ -1,7 +1,7 @@
-"""What the benchmarks share: the options, the machine in one line, a bootstrap interval, the closing JSON line.
+"""Shared parts of the benchmarks: the options, the machine in one line, a bootstrap interval, the closing JSON line.
 
 Every benchmark has a smoke mode, which `make test` runs: the same code at sizes (`... if SMOKE else ...`) that take
-seconds, to show that it still runs. Its figures mean nothing, so that it is never `ok`, and ends with status 0."""
+seconds, to show that it still works. Its figures mean nothing, so a smoke run is never `ok`, and ends with status 0."""
 
 import argparse
 import importlib.metadata
@@ -39,13 +39,13 @@ def machine() -> str:
 
 
 def bootstrap(values, rounds=4000, seed=0) -> tuple[float, float, float]:
-    """Median with its 95 % bootstrap interval."""
+    """Return the median with its 95 % bootstrap interval."""
     rng = random.Random(seed)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(rounds))
     return statistics.median(values), medians[int(0.025 * rounds)], medians[int(0.975 * rounds)]
 
 
 def finish(name: str, ok: bool, **figures) -> None:
-    """Print the last line, for machines, and exit with a status, for scripts."""
+    """Print the last line as JSON, and exit with a status."""
     print(json.dumps({"name": name, "ok": ok and not SMOKE, "smoke": SMOKE, **figures}))
     sys.exit(0 if ok or SMOKE else 1)

@@ -1,8 +1,8 @@
-"""Cross-replica traffic in 16 and 8 bits: bytes on the wire and what it does to the loss, on four
-replicas that learn the same few batches.
+"""Cross-replica traffic in 16 and 8 bits: bytes on the wire and the effect on the loss, on four replicas that learn the
+same few batches.
 
-Bar: bf16 sends at most 0.55 and int8 at most 0.30 of the bytes, and the loss after the run is within
-2 % of the uncompressed one."""
+Bar: bf16 sends at most 0.55 and int8 at most 0.30 of the bytes, and the loss after the run is within 2 % of the
+uncompressed one."""
 
 from common import SMOKE, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 

@@ -1,13 +1,13 @@
-"""A failure stops its replica, and nobody else: real workers of 2, 4 and 8 replicas on CPU ranks, led by the real gang.
-In each run a rank of replica 1 is killed (SIGKILL) in forward, its replacement in backward, the next one in the
-reduction, and the last one after the vote. Every micro-batch sleeps, as if an accelerator computed it, so that phases
-can be told apart and eight ranks fit on two cores. Work per replica is the same at every width.
+"""A failure stops only its own replica: real workers of 2, 4 and 8 replicas on CPU ranks, led by the real gang. Each
+run kills a rank of replica 1 (SIGKILL) in forward, its replacement in backward, the next one in the reduction, and the
+last one after the vote. Every micro-batch sleeps, as if an accelerator computed it, so that phases can be told apart
+and eight ranks fit on two cores. Work per replica is the same at every width.
 
     next commit     from the kill until all survivors have committed a step of the next generation
     full strength   from the kill until all ranks have committed a step together with the new replica
     quiet, redo,    CPU-seconds of a survivor outside forward and backward in an undisturbed step, in the step of the
     join            kill up to its commit, and in the first step with the new replica
-    pause           of a join: from the moment at which the gang says it until the next step is committed by all; and
+    pause           of a join: from the moment at which the gang orders it until all have committed the next step; and
                     how long all stood still for it, beyond a step
 
 Bar: survivors build 0 engines and form 0 groups inside their replica after the start; weights and moments after every
@@ -41,12 +41,12 @@ PRECISIONS = ["fp32"] if SMOKE else ["fp32", "bf16"]
 SMALL = dict(vocab_size=257, dim=64, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=160)
 LARGE = dict(vocab_size=257, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1376)  # 25 M parameters
 VICTIM = 1  # the replica
-MEDIANS = ("next_s", "full_s", "quiet_s", "redo_s", "join_s")  # of the kills of a run
+MEDIANS = ("next_s", "full_s", "quiet_s", "redo_s", "join_s")  # medians over the kills of a run
 ENTRY = "benchmarks.containment_cases"
 
 
 class Plan:
-    """What each worker is told, by its number: the first victim is known, the others are its replacements."""
+    """Arguments of each worker, by its number: the first victim is known, the others are its replacements."""
 
     def __init__(self, layout, points, **common):
         self.victim, self.world = 1 + VICTIM * layout.replica_size, layout.world_size
@@ -58,7 +58,7 @@ class Plan:
 
 
 class Led(Conductor):
-    """Notes when a pause was said, and how long workers took to enter a generation."""
+    """Records when a pause was ordered, and how long workers took to enter a generation."""
 
     def __init__(self, *args, **kw):
         self.pauses = {}  # generation that ends: when
@@ -77,10 +77,10 @@ class Led(Conductor):
 
 
 class Run:
-    """What the workers of one run have written, and the forms that the gang has said."""
+    """The output of the workers of one run, and the forms that the gang sent."""
 
     def __init__(self, job, points, folder, sleep_s=SLEEP_S, digests=True, steps=0):
-        """Until all points were died at and all replicas are back, and for `steps` at least."""
+        """Run until all kill points were hit and all replicas are back, and for at least `steps` steps."""
         self.job, self.layout, self.journal, self.read = job, job.layout, folder / "journal.jsonl", 0
         self.commits, self.kills = [], []
         plan = Plan(job.layout, points, journal=str(self.journal), sleep_s=sleep_s, digests=digests)
@@ -98,7 +98,7 @@ class Run:
         return self
 
     def whole(self):
-        """Whether all replicas have committed two steps together since the last kill."""
+        """Return True if all replicas have committed two steps together since the last kill."""
         after = self.kills[-1]["at"] if self.kills else 0.0
         full = self.full_generations()
         found = [c for c in self.commits if c["at"] > after and c["generation"] in full]
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def last(self):
-        """The last step that all ranks have committed."""
+        """Return the last step that all ranks have committed."""
         by_rank = [
             max((c["step"] for c in self.commits if c["rank"] == r), default=0) for r in range(self.layout.world_size)
         ]
@@ -120,7 +120,7 @@ class Run:
         return self.layout.coord(commit["rank"]).replica != VICTIM
 
     def first_of(self, generations, after):
-        """The first commit of each rank in these generations after that time, by rank."""
+        """Return the first commit of each rank in these generations after that time, by rank."""
         found = {}
         for c in sorted(self.commits, key=lambda c: c["at"]):
             if c["generation"] in generations and c["at"] > after:
@@ -128,7 +128,7 @@ class Run:
         return found
 
     def measure(self, kill):
-        """Seconds after one kill, and the CPU of the survivors."""
+        """Return the seconds after one kill, and the CPU of the survivors."""
         before = max(c["generation"] for c in self.commits if c["at"] < kill["at"])
         later = {f.generation for f in self.led.forms if f.generation > before}
         next_ = {r: c for r, c in self.first_of(later, kill["at"]).items() if self.survives(c)}
@@ -148,7 +148,8 @@ class Run:
         }
 
     def quiet(self):
-        """Undisturbed steps of the survivors: seconds, and CPU-seconds outside forward and backward."""
+        """Return the median seconds of undisturbed steps of survivors, and the median CPU-seconds outside forward and
+        backward."""
         steps, outside = [], []
         for rank in range(self.layout.world_size):
             mine = [c for c in self.commits if c["rank"] == rank and self.survives(c)]
@@ -159,12 +160,12 @@ class Run:
         return statistics.median(steps), statistics.median(outside)
 
     def rebuilt(self):
-        """Engines and groups that survivors have made beyond their first."""
+        """Count the engines and groups that survivors have made beyond their first."""
         own = {c["rank"]: c for c in self.commits if self.survives(c)}
         return sum(c["engines"] - 1 for c in own.values()), sum(c["groups"] - 1 for c in own.values())
 
     def digests(self):
-        """By rank and step; None: two workers differ."""
+        """Return digests by rank and step; None: two workers differ."""
         found = {}
         for c in self.commits:
             if found.setdefault((c["rank"], c["step"]), c["digest"]) != c["digest"]:
@@ -188,7 +189,7 @@ def a_job(folder, model, layout, precision, seq_len=32):
 
 
 def loopback_bytes_s(size=(8 if SMOKE else 512) << 20):
-    """How fast one connection of this machine is, for bytes that are in memory at both ends."""
+    """Measure the speed of one connection on this machine, for bytes that are in memory at both ends."""
     data, best = bytearray(os.urandom(1 << 20)) * (size >> 20), 0.0
     room = memoryview(bytearray(size))
     for _ in range(3):
@@ -207,7 +208,7 @@ def loopback_bytes_s(size=(8 if SMOKE else 512) << 20):
 
 
 def contained(folder, replica, tp, precision):
-    """A disturbed run beside an undisturbed one."""
+    """Compare a disturbed run with an undisturbed one."""
     layout = Layout(replica=replica, tp=tp, ranks_per_node=tp)
     job = a_job(folder, SMALL, layout, precision)
     run = Run(job, POINTS, Path(tempfile.mkdtemp(dir=folder)))
@@ -241,7 +242,7 @@ def contained(folder, replica, tp, precision):
 
 
 def joins(folder):
-    """The pause of a join with much state."""
+    """Measure the pause of a join with a large state."""
     job = a_job(folder, SMALL if SMOKE else LARGE, Layout(replica=2, ranks_per_node=1), "fp32", seq_len=16)
     run = Run(job, POINTS[:1], Path(tempfile.mkdtemp(dir=folder)), digests=False)
     (row,) = map(run.measure, run.kills)

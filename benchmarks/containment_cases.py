@@ -1,5 +1,5 @@
-"""What benchmarks/containment.py runs on each rank: the product's worker, which counts the engines and the groups that
-it makes and the CPU-seconds of each step, and dies where its arguments say."""
+"""The ranks' part of benchmarks/containment.py: the product's worker, which also counts the engines and groups that it
+makes and the CPU-seconds of each step, and dies where its arguments say."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def main(channel, args):
 
 
 def write(plan, **line):
-    """One line of the run's journal. Whole lines of several processes do not mix."""
+    """Append one line to the run's journal. Whole lines of several processes do not mix."""
     fd = os.open(plan["journal"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(fd, (json.dumps(line) + "\n").encode())
     os.close(fd)
@@ -40,8 +40,8 @@ def around(owner, name, wrapper):
 
 
 class Notes:
-    """Writes a line at every commit: counts since the process began, and the CPU-seconds of the step. Those in forward
-    and backward are the main thread's; reductions run in threads of their own."""
+    """Writes a line at every commit: counts since the process began, and the CPU-seconds of the step. The CPU of
+    forward and backward is the main thread's; reductions run in threads of their own."""
 
     def __init__(self, number, rank, plan):
         self.number, self.rank, self.plan = number, rank, plan
@@ -65,7 +65,7 @@ class Notes:
         init(engine, *args, **kwargs)
 
     def passing(self, sleep_s):
-        """A pass on an accelerator takes no CPU, so it sleeps: eight ranks may do that on two cores."""
+        """Sleep in place of an accelerator's pass, which takes no CPU: eight ranks can do that on two cores."""
 
         def wrapper(run, engine, *args):
             time.sleep(sleep_s)
@@ -78,7 +78,7 @@ class Notes:
         return wrapper
 
     def committing(self, enter, rank):
-        """Every way to commit a step leads here, after the update."""
+        """Write the line of a commit. Every way to commit a step calls this after the update."""
         at = time.monotonic()
         enter(rank)
         began = time.thread_time()
@@ -94,7 +94,7 @@ class Notes:
 
 
 def plant(at, plan):
-    """Die at that point of the third step that all replicas begin together, with this rank in it."""
+    """Plant a death at that point of the third step that all replicas begin together, this rank included."""
     seen = {"steps": 0, "reduced": 0, "sums": 0}
     once = threading.Lock()
 
@@ -119,14 +119,14 @@ def plant(at, plan):
         return out
 
     def reducing(reduce, reducer, *args, **kwargs):
-        """In the last backward, when a part of the units has been handed on."""
+        """Die in the last backward, when some of the units have been handed on."""
         seen["reduced"] += due()
         if seen["reduced"] == 3:
             die()
         reduce(reducer, *args, **kwargs)
 
     def summing(tree_sum, cross, *args):
-        """Between two buckets, while the others wait for the second."""
+        """Die between two buckets, while the others wait for the second."""
         seen["sums"] += due()
         if seen["sums"] == 2:
             die()

@@ -1,6 +1,6 @@
-"""What one failure costs the control plane: the CPU time of the pure machines from a worker's death to full strength,
-in gangs of 1,000 to 1,000,000 ranks whose replicas have 128 or 2,048, and of all nodes joining. Events come as agents
-send them and aggregators merge them, each once and none late.
+"""The cost of one failure to the control plane: CPU time of the pure machines from a worker's death to full strength,
+in gangs of 1,000 to 1,000,000 ranks whose replicas have 128 or 2,048, and the cost of all nodes joining. Events come as
+agents send them and aggregators merge them, each once and none late.
 
 Bar: a failure costs at most 6 ms + 5 us per replica; 125,000 nodes join in at most 5 s.
 """
@@ -42,7 +42,7 @@ class Fleet:
         return commands
 
     def spent(self) -> float:
-        """CPU time of the machines since it was last asked for."""
+        """Return the CPU time of the machines since the last call."""
         was, self.cpu_ns = self.cpu_ns, 0
         return was / 1e9
 
@@ -70,7 +70,7 @@ class Fleet:
             self.hear(say.Built((node,), (1,), (tuple(crew.values()),), found.world))
 
     def form(self) -> None:
-        """All replicas enter the generation, and do a step."""
+        """Let all replicas enter the generation and do a step."""
         form = self.gang.form
         assert form and self.gang.phase == "forming", self.gang.phase
         self.hear(say.Formed(form.replicas, form.worlds, form.generation))
@@ -83,7 +83,7 @@ class Fleet:
         self.hear(say.Parted(tuple(worlds), tuple(worlds.values()), self.gang.generation, *self.copy, but >= 0))
 
     def fail(self, broken: int) -> None:
-        """A worker dies; the others go on without its replica; it comes back and joins."""
+        """Kill a worker, let the others continue without its replica, and let it come back and join."""
         gang, self.now_ns = self.gang, self.now_ns + 10**12
         found = gang.worlds.replicas[broken]
         crews = gang.worlds.crews(broken, set(found.crew.values()))
@@ -107,7 +107,7 @@ def measure(ranks: int, size: int, failures: int) -> dict[str, float]:
     fleet = Fleet(ranks, size)
     gc.collect()
     gc.freeze()
-    gc.disable()  # as the controller does, which collects when nothing is under way
+    gc.disable()  # the controller does the same, and collects when it is idle
     fleet.spent()
     fleet.join()
     join_s = fleet.spent()

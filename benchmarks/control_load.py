@@ -1,15 +1,15 @@
-"""The control plane under the reports of 100,000 GPUs: 12,500 nodes and 20 spares, each with a connection of its own
-over loopback to one of 25 aggregators, and those to a controller that is pinned to one core. Every connection is
-authenticated; the journal, the control machine and the agents are the real ones; the nodes live in a few processes, and
+"""The control plane under the reports of 100,000 GPUs: 12,500 nodes and 20 spares, each with its own loopback
+connection to one of 25 aggregators, which connect to a controller that is pinned to one core. Every connection is
+authenticated. The journal, the control machine and the agents are the real ones; the nodes live in a few processes, and
 their workers do no work.
 
-Each node sends a heartbeat with its step report every 5 s. Ten times a minute something fails: by turns a worker, which
-its agent reports at once, and a node, which falls silent and comes back as a spare half a minute later. When a member
-breaks its replica parks and is built again, and the others part from it and re-form twice: without it, and with it.
+Each node sends a heartbeat with its step report every 5 s. Ten times a minute something fails, in turns: a worker,
+which its agent reports at once, and a node, which falls silent and comes back as a spare half a minute later. When a
+member breaks, its replica parks and is rebuilt; the others part from it and form anew twice: without it, and with it.
 
-Latency is from a report to the moment when the commands that follow from it are durable and handed to the sockets:
-once since the controller has read it, once since it came to its aggregator, with all waiting in between (on two cores
-that 30 processes share). Then the rates are multiplied, until the controller's core is full, and heartbeats doubled.
+Latency ends when the resulting commands are durable and handed to the sockets. It begins once when the controller has
+read the report, and once when the report reached its aggregator, including all waiting in between (on two cores that 30
+processes share). Then the rates are multiplied until the controller's core is full, and heartbeats doubled.
 
 Bar: controller < 0.5 core; p99 of all decisions < 100 ms since the controller has read their cause."""
 
@@ -35,8 +35,8 @@ CASES = Path(__file__).with_name("control_load_cases.py")
 LAYOUT = Layout(replica=50, pp=10, shard=25, tp=8, ranks_per_node=8)  # 100,000 ranks on 12,500 nodes
 SPARES, AGGREGATORS, GENERATORS = 20, 25, 4
 BEAT_S = 5.0
-CONNECT_S = 8.0  # over which the nodes connect, or thousands of handshakes are all that happens
-SECONDS, STEADY_S, SETTLE_S, LOOK_S = 60.0, 10.0, 5.0, 0.5  # of windows, and between them
+CONNECT_S = 8.0  # the nodes connect over this time, or thousands of handshakes would dominate
+SECONDS, STEADY_S, SETTLE_S, LOOK_S = 60.0, 10.0, 5.0, 0.5  # lengths of windows, and pauses between them
 FAILURES_PER_MINUTE, BACK_S = 10, 30.0
 RAMP, RAMP_S = (2, 4, 8), 15.0
 if SMOKE:
@@ -49,7 +49,7 @@ FULL = 0.9  # of the controller's core
 
 
 class Fleet:
-    """All processes."""
+    """All processes of the benchmark."""
 
     def __init__(self, folder: Path, stack: ExitStack):
         self.folder, self.stack = folder, stack
@@ -69,13 +69,13 @@ class Fleet:
             given = {"nodes": mine, "addresses": where, "beat_s": BEAT_S, "connect_s": CONNECT_S}
             generator.stdin.write(json.dumps(given | {"replica_size": LAYOUT.replica_size}) + "\n")
             generator.stdin.flush()
-            generator.stdout.readline()  # it listens
+            generator.stdout.readline()  # it is listening
 
     def spawn(self, *args):
         command = [sys.executable, "-P", CASES, *map(str, args)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if args[0] != "control" and not SMOKE:
-            # In a fleet the controller has a machine of its own: who shares its core here runs when it does not.
+            # In a fleet the controller has its own machine: other processes on its core here run only when it does not.
             os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         self.stack.callback(process.wait)
         self.stack.callback(process.kill)
@@ -91,7 +91,7 @@ class Fleet:
             self.bus.sendto(json.dumps(message).encode(), str(self.folder / f"generator-{i}"))
 
     def counted(self):
-        """By the generators, together."""
+        """Return the sum of the generators' counts."""
         self.tell({"count": str(self.folder / "driver")})
         answers = [json.loads(self.bus.recv(4096)) for _ in range(GENERATORS)]
         return {key: sum(a[key] for a in answers) for key in answers[0]}
@@ -107,7 +107,7 @@ class Fleet:
         return sum(f.stat().st_size for f in self.folder.glob("journal.db*"))
 
     def window(self, seconds, failures_per_minute=0):
-        """What happens in some seconds, per second."""
+        """Measure a window of so many seconds, with rates per second."""
         self.plan(seconds, failures_per_minute)
         before, nodes, size = self.ask(), self.counted(), self.journal_bytes()
         cpu = [cpu_s(self.aggregators), cpu_s(self.generators)]

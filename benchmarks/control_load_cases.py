@@ -1,8 +1,8 @@
-"""The processes of control_load.py: the controller, aggregators, and generators that each are some thousand nodes.
+"""The processes of control_load.py: the controller, aggregators, and generators that each simulate some thousand nodes.
 
-A node is the real agent; its workers are real members that do no work, and say at once what workers say. A generation
-does one step, when the controller knows all its replicas to be in it. When a member breaks, its generator tells the
-others: the ranks of its replica park and all other replicas part, as they do when their groups break."""
+A node is the real agent. Its workers are real members that do no work, and report at once what workers report. A
+generation does one step, once the controller knows that all its replicas are in it. When a member breaks, its generator
+notifies the others: the ranks of its replica park and all other replicas part, as they do when their groups break."""
 
 import heapq
 import json
@@ -39,7 +39,7 @@ def rack(number: int) -> str:
 
 
 class Stamping(Aggregator):
-    """Each report says when the first of its bundle came, so that waiting anywhere after that counts."""
+    """Stamps each report with the arrival of the first in its bundle, so that any later waiting counts."""
 
     def _gather(self, item, agent=None):
         if not self._reports.items:
@@ -100,7 +100,7 @@ class Node:
             self.act()
 
     def act(self):
-        """What the agent wants, at once."""
+        """Carry out the agent's actions at once."""
         while self.link and (actions := self.agent.take()):
             for action in actions:
                 if isinstance(action, machine.Post):
@@ -127,7 +127,7 @@ class Node:
             self.act()
 
     def tell(self, worker, body):
-        """A worker hears its agent, and does at once what it is told."""
+        """Deliver a message to a worker, which obeys it at once."""
         m, kind = self.members[worker], body["type"]
         if kind == "build":
             if m.build(body["world"]):
@@ -143,7 +143,7 @@ class Node:
             self.say(worker)
 
     def enter(self, worker, m, form):
-        """No state is moved and nothing computed, so it is in its groups at once, and votes for the next step."""
+        """Enter the groups at once and vote for the next step, since no state is moved and nothing is computed."""
         if m.form(form["generation"], form["world"], Source(**form["source"]) if form["source"] else None):
             if form["source"] is None:
                 m.settle(form["step"])
@@ -153,12 +153,12 @@ class Node:
         self.say(worker)
 
     def say(self, worker, body=None):
-        """Where it stands."""
+        """Report where the worker stands."""
         if body := body or self.members[worker].standing():
             self.agent.worker_said(time.monotonic_ns(), worker, body)
 
     def commit(self, generation):
-        """All ranks of the generation have voted for its one step."""
+        """Commit the generation's one step, after all its ranks have voted."""
         for worker, m in self.members.items():
             if m.phase == "running" and m.generation == generation and m.prepared > m.step:
                 m.commit(False)
@@ -167,12 +167,13 @@ class Node:
 
     @property
     def running(self):
-        """World and generation of its workers, if they train."""
+        """Return the world and generation of its workers, if they train."""
         found = [(m.world, m.generation) for m in self.members.values() if m.phase == "running"]
         return found[0] if self.link and found else None
 
     def lose(self, world, generation):
-        """A member of that world is gone: those in it lose their groups, the others those with it."""
+        """Handle the loss of a member of that world: its members lose all their groups, the others their groups with
+        it."""
         for worker, m in list(self.members.items()) if self.link else ():
             if m.world == world and m.phase != "parked":
                 m.halt(world, {"text": "it has lost its peers"})
@@ -195,7 +196,7 @@ class Node:
 
 
 class Fleet:
-    """Some thousand nodes in one process. `plan`: [seconds, kind, node], of all generators; kinds are worker, node,
+    """Some thousand nodes in one process. `plan`: [seconds, kind, node], for all generators; kinds are worker, node,
     back and end."""
 
     def __init__(self, folder, index, count, secret, given):
@@ -208,7 +209,7 @@ class Fleet:
         self.bus.setblocking(False)
         self.loop.watch(self.bus, READ, self.heard)
         self.nodes: dict[int, Node] = {}
-        self.queue: list = []  # (when, what, number): beats and the plan
+        self.queue: list = []  # (time, kind, number): beats and the plan
         for i, (number, address) in enumerate(zip(given["nodes"], given["addresses"], strict=True)):
             begin = time.monotonic() + given["connect_s"] * i / len(given["nodes"])
             heapq.heappush(self.queue, (begin, "begin", number, tuple(address)))
@@ -274,18 +275,18 @@ class Fleet:
 
 
 class Measured(controller.Controller):
-    """The real one, with a clock: from the moment at which it has read a report to that at which the commands that
-    follow from it are durable, and handed to the sockets."""
+    """The real controller with a clock: from reading a report until the resulting commands are durable and handed to
+    the sockets."""
 
     def __init__(self, *args, **more):
         super().__init__(*args, **more)
-        # (what was heard, ms since it came to the aggregator, ms since it came here, ms of CPU since then)
+        # (event, ms since the aggregator got it, ms since it came here, ms of CPU since then)
         self.latencies: list = []
         self.reports = self.commands = self.begun = 0
         self.bus = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def begin_step(self, folder):
-        """In the ranks' stead, which see for themselves that all have voted."""
+        """Begin a step in place of the ranks, which see for themselves that all have voted."""
         gen = self.gang.gen
         if gen.form and gen.number > self.begun and not gen.waiting:
             self.begun = gen.number
@@ -325,7 +326,7 @@ def control(folder, secret, core, layout):
     print(json.dumps(measured.server.address), flush=True)
 
     def answer(mask):
-        """To a word: what was counted since the last, after what it asks for."""
+        """Answer a request with the counts since the last one."""
         word = os.read(0, 4096).decode().strip()
         if not word:
             os._exit(0)

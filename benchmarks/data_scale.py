@@ -1,10 +1,9 @@
-"""15 trillion tokens: what the index takes in memory, and how long it takes from the manifest's bytes on disk to the
+"""A data set of 15 trillion tokens: the memory of the index, and the time from the manifest's bytes on disk to the
 first batch in memory, at step 0 and at step 1,000,000; each in a fresh process.
 
-The data set is simulated: a whole manifest (4-byte tokens, chunks and shards of the usual sizes, seven sources), and of
-its shards those few that the two batches touch, as sparse files that hold the chunks touched and a footer whose hashes
-of other chunks are made up. So all code is the real one and every byte read is verified; what is not shown is a store
-that is far away.
+The data set is simulated: a whole manifest (4-byte tokens, chunks and shards of the usual sizes, seven sources), and
+only those few shards that the two batches touch, as sparse files with the touched chunks and a footer whose other
+hashes are made up. So all code is the real one and every byte read is verified; a remote store is not simulated.
 
 Bar: index < 10 MB (traced, and growth of the resident set), < 1 s, both the same at the two steps within noise."""
 
@@ -33,12 +32,12 @@ TOKENS, SEQ, GLOBAL_BATCH, ROWS, GROUPS = 15 * 10**12, 4096, 2048, 64, 1024
 VOCAB = 128_256
 SHARES = {"web": 60, "code": 15, "books": 8, "papers": 7, "math": 5, "wiki": 3, "forums": 2}  # of all tokens, in %
 STEPS = (0, 1_000_000)
-DOCUMENT = 1000  # tokens, on average, for the peers' document indices
-PERMUTED = 200_000 if SMOKE else 20_000_000  # samples that the peers shuffle, from which the rest is extrapolated
+DOCUMENT = 1000  # average number of tokens, for the peers' document indices
+PERMUTED = 200_000 if SMOKE else 20_000_000  # samples that the peers shuffle; the rest is extrapolated
 
 
 def skeleton() -> Manifest:
-    """With roots that are made up."""
+    """Build the manifest, with made-up roots."""
     extents = tuple(Extent(name, TOKENS * share // 100) for name, share in SHARES.items())
     chunk_items, shard_chunks = CHUNK_BYTES // 4, SHARD_BYTES // CHUNK_BYTES
     shards = sum(-(-e.items // (chunk_items * shard_chunks)) for e in extents)
@@ -47,7 +46,7 @@ def skeleton() -> Manifest:
 
 
 def places_of(step: int) -> np.ndarray:
-    """Of one node's part of a step."""
+    """Return the places of one node's part of a step."""
     return step * GLOBAL_BATCH + np.arange(ROWS)
 
 
@@ -89,8 +88,8 @@ def resident_bytes() -> int:
 
 
 def case(folder: str, step: int, trace: bool) -> None:
-    """In a fresh process. Memory is taken after the manifest, the order and the loader are there and the first places
-    are located, so that it is the index; the batch and its chunks come after."""
+    """Measure in a fresh process. Memory is taken once the manifest, the order and the loader exist and the first
+    places are located, so that it is the index; the batch and its chunks come after."""
     make_order(skeleton_of_one(), SEQ, 1, 1).locate(np.arange(8))  # numpy's own memory is not the index's
     before = resident_bytes()
     if trace:
@@ -105,7 +104,7 @@ def case(folder: str, step: int, trace: bool) -> None:
     figures = {"rss": resident_bytes() - before, "held": 0, "full": 0, "peak": 0}
     if trace:
         figures["held"], figures["peak"] = tracemalloc.get_traced_memory()
-        loader.locate(step * GLOBAL_BATCH + np.arange(GLOBAL_BATCH))  # all groups: what it keeps is then at its limit
+        loader.locate(step * GLOBAL_BATCH + np.arange(GLOBAL_BATCH))  # all groups, so that its cache is at its limit
         gc.collect()
         figures["full"] = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
@@ -198,8 +197,8 @@ def main() -> None:
     peers()
     ratio, low, high = bootstrap([b["first_s"] / a["first_s"] for a, b in zip(*seen.values(), strict=True)])
     print(f"\ntime at step {STEPS[1]} over step 0: {ratio:.2f} ({low:.2f} to {high:.2f})")
-    # A step that had to be walked to would cost a multiple; a machine that others use is off by a fifth.
-    # Whether malloc gives back what the manifest was decoded from is luck (2 MB), so the least stands for a step.
+    # Walking to a step would cost a multiple; other load on the machine costs a fifth. It is luck whether malloc
+    # returns the memory of decoding the manifest (2 MB), so the minimum stands for a step.
     least = [min(f["rss"] for f in seen[step]) / 1e6 for step in STEPS]
     held = [traced[step]["full"] / 1e6 for step in STEPS]
     equal = low <= 1.25 and high >= 0.8 and all(abs(a - b) < 1 for a, b in (least, held))

@@ -1,11 +1,11 @@
 """Our loader end to end, from local shards: chunks verified and range-checked, shuffled by the order, rows of 4096 + 1
-packed tokens, as the ranks get them. In turns with mosaicml-streaming, Grain, torch's DataLoader over a memmap and a
-bare copy out of a memmap, which check nothing. Every contender gets the same tokens, a fresh process on the same two
-cores, a warm page cache and one pass through the data before the one that is measured. Where documents end is found
-on the ranks; a row of the table shows what it costs to look for that here.
+packed tokens, as the ranks get them. It takes turns with mosaicml-streaming, Grain, torch's DataLoader over a memmap
+and a bare copy out of a memmap, which check nothing. Every contender gets the same tokens, a fresh process on the same
+two cores, a warm page cache and one pass through the data before the measured one. Document ends are found on the
+ranks; a row of the table shows what it would cost to find them here.
 
 Bar: >= 3x Mosaic and >= 0.8x the bare copy, by the median of the rounds' ratios. Peers are looked for in the
-interpreter that PHALANX_PEERS_PYTHON names, else in this one; one that is not there is named and not measured."""
+interpreter that PHALANX_PEERS_PYTHON names, else in this one; a missing one is named and not measured."""
 
 from common import SMOKE, bootstrap, finish, machine, options  # isort: skip
 
@@ -25,12 +25,12 @@ from phalanx.data.shard_file import CHUNK_BYTES, SHARD_BYTES, ShardWriter, versi
 
 PEERS = os.environ.get("PHALANX_PEERS_PYTHON", sys.executable)
 OURS, FLOOR = "phalanx", "bare memmap copy"
-DOCUMENT = 1000  # tokens, on average
+DOCUMENT = 1000  # average number of tokens
 SAMPLES = (2 if SMOKE else 16) * 4096
 
 
 def write_data(folder: Path) -> int:
-    """The same tokens as shards and as one plain file; their sum, without the last."""
+    """Write the same tokens as shards and as one plain file; return their sum, without the last."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, VOCAB, SAMPLES * SEQ + 1).astype(DTYPE)
     tokens[rng.integers(0, len(tokens), len(tokens) // DOCUMENT)] = EOS
@@ -77,7 +77,7 @@ def main() -> None:
         if written.returncode:
             absent = {name: why(written) for name in CASES if "Mosaic" in name}
         for r in range(rounds):
-            # Each round begins with another, so that none always follows the same.
+            # Each round begins with a different one, so that none always follows the same.
             names = [*CASES][r % len(CASES) :] + [*CASES][: r % len(CASES)]
             for name in names:
                 if name in absent:

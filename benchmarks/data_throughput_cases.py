@@ -1,6 +1,6 @@
-"""One contender of data_throughput.py, in a process of its own: `NAME FOLDER CORES`. Goes through the data once
-unmeasured (which opens, maps and faults in what it needs, and adds up what it was served), then once measured; prints
-one JSON line. Imports the package only where it is the contender, so that the peers may have another interpreter."""
+"""One contender of data_throughput.py, in a process of its own: `NAME FOLDER CORES`. It goes through the data once
+unmeasured (which opens, maps and faults in what it needs, and sums the tokens served), then once measured, and prints
+one JSON line. It imports the package only for our own loader, so that the peers may have another interpreter."""
 
 import json
 import os
@@ -15,7 +15,7 @@ DTYPE = np.dtype("<u2")
 
 
 def rows_of(folder: Path) -> np.ndarray:
-    """All samples, as overlapping views of the mapped file. Not np.memmap, whose slices are slower."""
+    """Return all samples as overlapping views of the mapped file. Slices of np.memmap are slower."""
     tokens = np.asarray(np.memmap(folder / "tokens.bin", DTYPE, "r"))
     shape = (len(tokens) - 1) // SEQ, SEQ + 1
     return np.lib.stride_tricks.as_strided(tokens, shape, (SEQ * 2, 2), writeable=False)
@@ -44,7 +44,7 @@ def phalanx(folder, groups=1, documents=False):
     samples = (manifest.extents[0].items - 1) // SEQ
     fetcher = Fetcher(store, manifest, max_id=VOCAB)
     loader = Loader(manifest, make_order(manifest, SEQ, seed=1, groups=groups), SEQ, fetcher)
-    if groups > 1:  # as a run sizes it
+    if groups > 1:  # sized as in a run
         fetcher.pool_bytes = int(1.25 * groups * loader.order.streams[0].window * manifest.chunk_items * 2)
     out, served = np.empty((AT_ONCE, SEQ + 1), DTYPE), 0
 
@@ -56,11 +56,11 @@ def phalanx(folder, groups=1, documents=False):
             for at in range(0, AT_ONCE, BATCH):
                 batch = out[at : at + BATCH]
                 if documents:
-                    np.flatnonzero(batch == EOS)  # where they end
+                    np.flatnonzero(batch == EOS)  # find document ends
                 yield batch
         served += samples
         if groups == 1:
-            assert fetcher.counters.bytes_read - read >= samples * SEQ * 2  # nothing came out of a cache of ours
+            assert fetcher.counters.bytes_read - read >= samples * SEQ * 2  # nothing came from our cache
 
     return epoch
 
@@ -151,7 +151,7 @@ def main(name: str, folder: Path, cores: str) -> None:
         rows += len(batch)
     figures = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "rows": rows, "sum": total}
     print(json.dumps(figures), flush=True)
-    os._exit(0)  # some peers' threads do not end
+    os._exit(0)  # some peers' threads never end
 
 
 if __name__ == "__main__":

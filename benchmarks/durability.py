@@ -1,7 +1,7 @@
-"""What an operator's faults cost: each fault of the list is done to real checkpoints, data sets and runs, in a folder
-and behind an S3 API (Ceph's gateway if it is installed, else moto behind a proxy that honours If-Match), and what is
-lost is counted. Then random histories of two savers, a retention, a resume and a reader in one place, with requests
-that fail before or after they took effect and actors that die.
+"""The cost of operational faults: each fault of the list is injected into real checkpoints, data sets and runs, in a
+folder and behind an S3 API (Ceph's gateway if it is installed, else moto behind a proxy that honours If-Match), and the
+losses are counted. Then come random histories of two savers, a retention, a resume and a reader in one place, with
+requests that fail before or after they took effect and actors that die.
 
 "Before" is what a review of the version of 2026-11-15 lost to the same fault.
 
@@ -65,7 +65,8 @@ def saved(store, steps, lineage="aaaaaaaa", name="bench"):
 
 
 def files_away(store, root: Path) -> tuple[int, int]:
-    """Rank files are away while a run tries to resume, and come back: checkpoints that cannot be loaded any more."""
+    """Take rank files away while a run tries to resume, then put them back; count the checkpoints that no longer
+    load."""
     names, kept = saved(store, (10, 20, 30)), {}
     for name in names:
         kept[name] = store.read(f"{name}/{file_name(0)}")
@@ -83,7 +84,7 @@ def files_away(store, root: Path) -> tuple[int, int]:
 
 
 def two_builds(store, root: Path) -> tuple[int, int]:
-    """A build that was believed to be dead comes to nothing after another has committed: shards of that one lost."""
+    """Let a build that was believed dead fail after another has committed; count the shards lost by the latter."""
     for name, seed in (("a", 1), ("b", 2)):
         (root / name).write_bytes(bytes(np.random.default_rng(seed).integers(97, 123, 40_000, np.uint8)))
     built = []
@@ -105,7 +106,8 @@ def two_builds(store, root: Path) -> tuple[int, int]:
 
 
 def data_position(store, root: Path) -> tuple[int, int]:
-    """Batch 8 -> 16, 8 -> 16 nodes and other weights at step 30: places of the next 10 steps served twice or never."""
+    """Change the batch 8 -> 16, the nodes 8 -> 16 and the weights at step 30; count the places of the next 10 steps
+    served twice or never."""
     for name in ("a", "b"):
         (root / name).write_bytes(name.encode() * 40_000)
     build([("x", str(root / "a")), ("y", str(root / "b"))], store, Bytes(), workers=1, staging=root / "s", **SMALL)
@@ -129,7 +131,7 @@ def data_position(store, root: Path) -> tuple[int, int]:
 
 
 def two_runs(store, root: Path) -> tuple[int, int]:
-    """Another run in the same place, with a retention of its own: checkpoints of the first that are gone."""
+    """Start another run in the same place, with its own retention; count the first run's checkpoints that are gone."""
     job = job_at(store, root)
     names, first = saved(store, (10, 20, 30)), take_place(store, job, "aaaaaaaa", "one", print)
     refused = 0
@@ -146,7 +148,7 @@ def two_runs(store, root: Path) -> tuple[int, int]:
 
 
 def no_catalog(store, root: Path) -> tuple[int, int] | None:
-    """catalog.json is gone, then torn: checkpoints that are not found. None: a folder has no such file."""
+    """Remove catalog.json, then tear it; count the checkpoints that are not found. None: a folder has no such file."""
     if isinstance(store, Folder):
         return None
     names = saved(store, (10, 20, 30))
@@ -163,7 +165,8 @@ def no_catalog(store, root: Path) -> tuple[int, int] | None:
 
 
 def late_writer(store, root: Path) -> tuple[int, int]:
-    """A writer that was fenced off adds a checkpoint of a higher step: steps of the run that went on, undone."""
+    """Let a fenced writer add a checkpoint of a higher step; return 1 if that undoes steps of the run that
+    continued."""
     for step, generation in ((40, 2), (50, 3), (60, 2)):
         make(store, step, f"g{generation}", generation=generation, lineage="aaaaaaaa", job={"name": "bench"})
     start = find_start(AUTO, job_at(store, root), print)
@@ -181,7 +184,7 @@ ROWS = {
 
 
 def stopped(number: int, root: Path, where: dict) -> tuple[int, int]:
-    """A real run of two ranks without recovery gets a signal: steps that it trained and did not save."""
+    """Send a signal to a real run of two ranks without recovery; count the steps that it trained and did not save."""
     command = Command(root, *sets(TINY | {"checkpoint.every_steps": 100_000} | where))
     command.wait_until(lambda: len(command.rows()) > 20, 300)
     command.signal(number)
@@ -201,7 +204,8 @@ os.pwrite = full
 
 
 def last_fails(root: Path) -> tuple[int, int]:
-    """The disk is full from the first checkpoint to the end: steps that are not durable and not said to be lost."""
+    """Fill the disk from the first checkpoint to the end; count the steps that are neither durable nor reported
+    lost."""
     root.mkdir()
     (root / "sitecustomize.py").write_text(FULL_DISK)
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
@@ -218,13 +222,15 @@ def last_fails(root: Path) -> tuple[int, int]:
 
 
 def imported(pool: Pool, root: Path) -> tuple[int, int]:
-    """Weights are imported at step 1000: updates that a checkpoint three steps later counts and that were not made."""
+    """Import weights at step 1000; count the updates that a checkpoint three steps later claims but that were not
+    made."""
     got = pool.run("tests.train.resume_cases:case_import", make_job((1, 2, 1), precision="fp32"), dir=str(root))[0]
     return got["about"]["updates"] - 3 + (got["again"] != got["straight"]), 3
 
 
 def compressed(pool: Pool, root: Path) -> tuple[int, int]:
-    """Gradients travel as int8: parameters whose own error is above 5 %, or that are not to be rounded and were."""
+    """Send gradients as int8; count the parameters whose own error is above 5 %, or that were rounded but must not
+    be."""
     answers = {}
     for codec in ("none", "int8"):
         job = make_job((2, 2, 1), model=MOE, precision="fp32", clip=0.0, compress=codec)
@@ -238,7 +244,7 @@ def compressed(pool: Pool, root: Path) -> tuple[int, int]:
 
 
 def in_runs(root: Path, url: str) -> Iterator[tuple[str, str, list[tuple[int, int] | None]]]:
-    """The rows of real runs: the fault, what was lost before, and what is lost in a folder and in the bucket."""
+    """Yield the rows of real runs: the fault, the loss before, and the losses in a folder and in the bucket."""
     places = {"folder": {}, "bucket": {"checkpoint.dir": f"{url}/runs"}}
     for number, fault, before in (
         (signal.SIGINT, "Ctrl-C", "117 of 216 kept"),
@@ -260,7 +266,7 @@ def in_runs(root: Path, url: str) -> Iterator[tuple[str, str, list[tuple[int, in
 
 @contextlib.contextmanager
 def bucket():
-    """The URL of a bucket, and what serves it."""
+    """Yield the URL of a bucket, and the name of its server."""
     real = bool(shutil.which("radosgw"))
     with s3.radosgw() if real else s3.moto() as endpoint:
         s3.make_bucket(endpoint, "durability")
@@ -293,7 +299,8 @@ def histories(make_store, runs: int) -> dict[str, object]:
 
 
 def planted(runs: int) -> dict[str, int]:
-    """Count the violations when `--resume auto` is broken on purpose: none would mean that the histories are blind."""
+    """Count the violations when `--resume auto` is broken on purpose; none would mean that the histories detect
+    nothing."""
     first, candidates = start_of._first, start_of._candidates
     bugs = {
         "the job's name is ignored": ("_first", lambda found, job, on_event: first(found, "", on_event)),

@@ -1,5 +1,5 @@
-"""Two savers, a retention, a resume and a reader in one place, one store request at a time, in an order that a seed
-draws; requests fail before or after they took effect, and actors die. What must hold is checked at the end."""
+"""Histories of two savers, a retention, a resume and a reader in one place, one store request at a time, in an order
+that a seed draws. Requests fail before or after they took effect, and actors die. Invariants are checked at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx.core.layout import Layout
 from phalanx.core.store import Folder
 from phalanx.run import start as start_of
 
-catalog.THREADS = files.BUCKET_THREADS = 1  # one request of an actor at a time, so that a seed gives one history
+catalog.THREADS = files.BUCKET_THREADS = 1  # one request per actor at a time, so that a seed determines the history
 files.RETRY_S = ()
 LAYOUT, KEEP = Layout(shard=2), 2
 ENTRIES = [Entry(Held("weights/w", (6, 5)), "float32"), Entry(Held("exp_avg/w", (6, 5)), "float32")]
@@ -48,7 +48,7 @@ class Turns:
         self.failed: Counter[str] = Counter()  # by actor
 
     def take(self, actor: str) -> str:
-        """Wait for a turn; "", or how the request goes wrong."""
+        """Wait for a turn; return how the request fails, or ""."""
         with self.changed:
             self.waiting[actor] = True
             self._choose()
@@ -66,7 +66,7 @@ class Turns:
             return ""
 
     def _choose(self) -> None:
-        """Once all that are alive wait."""
+        """Choose the next actor, once all that are alive wait."""
         if not self.chosen and self.waiting and all(self.waiting.values()):
             self.chosen = self.random.choice(sorted(self.waiting))
             self.changed.notify_all()
@@ -78,7 +78,7 @@ class Turns:
 
 
 def turned(store, turns: Turns, actor: str):
-    """The store as an actor sees it."""
+    """Wrap the store for one actor."""
     kind = type(store)
 
     def wrap(name):
@@ -107,7 +107,7 @@ class World:
     seed: int
     turns: Turns
     committed: set[str] = field(default_factory=set)
-    removed: dict[str, set[str]] = field(default_factory=dict)  # lineage that removed -> names
+    removed: dict[str, set[str]] = field(default_factory=dict)  # lineage that removed -> removed names
     wrong: list[str] = field(default_factory=list)
     loaded: int = 0
 
@@ -129,7 +129,7 @@ class World:
                 commit(store, manifest)
                 self.committed.add(name)
                 Catalog(store).added(manifest)
-            except (OSError, Died) as error:  # it may have its manifest all the same
+            except (OSError, Died) as error:  # its manifest may exist all the same
                 with contextlib.suppress(OSError):
                     self.store.size(f"{name}/{MANIFEST}")
                     self.committed.add(name)
@@ -152,7 +152,7 @@ class World:
                 loaded = self._resume_once(store, lineage)
             except (OSError, BadCheckpoint, UserError):
                 continue
-            # What was there all the time, when no request failed, may not be passed over.
+            # Without failed requests, a checkpoint that existed all the time must not be passed over.
             if before and self.turns.failed["resume"] == failed and _place(loaded) < _place(before):
                 with contextlib.suppress(FileNotFoundError):
                     self.store.size(f"{before}/{MANIFEST}")
@@ -162,7 +162,7 @@ class World:
         return max((n for n in self.committed if n.split("-")[3] == lineage), key=_place, default="")
 
     def _resume_once(self, store, lineage: str) -> str:
-        """The name of what was loaded; "": there is nothing to continue."""
+        """Return the name of the checkpoint that was loaded; "": there is nothing to continue."""
         job = Job(JOBS[lineage], run=RunConfig(dir="/nowhere"), checkpoint=CheckpointConfig(dir=store.url))
         with mock.patch.object(start_of, "open_store", lambda url: store):
             start = start_of.find_start(start_of.AUTO, job, catalog.ignore)
@@ -171,7 +171,7 @@ class World:
         return start.reader.name if start else ""
 
     def _load(self, reader: Reader, lineage: str) -> str:
-        """Why it cannot be loaded; "": it was."""
+        """Return why it cannot be loaded; "": it was loaded."""
         m = reader.manifest
         try:
             for rank in range(2):
@@ -195,7 +195,7 @@ class World:
                 continue
 
     def check(self) -> None:
-        """No committed checkpoint is lost: of each lineage the newest stay, and nobody removed another's."""
+        """Check that no committed checkpoint is lost: the newest of each lineage stay, and none removed another's."""
         here = Catalog(self.store)
         if here.index:
             here.index.rebuild()
@@ -225,7 +225,7 @@ def _place(name: str) -> tuple[int, int]:
 
 
 def interleave(store, seed: int) -> tuple[World, Turns]:
-    """One history. The second saver is of another job; of odd seeds, it is a stale writer of the same lineage."""
+    """Run one history. The second saver is of another job; for odd seeds, it is a stale writer of the same lineage."""
     turns = Turns(seed)
     world = World(store, seed, turns)
     mine, other, generation = ("aaaaaaaa", "aaaaaaaa", 2) if seed % 2 else ("aaaaaaaa", "bbbbbbbb", 3)

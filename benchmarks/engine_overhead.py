@@ -1,4 +1,4 @@
-"""Our engine beside a plain FSDP2 loop: same ranks, same mesh, same model, same batches, in turns.
+"""Our engine against a plain FSDP2 loop: same ranks, same mesh, same model, same batches, in turns. The measure is
 CPU-seconds per step over all ranks, because wall time on a shared machine measures its neighbours.
 
 Bar: the upper end of the 95 % interval of the ratio is at most 1.05."""

@@ -1,4 +1,4 @@
-"""What benchmarks/exact.py and benchmarks/compression.py run on each rank."""
+"""The ranks' part of benchmarks/exact.py and benchmarks/compression.py."""
 
 import dataclasses
 import os
@@ -14,8 +14,8 @@ from tests.cases import connect
 
 
 def tcp_sent_bytes() -> int:
-    """Bytes that this process has sent on its open TCP sockets and that were acknowledged, as the
-    kernel counts them (tcp_info.tcpi_bytes_acked, at offset 120)."""
+    """Count the acknowledged bytes that this process has sent on its open TCP sockets, as the kernel counts them
+    (tcp_info.tcpi_bytes_acked, at offset 120)."""
     total = 0
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -36,7 +36,7 @@ def _cpu_s() -> float:
 
 
 def price(args):
-    """Steps of the fast and of the exact reduction in turns, on the same ranks, groups and batches."""
+    """Run steps of the fast and the exact reduction in turns, on the same ranks, groups and batches."""
     rank = connect(args)
     out, engines = {}, {}
     for kind in ("fast", "exact"):
@@ -63,7 +63,7 @@ def price(args):
 
 
 def losses(args):
-    """A short training run: losses, and cross-replica bytes per step by the kernel's count."""
+    """Run a short training; return its losses, and cross-replica bytes per step by the kernel's count."""
     rank = connect(args)
     out = {"losses": [], "sent_bytes": 0}
     before = tcp_sent_bytes()

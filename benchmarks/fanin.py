@@ -1,17 +1,17 @@
-"""What a step costs the processes at the top of a fleet of 1,000, 12,500 and 125,000 nodes of 8 ranks: messages, bytes
-and CPU. Nodes are links of this process; aggregators, relays, the keeper of the record and the controller are real
-processes of this machine.
+"""The cost of a step to the processes at the top of a fleet of 1,000, 12,500 and 125,000 nodes of 8 ranks: messages,
+bytes and CPU. Nodes are links of this process; aggregators, relays, the keeper of the record and the controller are
+real processes of this machine.
 
-An aggregator serves 500 nodes, and is measured with as many real connections: each node says one message a step. What
-250 aggregators say upwards goes through real relays of 16 each to the real keeper of the record (the process that the
-user started). At the controller as many real aggregators, in processes of their own, each with one node, whose agent
-says once in a heartbeat which step is done. Per step of one second. So the controller's plan has one node for each
-aggregator, 250 at "125,000": what a node says beyond that ends at its aggregator, and a plan of 125,000 nodes would
-need as many real connections on this machine. What a large plan costs the controller when nodes fail is measured by
-control_load.py.
+An aggregator serves 500 nodes, and is measured with as many real connections: each node sends one message a step. The
+reports of 250 aggregators go through real relays of 16 each to the real keeper of the record (the process that the user
+started). The controller has as many real aggregators, in processes of their own, each with one node, whose agent
+reports once per heartbeat which step is done. A step takes one second. So the controller's plan has one node per
+aggregator, 250 at "125,000": any other messages of a node end at its aggregator, and a plan of 125,000 nodes would need
+as many real connections on this machine. control_load.py measures the cost of a large plan to the controller when nodes
+fail.
 
-Bytes are counted at the sockets, of what comes in, with frames and tags; over loopback there is no TLS. CPU is that of
-the whole process.
+Bytes are counted at the sockets, incoming, with frames and tags; over loopback there is no TLS. CPU is that of the
+whole process.
 
 Bar: at an aggregator one message per node and step, whatever the fleet; at the top, which is the record's keeper and
 the controller, no more than 20 messages, 32 KiB and 50 ms of CPU (5% of a core) a step at any size.
@@ -42,7 +42,7 @@ from phalanx.runtime.transport import Link, Loop, Server
 
 RANKS, PER_AGGREGATOR, FAN_IN = 8, 20 if SMOKE else 500, 16
 SIZES = (40, 100) if SMOKE else (1_000, 12_500, 125_000)
-MOST = {"heard": 20, "bytes": 32 << 10, "cpu_s": 0.05}  # a step, at the top
+MOST = {"heard": 20, "bytes": 32 << 10, "cpu_s": 0.05}  # per step, at the top
 STEPS = 3 if SMOKE else 30
 STEP_S = 1.0 if not SMOKE else 0.2
 LOOPBACK = "127.0.0.1"
@@ -50,7 +50,7 @@ FORK = multiprocessing.get_context("spawn")
 
 
 def step_of(step: int, rank: int) -> dict:
-    """What a rank says, as `train.worker` says it."""
+    """Return a rank's report, as `train.worker` sends it."""
     phases = {"passes": 0.5, "reduce": 0.1, "optimizer": 0.1}
     whole = {"loss_sums": [3.0] * 16, "tokens": 4096, "data_digest": "0" * 16, "record": "x" * 300}
     return {
@@ -97,7 +97,7 @@ def keep_record(pipe, folder: str, world: int) -> None:
 
 
 class Counting:
-    """A socket that counts the bytes which pass through it."""
+    """A socket wrapper that counts the bytes passing through."""
 
     def __init__(self, sock, counted: dict) -> None:
         self._sock, self._counted = sock, counted
@@ -117,7 +117,7 @@ class Counting:
 
 
 def count(server: Server) -> dict:
-    """Count the messages that a server takes in, and the bytes at its sockets. Over loopback there is no TLS."""
+    """Count the messages to a server, and the bytes at its sockets. Over loopback there is no TLS."""
     counted = {"heard": 0, "pings": 0, "bytes": 0, "sent_bytes": 0}
     hear, greet = server._on_message, server._porch._greet
 
@@ -172,7 +172,7 @@ class Child:
 
 
 def spent(child: Child, do, steps: int) -> dict:
-    """What `do` costs a process, per step."""
+    """Return the cost of `do` to a process, per step."""
     before = child.figures()
     do()
     after = child.figures()
@@ -197,7 +197,7 @@ def settle(loop: Loop, links: list[Link]) -> None:
 
 
 def at_an_aggregator(folder: str, secret) -> dict:
-    """With as many nodes as one has: it does not matter how many others there are."""
+    """Measure an aggregator with its full number of nodes; the size of the rest of the fleet does not matter."""
     record = Child(keep_record, folder, PER_AGGREGATOR * RANKS)
     leader = Child(lead, folder, 1)
     child, loop = Child(aggregate, folder, leader.address, record.address), Loop()
@@ -256,7 +256,7 @@ def shifted(items: list[dict], step: int) -> list[dict]:
 
 
 def aggregators_with_a_node(pipe, folder: str, controller, first: int, end: int, beat_s: float) -> None:
-    """The other nodes would say nothing to the controller."""
+    """Run aggregators with one node each; their other nodes would send nothing to the controller."""
     loop, secret, done = Loop(), load_secret(Path(folder) / "secret"), [0]
     agents: list[Link] = []
     for i in range(first, end):
@@ -294,7 +294,7 @@ def at_the_controller(folder: str, secret, nodes: int) -> dict:
         if end > first
     ]
     seconds = 2 if SMOKE else 60
-    time.sleep(1 if SMOKE else max(20.0, 2 * beat_s))  # each has been told when its next ping is due
+    time.sleep(1 if SMOKE else max(20.0, 2 * beat_s))  # each has learnt when its next ping is due
     found = spent(child, lambda: time.sleep(seconds), round(seconds / STEP_S))
     for each in (*both, child):
         each.close()

@@ -1,9 +1,9 @@
 """From `phalanx train` to the first step, by phase: on this machine, and on four hosts made of namespaces that are
-entered by ssh (root, iproute2, util-linux, openssh-server; data on S3). And the messages and bytes that 100 and 1,000
-agents cost the controller in each phase, through a real aggregator: they join; their services are up, and they are
-welcome; their ranks are up and built, once the ten of a replica have met; and a generation is formed, once the ranks of
-a place in all replicas have met. Agents and members are the real machines, and meet through real hubs; no process is
-started, and nothing is computed.
+entered by ssh (root, iproute2, util-linux, openssh-server; data on S3). It also counts the messages and bytes that 100
+and 1,000 agents cost the controller in each phase, through a real aggregator. The phases: agents join; their services
+are up, and they are welcome; their ranks are up and built, once the ten of a replica have met; and a generation is
+formed, once the ranks of a place in all replicas have met. Agents and members are the real machines, and meet through
+real hubs; no process is started, and nothing is computed.
 
 Bar: every phase is told; in each the controller hears at most 3x the messages with 1,000 agents that it hears with 100,
 and an agent says at most 1.5x (one that waits for an answer asks again). The aggregator's ping, one a second whatever
@@ -38,10 +38,10 @@ from phalanx.runtime.transport import Loop
 from tests.hosts.fleet import JOB, NETWORKS, SSHD, TRAINERS, Fleet, Training
 
 COUNTS = (20, 40) if SMOKE else (100, 1_000)
-MOST_TIMES = 3  # the messages of ten times the agents
-MOST_SAID = 1.5  # times what an agent of the small fleet says: one that waits for an answer asks again after a second
+MOST_TIMES = 3  # limit on the ratio of messages with ten times the agents
+MOST_SAID = 1.5  # limit on the ratio of an agent's messages: one that waits for an answer asks again after a second
 REPLICA_SIZE = 10
-ADDRESS = "x" * 200  # a value of the size that Gloo sets for a rank
+ADDRESS = "x" * 200  # as long as the value that Gloo sets for a rank
 BEAT_S = 2.0
 LIMIT_S = 300.0
 HEADS = ("agents", "messages", "seconds", "kB in", "kB out", "CPU s", "each says")
@@ -49,7 +49,7 @@ PHASES = ("data", "controller", "agents join", "services", "ranks up and built",
 
 
 def phases_of(events: list[dict], began: float) -> dict[str, float]:
-    """Seconds of each, from when the command was started. Nodes are counted as far as the layout needs them."""
+    """Return the seconds of each phase, from the start of the command. Only as many nodes count as the layout needs."""
     nodes = next(e for e in events if e["type"] == "listening")["nodes"]
     times = {
         "data": next(e["time"] for e in events if e["type"] == "node" and e["node"] == "controller"),
@@ -90,7 +90,7 @@ def lead(pipe, folder: str, nodes: int) -> None:
     layout = Layout(replica=nodes // REPLICA_SIZE, shard=REPLICA_SIZE, ranks_per_node=1)
     late = dict.fromkeys(
         ("gather_ns", "launch_ns", "form_ns", "resend_ns"), int(LIMIT_S * 1e9)
-    )  # one machine plays all
+    )  # one machine simulates all hosts
     control.write_plan(place, Plan(layout, 10, 0, 0, Policy(save=False, **late)))
     control.write_spec(place, {"version": "x", "filler": "y" * 20_000})
     quiet = control.Printer((Path(folder) / "lines").open("w").fileno())
@@ -111,7 +111,7 @@ class Asking(Joiner):
 
 
 class Node(cases.Node):
-    """It meets others before it says that it is built or has formed, as ranks do. A rank is on a node of its own."""
+    """Meets its peers before it reports that it is built or has formed, as ranks do. Each rank is on its own node."""
 
     def __init__(self, fleet, number: int, address):
         self.hub, self.meetings = Hub(self.told, self.meet), {}
@@ -136,7 +136,7 @@ class Node(cases.Node):
             command()
 
     def tell(self, worker: int, body: dict) -> None:
-        """A worker hears its agent: it sets its own key, and goes on when it has those of the others."""
+        """Let a worker set its own key, and continue when it has those of the others."""
         if body["type"] == "build":
             self.rank = body["rank"]
             room, me, size = "ranks", self.rank % REPLICA_SIZE, REPLICA_SIZE
@@ -165,13 +165,13 @@ class Node(cases.Node):
 
 
 class Crowd:
-    """What the nodes share."""
+    """State that the nodes share."""
 
     def __init__(self, secret, nodes: int):
         self.loop, self.secret, self.replica_size, self.replicas = Loop(), secret, REPLICA_SIZE, nodes // REPLICA_SIZE
         self.beats = self.events = self.met = self.joins = 0
         self.nodes: dict[int, Node] = {}
-        self.launches, self.held = False, []  # ranks are started once all nodes are welcome: phases are counted apart
+        self.launches, self.held = False, []  # ranks start once all nodes are welcome: phases are counted separately
 
     def launch(self) -> None:
         self.launches = True
@@ -196,7 +196,8 @@ class Crowd:
 
 
 def count_phases(folder: str, nodes: int) -> dict[str, dict[str, float]]:
-    """By phase, of so many agents that come at once: what the controller hears, and what each agent says."""
+    """Count by phase, for so many agents that come at once: messages to the controller, and messages from each
+    agent."""
     secret, here = load_secret(Path(folder) / "secret"), inventory.about(LOOPBACK)
     child, fleet, served, found = Child(lead, folder, nodes), Crowd(secret, nodes), set[int](), {}
     at = tuple(child.address)

@@ -1,5 +1,5 @@
-"""The exact reduction on one accelerator: two runs of it from the same weights over the same batches end with the same
-bits, at 1 and at 4 micro-batches, and its step beside the fast one's, in turns.
+"""The exact reduction on one accelerator: two runs from the same weights over the same batches end with the same bits,
+at 1 and at 4 micro-batches, and its step is timed against the fast one's, in turns.
 
 Bar: same bits; a step takes at most 1.10 times the fast one's (upper end of the 95 % interval).
 

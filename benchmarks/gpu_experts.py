@@ -1,6 +1,6 @@
-"""Experts on one accelerator: grouped products beside a dense product of the same FLOPs; the whole feed-forward of the
+"""Experts on one accelerator: grouped products against a dense product of the same FLOPs; the whole feed-forward of the
 experts with its roundings; and a training step of the engine on DeepSeek's and Mixtral's experts, in bf16, in fp8, and
-in fp8 with the experts left in bf16. All of them take turns, and find the card equally warm.
+in fp8 with the experts left in bf16. All of them take turns, so that the card is equally warm for each.
 
 Bar: grouped products in bf16 reach 0.72 of the dense product's speed, evenly filled or skewed (log-normal, 0.7); first
 losses in bf16 and fp8 agree to 0.01; a step in fp8 is no slower than in bf16.
@@ -40,7 +40,7 @@ TINY = ModelConfig(
 
 
 class Timer:
-    """Times functions in turns, so that all find the card equally warm."""
+    """Times functions in turns, so that the card is equally warm for each."""
 
     def __init__(self, device: Device):
         self.device = device
@@ -60,7 +60,7 @@ class Timer:
 
 
 def counts_of(rows: int, experts: int, skewed: bool, where: torch.device) -> torch.Tensor:
-    """How many rows each expert has: alike, or by a log-normal distribution."""
+    """Return how many rows each expert has: evenly, or by a log-normal distribution."""
     weight = torch.randn(experts, generator=torch.Generator().manual_seed(2)).mul(SKEW if skewed else 0.0).exp()
     ends = (weight.cumsum(0) / weight.sum() * rows).round().long()
     ends[-1] = rows
@@ -80,7 +80,7 @@ def sizes_of(shape: Shape) -> Sizes:
 
 
 def products(sizes: Sizes, timer: Timer, rounds: int) -> list[dict]:
-    """One row for each product and filling: TFLOP/s of dense, grouped and grouped fp8 products."""
+    """Return one row per product and filling: TFLOP/s of dense, grouped and grouped fp8 products."""
     where, out = timer.device.torch, []
     for name, i, o in (("up", sizes.width, sizes.inner), ("down", sizes.inner, sizes.width)):
         x, grad = (torch.randn(sizes.rows, n, device=where, dtype=torch.bfloat16) for n in (i, o))
@@ -97,7 +97,7 @@ def products(sizes: Sizes, timer: Timer, rounds: int) -> list[dict]:
 
 
 def three_ways(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> dict[str, dict]:
-    """The three products of a linear layer, each dense, grouped, and grouped in fp8 of operands that are rounded."""
+    """Return the three products of a linear layer, each dense, grouped, and grouped in fp8 with rounded operands."""
     experts, i = counts.shape[0], x.shape[1]
     o = w.shape[0] // experts
     one, groups = w[:o], fp8_experts.by_counts(counts, len(x))
@@ -128,7 +128,7 @@ def three_ways(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor, counts: tor
 
 
 def feed_forwards(sizes: Sizes, timer: Timer, rounds: int) -> list[dict]:
-    """Forward and backward of all experts of a layer, roundings included."""
+    """Time forward and backward of all experts of a layer, roundings included."""
     where, out = timer.device.torch, []
     shapes = [(sizes.rows, sizes.width), (sizes.experts * sizes.inner, sizes.width),
               (sizes.experts * sizes.width, sizes.inner), (sizes.experts * sizes.inner, sizes.width)]  # fmt: skip
@@ -170,7 +170,7 @@ class Run(Ours):
 
 def steps(shape: Shape, device: Device, groups: Groups, rounds: int) -> dict:
     bf16, fp8 = (Run(shape, precision, device, groups) for precision in ("bf16", "fp8"))
-    chosen = fp8.experts[0].low  # by the rule
+    chosen = fp8.experts[0].low  # chosen by the rule
     kinds = {"bf16": (bf16, False), "fp8": (fp8, True), "fp8, experts in bf16": (fp8, False)}
     times: dict[str, list[float]] = {name: [] for name in kinds}
     for run, low in kinds.values():
@@ -191,7 +191,7 @@ def steps(shape: Shape, device: Device, groups: Groups, rounds: int) -> dict:
 
 
 def free(device: Device) -> None:
-    """Give back what the last shape has left, before the next one needs it."""
+    """Free the memory of the last shape before the next one needs it."""
     gc.collect()
     if not device.is_cpu:
         torch.accelerator.empty_cache()

@@ -1,4 +1,4 @@
-"""fp8 beside bf16: the same job twice through `phalanx train`, 1,000 steps on the sources of Python's own library.
+"""fp8 against bf16: the same job twice through `phalanx train`, 1,000 steps on the sources of Python's own library.
 
 Bar: the last loss (mean of 50 steps) of fp8 is within 1 % of bf16's, in the mean over the seeds. One pair says little:
 runs that differ only in rounding end up to 1.4 % apart. `--svg FILE` draws both curves of the first seed."""
@@ -45,7 +45,7 @@ max_mb = {max_mb}
 
 
 def curve(precision: str, folder: Path, **sizes) -> list[float]:
-    """The loss of every step."""
+    """Return the loss of every step."""
     folder.mkdir(exist_ok=True)
     file = folder / f"{precision}.toml"
     file.write_text(JOB.format(precision=precision, folder=folder / "runs", **sizes))
@@ -63,7 +63,7 @@ def smoothed(losses: list[float], window: int = 10) -> list[float]:
 
 
 def draw(curves: dict[str, list[float]]) -> str:
-    """Both curves, and their difference enlarged below."""
+    """Draw both curves, and their difference enlarged below."""
     width, height, colours = 720, 360, {"bf16": "#1f5fbf", "fp8": "#d2691e"}
     lines = {name: smoothed(losses) for name, losses in curves.items()}
     top, low = max(max(c) for c in lines.values()), min(min(c) for c in lines.values())
@@ -103,7 +103,7 @@ def main() -> None:
     sizes = dict(steps=args.steps, seq_len=1024, max_mb=17)
     if args.smoke:
         sizes = dict(steps=4, seq_len=64, max_mb=1)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2 * len(args.seeds)) as pool:  # nobody is timed
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2 * len(args.seeds)) as pool:  # nothing is timed
         runs = [
             {name: pool.submit(curve, name, Path(folder) / str(seed), seed=seed, **sizes) for name in ("bf16", "fp8")}
             for seed in args.seeds

@@ -1,5 +1,5 @@
-"""One training step on one accelerator: our engine beside torchtitan 0.2.2, same weights, same batches, in turns in the
-same run, so that both find the card equally warm.
+"""One training step on one accelerator: our engine against torchtitan 0.2.2, with the same weights and batches, in
+turns in the same run, so that the card is equally warm for both.
 
 Bars, ours / torchtitan's bf16 without documents, lower end of the 95 % interval: see BARS. Needs an accelerator, and
 torchtitan's wheel unpacked (`pip download --no-deps torchtitan==0.2.2`): --titan FOLDER, or PHALANX_TITAN.
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LEAN, FP8 = {"moments": "bf16"}, {"moments": "bf16", "precision": "fp8"}
-# shape -> what is run -> (options of ours, documents in a row, least ratio, most of torchtitan's memory)
+# shape -> variant -> (our options, documents per row, least ratio, most of torchtitan's memory)
 BARS = {
     "smoke": {"bf16": (LEAN, 0, 0.0, 9.9), "bf16, documents": (LEAN, 8, 0.0, 9.9), "fp8": (FP8, 0, 0.0, 9.9)},
     "1.5b": {
@@ -40,10 +40,10 @@ BARS = {
     },
     "8b": {"bf16": (LEAN, 0, 1.25, 0.83), "fp8": (FP8, 0, 1.70, 0.83)},  # 100 GiB of 120
 }
-DEFAULT = 0.97  # the least that the default job reaches of our best in its precision
+DEFAULT = 0.97  # least share of our best in its precision that the default job must reach
 TOGETHER = {"smoke", "1.5b", "2.8b"}  # two engines of such a shape fit on the card
-# By which first losses may differ, unless ours has seen documents and the peer has not, and bf16's after FIRST steps
-# (the mean of LATE of them); fp8's first by 5 times that.
+# Tolerance of first losses, unless ours has documents and the peer has not, and of bf16's losses after FIRST steps (the
+# mean of LATE of them); fp8's first losses get 5 times that.
 LOSS = 1e-2
 WARM_UP, FIRST, LATE = 2, 50, 5
 
@@ -59,7 +59,7 @@ class Contender:
         self.losses: list[float] = []
 
     def build(self) -> None:
-        """Begin to use the device. Until then it imports what it needs, beside the others."""
+        """Start using the device. Before this, the contender only imports, in parallel with the others."""
         self.built_s = self._ask(do="build")["built_s"]
 
     def steps(self, number: int, documents: int = 0) -> list[float]:
@@ -102,7 +102,7 @@ def ratio(ours: list[list[float]], peers: list[list[float]], rounds: int = 4000)
 
 
 def measure(shape: str, args: argparse.Namespace) -> Iterator[dict]:
-    """Yield a row for each run, of ours and the peer's in turns. Both stay on the card."""
+    """Yield a row for each run, ours and the peer's in turns. Both stay on the card."""
     variants: dict[str, list[str]] = {}  # by the options of ours: one process serves them
     for name, (options, *_) in BARS[shape].items():
         variants.setdefault(json.dumps(options), []).append(name)
@@ -131,11 +131,11 @@ def measure(shape: str, args: argparse.Namespace) -> Iterator[dict]:
 
 
 def measure_apart(shape: str, args: argparse.Namespace) -> Iterator[dict]:
-    """The same where only one fits on the card: each starts anew in each round."""
+    """Like `measure`, when only one fits on the card: each starts anew in each round."""
     times: dict[str, list] = {name: [] for name in BARS[shape]}
     peers, ended = [], {}
     for number in range(args.rounds):
-        drawn = {"drawn": number == args.rounds - 1}  # losses are compared in the last
+        drawn = {"drawn": number == args.rounds - 1}  # losses are compared in the last round
         peer = Contender(shape, titan=args.titan, **drawn)
         all_ours = {name: Contender(shape, **{"precision": "bf16", **bar[0]}, **drawn)
                     for name, bar in BARS[shape].items()}  # fmt: skip
@@ -157,7 +157,7 @@ def row(shape: str, name: str, times: list, peers: list, ours: Contender, peer: 
     _, documents, least, most = BARS[shape][name]
     middle, low, high = ratio(times, peers)
     memory, apart = ours.peak_gib / peer.peak_gib, abs(ours.losses[0] - peer.losses[0])
-    last = len(ours.losses)  # from the same weights, after the same batches
+    last = len(ours.losses)  # both had the same first weights and the same batches
     apart_last = None
     if len(peer.losses) >= last and not documents:
         mine, theirs = (statistics.fmean(side[last - LATE : last]) for side in (ours.losses, peer.losses))

@@ -1,5 +1,5 @@
-"""What benchmarks/gpu_step.py measures: our engine and torchtitan, each in a process of its own that gets its orders as
-lines of JSON. Both begin with the same weights and see the same batches."""
+"""The contenders of benchmarks/gpu_step.py: our engine and torchtitan, each in its own process, which reads orders as
+lines of JSON. Both begin with the same weights and get the same batches."""
 
 import importlib
 import json
@@ -60,7 +60,7 @@ def _moe(**sizes: int) -> ModelConfig:
     return ModelConfig(family="moe", vocab_size=128_256, num_heads=32, num_kv_heads=8, **sizes)
 
 
-# Of ours alone: DeepSeek's and Mixtral's experts at their widths, with as many layers as fit; long rows.
+# Only for our engine: DeepSeek's and Mixtral's experts at their widths, with as many layers as fit; long rows.
 SHAPES |= {
     "deepseek": Shape(
         _moe(dim=2048, num_layers=6, ffn_dim=10944, num_experts=64, top_k=6, expert_dim=1408, shared_experts=2), 4096, 4
@@ -85,14 +85,15 @@ def job_of(shape: Shape, **train: object) -> Job:
 
 
 def tokens_of(shape: Shape, step: int) -> np.ndarray:
-    """Drawn by Zipf's law, so that there is something to learn: of equally likely tokens, losses differ by chance."""
+    """Draw tokens by Zipf's law, so that there is something to learn: with equally likely tokens, losses differ by
+    chance."""
     ends = np.cumsum(1.0 / np.arange(1, shape.model.vocab_size + 1))
     drawn = np.random.default_rng([SEED, step]).random((shape.batch, shape.seq_len + 1))
     return np.minimum(np.searchsorted(ends, drawn * ends[-1]), shape.model.vocab_size - 1)
 
 
 def documents_of(shape: Shape, step: int, number: int) -> np.ndarray:
-    """So many documents of random lengths in a row."""
+    """Draw documents of random lengths, `number` of them per row."""
     rng, out = np.random.default_rng([SEED, 1, step]), np.zeros((shape.batch, shape.seq_len), np.int64)
     for row in out:
         row[1 + rng.permutation(shape.seq_len - 1)[: number - 1]] = 1
@@ -173,7 +174,7 @@ class Titan:
 
     @torch.no_grad()
     def _load(self) -> None:
-        """Our first weights. It rotates neighbouring elements of a head, we the two halves."""
+        """Load our first weights. torchtitan rotates neighbouring elements of a head, we rotate the two halves."""
         family, names = load_family("dense"), dict(self.model.named_parameters())
         names = {
             name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): p for name, p in names.items()
@@ -209,7 +210,7 @@ class Titan:
 
 
 def _stub_missing() -> None:
-    """What torchtitan imports for data and metrics, which is not used here and may not be installed."""
+    """Stub torchtitan's imports for data and metrics, which are not used here and may not be installed."""
     for name in ("datasets", "datasets.distributed", "tokenizers", "torch.utils.tensorboard"):
         try:
             __import__(name)
@@ -242,7 +243,8 @@ REST = "elementwise, norm, rope, embedding"
 
 
 def profile(step, steps: int = 3) -> dict[str, float]:
-    """Milliseconds of kernels in a step by class, of the whole, and of no kernel at all; and the longest kernels."""
+    """Return the milliseconds of a step's kernels by class, in total, and without any kernel; and the longest
+    kernels."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA, kinds.CPU]) as recorded:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -256,7 +258,7 @@ def profile(step, steps: int = 3) -> dict[str, float]:
         if event.device_type != torch.autograd.DeviceType.CUDA or re.search(
             "^ProfilerStep|^FSDP::|^Torch-Comp", event.name
         ):
-            continue  # the latter are no kernels but what a library calls some of them together
+            continue  # these are not kernels, but names for groups of them
         span = event.time_range
         name = next((name for name, known in CLASSES.items() if re.search(known, event.name)), REST)
         out[name] += (span.end - span.start) / steps / 1e3
@@ -289,18 +291,18 @@ def profile(step, steps: int = 3) -> dict[str, float]:
 
 
 def _draw_on_device(seed: int, slices: list, *_: object) -> None:
-    """For times alone: other first values, without the host's work."""
+    """Draw other first values without the host's work, when only times matter."""
     for s in slices:
         s.out.normal_(s.init.mean, s.init.std)
 
 
 def main() -> None:
-    """Options on the command line, then one request a line."""
+    """Read options from the command line, then one request per line."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     options = json.loads(sys.argv[1])
     importlib.import_module("torch._inductor.compile_fx")
-    if not sys.stdin.readline():  # imported; the device is free when this line comes
+    if not sys.stdin.readline():  # the imports are done; this line arrives when the device is free
         return
     shape, began = SHAPES[options.pop("shape")], time.perf_counter()
     if not options.pop("drawn", True):

@@ -1,6 +1,6 @@
-"""Every class of `transformers` that comes in and goes out, as a tiny random model in fp64: logits and gradients here
-against theirs (whose casts to fp32 are made casts to fp64, tests/hf_models.py), our export loaded by them, and the same
-model in, out and in again. Then what is refused, with the reason.
+"""Import and export of every supported class of `transformers`, as a tiny random model in fp64: our logits and
+gradients against theirs (whose casts to fp32 are made casts to fp64, tests/hf_models.py), our export loaded by them,
+and the same model in, out and in again. Then the refusals, with their reasons.
 
 Bar: errors at most 1e-10 in at least 10 classes; weights and config in, out and in again are equal. Needs the package
 transformers."""

@@ -1,4 +1,4 @@
-"""What being watched costs a training step.
+"""The cost of observing a training step.
 
     calls      a worker's own calls for metrics (marks of phases, the report of a step, its way into the channel),
                thread CPU time, against the step
@@ -6,10 +6,9 @@
     browsers   a real run with ten clients of the dashboard, which follow it as the page does, in turns with none; the
                server is stopped (SIGSTOP) under them for two turns and killed in the end, and the run must not notice
 
-Bars: calls < 0.5 % of the step; on / off: upper end of the 95 % interval <= 1.02; ten browsers against none:
-upper end of the interval of the step time <= 1.05 (browsers are on other machines: the
-clients here take only what is left of the cores, as the server itself does); the run ends
-with status 0."""
+Bars: calls < 0.5 % of the step; on / off: upper end of the 95 % interval <= 1.02; ten browsers against none: upper end
+of the interval of the step time <= 1.05 (real browsers are on other machines: the clients here only take idle time of
+the cores, as the server itself does); the run ends with status 0."""
 
 from common import SMOKE, bootstrap, finish, machine, options  # isort: skip
 
@@ -124,13 +123,13 @@ def _watched(runs: Path, train: subprocess.Popen, dash: subprocess.Popen) -> dic
         train.send_signal(signal.SIGTERM)
     code = train.wait(60)
     ratio, low, high = bootstrap(ratios or [1.0])
-    stopped = 0 if code in (0, 130) else code  # 130: as it was asked to
+    stopped = 0 if code in (0, 130) else code  # 130: it was asked to stop
     return {"ratio": ratio, "low": low, "high": high, "steps": steps, "step_s": statistics.median(medians or [0.0]),
             "messages": clients.messages, "code": stopped}  # fmt: skip
 
 
 class Clients:
-    """Ten connections to the live stream of a run, from a process and session of their own; on each message they ask
+    """Ten connections to the live stream of a run, from a process and session of their own. On each message they ask
     for the charts, as the page does."""
 
     def __init__(self, url: str, run: str):
@@ -151,7 +150,7 @@ class Clients:
 
 def follow_all(url: str, run: str) -> None:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    with contextlib.suppress(OSError):  # sessions share the cores
+    with contextlib.suppress(OSError):  # the scheduler shares the cores between sessions
         Path("/proc/self/autogroup").write_text("19")
     stop, heard, threads = threading.Event(), list[int](), list[threading.Thread]()
     for line in sys.stdin:
@@ -167,7 +166,7 @@ def follow_all(url: str, run: str) -> None:
             thread.start()
         print("done", flush=True)
     print(len(heard), flush=True)
-    os._exit(0)  # some may wait for a dashboard that is gone
+    os._exit(0)  # some threads may wait for a dashboard that is gone
 
 
 def follow(url: str, run: str, stop: threading.Event, heard: list[int]) -> None:

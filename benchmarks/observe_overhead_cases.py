@@ -1,4 +1,4 @@
-"""What benchmarks/observe_overhead.py runs in a worker."""
+"""The worker's part of benchmarks/observe_overhead.py."""
 
 import os
 import resource
@@ -13,10 +13,10 @@ from tests.cases import connect
 
 
 def in_turns(args):
-    """Steps of the real engine, with the calls that a worker makes for metrics and without them."""
+    """Run steps of the real engine, with and without the calls that a worker makes for metrics."""
     rank = connect(args)
     channel = _channel()
-    own = [0.0, 0]  # seconds of the calls, and how many marks
+    own = [0.0, 0]  # seconds in the calls, and number of marks
 
     def mark(phase, step=None, micro=None):
         began = time.thread_time()
@@ -59,7 +59,7 @@ def in_turns(args):
 
 
 def _pass_s(device):
-    """What it costs to time one forward or backward."""
+    """Return the cost of timing one forward or backward."""
     passes, count, began = [], 10_000, time.thread_time()
     for _ in range(count):
         begin = device.moment()
@@ -77,7 +77,7 @@ def _report(step, loss, norm, phases):
 
 
 def _channel():
-    """A worker's own, with a process that reads what it says."""
+    """Return a worker's own channel, with a process that reads from it."""
     mine, other = socket.socketpair()
     if os.fork() == 0:
         mine.close()

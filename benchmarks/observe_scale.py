@@ -1,4 +1,4 @@
-"""What the records of a run of 1,000,000 ranks over 10,000 steps cost to write and to look at. The times are synthetic
+"""The cost of writing and viewing the records of a run of 1,000,000 ranks over 10,000 steps. The times are synthetic
 (log-normal, 2 %, with one rank that is three times as slow in one step); everything else is the real thing: the writer
 that runs use, the server behind `phalanx dash`, and Chromium.
 
@@ -109,7 +109,7 @@ def measure(folder):
 
 
 def ingest(record) -> float:
-    """Write the whole table, and a metrics row for each step; values per CPU-second of the tiles' writer."""
+    """Write the whole table, and a metrics row for each step; return the tile writer's values per CPU-second."""
     rng = np.random.default_rng(0)
     tables = [(0.1 * rng.lognormal(0, 0.02, RANKS)).astype(np.float32) for _ in range(4)]
     writer, spent = TileWriter(record.path / FOLDER, RANKS), 0.0
@@ -129,7 +129,7 @@ def ingest(record) -> float:
 
 
 def fold_reports() -> float:
-    """Reports of single ranks, folded by nodes of eight, into one row of the table."""
+    """Fold reports of single ranks, by nodes of eight, into one row of the table; return ranks per CPU-second."""
     ranks = min(RANKS, 20_000)
     whole = {"loss_sums": [1.0], "tokens": 1, "data_digest": "0"}
     report = {"grad_norm": 1.0, "lr": 1e-3, "time_s": 0.1, "whole": whole, "data_wait_s": 0.0, "data_ready": 4}
@@ -153,7 +153,7 @@ def long_history() -> dict[str, np.ndarray]:
 
 
 def sql_ms(folder, values) -> tuple[float, float]:
-    """The whole history and parts of it, grouped by DuckDB; the slowest, each at its best of a few."""
+    """Query the whole history and parts of it, grouped by DuckDB; return the slowest, each at its best of a few."""
     import duckdb
     import pyarrow
     import pyarrow.parquet
@@ -176,8 +176,8 @@ def sql_ms(folder, values) -> tuple[float, float]:
 
 
 def history_ms(values) -> tuple[float, float]:
-    """The slowest of fifty charts over random parts of a long history, by the clock and by CPU time; each at its best
-    of a few, so that what else the machine does is not counted."""
+    """Return the slowest of fifty charts over random parts of a long history, in wall and CPU time; each at its best of
+    a few, so that other load on the machine does not count."""
     rng, columns = np.random.default_rng(1), Columns()
     columns.load(values)
     worst, cpu = 0.0, 0.0
@@ -194,11 +194,12 @@ def history_ms(values) -> tuple[float, float]:
 
 
 def pictures(url, name, pid):
-    """Ask for parts at all zooms, half of them around the slow rank. Each is asked for a few times: the clock of the
-    best tells the work from what else the machine does, the server's time on a core what the first costs. Returns the
-    slowest (milliseconds by the clock, on a core, and in a queue for one), the median, and the most on a core."""
+    """Ask for parts at all zooms, half of them around the slow rank. Each is requested a few times: the best wall time
+    excludes other load on the machine, and the first CPU time of the server shows the cost of a cold request. Return
+    the slowest (milliseconds of wall time, on a core, and in a run queue), the median, and the longest time on a
+    core."""
     rng, times, first, seen, held = random.Random(2), [], [], 0, 0
-    ask(url, name, 0, 1, 0, 1)  # the record is opened once
+    ask(url, name, 0, 1, 0, 1)  # opens the record
     for number in range(PICTURES):
         ranks, steps = int(RANKS ** rng.random()), int(STEPS ** rng.random())
         if number == 0:
@@ -213,7 +214,7 @@ def pictures(url, name, pid):
             took, found = ask(url, name, r0, r0 + ranks, s0, s0 + steps)
             tries.append((took, *(after - b for after, b in zip(scheduled_ms(pid), before, strict=True))))
         times.append(min(tries))
-        first.append(tries[0][1])  # the tables may have to be read from the disk
+        first.append(tries[0][1])  # the tables may have to be read from disk
         (ra, rb), (sa, sb) = found["ranks"], found["steps"]
         if ra <= SLOW_RANK < rb and sa <= SLOW_STEP < sb:
             codes = np.frombuffer(base64.b64decode(found["codes"]), np.uint8)
@@ -222,7 +223,8 @@ def pictures(url, name, pid):
 
 
 def scheduled_ms(pid) -> tuple[float, float]:
-    """How long the threads of a process and this one have run on a core, and have waited in a queue for one."""
+    """Return how long the threads of a process and this thread have run on a core, and have waited in a queue for
+    one."""
     tasks = [*Path(f"/proc/{pid}/task").iterdir(), Path("/proc/thread-self")]
     known = [(task / "schedstat").read_text().split() for task in tasks]
     return sum(int(ran) for ran, *_ in known) / 1e6, sum(int(waited) for _, waited, *_ in known) / 1e6
@@ -237,7 +239,7 @@ def ask(url, name, r0, r1, s0, s1):
 
 
 def first_paint(url, name):
-    """Milliseconds to the first contentful paint of the ranks' page; None: there is no browser."""
+    """Return the milliseconds to the first contentful paint of the ranks' page; None: there is no browser."""
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     try:
         from playwright.sync_api import sync_playwright
@@ -259,7 +261,7 @@ def first_paint(url, name):
 
 
 def peak_mb(pid) -> float:
-    """Memory of the process that is not of files: pages of the tiles belong to the page cache."""
+    """Return the anonymous memory of the process: pages of the tiles belong to the page cache."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) / 1e3 for line in status.splitlines() if line.startswith("RssAnon"))
 

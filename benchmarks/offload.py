@@ -1,9 +1,9 @@
-"""Peak memory and step time with each remedy for memory: one rank, each remedy in a fresh process of its own, a step
-of each in turns.
+"""Peak memory and step time with each way to save memory: one rank, each way in its own fresh process, a step of each
+in turns.
 
-Bar: each remedy that can save on this device saves at least 70 % of what arithmetic says (printed under the table),
-and those that promise the same bits give the same weights and moments. On a CPU the host is the device, so that
-offloading to it can save nothing there: those rows are shown, not judged."""
+Bar: each remedy that can save on this device saves at least 70 % of what arithmetic says (printed under the table), and
+those that promise the same bits give the same weights and moments. On a CPU the host is the device, so that offloading
+to it can save nothing there: those rows are shown, not judged."""
 
 from common import SMOKE, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 
@@ -51,7 +51,7 @@ REMEDIES: dict[str, tuple[dict, dict]] = {
         dict(state="bf16", offload="nvme"),
     ),
 }
-if SMOKE:  # all of them at once, since every process costs seconds
+if SMOKE:  # one process with all of them, since every process costs seconds
     REMEDIES = {name: REMEDIES[name] for name in ("baseline", "everything together")}
 CANNOT_SAVE_ON_CPU = {"activation offload", "optimizer offload cpu"}
 
@@ -63,7 +63,7 @@ def job_of(name: str) -> Job:
 
 
 class Child:
-    """A fresh process with one rank in it, that takes a step when told to."""
+    """A fresh process with one rank, which takes a step on request."""
 
     def __init__(self, name: str):
         command = [
@@ -71,7 +71,7 @@ class Child:
             str(Path(__file__).with_name("offload_cases.py")),
             json.dumps(job_of(name).to_dict()),
         ]
-        # Freed blocks go back to the kernel, so that the peak is of what is in use.
+        # Return freed blocks to the kernel, so that the peak shows memory in use.
         env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.seconds: list[float] = []
@@ -93,8 +93,8 @@ class Child:
 
 
 def expected_peak(job: Job, activations: int, parameters: int) -> float:
-    """Bytes on the device: weights, moments, and what is larger at the two ends of the backward pass: all kept
-    activations at its start, all gradients and the activations worked with at its end."""
+    """Return the bytes on the device: weights, moments, and the larger of the two ends of the backward pass. At its
+    start all kept activations exist; at its end all gradients and the activations of one unit."""
     train, optimizer, c = job.train, job.optimizer, job.model
     working, tokens = activations / c.num_layers, train.micro_batch * train.seq_len  # working: one unit's
     element = 2 if train.precision == "bf16" else 4
@@ -104,7 +104,7 @@ def expected_peak(job: Job, activations: int, parameters: int) -> float:
         kept = working if away else float(activations)
     else:
         inputs = 0 if away else tokens * c.num_layers * c.dim
-        products = tokens * c.num_layers * (6 * c.dim + 2 * c.ffn_dim)  # of 7 matrices, and attention
+        products = tokens * c.num_layers * (6 * c.dim + 2 * c.ffn_dim)  # outputs of 7 matrices and of attention
         kept = working + element * (inputs + (products if train.recompute == "selective" else 0))
     moments = 2 * (2 if optimizer.state == "bf16" else 4)
     here = optimizer.offload == "none" or (optimizer.offload == "cpu" and ON_CPU)

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/offload.py: takes a step for each line "step" on its standard input, tells what it used
+"""One rank of benchmarks/offload.py: it takes a step for each line "step" on standard input, and reports its usage
 after "finish". It measures on the device, or on a CPU the resident memory of this process."""
 
 from common import machine  # isort: skip  (first: it makes tests/ importable)
@@ -35,7 +35,7 @@ def _cpu_s() -> float:
 
 
 class Peak:
-    """Of memory in use, from `reset` on, over what was in use when this was made."""
+    """The peak of memory in use since `reset`, relative to the memory in use when this object was made."""
 
     def __init__(self, device):
         self.device, self.method = device, "torch.accelerator.max_memory_allocated"
@@ -59,7 +59,8 @@ class Peak:
 
 
 def saved_activations(rank) -> int:
-    """Bytes that autograd keeps of the units' forward pass: all that the offload would take, small ones too."""
+    """Return the bytes that autograd keeps of the units' forward pass: all that the offload would take, even small
+    ones."""
     sizes, host_bytes = [], Device.host_bytes
 
     def counted(device, size):
@@ -74,7 +75,7 @@ def saved_activations(rank) -> int:
 
 def main():
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # other output must not mix with the answers
 
     def answer(**body):
         print(json.dumps(body), file=answers)
@@ -82,7 +83,7 @@ def main():
     job = Job.from_dict(json.loads(sys.argv[1]))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     state.DIGEST_LIMIT_BYTES = 1 << 40
-    device = Device.pick(job.run.device, 0, 64, share=True)  # first: it chooses among kernels before one has run
+    device = Device.pick(job.run.device, 0, 64, share=True)  # must come first: it chooses kernels before one has run
     peak = Peak(device)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = Rank(job, 0, store, 1)
@@ -92,7 +93,7 @@ def main():
     for line in sys.stdin:
         if line.strip() == "finish":
             break
-        if steps == 2:  # the moments are there, and every buffer
+        if steps == 2:  # the moments and all buffers exist by now
             peak.reset()
         batches = rank.batches(steps)
         device.synchronize()

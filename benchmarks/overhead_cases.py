@@ -1,4 +1,4 @@
-"""What benchmarks/engine_overhead.py runs on each rank."""
+"""The rank's part of benchmarks/engine_overhead.py."""
 
 import resource
 import time

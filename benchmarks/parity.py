@@ -1,8 +1,8 @@
-"""Every composition against plain PyTorch and against our own single process, in fp64 and fp32: the
-largest norm-relative error of any parameter's gradient after one step and weight after five.
+"""Every composition against plain PyTorch and against our own single process, in fp64 and fp32: the largest
+norm-relative error of any parameter's gradient after one step and weight after five.
 
-Bar: fp64 at most 1e-10, everywhere. fp32 stands beside it for orientation. An argument runs a part of the
-table: `parity.py 0:40` the first forty rows, `parity.py moe` those with that in their name."""
+Bar: fp64 at most 1e-10, everywhere. fp32 is shown for orientation. An argument selects a part of the table: `parity.py
+0:40` runs the first forty rows, `parity.py moe` those with that in their name."""
 
 from common import SMOKE, finish, machine, options  # isort: skip  (first: it makes tests/ importable)
 

@@ -1,16 +1,16 @@
-"""Where gangs are placed: how many leaves their groups span, and what that costs a step. The cluster is a real Clos
-with its holes, 847 hosts under 119 leaves of at most 8 (`--topology FILE`; not shipped: data/topo.csv of
-alibaba/alibaba-lingjun-dataset-2023, columns host, dsw, psw, asw; hosts are taken to have 8 GPUs). Without it one is
-drawn, whose figures are not judged.
+"""Placement of gangs: how many leaves their groups span, and what that costs a step. The cluster is a real Clos with
+its holes, 847 hosts under 119 leaves of at most 8 (`--topology FILE`; not shipped: data/topo.csv of
+alibaba/alibaba-lingjun-dataset-2023, columns host, dsw, psw, asw; hosts are taken to have 8 GPUs). Without the file a
+cluster is drawn, whose figures are not judged.
 
-A replica is a pipeline of nodes, tensor parallel inside a node: its spread is the leaves that its nodes are under. The
-gang's own spread is the leaves that all of it is under, which is what data parallel groups cross.
+A replica is a pipeline of nodes, tensor parallel inside a node: its spread is the number of leaves of its nodes. The
+gang's own spread is the number of leaves of all its nodes, which data parallel groups cross.
 
-Small cases, 200 drawn ones of 3 to 5 leaves with holes: ours beside an exact solver, which minimises the spread of all
-replicas and, among equals, the gang's. Large cases: 20 jobs of 64 to 4,096 GPUs, each on a cluster of which 30 % of the
-hosts are in use, three times; ours beside best fit (the leaf with the fewest free hosts first) and random hosts, all in
+Small cases, 200 drawn ones of 3 to 5 leaves with holes: ours against an exact solver, which minimises the spread of all
+replicas and, among equals, the gang's. Large cases: 20 jobs of 64 to 4,096 GPUs, each on a cluster with 30 % of the
+hosts in use, three times; ours against best fit (the leaf with the fewest free hosts first) and random hosts, all in
 the order in which hosts are taken. The step is the planner's cost model of Llama 3 70B: a pipeline's sends and the
-gradients' reduction see the tier of the network that they really cross, at the worst hop (fat tree of RoCE, leaves
+gradients' reduction see the network tier that they really cross, at the worst hop (fat tree of RoCE, leaves
 oversubscribed 3 to 1).
 
 Bars: spreads within 5 % of the exact solver over all small cases; on the large ones replicas spread no more than with
@@ -37,8 +37,8 @@ from phalanx.plan.cost.profiles import default_profile
 from phalanx.plan.known_models import published_shape
 from phalanx.twin.replay import machines
 
-SIZE = 8  # GPUs of a host
-# GPUs, and nodes of a replica
+SIZE = 8  # GPUs per host
+# GPUs, and nodes per replica.
 JOBS = ((64, 2), (64, 4), (96, 4), (128, 2), (128, 4), (192, 8), (256, 4), (256, 8), (320, 8), (384, 4), (512, 2),
         (512, 8), (640, 4), (768, 8), (1024, 4), (1024, 8), (1536, 8), (2048, 4), (3072, 8), (4096, 8))  # fmt: skip
 BUSY, SEEDS, SMALL = 0.3, 1 if SMOKE else 3, 20 if SMOKE else 200
@@ -51,7 +51,8 @@ Placed = list[list[int]]  # hosts by replica
 
 @cache
 def exact(leaves: tuple[tuple[int, bool], ...], nodes: int, replicas: int) -> tuple[int, int]:
-    """The least spread of so many replicas, and of the gang. `leaves`: free hosts, and whether the gang is there."""
+    """Return the least spread of so many replicas, and of the gang. `leaves`: free hosts, and whether the gang is
+    there."""
     if not replicas:
         return 0, 0
     best = (1 << 30, 0)
@@ -65,7 +66,7 @@ def exact(leaves: tuple[tuple[int, bool], ...], nodes: int, replicas: int) -> tu
 
 @cache
 def _ways(free: tuple[int, ...], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """All ways to take so many hosts from leaves."""
+    """List all ways to take so many hosts from leaves."""
     if not free:
         return ((),) if not nodes else ()
     return tuple((n, *rest) for n in range(min(free[0], nodes) + 1) for rest in _ways(free[1:], nodes - n))
@@ -114,7 +115,7 @@ def by_chance(cells: Cells, nodes: int, replicas: int) -> Placed:
 
 
 def spreads(cells: Cells, placed: Placed) -> tuple[float, int, int]:
-    """Leaves of a replica in the mean, of the whole gang, and of the widest replica."""
+    """Return the mean number of leaves of a replica, that of the whole gang, and that of the widest replica."""
     of = cells.domain[0]
     each = [len({of[node] for node in hosts}) for hosts in placed]
     return statistics.mean(each), len({of[node] for hosts in placed for node in hosts}), max(each)
@@ -124,12 +125,12 @@ def spreads(cells: Cells, placed: Placed) -> tuple[float, int, int]:
 
 
 def tier(cells: Cells, a: int, b: int) -> int:
-    """The lowest level whose domain has both: 0 is a leaf."""
+    """Return the lowest level whose domain has both: 0 is a leaf."""
     return next(level for level, of in enumerate(cells.domain) if of[a] == of[b])
 
 
 class Steps:
-    """The planner's seconds of a step, by the tiers that pipelines and reductions cross."""
+    """Computes the planner's seconds per step, by the tiers that pipelines and reductions cross."""
 
     def __init__(self) -> None:
         catalogue = load()
@@ -139,7 +140,8 @@ class Steps:
         self.tiers = self.cluster(65_536).fabric.tiers
 
     def seconds(self, cells: Cells, placed: Placed) -> float:
-        """Every replica waits for the slowest: the worst hop of any pipeline, and of any reduction, counts."""
+        """Return the seconds per step. Every replica waits for the slowest, so the worst hop of any pipeline, and of
+        any reduction, counts."""
         nodes, replicas = len(placed[0]), len(placed)
         hops = [tier(cells, a, b) for hosts in placed for a, b in pairwise(hosts)]
         sums = [tier(cells, a, b) for two in pairwise(placed) for a, b in zip(*two, strict=True)]

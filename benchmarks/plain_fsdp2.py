@@ -1,4 +1,4 @@
-"""The peer: what a PyTorch user writes by hand to shard a model with FSDP2. No phalanx in it but the
+"""The peer: the code that a PyTorch user writes by hand to shard a model with FSDP2. It uses nothing of phalanx but the
 model's module, so that both sides compute the same thing."""
 
 import torch
@@ -33,7 +33,7 @@ class PlainFSDP2:
             logits = self.model(batch)
             per_token = F.cross_entropy(logits.flatten(0, 1), batch.targets_BL.flatten(), reduction="none")
             loss = (per_token * batch.weights_BL.flatten()).sum()
-            # FSDP2 averages over ranks; this loss is a share of a sum.
+            # FSDP2 averages over ranks, but this loss is a share of a sum.
             (loss * dist.get_world_size() / tokens).backward()
             total += loss.detach()
         norm = clip_grad_norm_(self.model.parameters(), self.clip).full_tensor()

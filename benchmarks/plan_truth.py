@@ -1,9 +1,9 @@
-"""The planner against this engine on this machine: calibrate, then train every case and compare the step and the memory
-that were expected at its start with what was measured at its end. Nothing is learned from one case to the next.
+"""The planner against this engine on this machine: calibrate, then train every case and compare the predicted step and
+memory with the measured ones. Nothing is learned from one case to the next.
 
 Bar, one accelerator: at least 20 shapes; step median <= 5 % and p95 <= 12 %; memory median <= 3 %, and no case that was
-called fitting runs out of memory. Rows are one document each: what packed documents save is not predicted. While a
-case trains, the next one imports. Bar, `--device cpu`: eight ranks on 16 cores or more, every axis, median <= 10 %.
+called fitting runs out of memory. Rows are one document each: what packed documents save is not predicted. While a case
+trains, the next one imports. Bar, `--device cpu`: eight ranks on 16 cores or more, every axis, median <= 10 %.
 `--smoke`: two cases on two ranks of the CPU. `--part 0:9`: some of the cases, which is never ok. `--calibration FILE`:
 as `phalanx calibrate` wrote it, in place of a new one."""
 
@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 PHALANX = [sys.executable, "-m", "phalanx.cli.main"]
-STEPS, FEW_STEPS = 20, 5  # the latter where a step takes seconds
+STEPS, FEW_STEPS = 20, 5  # the second number where a step takes seconds
 LONG = 32_768  # tokens of a sample
-IMPORTS_S = 5.0  # from a command to its first use of an accelerator, at least
+IMPORTS_S = 5.0  # shortest time from a command to its first use of an accelerator
 BARS = {"accelerator": (20, 0.05, 0.12), "cpu": (8, 0.10, 1.0)}  # cases, median, p95
 MEMORY_BAR, CORES = 0.03, 16
 MODELS = {
@@ -82,13 +82,13 @@ def cpu_jobs(cases):
 
 
 def start(home, *words):
-    """`phalanx ...` in a home of its own."""
+    """Start `phalanx ...` in its own home folder."""
     log = (home / "log").open("w")
     return subprocess.Popen([*PHALANX, *words], cwd=home, env=os.environ | {"HOME": str(home)}, stdout=log, stderr=log)
 
 
 class Case:
-    """A job that has been started, in a folder of its own."""
+    """A job that has been started in its own folder."""
 
     def __init__(self, folder, number, sets, calibration):
         self.home = folder / str(number)
@@ -99,7 +99,7 @@ class Case:
         self.process = start(self.home, "train", "job.toml", *(w for s in [*sets, *common] for w in ("--set", s)))
 
     def trains_for(self, seconds):
-        """Wait until it has done two steps and will be done in so many seconds, or is done."""
+        """Wait until it has done two steps and will finish within so many seconds, or has ended."""
         while self.process.poll() is None:
             rows = [line for file in self.home.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()]
             if len(rows) > 1:
@@ -110,7 +110,7 @@ class Case:
             time.sleep(0.2)
 
     def result(self, limit_s=900):
-        """What was expected and measured; `failed`: why there is nothing."""
+        """Return predictions and measurements; `failed`: why there are none."""
         self.process.wait(limit_s)
         told = (self.home / "log").read_text()
         summaries = [json.loads(file.read_text()) for file in self.home.glob("runs/*/summary.json")]

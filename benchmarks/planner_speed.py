@@ -1,9 +1,9 @@
-"""How many layouts a second the planner costs in full (memory, time, communication, every term of them) on one core:
-a million distinct layouts of Llama 3 405B on 1,048,576 H100, in chunks of 10,000 as the search takes them.
+"""How many layouts a second the planner costs in full (memory, time, communication, every term of them) on one core: a
+million distinct layouts of Llama 3 405B on 1,048,576 H100, in chunks of 10,000 as the search takes them.
 
-Beside it Calculon (SC'23), which costs one layout at a time: about 240 a second and core, measured at commit caa4b11
-on a 2-core EPYC; measured again here when its sources can be imported (`pip install` from calculon-ai/calculon, with
-its models/, systems/ and examples/ folders beside the package).
+For comparison: Calculon (SC'23), which costs one layout at a time: about 240 a second and core, measured at commit
+caa4b11 on a 2-core EPYC; measured again here when its sources can be imported (`pip install` from calculon-ai/calculon,
+with its models/, systems/ and examples/ folders beside the package).
 
 And a whole search on 1,000,000 H100, a dense model of 1T parameters and DeepSeek-V3: every layout of the space is
 either costed in full or behind a bound that is worse than the best.
@@ -43,7 +43,7 @@ GPUS, BATCH = 1_048_576, 131_072
 
 
 def layouts() -> Candidates:
-    """Every combination of these that fills the cluster: distinct by construction, valid or not."""
+    """Return every combination of these that fills the cluster: distinct by construction, valid or not."""
     interleaved, plain = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
     powers = (1, 8) if SMOKE else (1, 2, 4, 8, 16, 32, 64)
     degrees = [
@@ -77,7 +77,7 @@ def costed_per_s(candidates: Candidates) -> tuple[float, int]:
 
 
 def search_s(name: str, shape: ModelShape) -> tuple[float, Found]:
-    """The best of the passes."""
+    """Return the time of the fastest pass, and the result."""
     cluster, profile = load().cluster("h100", 1_000_000), default_profile(load().chip("h100"))
     request = Request(name, Ask(shape, cluster, profile, usual_batch(1_000_000, 8192)), 15e12)
     took = []
@@ -89,7 +89,7 @@ def search_s(name: str, shape: ModelShape) -> tuple[float, Found]:
 
 
 def calculon_per_s(seconds: float = 0.1 if SMOKE else 5.0) -> float | None:
-    """Its own 1T example, over and over, if it is here."""
+    """Cost Calculon's own 1T example repeatedly; None: it is not installed."""
     try:
         import calculon
         from calculon.llm import Llm, System
@@ -122,7 +122,7 @@ def main() -> None:
     print(f"phalanx:  {best:>12,.0f} layouts per CPU-second (passes: {', '.join(f'{p:,.0f}' for p, _ in passes)})")
     print(f"calculon: {peer or CALCULON:>12,.0f} ({'measured now' if peer else 'cited'})")
     searches = {}
-    dense = replace(DENSE_1T, tied=False)  # the engine cuts no pipeline through a tied embedding, which leaves little
+    dense = replace(DENSE_1T, tied=False)  # no pipeline stage can cut through a tied embedding
     for name, shape in (("dense 1T", dense), ("deepseek-v3", published_shape("deepseek-v3", 8192))):
         searches[name], found = search_s(name, shape)
         print(f"search at 1,000,000 GPUs, {name}: {searches[name]:.2f} s of CPU time for {found.considered:,} layouts, "

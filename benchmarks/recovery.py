@@ -1,23 +1,23 @@
-"""kill -9 of a worker, until the training goes on: ours beside torchrun's elastic restart and torchft, in turns, on the
-model of examples/quickstart.toml with two data-parallel replicas of one CPU rank each, over Gloo, and batches of two
-sequences per replica, since the clocks are for the recovery and not for the step that is redone.
+"""From kill -9 of a worker until training continues: ours against torchrun's elastic restart and torchft, in turns, on
+the model of examples/quickstart.toml with two data-parallel replicas of one CPU rank each, over Gloo. Batches are two
+sequences per replica, since the clocks measure the recovery and not the step that is redone.
 
     next commit     from the kill to the next step that all its members have finished, beyond those finished before
     full strength   from the kill to the next such step with two members
 
-Each kill is of a job that has just run some steps, at a random moment of a step and of a random replica (the same seeds
-for all). A step counts when every member has said that its optimizer did it; one that a member had begun to report
-before the kill doesn't. Silence means death after the same time for all (--heartbeat). What each gets:
+Each kill hits a job that has just run some steps, at a random moment of a step and of a random replica (the same seeds
+for all). A step counts when every member has reported that its optimizer did it; one that a member had begun to report
+before the kill doesn't. Silence means death after the same time for all (--heartbeat). The settings of each:
 
     torchrun    DDP, a checkpoint after every step in memory (/dev/shm), 0.1 s between looks at the workers (default),
                 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which no restart over Gloo succeeds
     torchft     its lighthouse, Manager, DDP and Optimizer wrapper, over Gloo; quorum ticks and heartbeats every 100 ms
-                (defaults), 10 s for stragglers to join (README); the killed replica is started again in the moment of
-                the kill; the survivor goes on with half the batch. In 0.2.0 its DDP fails in the survivor when Gloo
-                does: mended in recovery_peers/ft.py
-    quick join  the same with 1 s for stragglers: once the new replica is there, both go on without waiting for the
+                (defaults), 10 s for stragglers to join (README); the killed replica is restarted at the moment of the
+                kill; the survivor continues with half the batch. In 0.2.0 its DDP fails in the survivor when Gloo
+                does: fixed in recovery_peers/ft.py
+    quick join  the same with 1 s for stragglers: once the new replica is there, both continue without waiting for the
                 dead one's heartbeats to time out. The better of the two at the next commit is the peer
-    ours        the job as it comes
+    ours        the job with its defaults
 
 Bar: next commit at least 10x faster than torchrun's and no slower than torchft's, medians. The interpreter that has
 torchft is named by PHALANX_PEERS_PYTHON. The peers listen on all interfaces, so everything runs in a network namespace
@@ -47,10 +47,10 @@ from pathlib import Path
 from phalanx.chaos.scene import Scene
 
 REPLICAS, WARM_UP, ROUNDS = (2, 3, 1) if SMOKE else (2, 8, 10)  # WARM_UP: steps at full strength before a kill
-HEARTBEAT_S, JOIN_MS, TICK_MS = 5.0, 10_000, 100  # of torchft: default, README, default
+HEARTBEAT_S, JOIN_MS, TICK_MS = 5.0, 10_000, 100  # torchft's default, its README's value, its default
 QUICK_JOIN_MS = 1000
 PATIENCE_S = 300.0 if SMOKE else 120.0
-BARS = {"torchrun": 10, "torchft": 1}  # their next commit over ours
+BARS = {"torchrun": 10, "torchft": 1}  # their time to the next commit over ours
 PEERS = os.environ.get("PHALANX_PEERS_PYTHON")
 HERE = Path(__file__).parent / "recovery_peers"
 LOOPBACK = 'hostname localhost && ip link set lo up && exec "$@"'
@@ -65,7 +65,7 @@ class Kill:
 
 @dataclass
 class Job:
-    folder: Path  # empty; in memory where there is /dev/shm
+    folder: Path  # empty; in memory if /dev/shm exists
     heartbeat_s: float
     step_s: list[float] = field(default_factory=list)  # undisturbed steps, for the report
 
@@ -86,8 +86,8 @@ class Commit:
     step: int
     members: int
     generation: int
-    began: float  # when the first member said so
-    at: float  # when the last did
+    began: float  # when the first member reported it
+    at: float  # when the last member reported it
 
 
 def can_unshare() -> bool:
@@ -104,7 +104,7 @@ def shot(pid: int) -> float:
 
 
 class Processes:
-    """Started here, and ended with the block; what they start ends with them."""
+    """Processes that start here, and end with the block; their children end with them."""
 
     def __init__(self, job: Job):
         self._job, self._all = job, []
@@ -116,7 +116,7 @@ class Processes:
             self._all.append(subprocess.Popen([str(part) for part in command], **said))
 
     def check(self) -> None:
-        """None has ended but by kill -9."""
+        """Check that none has ended, except by kill -9."""
         for process in self._all:
             if process.poll() not in (None, -signal.SIGKILL):
                 raise RuntimeError(f"{process.args} ended with {process.returncode}: {self._job.tail()}")
@@ -136,7 +136,7 @@ class Processes:
 
 
 class Watch:
-    """Reads what the workers append to the journal, and waits for it."""
+    """Reads the lines that the workers append to the journal, and waits for them."""
 
     def __init__(self, job: Job, processes: Processes):
         self._job, self._processes, self._read = job, processes, 0
@@ -148,7 +148,7 @@ class Watch:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing for {PATIENCE_S:.0f} s: {self._job.tail()}")
             self._processes.check()
-            time.sleep(0.01)  # the figures come from the lines
+            time.sleep(0.01)  # this does not affect the figures, which come from the lines
             if self._job.journal.exists():
                 data = self._job.journal.read_bytes()[self._read :]
                 whole = data[: data.rfind(b"\n") + 1]
@@ -157,12 +157,12 @@ class Watch:
         return out
 
     def last(self, kind: str, **what) -> dict | None:
-        """The latest line of this type."""
+        """Return the latest line of this type."""
         same = (line for line in reversed(self.lines) if line["type"] == kind)
         return next((line for line in same if what.items() <= line.items()), None)
 
     def commits(self) -> list[Commit]:
-        """Steps that all their members have finished."""
+        """Return the steps that all their members have finished."""
         said: dict[tuple[int, int, int], dict[int, float]] = defaultdict(dict)
         for line in self.lines:
             if line["type"] == "commit":
@@ -171,7 +171,7 @@ class Watch:
         return sorted((Commit(k[1], k[2], k[0], min(at), max(at)) for k, at in all_said), key=lambda c: c.at)
 
     def measure(self, kill: Kill, shoot: Callable[[int], float], late_lines: bool = False) -> dict[str, float]:
-        """Waits for undisturbed steps, has `shoot` kill that replica and say when, waits for both clocks. With
+        """Wait for undisturbed steps, let `shoot` kill that replica and return the time, and wait for both clocks. With
         `late_lines` a step may be reported after the kill that was finished before: only one of a later generation
         counts."""
         start = time.monotonic()
@@ -230,14 +230,14 @@ def torchft(job: Job, kills: list[Kill], join_ms: int = JOIN_MS) -> list[dict[st
 
 
 def ours(job: Job, kills: list[Kill]) -> list[dict[str, float]]:
-    """`phalanx train`, two nodes with a rank each, no spare. A step is committed when it is in the run's metrics, which
-    is some milliseconds after all ranks have done it."""
+    """Run `phalanx train` with two nodes of one rank each and no spare. A step counts as committed when it is in the
+    run's metrics, some milliseconds after all ranks have done it."""
     values = {
         "layout.tp": 1,
         "layout.ranks_per_node": 1,
         "recovery.spares": 0,
         "recovery.on": "true",
-        "recovery.beat_s": job.heartbeat_s / 3,  # a node is dead after three
+        "recovery.beat_s": job.heartbeat_s / 3,  # a node is dead after three missed beats
         "train.steps": 100_000,
         "train.global_batch": 4,
         "train.micro_batch": 2,
@@ -263,7 +263,7 @@ def ours(job: Job, kills: list[Kill]) -> list[dict[str, float]]:
 
 
 def _relay(scene: Scene, job: Job, over: threading.Event) -> None:
-    """Every row of the metrics as commits of its members."""
+    """Relay every row of the metrics as commits of its members."""
     seen = 0
     with job.journal.open("a", buffering=1) as journal:
         while not over.wait(0.002):

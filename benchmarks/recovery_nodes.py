@@ -1,10 +1,10 @@
-"""A whole node is lost while a spare stands by, and the controller is killed: what the training notices of it.
+"""A whole node is lost while a spare stands by, and the controller is killed: how much the training notices.
 
 The quickstart's layout (two replicas of two ranks, two nodes and a spare), run by `phalanx train`. First every process
 of a node is killed, ROUNDS times, each time after the dead node has come back as a spare: seconds from the kill to the
 next committed step, with the processes of the survivors compared before and after. Then the controller is killed, as
-often, in turns with stretches of the same length in which nothing is: the time of every step while it is gone and until
-it has caught up, beside that of the undisturbed steps.
+often, in turns with undisturbed stretches of the same length: the time of every step while it is gone and until it has
+caught up, against that of the undisturbed steps.
 
 Bar: every node is replaced by the spare and no survivor's process changes; no step is lost or redone for a controller's
 death, and none takes longer than the 99th percentile of the undisturbed ones, give or take what as many undisturbed
@@ -29,7 +29,7 @@ from phalanx.chaos.faults import tree_of
 from phalanx.chaos.scene import Scene
 
 ROUNDS, STRETCH_S = (1, 1.0) if SMOKE else (5, 4.0)
-CALM_S = 0.2 if SMOKE else 3.0  # before something is killed
+CALM_S = 0.2 if SMOKE else 3.0  # quiet time before a kill
 PATIENCE_S = 300.0 if SMOKE else 60.0
 
 
@@ -56,7 +56,8 @@ class Run:
         self.until(lambda: time.monotonic() > end)
 
     def until_full(self):
-        """All nodes are there, and both replicas are in the gang: the healed one joins a while after the loss."""
+        """Wait until all nodes are present and both replicas are in the gang: the healed one joins a while after the
+        loss."""
         scene = self.scene
         self.until(lambda: len(scene.agents) == len(scene.workers) == 4 and len(scene.forms[-1]["replicas"]) == 2)
         self.wait(CALM_S)
@@ -65,7 +66,7 @@ class Run:
         return {rank: w["pid"] for rank, w in self.scene.workers.items()}
 
     def lose_node(self):
-        """All nodes are there; one that has a place dies."""
+        """Wait until all nodes are present, and kill one that has a place."""
         scene = self.scene
         self.until_full()
         before, generation, seen = self.pids(), scene.generation, len(scene.forms)
@@ -85,12 +86,12 @@ class Run:
         return {"seconds": marks[-1] - killed, "parts": parts, "kept": kept, "replicas": len(form["replicas"])}
 
     def steps(self, disturb):
-        """The times of the steps of a stretch."""
+        """Return the step times of a stretch."""
         scene = self.scene
         first, seen = len(scene.rows), len(scene.forms)
         disturb()
         self.wait(STRETCH_S)
-        self.until(lambda: len(scene.rows) > first + 1)  # a busy machine takes its time
+        self.until(lambda: len(scene.rows) > first + 1)  # a busy machine may be slow
         rows = scene.rows[first:]
         numbers = [row["step"] for row in rows]
         whole = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
@@ -100,7 +101,7 @@ class Run:
         os.kill(self.scene.agents["controller"], signal.SIGKILL)
 
     def stop(self):
-        self.process.terminate()  # a benchmark in the background may have SIGINT ignored
+        self.process.terminate()  # SIGINT may be ignored in a background benchmark
         self.process.wait(60)
 
 
@@ -132,7 +133,7 @@ def main():
     bound = statistics.quantiles(plain, n=100)[98]
     over = sum(time_s > bound for time_s in killed)
     n = len(killed)
-    chance = sum(comb(n, k) * 0.01**k * 0.99 ** (n - k) for k in range(over, n + 1))  # to see as many or more
+    chance = sum(comb(n, k) * 0.01**k * 0.99 ** (n - k) for k in range(over, n + 1))  # the chance of as many or more
     print(f"\n{'steps':24}{'count':>7}{'median ms':>11}{'p99 ms':>9}{'longest ms':>12}")
     for name, times in {"undisturbed": plain, "controller killed": killed}.items():
         cells = f"{statistics.median(times) * 1e3:11.1f}{statistics.quantiles(times, n=100)[98] * 1e3:9.1f}"

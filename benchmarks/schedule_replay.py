@@ -1,6 +1,6 @@
 """Policies on the Philly trace: 68,510 jobs of October and November 2017 on one pool of 576 and of 528 GPUs, in nodes
 of 8. Mean completion times of FIFO, EASY with perfect estimates and SJF were computed independently; ours must agree
-within 1 %. The gang scheduler, which is told no durations, must be at least as good as EASY, which knows them.
+within 1 %. The gang scheduler, which knows no durations, must be at least as good as EASY, which knows them.
 
 The trace is not shipped: a CSV file with the columns job_id, submit_s (0 is 2017-09-04 10:30:41), gpus, duration_s, vc,
 as in siasosp23/artifacts, sia-simulator/traces/philly.csv, which is derived from msr-fiddle/philly-traces (CC-BY-4.0).

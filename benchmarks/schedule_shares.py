@@ -1,11 +1,10 @@
-"""How much of a cluster is allocated when jobs ask for shares of GPUs: Alibaba's GPU trace of 2023 (1,523 hosts, 6,212
-GPUs, 44 % of the jobs ask for less than one). The published figure of fragmentation gradient descent at 100 % load is
-95.23 %, mean of 10 seeds; best fit reaches 92.86 %, random placement 86.30 % (experiments/analysis/expected_results of
-hkust-adsl/kubernetes-scheduler-simulator, workload openb_pod_list_default).
+"""How much of a cluster is allocated when jobs ask for fractions of GPUs: Alibaba's GPU trace of 2023 (1,523 hosts,
+6,212 GPUs, 44 % of the jobs ask for less than one). The published figure of fragmentation gradient descent at 100 %
+load is 95.23 %, mean of 10 seeds; best fit reaches 92.86 %, random placement 86.30 %
+(experiments/analysis/expected_results of hkust-adsl/kubernetes-scheduler-simulator, workload openb_pod_list_default).
 
 The load comes as in their experiments: all jobs of the trace once, in random order (98 % of the GPUs), then jobs drawn
-from it; none ends. The figure is what is allocated while the jobs that came ask for 99.5 to 100.5 % of the GPUs, in the
-mean.
+from it; none ends. The figure is the mean allocation while the jobs that have come ask for 99.5 to 100.5 % of the GPUs.
 
 The trace is not shipped. From alibaba/clusterdata, cluster-trace-gpu-v2023/csv: the pod list with the columns gpus,
 gpu_milli, cpu_milli, memory_mib, gpu_spec, and the node list with sn, cpu_milli, memory_mib, gpu, model. Without them a
@@ -24,7 +23,7 @@ from pathlib import Path
 from phalanx.control.schedule.fractions import WHOLE, Host, Need, Shares, expected
 
 PUBLISHED = {"random": 86.30, "best fit": 92.86, "fgd": 95.23}
-LOADS = 0.995, 1.005  # what counts as 100 %
+LOADS = 0.995, 1.005  # loads that count as 100 %
 
 
 def drawn() -> tuple[list[Need], list[Host]]:
@@ -55,7 +54,7 @@ def read(pods: Path, nodes: Path) -> tuple[list[Need], list[Host]]:
 
 
 def allocated(needs: list[Need], hosts: list[Host], seed: int) -> tuple[float, int]:
-    """Percent of all GPUs at 100 % load, and the jobs that found no room."""
+    """Return the percentage of all GPUs allocated at 100 % load, and the number of jobs that found no room."""
     draw, fresh = random.Random(seed), [Host(h.cpus, h.memory, h.model, h.left.copy()) for h in hosts]
     shares, total = Shares(fresh, expected(needs)), sum(sum(host.left) for host in hosts)
     coming = iter(draw.sample(needs, len(needs)))

@@ -9,9 +9,9 @@ Third, the same short queue (150 gangs of 2, 4 and 8 of 16 nodes, each `true` on
 live on this machine with 16 slurmd of their own (root, slurm-wlm and munge), and through our scheduler with the same
 processes: from the release of all to the end of the last.
 
-Bars: at least 10 times Kueue's rate by the clock, the waits for the disk counted; less than a second for the large
-gang; no slower than Slurm, without which it is not `ok`. What a CPU-second gives is beside it: the machine may have
-other work."""
+Bars: at least 10 times Kueue's rate in wall time, waits for the disk included; less than a second for the large gang;
+no slower than Slurm, without which it is not `ok`. The rate per CPU-second is printed too: the machine may have other
+work."""
 
 from common import SMOKE, finish, machine, options  # isort: skip
 
@@ -37,7 +37,7 @@ KUEUE = 37.4  # gangs a second: 15,000 in 401.5 s, see above
 GANGS = 300 if SMOKE else 15_000
 BIG = (1_250, 1_000) if SMOKE else (125_000, 100_000)  # nodes of 8, GPUs
 BAR, BIG_BAR_S = 10, 1.0
-NODES, SHORT = (8, 5) if SMOKE else (16, 150)  # of the queue that Slurm gets too
+NODES, SHORT = (8, 5) if SMOKE else (16, 150)  # the queue that Slurm also runs
 
 
 def kueue_cells() -> Cells:
@@ -45,8 +45,8 @@ def kueue_cells() -> Cells:
 
 
 def rate(gangs: int, folder: Path) -> tuple[float, float, int]:
-    """Gangs per second of wall time and of CPU time, and how many started. Simulated jobs end after 1 to 4 s of the
-    cluster's own time, so that the queue is always longer than the room."""
+    """Return gangs per second of wall time and of CPU time, and the number started. Simulated jobs end after 1 to 4 s
+    of the cluster's own time, so that the queue is always longer than the room."""
     scheduler = Scheduler(kueue_cells(), [f"n{n}" for n in range(640)], Rules(), ())
     draw, ends, started = random.Random(0), [], 0
     journal = Journal(folder / "journal")
@@ -78,7 +78,8 @@ def rate(gangs: int, folder: Path) -> tuple[float, float, int]:
 
 
 def big(nodes: int, gpus: int) -> tuple[float, int]:
-    """CPU seconds to place one gang, replicas of 128 nodes, in a cluster with holes; and the leaves that it spans."""
+    """Return the CPU seconds to place one gang, replicas of 128 nodes, in a cluster with holes; and the leaves that it
+    spans."""
     cells = Cells(8, ("leaf", "pod"), [(f"l{n // 64}", f"p{n // 2048}") for n in range(nodes)])
     draw = random.Random(1)
     cells.take([(node, draw.randrange(1, 9)) for node in draw.sample(range(nodes), nodes // 20)])
@@ -93,13 +94,13 @@ def big(nodes: int, gpus: int) -> tuple[float, int]:
 
 
 def short_queue() -> list[int]:
-    """The nodes of each gang."""
+    """Return the number of nodes of each gang."""
     draw = random.Random(2)
     return [draw.choice((2, 4, 8)) for _ in range(SHORT)]
 
 
 def by_slurm(folder: Path) -> float:
-    """Gangs a second. They are submitted on hold and released at once, so that the submissions do not count."""
+    """Return gangs per second. They are submitted on hold and released at once, so that submission does not count."""
     with VirtualSlurm(folder, NODES) as slurm:
         words = ("sbatch", "--parsable", "--hold", "--exclusive", "--output=/dev/null", "--wrap=true")
         jobs = [slurm.run(*words, f"--nodes={nodes}") for nodes in short_queue()]
@@ -114,7 +115,7 @@ def by_slurm(folder: Path) -> float:
 
 
 def by_ours(folder: Path) -> float:
-    """Gangs a second: what is heard is journaled before anything is done about it, as the queue of a machine does."""
+    """Return gangs per second. Every event is journaled before it is acted on, as the queue of a machine does."""
     cells = Cells(1, ("leaf",), [(f"leaf-{n // 2}",) for n in range(NODES)])
     scheduler = Scheduler(cells, [f"n{n}" for n in range(NODES)], Rules(), ())
     journal, going = Journal(folder / "short"), dict[int, tuple[str, subprocess.Popen[bytes]]]()

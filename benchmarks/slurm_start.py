@@ -30,7 +30,7 @@ def measure(folder: Path) -> tuple[dict[str, float], bool]:
         run = Training(folder / "work", "start", "--on", "slurm", env=slurm.env, **values)
         assert run.end() == 0, run.told()
         job = slurm.run("squeue", "--noheader", "--states=all", "--format=%i %S").split()
-    began = max(submitted, datetime.fromisoformat(job[1]).timestamp())  # Slurm tells whole seconds
+    began = max(submitted, datetime.fromisoformat(job[1]).timestamp())  # Slurm reports whole seconds
     found = {"submit and queue": began - submitted} | phases_of(run.read("events.jsonl"), began)
     order = [run.at_work()[rank] for rank in range(NODES - 1)]
     return found, order == slurm.names[: NODES - 1]

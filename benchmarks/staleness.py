@@ -1,11 +1,11 @@
-"""What it costs to let replicas drift apart: one small model trained on real processes, on the same samples, by
+"""The cost of letting replicas drift apart: one small model trained on real processes, on the same samples, by
 
     sync      one gradient of all ranks per step
     local     semi-synchronous: steps of its own, averaged every EVERY steps (arXiv:2311.08105)
     server    a parameter server: no rank waits for another, and gradients are some updates old
 
-Each with the better of two learning rates. Printed: the loss on held-out text after the same number of samples, and how
-many samples the synchronous run needs for that loss.
+Each uses the better of two learning rates. It prints the loss on held-out text after the same number of samples, and
+how many samples the synchronous run needs for that loss.
 
 Bar: none of the others reaches the loss of the synchronous run sooner, and the loss grows with the age of gradients."""
 
@@ -17,7 +17,7 @@ from tests.pool import Pool
 
 RANKS, STEPS, LOOK, EVERY, RATES = (2, 4, 2, 2, (3e-3,)) if SMOKE else (4, 120, 10, 20, (3e-3, 1e-2))
 MODEL = ModelConfig(vocab_size=257, dim=32, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=86)
-OLDER = (0, 4) if SMOKE else (0, 28)  # beside the age that comes from the ranks themselves
+OLDER = (0, 4) if SMOKE else (0, 28)  # added to the age that comes from the ranks themselves
 WAYS = {
     "sync": {"way": "sync"},
     f"local, every {EVERY}": {"way": "local"},
@@ -26,7 +26,7 @@ WAYS = {
 
 
 def samples_for(curve: dict[int, float], loss: float) -> float:
-    """The steps after which a curve first is at a loss, between two looks on a straight line."""
+    """Return the step at which a curve first reaches a loss, interpolated linearly between evaluations."""
     last, before = 0, float("inf")
     for step, now in sorted(curve.items()):
         if now <= loss:

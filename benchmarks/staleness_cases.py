@@ -1,4 +1,4 @@
-"""What benchmarks/staleness.py runs on each rank: one small model, trained in three ways on the same samples."""
+"""The rank's part of benchmarks/staleness.py: one small model, trained in three ways on the same samples."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from phalanx.model.family import Batch
 from phalanx.parallel.rendezvous import MeetingStore
 
 BETAS, CLIP = (0.9, 0.95), 1.0
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # of semi-synchronous training, as published for it (arXiv:2311.08105)
-CHECKED = 64  # sequences of the validation
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # the published values for semi-synchronous training (arXiv:2311.08105)
+CHECKED = 64  # sequences for validation
 
 
 class Trainer:
@@ -36,7 +36,7 @@ class Trainer:
         self.data, self.held_out = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
 
     def batch(self, number: int, data: torch.Tensor | None = None, size: int = 0) -> Batch:
-        """The sequences with a number: the same in every way of training."""
+        """Return the sequences of a batch number: the same in every way of training."""
         length, chosen = self.job.train.seq_len, self.data if data is None else data
         rng = torch.Generator().manual_seed(1_000_003 * self.job.seed + number)
         starts = torch.randint(len(chosen) - length - 1, (size or self.job.train.micro_batch,), generator=rng)
@@ -73,7 +73,7 @@ class Trainer:
 
 
 def train(args):
-    """`way`: sync, server or local. Rank 0 answers with the validation loss by samples."""
+    """Train one way (`way`: sync, server or local). Rank 0 answers with the validation loss by samples."""
     job, rank = Job.from_dict(args["job"]), args["rank"]
     world = job.layout.world_size
     store = MeetingStore(args["store"], ("case", args["generation"]))
@@ -96,7 +96,7 @@ def _sync(trainer, rank, world, args):
 
 
 def _local(trainer, rank, world, args):
-    """Steps of its own; once in a while the ranks average how far they have come, and all continue from there."""
+    """Take separate steps on each rank; now and then average their progress, and continue from the average."""
     outer, velocity, curve = trainer.weights, 0.0, {}
     for step in range(args["steps"]):
         trainer.update(trainer.gradient(step * world + rank))
@@ -112,8 +112,8 @@ def _local(trainer, rank, world, args):
 
 
 def _server(trainer, rank, world, args):
-    """Each rank sends its gradient, gets weights and goes on, whatever the others do; rank 0 is the server too. They
-    come in turns, so that a gradient is as many updates old as there are other ranks, and `older` more."""
+    """Send a gradient, get weights and continue, whatever the others do; rank 0 is the server too. Ranks come in turns,
+    so that a gradient is as many updates old as there are other ranks, plus `older`."""
     weights, curve = trainer.weights, {}
     if rank:
         for step in range(args["steps"]):

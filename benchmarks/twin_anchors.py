@@ -1,5 +1,5 @@
-"""The twin against published runs, and against a closed form. Assumptions were fixed before (src/phalanx/twin/data), by
-the counts of Llama 3 alone. A row that misses its band says so.
+"""The twin against published runs, and against a closed form. Its assumptions were fixed before
+(src/phalanx/twin/data), by the counts of Llama 3 alone. A row that misses its band is marked.
 
 Bar: at most one anchor misses; 1,000,000 GPUs, contained and stopping as a whole, within 1 point of the closed form;
 the planner's closed form within 1 point of the twin on 20 random pairs of model and cluster.
@@ -18,12 +18,12 @@ from phalanx.twin.scenario import load
 from phalanx.twin.seeds import many, mttf_hours
 
 MILLION_DAYS = 2
-CHOSEN_S = 40.0  # between checkpoints of 1m-gpus, by the control plane
-SHOWN = 8  # assumptions that move the answer most
+CHOSEN_S = 40.0  # checkpoint interval of 1m-gpus, as the control plane chooses it
+SHOWN = 8  # number of the most sensitive assumptions to show
 
 
 def anchors(seeds: int) -> list[tuple[str, float, float, float]]:
-    """Name, what the twin says, the band."""
+    """Return the name, the twin's figure and the band."""
     few, events = max(1, seeds // 2), 300 if SMOKE else 40_000
     llama, hour = many(load("llama3-16k"), seeds), many(load("llama3-16k-60min"), few)
     rsc1 = load("llama3-16k").changed("quality=rsc1,spares=0")
@@ -45,10 +45,10 @@ def anchors(seeds: int) -> list[tuple[str, float, float, float]]:
 
 
 def million() -> list[tuple[str, float, float]]:
-    """Name, the twin, the closed form."""
+    """Return the name, the twin's figure and the closed form's."""
     rows = []
     for name in ("1m-gpus", "1m-sync"):
-        # Events that hit many nodes at once come once in months, and are not in the closed form.
+        # Events that hit many nodes at once happen every few months, and the closed form leaves them out.
         quiet = ",".join(f"correlated.{k}=0" for k in ("rack_per_rack_year", "hall_per_hall_year", "rollout_per_day"))
         case = load(name).changed(f"days={0.05 if SMOKE else MILLION_DAYS},ranks_per_node=1,{quiet}")
         if SMOKE:
@@ -61,7 +61,7 @@ def million() -> list[tuple[str, float, float]]:
 
 
 def moved_most() -> None:
-    """Print which assumptions move the answer most, by the closed forms."""
+    """Print the assumptions that move the answer most, by the closed forms."""
     for name in ("1m-gpus", "llama3-16k"):
         case = load(name)
         interval_s = 0.0 if case.interval_s else CHOSEN_S
@@ -71,7 +71,7 @@ def moved_most() -> None:
 
 
 def plans(pairs: int) -> list[tuple[str, float, float]]:
-    """Random models on random clusters: the name, the twin, and the closed form of the planner."""
+    """Return the name, the twin's figure and the planner's closed form, for random models on random clusters."""
     from phalanx.cli.plan_ask import Options, ask
     from phalanx.core.errors import UserError
     from phalanx.twin.from_plan import of_plan
@@ -85,7 +85,7 @@ def plans(pairs: int) -> list[tuple[str, float, float]]:
         try:
             plan = ask(Options(model, gpus, hardware)).plan
             case = of_plan(plan, model).changed("days=20,ranks_per_node=1")
-        except UserError:  # it does not fit, or its replicas are no whole nodes
+        except UserError:  # it does not fit, or its replicas are not whole nodes
             continue
         rows.append((f"{model} on {gpus:,} {hardware}", many(case, 2).effective, plan.goodput["share"]))
     return rows

@@ -1,6 +1,6 @@
-"""Scaling efficiency from 8 to 1,048,576 H100 for a model of 405B and one of 1T parameters, failures counted: laid out
-well (the planner's best, contained failures) and badly (one flat ring, every failure stops all). The batch grows with
-the cluster. Published: below 80 % beyond 16k GPUs without care, below 50 % beyond 8,192 when done badly.
+"""Scaling efficiency from 8 to 1,048,576 H100 for a model of 405B and one of 1T parameters, including failures: laid
+out well (the planner's best, contained failures) and badly (one flat ring, every failure stops the job). The batch
+grows with the cluster. Published: below 80 % beyond 16k GPUs without care, below 50 % beyond 8,192 when done badly.
 
 Bar: well done, at least 80 % at every size beyond 16k; badly done, below 50 % from 8,192 on.
 
@@ -15,7 +15,7 @@ from phalanx.hardware import load
 from phalanx.twin.scaling import SIZES, curves, picture, text
 
 MODELS = ("llama3-405b",) if SMOKE else ("llama3-405b", "dense-1t")
-# Of the page, for a picture that stands alone.
+# The page's style, for a picture that stands alone.
 STYLE = (
     "<style>svg{--c0:#0072b2;--c4:#d55e00;font:12px system-ui,sans-serif;background:#fff}"
     "text{fill:#222}.dim{fill:#666}.axis{stroke:#888}</style>"

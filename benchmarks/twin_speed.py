@@ -1,4 +1,4 @@
-"""CPU seconds on one core for 54 days of a fleet, the real control machines inside: 16,384 GPUs and 1,000,000 GPUs in
+"""CPU seconds on one core for 54 days of a fleet with the real control machines: 16,384 GPUs and 1,000,000 GPUs in
 replicas of 2,048; and how that grows with events. `--days N`: fewer days of the million, scaled up.
 
 Bar: 16,384 GPUs in at most 10 s, 1,000,000 in at most 180 s.
@@ -17,8 +17,8 @@ from phalanx.twin.scenario import Scenario, load
 
 
 def cost(scenario: Scenario) -> tuple[float, float, int]:
-    """Return the CPU seconds to start (and for the last look at the invariants) and to run, and the number of
-    generations that the control plane has formed."""
+    """Return the CPU seconds for the start (with the last check of the invariants) and for the run, and the number of
+    generations formed."""
     began = time.process_time()
     job = Job(scenario, 0)
     started = time.process_time()

@@ -1,7 +1,7 @@
 """The twin against real processes: `phalanx chaos` breaks a run of four nodes and a spare, and the twin of that cluster
-is given the same seed of faults. Which faults come, at which step and to whom is drawn by the same code in both. All
-durations of the twin come from another run, with another seed. A pass waits instead of computing, as a host does for an
-accelerator, so that four ranks need not have a core each.
+gets the same seed of faults. The same code in both draws which faults come, at which step and to whom. All durations of
+the twin come from another run, with another seed. A pass waits instead of computing, as a host does for an accelerator,
+so that four ranks need not have a core each.
 
 Bar: goodput within 3 points, and the same decisions: the same replicas in the same order of generations, on the same
 rungs of the ladder."""
@@ -62,10 +62,10 @@ share_devices = true
 
 
 class Twin:
-    """The cluster of a run in the twin, and the faults of a seed."""
+    """The twin of a run's cluster, with the faults of a seed."""
 
     def __init__(self, past, names, seed, steps):
-        """`past`: a run that durations are taken from. `names`: of the real nodes, by place, spares last."""
+        """Build the twin. `past`: a run that provides the durations. `names`: the real nodes, by place, spares last."""
         scenario = past.scenario("contained").checked()
         times = past.times("contained")
         policy = dataclasses.replace(policy_of(scenario), deaths=10**6)
@@ -104,7 +104,7 @@ class Twin:
         self._wait(self.job.gang.generation)
 
     def _wait(self, generation):
-        """The next one comes when training goes on, as in a real campaign."""
+        """Wait for the next fault until training continues, as in a real campaign."""
         gen = self.job.gang.gen
         ready = gen.number > generation and gen.stepped
         self.job.agenda.after(int(campaign.LOOK_S * S), *((self._look,) if ready else (self._wait, generation)))
@@ -114,7 +114,7 @@ class Twin:
 
 
 def names_of(folder):
-    """The nodes of a run by the places that they had first, then the spares."""
+    """Return the nodes of a run by their first places, then the spares, and its forms."""
     part = Part(folder)
     part.update()
     first = {}
@@ -144,7 +144,7 @@ def main():
         seconds = twin.run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    # Of each the share of its time that its steps take undisturbed: machines are not equally fast at all times.
+    # For each, the share of its time that its steps take undisturbed: machine speed varies over time.
     shares = {"real": real.effective, "twin": STEPS * measured.step_s / seconds}
     decided = {
         "real": [(tuple(form["replicas"]), form["rung"]) for form in forms],

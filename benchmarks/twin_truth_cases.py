@@ -1,5 +1,5 @@
-"""The dense family on a device that takes its time: a pass waits as long as model.options says, as a host does whose
-accelerator computes. So several ranks share a core and still take as long as they would alone."""
+"""The dense family on a slow device: a pass waits as long as model.options says, as a host does for its accelerator. So
+several ranks share a core and still take as long as they would alone."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What a trusted wire costs, each against the untrusted one, in turns, on this machine's loopback.
+"""The cost of a trusted wire against an untrusted one, in turns, on this machine's loopback.
 
     form      a Gloo group of 8 ranks over the rendezvous of the nodes and their agents' encrypted links, against
               torch's TCPStore (an open port): real nodes and a real controller, at an address of this machine that is
@@ -44,7 +44,7 @@ HERE = str(Path(__file__).parent.parent)
 
 
 class Cluster(real.Cluster):
-    """Its controller listens beyond loopback, so the agents' links are encrypted."""
+    """A cluster whose controller listens beyond loopback, so the agents' links are encrypted."""
 
     def start_controller(self) -> None:
         with self.log.open("ab") as log:
@@ -63,7 +63,7 @@ def own_address() -> str:
 
 
 def form(nodes: int) -> dict[str, float]:
-    """The median time of both stores, and of the ratios of neighbours."""
+    """Return the median time of both stores, and the median ratio of neighbouring rounds."""
     with tempfile.TemporaryDirectory(prefix="phalanx-wire-") as folder:
         layout = Layout(shard=RANKS, ranks_per_node=RANKS // nodes)
         real.TOYS = "benchmarks.wire_cases"
@@ -123,7 +123,7 @@ def state(kind: str) -> dict[str, float]:
 
 
 def message(kind: str) -> dict[str, float]:
-    """Both ends in one loop, so that nothing but the work counts."""
+    """Time messages with both ends in one loop, so that only the work counts."""
     loop, secret = Loop(), Secret(Path(), bytes.fromhex(KEY))
     schemas = {"n": {"value": int}}
 

@@ -1,5 +1,5 @@
-"""A rank of `wire.py`: it joins the world that the real controller builds, and there forms one group after the other,
-over the rendezvous of its node and over TCPStore in turns."""
+"""A rank of `wire.py`: it joins the world that the real controller builds, and forms one group after another there, in
+turns over the rendezvous of its node and over TCPStore."""
 
 import time
 from datetime import timedelta
@@ -34,9 +34,9 @@ def measure(args, build):
         began = time.perf_counter()
         group = dist.ProcessGroupGloo(dist.PrefixStore(f"{number}", ours if kind == "ours" else tcp), rank, ranks, LONG)
         took = time.perf_counter() - began
-        if number > 1:  # the first two are slow
+        if number > 1:  # skip the first two, which are slow
             times[kind].append(took)
-        together(tcp, f"end {number}", ranks)  # or a slow rank would see its connections end
+        together(tcp, f"end {number}", ranks)  # otherwise a slow rank would see its connections end
         del group
     return times
 
