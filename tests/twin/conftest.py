@@ -5,7 +5,7 @@ from phalanx.control.worlds import Worlds
 
 @pytest.fixture
 def planted_bug(monkeypatch):
-    """The world of a replica that is gone still counts as built: the invariants must see it."""
+    """Plant a bug that the invariants must detect: the world of a lost replica still counts as built."""
     honest = Worlds.halt
 
     def forgets(self, number):

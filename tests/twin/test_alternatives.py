@@ -1,4 +1,4 @@
-"""What a user loses when one of these fails: seeing on the same failures why another design would cost more."""
+"""If one of these tests fails, users cannot see on the same failures why another design would cost more."""
 
 import dataclasses
 
@@ -31,10 +31,10 @@ def test_light_and_bytes_between_sites_slow_what_waits_for_them():
     assert all(way.exchange_s == 0 for way in near.values())
     case = dataclasses.replace(SMALL, sites=2, distance_km=1000.0, params=1e12)
     far = by_name(case)
-    # 10 ms there and back, and 2 TB over 400 GB/s.
+    # A round trip of 10 ms, and 2 TB over 400 GB/s.
     assert far["synchronous"].exchange_s == pytest.approx(0.01 + 5.0)
     assert far["semi-synchronous"].exchange_s == pytest.approx(5.01 / 100)
-    # Two of four replicas ask for 4 TB each in a step of 5 s.
+    # Two of four replicas request 4 TB each in a step of 5 s.
     assert far["parameter server"].exchange_s == pytest.approx(0.01 + 20.0 - 5.0)
     assert far["synchronous"].useful < near["synchronous"].useful
     assert far["semi-synchronous"].useful > far["synchronous"].useful
@@ -42,14 +42,14 @@ def test_light_and_bytes_between_sites_slow_what_waits_for_them():
 
 @pytest.mark.parametrize("policy", ["restart", "contained"])
 def test_every_step_of_two_sites_waits_for_the_other(policy):
-    """10 ms there and back, and 2 TB over 400 GB/s: steps of 5 s take 10.01 s."""
+    """A round trip takes 10 ms, and 2 TB over 400 GB/s take 5 s: steps of 5 s take 10.01 s."""
     near = dataclasses.replace(SMALL, params=1e12, policy=policy, quality=1e-6)
     far = dataclasses.replace(near, sites=2, distance_km=1000.0)
     steps = [many(case, 1).outcomes[0].steps for case in (near, far)]
     assert steps[0] / steps[1] == pytest.approx(10.01 / 5, rel=0.01)
     assert many(far, 1).days_for(1000)["mean"] == pytest.approx(2 * many(near, 1).days_for(1000)["mean"], rel=0.01)
     found = by_name(dataclasses.replace(far, policy="contained"))["synchronous"]
-    assert found.useful == pytest.approx(found.effective * 5 / 10.01)  # and the wait is in it once
+    assert found.useful == pytest.approx(found.effective * 5 / 10.01)  # the wait counts only once
 
 
 def test_replicas_that_wait_for_nobody_lose_their_own_time_alone():
@@ -77,7 +77,7 @@ def test_spares_that_were_used_are_counted():
 
 @pytest.mark.parametrize("policy", ["restart", "hot", "contained"])
 def test_the_spare_that_a_failure_takes_is_counted(policy):
-    """It was the only one: the answer must say that the pool was used up."""
+    """The failure takes the only spare, so the answer must say that the pool was used up."""
     fault = Fault("host", "node", (0,), True, 10**15)
     case = dataclasses.replace(SMALL, policy=policy, spares=0.125, quality=1e-6).checked()
     job = Job(case, script=[(100 * S, fault)])

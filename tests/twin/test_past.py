@@ -1,4 +1,4 @@
-"""What a user loses when one of these fails: what another policy would have cost the run that they had."""
+"""If one of these tests fails, users get wrong answers about the cost of another policy for their run."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_without_failures_every_policy_takes_as_long_as_the_steps():
 def test_a_restart_costs_its_start_and_the_work_since_the_checkpoint():
     past = with_faults(Mishap(58.0, "worker", 2))
     found = replay(past, "restart")
-    # 8 s since the checkpoint at 50 s, and the step that was under way.
+    # 8 s since the checkpoint at 50 s, and the current step.
     assert found.seconds == pytest.approx(100 + 20 + 8, abs=0.5)
     assert found.waterfall["restart"] * found.seconds == pytest.approx(20, abs=0.2)
 

@@ -20,12 +20,12 @@ def jobs_of(text: str):
 
 
 def times(text: str, gpus: int, policy: str, **more) -> dict[str, tuple[float, float]]:
-    """By job: its first start and its end, in seconds."""
+    """Return each job's first start and end, in seconds."""
     parts = driver.replay(machines.of_gpus(gpus), jobs_of(text), policy, **more)
     return {x.job.name: (x.first_ns / S, x.end_ns / S) for part in parts for x in part.lives}
 
 
-# b needs all 16, and waits for a; c is over before a is; d is not.
+# b needs all 16 and waits for a; c ends before a does; d does not.
 QUEUE = "a,0,8,100\nb,1,16,100\nc,2,1,50\nd,3,1,200\n"
 
 
@@ -38,19 +38,20 @@ def test_easy_fills_gaps_without_delaying_the_first():
 
 
 def test_easy_lets_a_long_job_run_beside_the_place_of_the_first():
-    """b is given the second node when a is done; the first half of the other node is nobody's."""
+    """b gets the first node when a ends; the free half of the other node is reserved for none."""
     text = "a,0,8,100\ne,0,4,1000\nb,1,8,10\nd,2,1,500\n"
     assert times(text, 16, "easy") == {"a": (0, 100), "e": (0, 1000), "b": (100, 110), "d": (2, 502)}
 
 
 def test_a_large_job_gets_whole_nodes_and_others_what_it_leaves():
-    """b has 12 GPUs: it waits for a second free node although four GPUs are free, and d fits beside it afterwards."""
+    """b needs 12 GPUs: it waits for a second free node although four GPUs are free, and d fits next to it
+    afterwards."""
     text = "a,0,4,100\nb,1,12,100\nd,2,4,10\n"
     assert times(text, 16, "fifo") == {"a": (0, 100), "b": (100, 200), "d": (100, 110)}
 
 
 def by_the_book(jobs, nodes: int) -> dict[str, tuple[int, int]]:
-    """EASY as it is described, without any shortcut: starts and ends by job."""
+    """Simulate textbook EASY without any shortcut; return starts and ends by job."""
     free, running, queue, done, coming = [8] * nodes, [], [], {}, list(jobs)
 
     def find(where, gpus):
@@ -104,7 +105,7 @@ def test_easy_is_the_one_that_is_described():
 
 
 def test_conservative_delays_nobody_who_came_before():
-    """f would fit beside a and b, but delay c, which comes before it and waits for both."""
+    """f would fit next to a and b, but would delay c, which comes before it and waits for both."""
     text = "a,0,8,100\nb,0,4,200\nc,1,16,10\ng,2,8,10\nf,3,4,500\n"
     got = times(text, 16, "conservative")
     assert got["c"] == (200, 210) and got["g"] == (100, 110) and got["f"][0] >= 210
@@ -124,7 +125,7 @@ def test_tiresias_stops_a_job_that_had_its_hour():
 
 
 def test_phalanx_is_told_no_durations_and_lets_newcomers_through():
-    """a has had its share of GPU-time when b comes, and is stopped for it at the next look."""
+    """a has had its share of GPU-time when b comes, and is stopped for it at the next scheduling pass."""
     got = times("a,0,8,90000\nb,40000,8,20\n", 8, "phalanx", stop_s=60)
     assert got["b"] == (40000, 40020) and got["a"] == (0, 90000 + 20 + 60)
 
@@ -163,8 +164,8 @@ def test_phalanx_is_better_than_easy_which_knows_the_durations():
 
 
 def test_phalanx_starves_nobody():
-    """A gang of the whole cluster against a stream of small jobs that never ends: FIFO order among overdue gangs
-    bounds its wait, whatever comes behind it. Least attained service alone would never let it start again."""
+    """A gang of the whole cluster competes with an endless stream of small jobs. FIFO order among overdue gangs bounds
+    its wait, whatever comes behind it. Least attained service alone would never let it start again."""
     stream = "".join(f"s{i},{i * 50},8,3000\n" for i in range(1200))
     rules = driver.Rules()
     got = times("big,100,64,7200\n" + stream, 64, "phalanx")
@@ -176,7 +177,7 @@ def test_phalanx_starves_nobody():
 
 
 def test_virtual_clusters_are_queues_or_quotas():
-    """Classical policies keep to the nodes of a virtual cluster; ours lends what is idle, and takes it back."""
+    """Classical policies keep to the nodes of a virtual cluster; ours lends idle ones, and takes them back."""
     text = "job_id,submit_s,gpus,duration_s,vc\na,0,8,100,x\nb,0,8,100,x\nc,50,8,100,y\n"
     jobs = parse(text.splitlines(), "t.csv").jobs
     where = machines.regular(2, 8)
@@ -211,7 +212,8 @@ def test_a_bad_trace_names_line_and_column(text, line, column):
 
 
 def test_what_traces_look_like_is_read():
-    """Other columns, other order, blanks, decimals, a byte-order mark, rows without GPUs, rows out of order."""
+    """Traces may have other columns, another order, blanks, decimals, a byte-order mark, rows without GPUs, rows out of
+    order."""
     text = "GPUs , vc,user,duration_s,submit_s,job_id\n2.0,a,u,1.5,10,x\n\n0,a,u,1,1,cpu\n1,b,u,1e3,-5,y\n"
     trace = parse(text.splitlines(), "t.csv")
     assert trace.skipped == 1

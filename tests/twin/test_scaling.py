@@ -1,4 +1,4 @@
-"""Scaling curves: a user decides by them how large a cluster to rent."""
+"""Scaling curves: users decide by them how large a cluster to rent."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_a_flat_ring_falls_behind_as_the_cluster_grows():
     assert well[16_384] > 0.7 and badly[16_384] < 0.5 * well[16_384]
     assert badly[16_384] < badly[1024] <= well[1024]
     worse = {p.chips: p for p in found.badly}[16_384]
-    assert worse.goodput < {p.chips: p for p in found.well}[16_384].goodput  # a failure stops all
+    assert worse.goodput < {p.chips: p for p in found.well}[16_384].goodput  # every failure stops the job
 
 
 def test_sizes_that_cannot_hold_the_model_are_left_out_and_shown_so():

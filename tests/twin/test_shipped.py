@@ -1,5 +1,4 @@
-"""What a user loses when one of these fails: figures of shipped scenarios, and of money, that still are what they were
-when somebody decided by them."""
+"""If one of these tests fails, figures of shipped scenarios, or of money, have changed since users decided by them."""
 
 import dataclasses
 import re
@@ -23,7 +22,7 @@ PLANNED = {
     for name in scenario.shipped()
     if (found := re.search(r"^step_s = .*# phalanx plan (.*)$", FOLDER.joinpath(f"{name}.toml").read_text(), re.M))
 }
-# docs/twin.md says how these differ from what the planner offers now.
+# docs/twin.md explains how these differ from the planner's current layouts.
 OTHER_LAYOUT = {"100k-h100-1t", "100k-sync", "byterobust-9600", "torus-8k"}
 
 
@@ -37,7 +36,7 @@ OTHER_LAYOUT = {"100k-h100-1t", "100k-sync", "byterobust-9600", "torus-8k"}
     ],
 )
 def test_a_seed_gives_the_same_events_as_ever(policy, digest):
-    """A change on purpose, here or in control/, writes the new digest down."""
+    """An intended change, here or in control/, must update the digest."""
     assert one(dataclasses.replace(SMALL, policy=policy).checked(), 7).digest == digest
 
 
@@ -61,7 +60,7 @@ def test_a_step_takes_what_its_plan_says(name):
 
 
 def test_each_part_of_the_time_has_its_price():
-    """Two days of 64 H100, a quarter of it lost: 768 GPU-hours."""
+    """Two days of 64 H100, a quarter of them lost: 768 GPU-hours."""
     case = dataclasses.replace(SMALL, days=2.0)
     shares = {**dict.fromkeys(PARTS, 0.0), "productive": 0.75, "lost": 0.25}
     found = Result(case, [dataclasses.replace(one(dataclasses.replace(SMALL, days=0.01), 0), waterfall=shares)])
@@ -72,7 +71,7 @@ def test_each_part_of_the_time_has_its_price():
     assert lost["kg_co2"] == pytest.approx(lost["kwh"] * cluster.site.grams_co2_per_kwh / 1000)
     assert 0.7 < lost["kwh"] / lost["gpu_hours"] < 2.5 and 0.5 < lost["dollars"] / lost["gpu_hours"] < 20
     assert found.costs()["productive"]["dollars"] == pytest.approx(3 * lost["dollars"])
-    steps = 17_280  # a day of them
+    steps = 17_280  # one day of steps
     assert found.days_for(steps)["mean"] == pytest.approx(4 / 3 * steps * 5 / 86_400)
     assert found.dollars_for(steps) == pytest.approx(2 * lost["dollars"] * found.days_for(steps)["mean"])
 

@@ -1,4 +1,4 @@
-"""What a user loses when one of these fails: an answer of the twin that can be trusted."""
+"""If one of these tests fails, users cannot trust an answer of the twin."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from phalanx.twin.spent import Progress
 from phalanx.twin.times import times_of
 from tests.twin import soak, ticks
 
-# One kind of failure, every stop of the same length: what the slow implementation knows.
+# One kind of failure, and stops of equal length: the slow implementation knows nothing else.
 PLAIN = {
     "repair.sigma": 0.0, "restart.manual_share": 0.0, "spread.lemon_share": 0.0, "spread.again_share": 0.0,
     "correlated.rack_per_rack_year": 0.0, "correlated.hall_per_hall_year": 0.0, "correlated.storage_per_day": 0.0,
@@ -35,7 +35,7 @@ SMALL = scenario.Scenario("small", gpus=64, hardware="h100", step_s=5.0, replica
 
 
 def rate_of(case):
-    """Failures per node and second, of all kinds."""
+    """Return the failures per node and second, of all kinds."""
     assume, fleet_gpus = case.assumed, case.gpus
     per_s = sum(
         c.per_s * {"gpu": fleet_gpus, "node": fleet_gpus / 8, "job": 1}[c.per]
@@ -49,7 +49,7 @@ def test_calibration_gives_back_the_counts():
     found = Assumptions()
     per_s = {"gpu": 16384, "node": 2048, "job": 1}
     expected = sum(c.per_s * per_s[c.per] for c in found.components()) * 54 * 86_400
-    assert 400 < expected < 419  # the rest follows from these, or hits many at once
+    assert 400 < expected < 419  # the rest are follow-ups, or hit many at once
     assert sum(c["count"] for c in found._table["component"]) == pytest.approx(419)
 
 
@@ -92,12 +92,12 @@ def test_the_waterfall_sums_to_the_time(policy):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Look at the invariants now and then, as in large fleets: other tests look after every event."""
+    """Check the invariants now and then, as in large fleets: other tests check after every event."""
     monkeypatch.setattr(gang_job, "ALWAYS_CHECKED", 0)
 
 
 def test_restart_agrees_with_ticks(quick):
-    """The fast implementation against the slow one: every GPU in every tick."""
+    """The fast implementation must agree with the slow one, which simulates every GPU in every tick."""
     case = dataclasses.replace(SMALL, policy="restart", quality=2500.0, spares=1.0, interval_s=600.0, stall_s=10.0,
                                stop_s=300.0, assume=PLAIN, days=4.0).checked()  # fmt: skip
     fast = many(case, 8).effective
@@ -107,7 +107,7 @@ def test_restart_agrees_with_ticks(quick):
 
 
 def test_contained_agrees_with_ticks(quick):
-    """A micro-batch is a thousandth of a step here, so a missing replica costs its own share alone."""
+    """A micro-batch is a thousandth of a step here, so a missing replica costs only its own share."""
     assume = {**PLAIN, "contained.launch_s": 200.0, "contained.engine_s": 100.0}
     case = dataclasses.replace(SMALL, quality=5000.0, spares=1.0, stop_s=60.0, detect_s=0.0, stall_s=0.0, step_s=5.0,
                                micro_batches=1000, pass_s=0.005, assume=assume, days=3.0)  # fmt: skip
@@ -139,7 +139,7 @@ def test_a_planted_bug_is_caught(planted_bug):
 
 @pytest.mark.parametrize("gpus", [64, 16384])
 def test_a_bug_in_the_control_plane_stops_a_run_of_any_user(planted_bug, gpus):
-    """Small fleets are looked at after every event, large ones now and then and in the end."""
+    """Small fleets are checked after every event, large ones now and then and at the end."""
     case = dataclasses.replace(SMALL, gpus=gpus, policy="shrink", quality=100.0, days=0.05, spares=0.0)
     with pytest.raises(AssertionError):
         many(case.checked(), 4)
@@ -151,7 +151,7 @@ def test_a_failure_is_contained_and_healed_by_a_spare():
     job.agenda.run(300 * S)
     assert job.gang.phase == "running" and len(job.gang.gen.worlds) == 4
     assert job.gang.members.nodes["n000000"].dead
-    assert job.gang.generation == 3  # without it, and with it again
+    assert job.gang.generation == 3  # once without it, and once with it again
     job.progress.advance(300 * S)
     spent = job.progress.spent
     assert spent["detect"] + spent["restart"] < 30 * S and spent["degraded"] > 0
@@ -178,7 +178,7 @@ def test_a_job_that_stops_as_a_whole_goes_back_to_its_checkpoint():
 
 
 def test_work_done_while_corruption_is_unnoticed_is_lost_and_nobody_waits():
-    """Checkpoints 100 s apart, corruption after 1050 s, found 600 s later: back to 1000 s."""
+    """Checkpoints are 100 s apart; corruption after 1050 s is found 600 s later, so the run goes back to 1000 s."""
     assume = {"contained.corrupt_detect_s": 600.0, "checkpoint.memory_share": 0.0, "checkpoint.storage_gb_per_s": 1e9}
     case = dataclasses.replace(SMALL, quality=1e-6, interval_s=100.0, stall_s=0.0, assume=assume).checked()
     script = [(1050 * S, Fault("GPU", "corrupt", (3,), True, 3600 * S))]
@@ -201,7 +201,7 @@ def test_a_slow_spare_slows_nobody(policy):
 
 
 def test_each_slow_phase_of_a_node_ends_by_itself():
-    """From 100 s to 300 s, and from 200 s to 1200 s: 1.5 times and 1.25 times as long."""
+    """From 100 s to 300 s steps take 1.5 times, from 200 s to 1200 s 1.25 times as long."""
     case = dataclasses.replace(SMALL, policy="hot", quality=1e-6).checked()
     script = [(100 * S, Fault("link", "limp", (0,), False, 200 * S, 1.5)),
               (200 * S, Fault("link", "limp", (0,), False, 1000 * S, 1.25))]  # fmt: skip
@@ -265,7 +265,7 @@ def test_a_rack_that_loses_power_takes_all_its_nodes():
 
 
 def test_no_scenario_is_bent_towards_its_published_figure():
-    """The wait for late ranks was once set here, after the result was seen."""
+    """The wait for late ranks was once tuned here after the result was known."""
     assert scenario.load("100k-contained").late_s == -1
 
 
@@ -344,5 +344,5 @@ def test_a_job_file_says_when_it_ends_and_what_it_costs(capsys):
     days = said["days_to_end"]
     assert 0 < days["p5"] <= days["mean"] <= days["p95"] and said["ends"]["p5"] <= said["ends"]["p95"]
     per_hour = said["dollars_to_end"] / (days["mean"] * 24 * said["gpus"])
-    assert 0.5 < per_hour < 20  # dollars of a GPU
+    assert 0.5 < per_hour < 20  # dollars per GPU-hour
     assert said["spares"]["nodes"] >= said["spares"]["used_p95"] >= 0

@@ -1,12 +1,13 @@
-"""A second, slow and obvious implementation of a fleet and its job: every node is looked at in every tick, and all that
-happens is written out. It knows failures of one kind, a stop of fixed length for the whole job or for a replica, and
-checkpoints. It shares nothing with the twin but the numbers that it is given."""
+"""A second, slow and obvious implementation of a fleet and its job, which simulates every node in every tick and spells
+everything out. It knows one kind of failure, a stop of fixed length for the whole job or for a replica, and
+checkpoints. It shares only its input numbers with the twin."""
 
 from random import Random
 
 
 def restart(nodes, failures_per_node_s, stop_s, interval_s, stall_s, days, seed, tick_s=10.0):
-    """Share of the time that trains, where each failure stops all, and work since the last checkpoint is lost."""
+    """Return the share of time spent training, where each failure stops the job and loses the work since the last
+    checkpoint."""
     rng, now, good, since, down_until = Random(seed), 0.0, 0.0, 0.0, 0.0
     stalled = 0.0
     while now < days * 86_400:
@@ -25,7 +26,7 @@ def restart(nodes, failures_per_node_s, stop_s, interval_s, stall_s, days, seed,
 
 
 def contained(nodes, replica_nodes, failures_per_node_s, stall_s, heal_s, days, seed, tick_s=10.0):
-    """Share of the work done, where a failure stops all for a moment, and its replica until it is healed."""
+    """Return the share of work done, where a failure stops all briefly, and its replica until it is healed."""
     rng, now, done, stopped_until = Random(seed), 0.0, 0.0, 0.0
     replicas = nodes // replica_nodes
     back = [0.0] * replicas
