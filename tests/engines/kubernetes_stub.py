@@ -1,6 +1,6 @@
-"""An API server made of the OpenAPI schemas of one Kubernetes version: it takes objects of the kinds that Phalanx
-writes, refuses fields that the schema does not have, and plays the Job controller: pods by index, created again when
-they are lost. What it does not do is in docs/kubernetes.md."""
+"""An API server built from the OpenAPI schemas of one Kubernetes version. It accepts objects of the kinds that Phalanx
+writes, refuses fields that the schema does not have, and plays the Job controller: it creates pods by index, and
+recreates lost ones. docs/kubernetes.md lists what it does not do."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _PART = _strict(
     template={"$ref": "#/$defs/io.k8s.api.batch.v1.JobTemplateSpec"},
     dependsOn={"type": "array"},
 )
-#: Of other projects; the fields are those of jobset_types.go of JobSet (v1alpha2) and of Volcano's PodGroup.
+#: Kinds of other projects; the fields are those of jobset_types.go of JobSet (v1alpha2) and of Volcano's PodGroup.
 CUSTOM = {
     "JobSet": _custom(
         _strict(
@@ -96,7 +96,7 @@ def _validator(version: str, kind: str) -> Draft202012Validator:
 
 
 def problems(manifest: dict[str, Any], version: str) -> list[str]:
-    """What a server of this version would not take."""
+    """List what a server of this version would refuse."""
     kind = KINDS.get((manifest.get("apiVersion", ""), manifest.get("kind", "")))
     if kind is None:
         return [f"no kind {manifest.get('kind')} in {manifest.get('apiVersion')}"]
@@ -105,7 +105,7 @@ def problems(manifest: dict[str, Any], version: str) -> list[str]:
 
 
 class Stub:
-    """A server on loopback. `fail(status, times)`: how the next requests are answered."""
+    """A server on loopback. `fail(status, times)` sets the answer to the next requests."""
 
     def __init__(self, version: str):
         self.version = version
@@ -113,7 +113,7 @@ class Stub:
         self.events: list[dict[str, Any]] = []
         self.asked: list[tuple[str, str]] = []
         self._failing: list[int] = []
-        self.watched = threading.Event()  # somebody hears what happens
+        self.watched = threading.Event()  # set once a client watches
         self._numbers, self._news, self._closed = itertools.count(1), threading.Condition(), False
         stub = self
 
@@ -147,14 +147,14 @@ class Stub:
         return {name: body for (plural, name), body in self.objects.items() if plural == "pods"}
 
     def end_pod(self, beginning: str, phase: str) -> None:
-        """Once somebody watches."""
+        """End a pod, once a client watches."""
         self.watched.wait(60)
         pod = next(pod for name, pod in self.pods().items() if name.startswith(beginning))
         pod["status"] = {"phase": phase}
         self._tell("MODIFIED", pod)
 
     def lose_pod(self, name: str) -> None:
-        """As when its node is gone, and what the Job controller does about it."""
+        """Lose a pod with its node, and recreate it as the Job controller does."""
         pod = self.objects["pods", name]
         disrupted = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
         pod["status"] = {"phase": "Failed", "conditions": [disrupted]}
@@ -229,7 +229,7 @@ class Stub:
         if found is None:
             return _say(request, 404, {"message": "not found"})
         gone = {found["metadata"]["uid"]}
-        while gone:  # what belongs to it
+        while gone:  # delete its dependents
             mine = [
                 key
                 for key, o in self.objects.items()

@@ -1,4 +1,4 @@
-"""Runs on an engine, as a user starts them: `phalanx train` with --on, and what is in their records."""
+"""Start runs on an engine as a user does, by `phalanx train` with --on, and read their records."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ JOB = {
 }  # fmt: skip
 
 
-PATIENCE_S = 1800.0  # in which nothing changes: it hangs. How fast a machine is does not matter
+PATIENCE_S = 1800.0  # without any change means a hang; the speed of the machine does not matter
 
 
 def until(what, told=lambda: "", changes=lambda: None):
-    """Wait for it, for as long as something `changes`."""
+    """Wait until `what()` is true, as long as `changes()` keeps changing."""
     seen, deadline = changes(), time.monotonic() + PATIENCE_S
     while not (found := what()):
         if time.monotonic() > deadline:
@@ -33,7 +33,7 @@ def until(what, told=lambda: "", changes=lambda: None):
 
 
 class Training:
-    """`phalanx train`, with its own folder as the one it works in. `before`: a command that runs it."""
+    """`phalanx train` in its own working folder. `before`: a command that runs it."""
 
     def __init__(self, folder: Path, name: str, *args: str, env: dict[str, str], before=(), **values: object):
         self.folder, self.name = folder, name
@@ -49,7 +49,7 @@ class Training:
 
     @property
     def records(self) -> list[Path]:
-        """The oldest first."""
+        """Return the records, the oldest first."""
         return sorted((self.folder / "runs").glob(f"{self.name}-2*"))
 
     def read(self, file: str, record: int = -1) -> list[dict]:
@@ -70,11 +70,11 @@ class Training:
         return {r["step"]: (r["samples"], r["loss_bits"], r["norm_bits"]) for r in self.read("ledger.jsonl", record)}
 
     def at_work(self) -> dict[int, str]:
-        """By rank: where it runs."""
+        """Map each rank to its node."""
         return {e["rank"]: e["node"] for e in self.events("started") if e["rank"] >= 0}
 
     def ready_nodes(self) -> set[str]:
-        """Those whose services are up."""
+        """Return the nodes whose services are up."""
         return {e["node"] for e in self.events("started") if e["service"] == "keeper"}
 
     def is_whole(self) -> bool:
@@ -86,7 +86,7 @@ class Training:
         return f"{self.log.read_text()[-3000:]}\n{self.read('events.jsonl')[-8:]}"
 
     def until(self, what):
-        """Wait for it, while the command that shows the run is there."""
+        """Wait for `what()`, as long as the command that shows the run is alive."""
 
         def look():
             found = what()
@@ -96,7 +96,7 @@ class Training:
         return until(look, self.told, self._size)
 
     def _size(self) -> int:
-        """Of what was said so far."""
+        """Return the size of all output so far."""
         files = [self.log, *(path for record in self.records for path in record.glob("*.jsonl"))]
         return sum(path.stat().st_size for path in files)
 
@@ -106,7 +106,7 @@ class Training:
 
 
 def run_here(folder: Path, name: str, env: dict[str, str], **values: object) -> Training:
-    """The same job, undisturbed, with one replica on this machine: the exact reduction gives it the same bits."""
+    """Run the same job undisturbed, with one replica on this machine: the exact reduction gives it the same bits."""
     run = Training(folder, name, env=env, **values | {"layout.replica": 1, "recovery.spares": 0})
     assert run.end() == 0, run.told()
     return run

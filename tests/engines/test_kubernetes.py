@@ -1,5 +1,5 @@
-"""What Kubernetes is asked for is what its schemas allow, in the last three versions; nothing of a user's text becomes
-anything else; and the client makes, watches and deletes a run."""
+"""The requested objects match the schemas of the last three Kubernetes versions, a user's text is never interpreted as
+anything else, and the client creates, watches and deletes a run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_server_would_take_every_object(job, arguments, kind, asked, version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_schemas_refuse_what_is_wrong(job, arguments, version):
-    """Or the test above could not fail."""
+    """Without this, the test above could not fail."""
     made = manifests(job, arguments)[-1]
     made["spec"]["paralelism"] = 3
     made["spec"]["template"]["spec"]["containers"][0]["image"] = 7
@@ -248,7 +248,7 @@ def cluster_of(stub, namespace="default"):
 @pytest.mark.parametrize("kind", ["jobs", "jobset"])
 def test_create_watch_lose_replace_and_delete(job, arguments, stub, kind):
     cluster, made = cluster_of(stub), manifests(job, arguments, name="run", kind=kind)
-    stub.fail(503, times=2)  # as a server that restarts
+    stub.fail(503, times=2)  # like a server that restarts
     cluster.create(made)
     assert len(stub.pods()) == len(cluster.pods("run")) == 5
     watch = cluster.watch("run", lambda: False)
@@ -265,7 +265,7 @@ def test_create_watch_lose_replace_and_delete(job, arguments, stub, kind):
     cluster.delete(*(("jobset.x-k8s.io/v1alpha2", "JobSet") if kind == "jobset" else ("batch/v1", "Job")), owner[1])
     assert stub.objects == {}, "all of it belonged to the run"
     assert {seen.what for seen in itertools.islice(watch, 5)} == {"DELETED"}
-    cluster.delete("batch/v1", "Job", "run-controller")  # once more: nothing
+    cluster.delete("batch/v1", "Job", "run-controller")  # a second time does nothing
 
 
 def test_what_cannot_be_made_as_a_whole_leaves_nothing(job, arguments, stub):
@@ -342,7 +342,7 @@ def test_attach_shows_what_the_controller_says_until_it_ends(submitted, stub, ph
 
 
 def test_attach_goes_on_when_another_controller_takes_over(submitted, stub):
-    """One that stands by is created again when it fails: the run is not over. No line is shown twice."""
+    """A standby controller is recreated when it fails, so the run is not over. No line is shown twice."""
     first = submitted(journal="postgresql://phalanx@db/journal")
     first["status"]["phase"] = "Failed"
     other = next(pod for pod in stub.pods().values() if pod is not first and cluster_of(stub).is_controller(pod))
@@ -382,4 +382,4 @@ def test_what_cannot_be_asked_of_a_run_elsewhere(submitted, arguments, remedy):
 def test_the_stub_plays_an_indexed_job(job, arguments, stub):
     cluster_of(stub).create(manifests(job, arguments, name="run"))
     assert sorted(pod["metadata"]["labels"].get(INDEX, "") for pod in stub.pods().values()) == ["", "0", "1", "2", "3"]
-    assert build  # the same as a submission's
+    assert build  # the same as for a submission

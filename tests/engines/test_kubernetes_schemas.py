@@ -1,5 +1,5 @@
-"""The same objects against the whole schemas of the package kubernetes-validate, in its own strict validator: runs with
-`make test-kubernetes`, which installs it."""
+"""Validate the same objects against the whole schemas of the package kubernetes-validate, with its own strict
+validator. Run by `make test-kubernetes`, which installs it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def cluster():
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
     from ray.cluster_utils import Cluster
 
-    # Ray starts its workers, and what is below them, with niceness 15: on a busy machine they would never come up.
+    # Ray starts its workers and their children with niceness 15: on a busy machine they would never come up.
     os.environ |= {"OMP_NUM_THREADS": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_worker_niceness": "0"}
     head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0, "object_store_memory": 80 << 20}
     cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -42,7 +42,7 @@ def add(cluster, rack: str):
 
 
 def below(pid: int) -> int:
-    """The raylet that a process is below."""
+    """Return the raylet that is an ancestor of a process."""
     while pid > 1:
         if "raylet" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode():
             return pid
@@ -110,7 +110,7 @@ def test_a_stopped_run_gives_its_nodes_back(cluster, tmp_path):
 
 
 def test_too_few_nodes_end_in_a_reason(cluster, tmp_path):
-    """Five nodes of two cores are wanted where four are."""
+    """Ask for five nodes of two cores where there are four."""
     code = "import phalanx.engines.ray as r, sys; r.READY_S = 5.0; from phalanx.cli.main import run; run()"
     values = JOB | {"name": "many", "layout.replica": 5, "checkpoint.dir": f"{tmp_path}/checkpoints"}
     sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]

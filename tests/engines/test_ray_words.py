@@ -1,4 +1,4 @@
-"""What is asked of Ray, without Ray."""
+"""Requests to Ray, tested without Ray."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def left_of(slurm: VirtualSlurm, job: str) -> dict[int, str]:
 
 
 def test_a_job_loses_a_node_with_everything_on_it_and_ends_with_the_right_bits(slurm, tmp_path):
-    """15 nodes train, the 16th is the spare. One is lost; the spare takes its place, and the job step goes on."""
+    """15 nodes train, and the 16th is the spare. One is lost; the spare takes its place, and the job step continues."""
     values = {"train.steps": 300, "train.global_batch": 15, "recovery.beat_s": 2.0, "run.hang_timeout_s": 120}
     run = Training(
         tmp_path, "big", "--on", "slurm", env=slurm.env, **values, **{"layout.replica": 15, "recovery.spares": 1}
@@ -85,7 +85,7 @@ def test_before_its_time_limit_a_job_saves_queues_itself_and_resumes(slurm, tmp_
     (resumed,) = run.events("resume")
     assert resumed["step"] == done and min(run.ledger()) == done
     assert run.read("ledger.jsonl")[0]["previous"] == run.read("ledger.jsonl", 0)[-1]["hash"], "one chain of steps"
-    # The record is kept by a process of another host, as on a real cluster: the engine is asked.
+    # The record is kept by a process of another host, as on a real cluster, so the engine must be asked.
     head = run.records[-1] / "head.json"
     head.write_text(json.dumps(json.loads(head.read_text()) | {"host": "elsewhere"}))
     stopped = subprocess.run(
@@ -102,7 +102,7 @@ def test_before_its_time_limit_a_job_saves_queues_itself_and_resumes(slurm, tmp_
 
 
 def test_inside_an_existing_allocation(slurm, tmp_path):
-    """Three nodes, two of them needed."""
+    """The allocation has three nodes, and the job needs two."""
     salloc = ["salloc", "--nodes=3", "--ntasks-per-node=1", "--no-kill", "--quiet"]
     values = {"train.steps": 20}
     run = Training(tmp_path, "inside", "--on", "slurm", env=slurm.env, before=salloc, **values)
@@ -126,7 +126,7 @@ def test_scancel_leaves_nothing(slurm, tmp_path):
 
 
 def test_a_job_that_has_lost_its_controller_queues_itself_and_resumes(slurm, tmp_path):
-    """The node of the batch script fails. Slurm keeps the job for its other nodes; an agent tells it better."""
+    """The node of the batch script fails. Slurm keeps the job for its other nodes; an agent requeues it."""
     values = {"train.steps": 1_000_000, "checkpoint.every_steps": 10, "recovery.grace_s": 5}
     run = Training(tmp_path, "headless", "--on", "slurm", "--detach", env=slurm.env, **values)
     assert run.end() == 0
@@ -157,7 +157,7 @@ def test_the_controller_has_a_component_of_its_own_in_a_heterogeneous_job(slurm,
 
 
 def test_a_heterogeneous_job_that_loses_its_controller_resumes(slurm, tmp_path):
-    """Slurm starts the component of the controller again, on another node, and leaves the agents of the first one."""
+    """Slurm restarts the controller's component on another node, and leaves the agents of the first one alone."""
     values = {"train.steps": 1_000_000, "checkpoint.every_steps": 10, "recovery.grace_s": 5}
     options = ["--on", "slurm", "--engine", "head.cpus-per-task=1", "--detach"]
     run = Training(tmp_path, "beheaded", *options, env=slurm.env, **values)

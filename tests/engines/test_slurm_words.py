@@ -1,4 +1,4 @@
-"""What is said to Slurm and what Slurm says, without Slurm: options, quoting, times, topology."""
+"""Requests to Slurm and its answers, tested without Slurm: options, quoting, times, topology."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_gpus_are_asked_for_as_the_layout_has_ranks_unless_the_user_does():
 
 
 def test_what_a_name_holds_is_never_run(tmp_path):
-    """The script is run with a stand-in for the interpreter that prints its arguments."""
+    """Run the script with a stand-in for the interpreter that prints its arguments."""
     arguments = ["train", HOSTILE, "--set", f"name={HOSTILE}", "--detach"]
     found = submitted(f"comment={HOSTILE}", job=a_job(name=HOSTILE), arguments=arguments)
     assert f"--job-name={HOSTILE}" in found.options and f"--comment={HOSTILE}" in found.options
@@ -109,7 +109,7 @@ def test_a_time_without_end_and_one_that_is_none():
 
 
 def test_the_warning_comes_early_enough_to_save_and_a_limit_without_room_is_refused():
-    """20 s to save and 30 s to leave; Slurm may warn a minute earlier; a minute is left to train: 170 s."""
+    """20 s to save, 30 s to leave, a warning up to a minute early, and a minute to train: 170 s."""
     assert "--signal=B:USR1@50" in submitted("time=3").options
     assert "--signal=B:USR1@50" in submitted("time=2:50").options
     with pytest.raises(UserError, match="ask for 3 minutes at least"):
@@ -185,7 +185,7 @@ def test_inside_an_allocation_nothing_is_submitted_and_neighbours_stay_neighbour
 
 
 def test_a_task_of_an_array_never_speaks_for_the_array(monkeypatch):
-    """Slurm gives the last one the number of the array: a requeue by that number would begin all of them again."""
+    """Slurm gives the last task the number of the array: a requeue by that number would restart all of them."""
     adapter = inside(monkeypatch, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert adapter.reference() == {"on": "slurm", "id": "7_3"}
 
@@ -211,7 +211,7 @@ def test_agents_of_a_lost_controller_are_ended_before_others_are_started(monkeyp
 
 
 def test_a_run_leaves_before_its_allocation_ends_and_does_not_begin_in_one_that_ends_at_once(monkeypatch):
-    """20 s to save and 30 s to leave; a heterogeneous job tells the time of each component."""
+    """20 s to save and 30 s to leave; a heterogeneous job reports the time of each component."""
     adapter = inside(monkeypatch)
     for said, left_s in (("10:00\n9:00", 540 - 50), ("UNLIMITED", math.inf), ("NOT_SET", math.inf), ("1:50", 60)):
         monkeypatch.setattr(slurm, "ask", lambda *command, said=said: said)

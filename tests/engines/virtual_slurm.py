@@ -1,5 +1,5 @@
-"""A real Slurm on this machine: munged, slurmctld, and a slurmd for each virtual node, two nodes to a leaf switch.
-Debian's slurm-wlm and munge, and root. Nothing of it is outside of its folder, and `close` ends everything."""
+"""A real Slurm on this machine: munged, slurmctld, and a slurmd for each virtual node, two nodes to a leaf switch. It
+needs Debian's slurm-wlm and munge, and root. All its files are in its folder, and `close` ends everything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.engines.submitted import until
 
-MARK = "PHALANX_VIRTUAL_SLURM"  # in the environment of every process of it
+MARK = "PHALANX_VIRTUAL_SLURM"  # an environment variable of all its processes
 CONF = """
 ClusterName=virtual
 SlurmctldHost={host}(127.0.0.1)
@@ -53,7 +53,7 @@ RebootProgram=/bin/true
 
 
 def why_not() -> str:
-    """Say why there can be no Slurm here; empty if there can."""
+    """Explain why Slurm cannot run here; empty if it can."""
     lacking = [name for name in ("munged", "slurmctld", "slurmd", "srun", "sbatch") if not _find(name)]
     if lacking:
         return f"{', '.join(lacking)} not found: apt install slurm-wlm munge"
@@ -65,7 +65,7 @@ def _find(name: str) -> str:
 
 
 def processes(**env: str) -> dict[int, str]:
-    """Those with one of these values in their environment, and their commands."""
+    """Return the processes with one of these values in their environment, and their commands."""
     wanted, found = {f"{key}={value}".encode() for key, value in env.items()}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -127,7 +127,7 @@ class VirtualSlurm:
 
     def fail(self, name: str) -> None:
         """Lose a node with everything on it: the daemon, the steps and their processes."""
-        for _ in range(2):  # what was being started meanwhile
+        for _ in range(2):  # again, for processes that were just being started
             here = processes(**{MARK: self.mark})  # another Slurm on this machine may have a node of that name
             for pid in here.keys() & processes(VIRTUAL_NODE=name, SLURMD_NODENAME=name).keys():
                 with contextlib.suppress(ProcessLookupError):
@@ -139,7 +139,7 @@ class VirtualSlurm:
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
-        """Of a job; empty: it is forgotten."""
+        """Return the state of a job; empty: Slurm has forgotten it."""
         return self.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T", check=False)
 
     def restarts(self, job: str) -> int:
@@ -147,7 +147,7 @@ class VirtualSlurm:
         return int(re.search(r"Restarts=(\d+)", about)[1])
 
     def limit(self, job: str, minutes: int) -> None:
-        """Change its time limit."""
+        """Change the time limit of a job."""
         self.run("scontrol", "update", f"jobid={job}", f"timelimit={minutes}")
 
     def close(self) -> None:
