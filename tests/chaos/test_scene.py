@@ -1,4 +1,4 @@
-"""What the injector of faults believes of a run. A process that it takes for dead gets no more faults."""
+"""The fault injector's view of a run. A process that it takes for dead gets no more faults."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_a_controller_that_died_is_gone(tmp_path):
 
 
 def test_a_recovery_is_over_whoever_reports_it_first():
-    """The injector waited two minutes for a commit that it had seen, and most faults found no time."""
+    """Otherwise the injector waits two minutes for a commit that it has seen, and most faults find no time."""
     fault = Fault("node", 5, at=1.0, generation=3)
     form = {"type": "control form", "generation": 4, "reason": "", "rung": 2}
     words = [form, {"type": "first commit", "generation": 4}, {"type": "control started", "generation": 4}]
