@@ -1,4 +1,4 @@
-"""What users of other schedulers complained of, as tests: none of it may happen here. Each names the report."""
+"""Complaints of users of other schedulers, as tests: none of these may happen here. Each names the report."""
 
 import pytest
 
@@ -36,7 +36,7 @@ class Bench:
         self.tell(asks.Submit(Ask(job, **ask)), after_s)
 
     def wait(self, seconds):
-        """Let time pass, with the ticks that were asked for."""
+        """Let time pass, with the ticks that the scheduler asked for."""
         until = self.now_ns + seconds * S
         while 0 < self.scheduler.timer_ns <= until:
             self.now_ns = max(self.now_ns, self.scheduler.timer_ns)
@@ -64,7 +64,8 @@ def test_01_two_queues_are_not_given_one_node_kueue_14570():
 
 
 def test_02_nominations_do_not_collide_kueue_12419():
-    """Many gangs of many tenants become possible at the same instant: each start sees the one before."""
+    """Many gangs of many tenants become possible at the same instant: each start takes the previous ones into
+    account."""
     bench = Bench(nodes=4, tenants=[Tenant(t) for t in "abcdef"])
     bench.submit("all", nodes=4, gpus=8, preemptible=False)
     for tenant in "abcdef":
@@ -74,7 +75,7 @@ def test_02_nominations_do_not_collide_kueue_12419():
 
 
 def test_03_preemption_frees_gpus_where_they_are_needed_kueue_5243():
-    """Eight GPUs freed on eight nodes are no room for a gang that needs one node."""
+    """Eight GPUs freed on eight nodes do not help a gang that needs one node."""
     bench = Bench(nodes=8)
     for n in range(8):
         for half in "ab":
@@ -123,7 +124,7 @@ def test_07_ties_are_broken_the_same_way_kueue_11910():
 
 
 def test_08_a_short_silence_does_not_rewrite_the_ledger_kueue_12735():
-    """A node that is down and up again: its gang was moved, and the books agree (`check` after every event)."""
+    """A node goes down and up again: its gang was moved, and the books agree (`check` after every event)."""
     bench = Bench(nodes=4)
     bench.submit("g", nodes=2, gpus=8)
     node = min(bench.nodes("g"))
@@ -150,7 +151,7 @@ def test_09_a_bad_node_during_preemption_books_nothing_twice_kueue_15337():
 
 
 def test_10_a_second_failure_does_not_evict_the_gang_kueue_14244():
-    """Nor is it put on the node that failed (kueue 15369)."""
+    """The gang is also not put back on the node that failed (kueue 15369)."""
     bench = Bench(nodes=16)
     bench.submit("hero", nodes=10, gpus=8, spares=1)
     for _ in range(3):
@@ -162,7 +163,7 @@ def test_10_a_second_failure_does_not_evict_the_gang_kueue_14244():
 
 
 def test_11_fair_sharing_does_not_preempt_in_circles_kueue_3779():
-    """Two tenants borrow from each other: each gets its quota, and then nobody moves."""
+    """Two tenants borrow from each other: each gets its quota, and then neither moves."""
     bench = Bench(nodes=4, tenants=(Tenant("a", quota=16), Tenant("b", quota=16)))
     for n in range(4):
         bench.submit(f"a{n}", tenant="a", gpus=8, after_s=1)
@@ -171,13 +172,13 @@ def test_11_fair_sharing_does_not_preempt_in_circles_kueue_3779():
     for _ in range(20):
         bench.wait(3600)
         assert {t: bench.scheduler.accounts[t].used for t in "ab"} == {"a": 16, "b": 16}
-    # Gangs of a tenant take turns, a level of service apart: so often, and no more.
+    # Gangs of a tenant take turns once per level of service, and no more often.
     assert all(gang.stops <= 1 + gang.level for gang in bench.scheduler.gangs.values())
     assert bench.count(asks.Stop) <= 20
 
 
 def test_12_gangs_are_preempted_whole_and_recover_volcano_4607():
-    """No task of a gang is taken alone; a gang that lost its nodes starts again (volcano 5805)."""
+    """No task of a gang is taken alone; a gang that lost its nodes restarts (volcano 5805)."""
     bench = Bench(nodes=4)
     bench.submit("g", nodes=4, gpus=8)
     bench.submit("high", priority=1, gpus=8, after_s=1)
@@ -197,7 +198,7 @@ def test_12b_a_preemption_that_cannot_help_does_not_happen_volcano_5520():
 def test_13_soft_topology_does_not_straddle_volcano_4343():
     """A gang that fits in one leaf is not spread greedily, even if the emptiest nodes are elsewhere."""
     bench = Bench(nodes=8, leaf=4)
-    bench.submit("a", gpus=8)  # in one leaf, which has three left
+    bench.submit("a", gpus=8)  # on one leaf, which has three nodes left
     bench.submit("b", nodes=3, gpus=8)
     assert len(bench.leaves("b")) == 1 and bench.leaves("b") == bench.leaves("a")
 
@@ -219,7 +220,7 @@ def test_14b_every_replica_keeps_its_constraint_grove_648():
 
 
 def test_15_segments_keep_their_size_slurm_225():
-    """36 nodes in segments of 12 are 12 + 12 + 12, also after a node's own topology was named again."""
+    """36 nodes in segments of 12 are 12 + 12 + 12, even after a node was drained and returned."""
     paths = [(f"block-{n // 18}",) for n in range(54)]
     bench = Bench(paths=paths, levels=("block",))
     bench.tell(asks.Drain("n0"))
@@ -230,7 +231,7 @@ def test_15_segments_keep_their_size_slurm_225():
 
 
 def test_16_fabrics_without_a_link_are_not_joined_soperator_2585():
-    """A gang that must be inside a fabric waits for one of them, rather than take half of each."""
+    """A gang that must be inside one fabric waits for it, rather than take half of each."""
     paths = [(f"leaf-{n // 2}", "fabric-a" if n < 4 else "fabric-b") for n in range(8)]
     bench = Bench(paths=paths, levels=("leaf", "fabric"))
     bench.submit("one", gpus=8, preemptible=False)
@@ -242,7 +243,7 @@ def test_16_fabrics_without_a_link_are_not_joined_soperator_2585():
 
 
 def test_17_expert_groups_are_not_split_over_uneven_domains_automodel_3914():
-    """EP 32 on 4 nodes each, in domains of 4, 3 and 5 usable nodes: only whole groups."""
+    """EP 32 needs 4 nodes; domains have 4, 3 and 5 usable nodes: only whole groups are placed."""
     sizes = {"d0": 4, "d1": 3, "d2": 5}
     paths = [(name,) for name, count in sizes.items() for _ in range(count)]
     bench = Bench(paths=paths, levels=("domain",))
@@ -262,7 +263,7 @@ def test_18_a_domain_of_many_nodes_can_be_asked_for_ray_61442():
 
 
 def test_19_exclusive_placement_does_not_cost_more_jobset_174():
-    """The work of a decision does not grow with the number of gangs that wait."""
+    """The work of a decision does not grow with the number of waiting gangs."""
     bench = Bench(nodes=64, size=1)
     bench.submit("all", nodes=64, gpus=1, preemptible=False)
     counted = []
@@ -275,7 +276,7 @@ def test_19_exclusive_placement_does_not_cost_more_jobset_174():
 
 @pytest.mark.parametrize("preemptible", [True, False])
 def test_20_a_large_gang_is_not_starved_by_small_ones_spur_732(preemptible):
-    """Nodes that are full count for its reservation, although nobody knows when they become free."""
+    """Full nodes count for its reservation, although it is unknown when they become free."""
     bench = Bench(nodes=4, patience_ns=3600 * S)
     began = {}
     for n in range(8):
@@ -301,7 +302,7 @@ def test_20_a_large_gang_is_not_starved_by_small_ones_spur_732(preemptible):
 
 
 def test_a_higher_priority_shrinks_before_it_stops():
-    """Replicas are given up first, and come back without a restart."""
+    """The lower-priority gang gives up replicas first, and gets them back without a restart."""
     bench = Bench(nodes=8)
     bench.submit("elastic", replicas=8, least=4, nodes=1, gpus=8)
     bench.submit("high", priority=1, nodes=4, gpus=8)

@@ -1,4 +1,4 @@
-"""Start times and pauses that follow the carbon of electricity within a deadline."""
+"""Start times and pauses that follow the carbon intensity of electricity within a deadline."""
 
 import itertools
 
@@ -87,7 +87,8 @@ GERMANY = [
 
 
 def saved(pausable: bool) -> float:
-    """Share of the carbon that is saved against starting at once, over jobs of 8 h with a day, one every hour."""
+    """Return the share of carbon saved against an immediate start, for jobs of 8 h with a day of slack, one starting
+    every hour."""
     least = most = 0
     for hour in range(24):
         slots = choose(GERMANY, hour * HOUR, 8 * HOUR, (hour + 32) * HOUR, pausable, 120 * S)

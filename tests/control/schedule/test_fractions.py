@@ -1,4 +1,4 @@
-"""Shares of GPUs: nothing is promised twice, nothing that fits is refused, and what is left is of use to others."""
+"""Fractional GPUs: nothing is promised twice, nothing that fits is refused, and what is left is useful for others."""
 
 import random
 
@@ -35,14 +35,14 @@ def test_never_more_than_there_is_and_no_refusal_while_there_is_room():
 
 
 def test_a_share_goes_where_two_of_them_fill_a_gpu():
-    """460 of 540 parts that are left are worth more than 460 of a GPU that another kind needs whole."""
+    """It is better to use 460 of the 540 parts left than 460 of a GPU that another kind of job needs whole."""
     hosts = [Host(96, 400, "", [WHOLE, WHOLE]), Host(96, 400, "", [540, WHOLE])]
     shares = Shares(hosts, expected([Need(4, 8, 1, 460)] * 3 + [Need(4, 8, 1, WHOLE)] * 3))
     assert shares.place(Need(4, 8, 1, 460)) == (1, [0])
 
 
 def test_a_job_with_many_cpus_leaves_the_others_their_gpus():
-    """On the first host two GPUs would share the CPUs of one and a half; on the second they are plenty."""
+    """On the first host two GPUs would be left with CPUs for one and a half; the second has plenty."""
     hosts = [Host(36, 400, "", [WHOLE] * 3), Host(96, 400, "", [WHOLE] * 3)]
     shares = Shares(hosts, expected([Need(12, 8, 1, WHOLE)] * 9))
     found = shares.place(Need(20, 8, 1, WHOLE))

@@ -1,4 +1,4 @@
-"""Places that are held for an overdue gang are lent to others, and the holder loses nothing by it."""
+"""Places held for an overdue gang are lent to others, and the holder loses nothing by it."""
 
 import pytest
 
@@ -14,7 +14,8 @@ HOUR = 3600
 
 
 def holding(**fixed) -> Bench:
-    """`big` is overdue, holds three nodes of four, and waits for `fixed`, which has the other one."""
+    """Build a bench where `big` is overdue, holds three of four nodes, and waits for `fixed`, which has the other
+    one."""
     bench = Bench(nodes=4, patience_ns=HOUR * S)
     bench.submit("fixed", gpus=8, preemptible=False, **fixed)
     bench.submit("big", nodes=4, gpus=8)

@@ -1,5 +1,5 @@
-"""Gangs that move so that another one has its GPUs in one piece: when that pays, with a place that is held for them,
-and seldom."""
+"""Gangs move to give another one its GPUs in one piece: only when that pays, to a place that is held for them, and
+seldom."""
 
 import pytest
 
@@ -15,7 +15,7 @@ HOUR = 3600
 
 
 def in_pieces(**more) -> Bench:
-    """Two nodes of 8 GPUs with 4 in use on each, for an hour and more, and nobody who has to yield."""
+    """Build a bench of two nodes of 8 GPUs with 4 in use on each, for over an hour, where no gang has to yield."""
     bench = Bench(nodes=2, first_level=10**9, patience_ns=24 * HOUR * S)
     for job in ("left", "gone", "right"):
         bench.submit(job, gpus=4, **(more if job != "gone" else {}))
@@ -29,7 +29,7 @@ def test_a_gang_moves_as_soon_as_that_pays_and_not_before():
     bench.submit("big", gpus=8)
     said = " ".join(why(bench.scheduler, "big", bench.now_ns))
     assert "8 GPUs are free, but in pieces: it needs 1 x 1 nodes with 8 GPUs" in said
-    # One of them costs 4 GPUs for 180 s, and big holds 4 for 60 s: as much as 8 GPUs for 120 s.
+    # Moving one costs 4 GPUs for 180 s, and big holds 4 for 60 s: as much as 8 GPUs for 120 s.
     assert "right can move to make one place of them: they do so in 2 min 0 s" in said
     bench.wait(100)
     assert bench.count(asks.Stop) == 0
@@ -61,7 +61,7 @@ def test_a_gang_that_has_just_moved_stays():
 
 
 def leaving() -> tuple[Bench, str]:
-    """One that has been told to move, and has not left yet; and the node that it goes to."""
+    """Return a bench with a gang that was asked to move and has not left yet, and its destination node."""
     bench = in_pieces()
     bench.submit("big", gpus=8)
     bench.now_ns += 301 * S
@@ -96,7 +96,7 @@ def test_a_gang_that_ends_while_it_moves_leaves_nothing(event):
 
 
 def test_a_gang_keeps_its_replicas_and_does_not_spread_when_it_moves():
-    """Nobody is put on more leaves than it had."""
+    """No gang is spread over more leaves than before."""
     bench = Bench(nodes=4, leaf=2, first_level=10**9, patience_ns=24 * HOUR * S)
     for n in range(8):
         bench.submit(f"s{n}", gpus=4)

@@ -1,5 +1,5 @@
-"""The gang scheduler in small worlds with faults: what must always hold is checked after every event, every job ends,
-and folding the journal gives the same decisions."""
+"""The gang scheduler in small worlds with faults: invariants are checked after every event, every job ends, and
+replaying the journal gives the same decisions."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_worlds_with_faults(first):
 
 
 def test_the_worlds_are_not_empty():
-    """They stop, shrink, replace and claim."""
+    """The worlds exercise stops, shrinks, replacements and claims."""
     seen: dict[str, int] = {}
     for seed in range(30):
         world = World(seed)

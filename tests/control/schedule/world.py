@@ -1,5 +1,5 @@
-"""A small world around the real scheduler: jobs that come, end, stop and shrink with delays, nodes that die and come
-back, users who cancel, drains, maintenance, caps, events that come twice. A seed gives the same world again."""
+"""A small world around the real scheduler: jobs come, end, stop and shrink with delays; nodes die and come back; users
+cancel; there are drains, maintenance, caps and duplicate events. A seed always gives the same world."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from phalanx.control.schedule.gangs import ENDED, LEAVING, RUNNING, WAITING
 from phalanx.control.schedule.promises import check
 from phalanx.control.schedule.scheduler import Scheduler
 
-LAST_FAULT = 40_000  # seconds; after that the world is kind, and everything must end
+LAST_FAULT = 40_000  # seconds; after that there are no faults, and everything must end
 
 
 class World:
     def __init__(self, seed: int, in_pieces: bool = False):
-        """`in_pieces`: small gangs stay for long, and nobody has to yield to those who come later; so it is in some of
-        the other worlds, too."""
+        """Draw a world. `in_pieces`: small gangs stay for long, and need not yield to later ones; some other worlds are
+        drawn that way, too."""
         self.draw = draw = random.Random(seed)
         self.nodes = draw.choice((4, 8, 12))
         self.size = draw.choice((1, 4, 8))
@@ -45,11 +45,11 @@ class World:
         self.journal: list[tuple[int, asks.Event, list[asks.Command]]] = []
         self.agenda: list[tuple[int, int, asks.Event]] = []
         self.count, self.now_ns, self.timer_ns = 0, 0, 0
-        self.left: dict[str, int] = {}  # what each job has still to run, while it runs with `began`
+        self.left: dict[str, int] = {}  # what each job still has to run, while it runs with `began`
         self.began: dict[str, int] = {}
-        self.ran: dict[str, int] = {}  # in ns, by this world's own count, up to the last stop
+        self.ran: dict[str, int] = {}  # in ns, counted independently by this world, up to the last stop
         self.moved: dict[str, int] = {}
-        self.stopped: dict[str, int] = {}  # when each was told to
+        self.stopped: dict[str, int] = {}  # when each was asked to stop
 
     def fresh(self) -> Scheduler:
         cells = Cells(self.size, ("leaf", "pod"), self.paths)
@@ -120,7 +120,7 @@ class World:
                 self.now_ns, _, event = heappop(self.agenda)
             self.tell(event)
             if not isinstance(event, asks.Tick) and self.draw.random() < 0.05:
-                self.tell(event)  # said twice
+                self.tell(event)  # a duplicate
         open_ = [g.job for g in self.scheduler.gangs.values() if g.state != ENDED]
         assert not open_, f"{open_} never end"
         self.refold()
@@ -128,7 +128,7 @@ class World:
     def tell(self, event: asks.Event) -> None:
         if isinstance(event, asks.Ended):
             gang = self.scheduler.gangs[event.job]
-            # Only what runs can end; an end that was planned before a stop is off.
+            # Only a running gang can end; an end that was planned before a stop is void.
             if gang.state not in (RUNNING, LEAVING) or self.began.get(event.job, -1) < 0:
                 return
             if self.left[event.job] > self.now_ns - self.began[event.job]:
@@ -172,7 +172,7 @@ class World:
                 self.timer_ns = at_ns
 
     def check_moves(self, stops: list[asks.Stop], waits: dict[str, int]) -> None:
-        """Gangs move for another one only if that pays, a few at a time, and seldom: counted here once more."""
+        """Check independently that gangs move for another one only if that pays, a few at a time, and seldom."""
         rules, gangs = self.rules, self.scheduler.gangs
         once_ns, costs = rules.grace_ns + rules.restart_ns, dict[str, list[int]]()
         for stop in stops:
@@ -188,7 +188,7 @@ class World:
             assert waits.get(job, 0) * gangs[job].gpus >= sum(each), f"the moves for {job} cost more than its wait"
 
     def check_turn(self, stop: asks.Stop) -> None:
-        """Gangs of one tenant and priority do not chase each other: whoever was started has its time."""
+        """Check that gangs of one tenant and priority do not chase each other: a started gang gets its minimum time."""
         gangs = self.scheduler.gangs
         claimant, victim = gangs.get(stop.why.partition(" needs the room")[0]), gangs[stop.job]
         if claimant and (claimant.ask.tenant, claimant.ask.priority) == (victim.ask.tenant, victim.ask.priority):
@@ -196,7 +196,7 @@ class World:
             assert ran_ns >= self.rules.min_run_ns, f"{stop.job} is stopped after {ran_ns // S} s for an equal"
 
     def refold(self) -> None:
-        """A scheduler that folds the journal says what this one said."""
+        """Check that a scheduler that replays the journal gives the same commands."""
         other = self.fresh()
         for now_ns, event, commands in self.journal:
             assert other.apply(now_ns, event) == commands, "folding gives another state"
