@@ -1,7 +1,7 @@
-"""What the parity tests and benchmarks run on each rank, and the compositions they run it on.
+"""Compositions for the parity tests and benchmarks, and the functions that each rank runs on them.
 
-`CASES` is the table: a name, the layout, and what differs from the base job. Functions named
-`case_*` run inside pool workers (tests/pool.py) and return JSON."""
+`CASES` is the table: a name, the layout, and the differences from the base job. Functions named `case_*` run inside
+pool workers (tests/pool.py) and return JSON."""
 
 import dataclasses
 import gc
@@ -26,16 +26,16 @@ from phalanx.train.state import State
 from tests.feature_cases import FEATURE_CASES
 
 STEPS = 5
-CPU = Device(torch.device("cpu"), "gloo")  # imported by the zygote, so nothing may run here
+CPU = Device(torch.device("cpu"), "gloo")  # the zygote imports this file, so no kernel may run here
 
 EVEN = ModelConfig(vocab_size=96, dim=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=160)
 # 101 and 171 are odd; 60 / 4 heads = 15 would be odd for RoPE, so 6 heads of 10.
 ODD = ModelConfig(vocab_size=101, dim=60, num_layers=2, num_heads=6, num_kv_heads=2, ffn_dim=171)
 TIED = dataclasses.replace(ODD, tied=True)
-DEEP = dataclasses.replace(ODD, num_layers=5)  # does not divide over the stages
+DEEP = dataclasses.replace(ODD, num_layers=5)  # does not divide evenly over the stages
 DEEPER = dataclasses.replace(ODD, num_layers=9)
 NARROW = dataclasses.replace(EVEN, ffn_dim=9)
-# One dense layer and two with experts, of which an odd number, or an odd width, may not divide.
+# One dense layer and two with experts; their number and width are odd, so some divisions fail.
 MOE = ModelConfig(
     family="moe",
     vocab_size=96,
@@ -69,7 +69,7 @@ MOE_ODD = ModelConfig(
     balance_bias=0.05,
 )
 MOE_DEEP = dataclasses.replace(MOE, num_layers=4)
-# 16 patches of 27 numbers, which are odd, as are the classes.
+# 16 patches of 27 numbers, an odd number, like that of the classes.
 IMAGE = ModelConfig(
     family="image",
     vocab_size=7,
@@ -82,7 +82,7 @@ IMAGE = ModelConfig(
 )
 
 FLAT, TWO_LEVELS = ({"replica": name, "shard": name} for name in ("flat", "hierarchical"))
-BY_SIZE = {"crossover_kb": 60}  # buckets and units are on both sides of it
+BY_SIZE = {"crossover_kb": 60}  # buckets and units lie on both sides of it
 
 
 def make_job(
@@ -189,7 +189,7 @@ CASES = [
     ),
     ("tp 2 x pp 2", (1, 1, 2), dict(model=DEEP, axes=dict(pp=2))),
     ("tp 2 x pp 2, ZB-V", (1, 1, 2), dict(model=DEEP, axes=dict(pp=2, schedule="zbv"))),
-    # Context: documents run across the boundaries of what a rank holds.
+    # Context: documents cross the boundaries between ranks.
     ("cp 2, ring", (1, 1, 1), dict(axes=dict(cp=2))),
     ("cp 4, ring", (1, 1, 1), dict(axes=dict(cp=4))),
     ("cp 4, ring, no mask", (1, 1, 1), dict(document_mask=False, axes=dict(cp=4))),
@@ -267,7 +267,7 @@ CASES = [
     ("image: single", (1, 1, 1), dict(model=IMAGE, document_mask=False)),
     ("image: shard 2 x tp 2", (1, 2, 2), dict(model=IMAGE, document_mask=False)),
     ("image: pp 2 x cp 2 x tp 2", (1, 1, 2), dict(model=IMAGE, document_mask=False, axes=dict(pp=2, cp=2))),
-    # Memory remedies, where they meet an axis with a life of its own.
+    # Ways to save memory, where they interact with an axis.
     (
         "activations offloaded: pp 2, ZB-V x tp 2",
         (1, 1, 2),
@@ -288,7 +288,7 @@ CASES = [
 
 
 def make_batch(job: Job, step: int, index: int) -> Batch:
-    """Micro-batch `index` of a step: random tokens cut into documents of random lengths, or random images."""
+    """Make micro-batch `index` of a step: random tokens cut into documents of random lengths, or random images."""
     rng = np.random.default_rng([job.seed, step, index])
     shape = (job.train.micro_batch, job.train.seq_len)
     if job.model.family == "image":
@@ -313,7 +313,7 @@ def _image_batch(image: ImageShape, classes: int, shape: tuple[int, int], rng) -
 
 
 def reference_inputs(job: Job):
-    """Initial weights, and every step's micro-batches and rate, as plain tensors."""
+    """Return the initial weights, and every step's micro-batches and rate, as plain tensors."""
     single = dataclasses.replace(job, layout=Layout())
     state = State.create(single, load_family(job.model.family), Coord(0, 0, 0), CPU)
     steps = []
@@ -325,16 +325,16 @@ def reference_inputs(job: Job):
 
 
 class Rank:
-    """One rank of a job, inside a pool worker: forms the groups, builds the engine."""
+    """One rank of a job, inside a pool worker; it forms the groups and builds the engine."""
 
     def __init__(self, job: Job, rank: int, store, generation: int, prepare=lambda rank: None):
-        """`prepare(self)` is called before the engine is bound to the state."""
-        if job.train.compile != "none":  # past 8 compilations of a function torch runs it as it is
+        """Build the rank. `prepare(self)` is called before the engine is bound to the state."""
+        if job.train.compile != "none":  # after 8 compilations of a function torch runs it uncompiled
             torch._dynamo.reset()
         self.job, self.coord = job, job.layout.coord(rank)
         self.store, self.generation = store, generation
         self.family = load_family(job.model.family)
-        self.device = Device.pick(job.run.device, 0, 64, share=True)  # so that ranks may share one
+        self.device = Device.pick(job.run.device, 0, 64, share=True)  # ranks may share a device
         self.state = State.create(job, self.family, self.coord, self.device)
         prepare(self)
         self.build()
@@ -357,14 +357,14 @@ class Rank:
 
 
 def connect(args, what: str = "case") -> Rank:
-    """`what`: another word for cases that number their generations differently."""
+    """Build this worker's rank. `what`: another word for cases that number their generations differently."""
     job = Job.from_dict(args["job"])
     store = MeetingStore(args["store"], (what, args["generation"]))
     return Rank(job, args["rank"], store, args["generation"])
 
 
 def compare(rank: Rank, local: dict, reference) -> dict:
-    """Per parameter: squared norm of the difference and of the reference, on this rank's slice."""
+    """Return, per parameter, the squared norms of the difference and of the reference, on this rank's slice."""
     out = {}
     for info in rank.state.infos:
         rows, cols = info.local_slice(rank.job.layout, rank.coord)
@@ -380,7 +380,7 @@ def save(path: str, tensors: dict) -> None:
 
 
 def case_save(args):
-    """Our own single-process run, kept as a reference."""
+    """Keep our own single-process run as a reference."""
     rank = connect(args)
     for step in range(STEPS):
         out = rank.engine.gradients(rank.batches(step))
@@ -392,7 +392,7 @@ def case_save(args):
 
 
 def clipped(out) -> dict:
-    """The gradients as the update takes them."""
+    """Return the gradients as the update takes them."""
     return {k: g.clone() if out.clip is None else g * out.clip.to(g.dtype) for k, g in out.grads.items()}
 
 
@@ -401,7 +401,7 @@ def _array(tensor):
 
 
 def case_train(args):
-    """`steps` steps; leaves this rank's slices of weights and moments in a file. Every replica saves."""
+    """Train for `steps` steps, and save this rank's slices of weights and moments to a file. Every replica saves."""
     rank = connect(args)
     result = {"loss_sums": [], "norms": [], "peak_pending_bytes": 0, "sent_bytes": 0}
     for step in range(args["steps"]):
@@ -423,7 +423,7 @@ def case_train(args):
 
 
 def assemble(job: Job, stem: str, replica: int = 0) -> dict:
-    """The whole tensors of one replica, put together from its ranks' files."""
+    """Assemble the whole tensors of one replica from its ranks' files."""
     infos = {i.name: i for i in describe(load_family(job.model.family), job.model, job.layout)}
     whole: dict = {}
     for rank in range(job.layout.world_size):
@@ -440,7 +440,7 @@ def assemble(job: Job, stem: str, replica: int = 0) -> dict:
 
 
 def fingerprint(arrays: dict) -> dict[str, str]:
-    """SHA-256 of the bytes of all weights, and of all moments."""
+    """Return the SHA-256 of the bytes of all weights, and of all moments."""
     out = {}
     for kind, wanted in (("weights", ("weights/",)), ("moments", ("exp_avg",))):
         digest = hashlib.sha256()
@@ -451,7 +451,7 @@ def fingerprint(arrays: dict) -> dict[str, str]:
 
 
 def case_parity(args):
-    """Five steps; compares the first step's gradients and the last weights with the references."""
+    """Run five steps; compare the first step's gradients and the last weights with the references."""
     rank = connect(args)
     result = {"losses": [], "norms": []}
     references = {name: np.load(path) for name, path in args["references"].items()}

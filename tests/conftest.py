@@ -10,10 +10,10 @@ from tests.parity import References
 from tests.pool import Pool
 from tests.signals import give_children_defaults
 
-give_children_defaults()  # to those of every test, however it starts them
-Device.pick("cpu", 0, 1)  # before any kernel: oneDNN asks only once what the CPU may be used for
+give_children_defaults()  # for the children of every test, however it starts them
+Device.pick("cpu", 0, 1)  # before any kernel: oneDNN checks only once which CPU features it may use
 
-# A busy machine is not a bug, and one commit gives one answer: `make test-slow` looks at examples of its own.
+# A busy machine is not a bug, and a commit must always give the same result: `make test-slow` tries other examples.
 hypothesis.settings.register_profile("phalanx", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("phalanx")
@@ -25,7 +25,7 @@ ASKED_FOR = {"hosts", "browser", "slurm", "ray", "postgres", "trackers"}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """A target that cannot run must not look as if it had passed: what lacks there is said as a failure."""
+    """Turn a skip into a failure for targets that cannot run here, so that they do not look as if they had passed."""
     report = yield
     if report.skipped and ASKED_FOR & {mark.name for mark in item.iter_markers()}:
         report.outcome, report.longrepr = "failed", f"it cannot run here: {report.longrepr[2]}"
@@ -33,7 +33,7 @@ def pytest_runtest_makereport(item):
 
 
 def pytest_collection_finish(session):
-    """In the main thread: what short commands are forked from ends with the thread that started it."""
+    """Start the fork servers in the main thread, because they end with the thread that started them."""
     for name in ("tests.forked", "tests.warm"):
         if name in sys.modules and not session.config.option.collectonly:
             sys.modules[name].start()
@@ -52,8 +52,8 @@ def references(pool):
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """What came of the module's SCENARIOS, by name: functions of a directory. Those that the selected
-    tests ask for run once each, two at a time, since most of their time they only start."""
+    """Yield the outcomes of the module's SCENARIOS by name; each is a function of a directory. Those that the selected
+    tests need run once each, two at a time, since they spend most of their time starting."""
     module = request.module
     items = [i for i in request.session.items if i.module is module and hasattr(i, "callspec")]
     names = dict.fromkeys(i.callspec.params["name"] for i in items if "name" in i.callspec.params)

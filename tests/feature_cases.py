@@ -1,5 +1,5 @@
-"""What dense models of today differ in, each by itself and as published models combine them, and the axes that each
-must agree under. `FEATURE_CASES` are rows of tests/cases.py."""
+"""Features in which current dense models differ, each alone and combined as in published models, and the axes under
+which each must agree. `FEATURE_CASES` are rows of tests/cases.py."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from phalanx.core.shape import ModelConfig
 BASE = ModelConfig(
     vocab_size=101, dim=60, num_layers=3, num_heads=6, num_kv_heads=2, head_width=12, ffn_dim=85, rope_theta=100.0
 )
-# Five of the six pairs turn between once and 32 times in 64 positions, so that every branch has some.
+# Five of the six pairs turn between once and 32 times in 64 positions, so that every branch is covered.
 LONG = dict(rope_original=64, rope_factor=8.0)
 GEMMA = dict(norm_place="both", norm_centered=True, activation="gelu", embedding_scale=60**0.5, attention_scale=0.25)
 FEATURES: dict[str, dict] = {
@@ -33,7 +33,7 @@ FEATURES: dict[str, dict] = {
     "like Gemma 3": dict(window=5, full_every=3, rope_local_theta=10.0, qk_norm="head", **GEMMA),
     "like OLMo 2": dict(qk_norm="all", norm_place="post", z_loss=0.01),
 }
-# name -> replica x shard x tp, and what differs from the base job
+# name -> replica x shard x tp, and the differences from the base job
 AXES: dict[str, tuple[tuple[int, int, int], dict]] = {
     "single": ((1, 1, 1), {}),
     "replica 2": ((2, 1, 1), {}),
@@ -49,7 +49,7 @@ AXES: dict[str, tuple[tuple[int, int, int], dict]] = {
 
 
 def _meets(model: ModelConfig, axis: str) -> bool:
-    """Other pairs are refused (core/compat.py)."""
+    """Return True unless the pair is refused (core/compat.py)."""
     return not (axis.startswith("pp") and model.tied)
 
 

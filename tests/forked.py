@@ -1,5 +1,6 @@
-"""Short `phalanx` commands in processes of their own, forked by the product's own zygote from one that has imported
-what they need: most of what such a command costs. Tests of imports, terminals and signals start the real command."""
+"""Run short `phalanx` commands in processes of their own, forked by the product's own zygote from one that has already
+imported what they need: importing is most of the cost of such a command. Tests of imports, terminals and signals start
+the real command."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ PRELOAD = ["phalanx.cli.commands", "phalanx.run.training", "phalanx.plan.planner
 
 @functools.cache
 def start() -> Nursery:
-    """Begin to import. It ends with the thread that calls this, which had better be the main one."""
+    """Start importing. The server ends with the calling thread, which should be the main one."""
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
     return Nursery(PRELOAD, {**os.environ, "PYTHONPATH": path}, Path(os.devnull))
 
@@ -47,7 +48,7 @@ def _fork(argv: list[str]) -> tuple[Nursery, int, int, Conn]:
             except OSError:
                 if attempt:
                     raise
-                start.cache_clear()  # it is gone
+                start.cache_clear()  # the server is gone
     finally:
         os.close(null)
     raise AssertionError
@@ -56,7 +57,7 @@ def _fork(argv: list[str]) -> tuple[Nursery, int, int, Conn]:
 def phalanx(
     *args: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """`env`: in place of this process's variables."""
+    """Run a command. `env` replaces this process's variables."""
     command = ["phalanx", *map(str, args)]
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
         about = {"out": out.name, "err": err.name, "cwd": str(cwd or Path.cwd())}

@@ -1,6 +1,6 @@
-"""Tiny models of `transformers`, one for every class that comes in and goes out, and what compares them with ours: the
-same tokens through both, in fp64. Their code computes norms, positions, routers and softmaxes in fp32 whatever the
-model's precision; `in_double` makes it take fp64 there, so that nothing but the order of sums is left to differ."""
+"""Tiny models of `transformers`, one for every class that we import and export, and their comparison with ours: the
+same tokens through both, in fp64. The code of transformers computes norms, positions, routers and softmaxes in fp32
+whatever the model's precision; `in_double` makes it use fp64 there, so that only the order of sums differs."""
 
 import contextlib
 import dataclasses
@@ -83,7 +83,7 @@ TOKENS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(5))
 
 @contextlib.contextmanager
 def in_double():
-    """What asks for fp32 gets fp64."""
+    """Give fp64 to code that asks for fp32."""
     default, kept = torch.get_default_dtype(), (torch.float32, torch.float, torch.Tensor.float)
     torch.set_default_dtype(torch.float64)
     torch.float32 = torch.float = torch.float64
@@ -96,7 +96,7 @@ def in_double():
 
 
 def make(transformers, name: str, double: bool = False):
-    """The model, with random norms and biases too."""
+    """Make a model, with random norms and biases too."""
     kind, more = MODELS[name]
     with in_double() if double else contextlib.nullcontext():
         torch.manual_seed(list(MODELS).index(name))
@@ -112,7 +112,7 @@ def make(transformers, name: str, double: bool = False):
 
 
 def their_side(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and gradients of a loss."""
+    """Return their logits, and the gradients of a loss."""
     with in_double():
         logits = model(TOKENS).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
@@ -122,7 +122,7 @@ def their_side(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def our_side(config: ModelConfig, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    config = dataclasses.replace(config, balance_loss=0.0)  # which is not in their loss
+    config = dataclasses.replace(config, balance_loss=0.0)  # their loss does not include it
     model = load_family(config.family).build(config).double().eval()
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= ({"head.weight"} if config.tied else set()), (missing, unexpected)
@@ -143,11 +143,11 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def gradient_error(config: ModelConfig, name: str, ours: dict, theirs: dict) -> float:
-    """The largest norm-relative error of any piece."""
+    """Return the largest norm-relative error of any piece."""
     worst = 0.0
     for piece in pieces_of(params_of(config), table_of(ARCHITECTURES[name].model_type, config)):
         want = theirs.get(piece.theirs.replace("block_sparse_moe", "mlp"))
-        if want is None:  # their module holds the experts stacked, gate over up
+        if want is None:  # their module stacks the experts, gate over up
             _, layer, _, _, which = piece.ours.split(".")
             expert, stack = piece.first // (piece.last - piece.first), f"model.layers.{layer}.mlp.experts."
             want = theirs[stack + ("down_proj" if which == "w2" else "gate_up_proj")][expert]
@@ -158,7 +158,7 @@ def gradient_error(config: ModelConfig, name: str, ours: dict, theirs: dict) -> 
 
 
 def compare(transformers, name: str) -> dict:
-    """One class, in and out and in again."""
+    """Test one class: in, out and in again."""
     with tempfile.TemporaryDirectory() as place:
         folder, store = Path(place) / "theirs", Folder(Path(place) / "ours")
         model = make(transformers, name, double=True)

@@ -1,4 +1,4 @@
-"""Runs compositions against the references and reduces the answers to one error per comparison."""
+"""Run compositions against the references, and reduce the answers to one error per comparison."""
 
 import dataclasses
 import math
@@ -14,15 +14,15 @@ from tests import cases, reference
 TOLERANCE = {"fp64": 1e-10, "fp32": 2e-4}
 
 
-# What must not change a number, and is left out of the references.
+# Settings that must not change a number, and are left out of the references.
 PLAIN = dict(
     reduction="fast", recompute="none", compile="none", compress="none", offload_activations=False, bucket_mb=25.0
 )
 
 
 class References:
-    """The independent implementation's run and our own single-process run, one file each per
-    distinct piece of work (layout left out), computed once."""
+    """The runs of the independent implementation and of our own single process, one file each per distinct piece of
+    work (ignoring the layout), computed once."""
 
     def __init__(self, pool):
         self.pool, self.folder, self.made = pool, tempfile.TemporaryDirectory(), {}
@@ -59,7 +59,7 @@ class References:
 
 
 def worst_error(job, answers, kind) -> float:
-    """The largest norm-relative error of any parameter in any replica."""
+    """Return the largest norm-relative error of any parameter in any replica."""
     worst = 0.0
     for replica in range(job.layout.replica):
         ranks = [a for r, a in enumerate(answers) if job.layout.coord(r).replica == replica]

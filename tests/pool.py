@@ -1,5 +1,5 @@
-"""One persistent pool of worker processes that serves every multi-rank test and benchmark: forked
-once from the product's own zygote, each runs `module:function(args)` on request and answers JSON."""
+"""One persistent pool of worker processes for all multi-rank tests and benchmarks: forked once from the product's own
+zygote, each worker runs `module:function(args)` on request and answers with JSON."""
 
 import importlib
 import os
@@ -35,8 +35,8 @@ class Pool:
         self._wait(set(range(self.size)), START_S)
 
     def run(self, function: str, job, timeout: float = 300, **kwargs) -> list:
-        """Run `function(args)` on as many workers as the job has ranks; their answers, by rank. After a failure
-        the next run gets new workers: the old ones are dead, or still in the case that failed."""
+        """Run `function(args)` on as many workers as the job has ranks; return their answers, by rank. After a failure
+        the next run gets new workers: the old ones are dead, or still in the failed case."""
         if self._broken:
             self.close()
             self._start()

@@ -1,6 +1,5 @@
-"""An independent plain PyTorch decoder (dense or with experts), image classifier, loss, clipping and AdamW,
-written from the formulas and importing nothing of phalanx. What it computes on one process is what every
-layout must reproduce."""
+"""An independent plain PyTorch decoder (dense or with experts), image classifier, loss, clipping and AdamW, written
+from the formulas and importing nothing of phalanx. Every layout must reproduce its single-process results."""
 
 import math
 
@@ -18,7 +17,7 @@ def has_window(cfg, layer):
 
 
 def wavelengths(cfg, local):
-    """Positions per turn of every rotated pair, and the factor on queries and keys."""
+    """Return the positions per turn of every rotated pair, and the factor on queries and keys."""
     width = int((cfg["head_width"] or cfg["dim"] // cfg["num_heads"]) * cfg["rope_fraction"])
     own = local and cfg["rope_local_theta"] > 0
     theta = cfg["rope_local_theta"] if own else cfg["rope_theta"]
@@ -33,7 +32,7 @@ def wavelengths(cfg, local):
         if kind == "llama3":
             keep = (old / wave - cfg["rope_low"]) / (cfg["rope_high"] - cfg["rope_low"])
         else:
-            # YaRN: the pairs that turn rope_fast and rope_slow times, in whole numbers, are the ends of a ramp.
+            # YaRN: a ramp runs between the pairs that turn rope_fast and rope_slow times, rounded to whole numbers.
             ends = [
                 width * math.log(old / (2 * math.pi * turns)) / (2 * math.log(theta))
                 for turns in (cfg["rope_fast"], cfg["rope_slow"])
@@ -60,9 +59,9 @@ def rope(x, cfg, local):  # x: (batch, heads, length, head_dim)
 
 
 class Router:
-    """What the experts' layers keep beside the weights: the selection bias of each; the load since `begin`;
-    and what counts in the gradients beside the loss: the balance loss of every sequence times its length, summed, and
-    the z-loss."""
+    """State of the expert layers beside the weights: the selection bias of each; the load since `begin`; and the terms
+    added to the loss for gradients only: the balance loss of every sequence times its length, summed, and the
+    z-loss."""
 
     def __init__(self, cfg):
         self.cfg, self.bias = cfg, {}
@@ -72,7 +71,7 @@ class Router:
         self.load, self.balance, self.z = {}, 0.0, 0.0
 
     def choose(self, layer, scores):
-        """0 or 1 for every sequence, token and expert."""
+        """Return 0 or 1 for every sequence, token and expert."""
         experts, top_k = self.cfg["num_experts"], self.cfg["top_k"]
         left = scores.detach() + self.bias.get(layer, torch.zeros(experts, dtype=scores.dtype))
         chosen = torch.zeros_like(left)
@@ -88,7 +87,7 @@ class Router:
         return chosen
 
     def end(self):
-        """The step is done: biases follow the loads."""
+        """End the step: biases follow the loads."""
         for layer, load in self.load.items():
             step = self.cfg["balance_bias"] * torch.sign(load.mean() - load)
             self.bias[layer] = self.bias.get(layer, torch.zeros_like(load)) + step
@@ -190,9 +189,9 @@ def loss_sum(w, cfg, batch, router=None):
 
 
 def train(w, cfg, opt, steps):
-    """`steps`: for each step the list of all micro-batches and the learning rate. Returns the
-    clipped gradients of the first step, the losses and norms, and the last weights. The balance loss counts
-    in the gradients, not in the loss that is told."""
+    """Train. `steps`: for each step the list of all micro-batches and the learning rate. Return the clipped gradients
+    of the first step, the losses and norms, and the last weights. The balance loss affects the gradients, not the
+    reported loss."""
     w = {k: v.clone().requires_grad_() for k, v in w.items()}
     m = {k: torch.zeros_like(v) for k, v in w.items()}
     s = {k: torch.zeros_like(v) for k, v in w.items()}

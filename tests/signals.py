@@ -1,8 +1,8 @@
-"""Gives the processes that tests start the default signals.
+"""Give the processes that tests start the default signals.
 
-A background shell ignores SIGINT and SIGQUIT, nohup ignores SIGHUP, and what is ignored stays ignored through exec: a
-child would never see the signal that a test sends it. What is caught becomes the default through exec. So a process
-that ignores a signal catches it instead and does nothing: to itself that is the same."""
+A background shell ignores SIGINT and SIGQUIT, nohup ignores SIGHUP, and an ignored signal stays ignored through exec: a
+child would never see the signal that a test sends it. A caught signal, however, gets its default through exec. So a
+process that ignores a signal catches it and does nothing instead: for the process itself that is the same."""
 
 import signal
 

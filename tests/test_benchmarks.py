@@ -1,4 +1,4 @@
-"""Every benchmark still runs: each file of benchmarks/ in its smoke mode, in a process of its own."""
+"""Every benchmark still works: each file of benchmarks/ runs in its smoke mode, in a process of its own."""
 
 import json
 import multiprocessing
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-PARTS = {"__init__", "common", "plain_fsdp2"}  # of benchmarks, like *_cases.py
+PARTS = {"__init__", "common", "plain_fsdp2"}  # parts of benchmarks, like *_cases.py
 FILES = {p.stem: p for p in sorted(FOLDER.glob("*.py")) if p.stem not in PARTS and not p.stem.endswith("_cases")}
-# They run whole jobs, each node of which imports torch, or thousands of histories: more work than all others together.
+# These run whole jobs, in which each node imports torch, or thousands of histories: more work than all others together.
 SLOW = {
     "bubble",
     "checkpoint_corruption",
@@ -76,4 +76,4 @@ def test_the_benchmark_runs(outcomes, name):
     assert code == 0, err[-4000:]
     said = json.loads(out.splitlines()[-1])
     assert said["name"] == name and said["smoke"] is True
-    assert said["ok"] is False  # it judged nothing, and must not pass for a result
+    assert said["ok"] is False  # it judged nothing, and must not look like a result

@@ -1,4 +1,4 @@
-"""A reader who clicks on a link of our own pages arrives: the file is there, and so is the heading."""
+"""Every link of our own pages works: the file exists, and so does the heading."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names under which GitHub finds the headings of a page."""
+    """Return the names under which GitHub finds the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""One case that fails must not fail the cases after it: each would wait two minutes for a dead worker."""
+"""A failing case must not fail the cases after it: each would wait two minutes for a dead worker."""
 
 import os
 import signal

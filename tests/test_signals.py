@@ -11,7 +11,7 @@ subprocess.run([sys.executable, "-c", {CHILD!r}])
 
 
 def test_children_of_a_background_shell_get_the_default_signals():
-    """Else tests that send SIGINT or SIGHUP hang in a background shell and under nohup."""
+    """Otherwise tests that send SIGINT or SIGHUP hang in a background shell and under nohup."""
     ignoring = ["bash", "-c", "trap '' HUP INT QUIT TERM; exec \"$@\"", "bash", sys.executable, "-c"]
 
     def said(code: str) -> str:

@@ -1,4 +1,4 @@
-"""A target such as `make test-slurm` that cannot run says so, and fails."""
+"""A target such as `make test-slurm` that cannot run reports that, and fails."""
 
 from __future__ import annotations
 
