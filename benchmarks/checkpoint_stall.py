@@ -58,7 +58,7 @@ class Keeper:
         self._log = folder / "keeper.log"
         self._node.spawn(KEEPER, "phalanx.checkpoint.keeper:main", args, self._log)
         self.address, self.on_committed = "", lambda said: None
-        self.drains: list[float] = []  # of the ranks' files, which were verified and written
+        self.drains: list[float] = []  # drain times of the ranks' files, verified and written
         while not self.address:
             said = self._next()
             if said["type"] == "keeper":

@@ -45,7 +45,7 @@ if SMOKE:
     CONNECT_S, SECONDS, STEADY_S, SETTLE_S, LOOK_S = 0.5, 1.5, 0.6, 0.1, 0.05
     FAILURES_PER_MINUTE, BACK_S, RAMP, RAMP_S = 120, 0.5, (2,), 0.6
 NODES = LAYOUT.world_size // LAYOUT.ranks_per_node
-FULL = 0.9  # of the controller's core
+FULL = 0.9  # share of the controller's core that counts as full
 
 
 class Fleet:
@@ -107,7 +107,7 @@ class Fleet:
         return sum(f.stat().st_size for f in self.folder.glob("journal.db*"))
 
     def window(self, seconds, failures_per_minute=0):
-        """Measure a window of so many seconds, with rates per second."""
+        """Measure a window of `seconds`, with rates per second."""
         self.plan(seconds, failures_per_minute)
         before, nodes, size = self.ask(), self.counted(), self.journal_bytes()
         cpu = [cpu_s(self.aggregators), cpu_s(self.generators)]

@@ -196,7 +196,7 @@ class Crowd:
 
 
 def count_phases(folder: str, nodes: int) -> dict[str, dict[str, float]]:
-    """Count by phase, for so many agents that come at once: messages to the controller, and messages from each
+    """Count by phase, for `nodes` agents that come at once: messages to the controller, and messages from each
     agent."""
     secret, here = load_secret(Path(folder) / "secret"), inventory.about(LOOPBACK)
     child, fleet, served, found = Child(lead, folder, nodes), Crowd(secret, nodes), set[int](), {}

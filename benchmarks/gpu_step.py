@@ -131,7 +131,7 @@ def measure(shape: str, args: argparse.Namespace) -> Iterator[dict]:
 
 
 def measure_apart(shape: str, args: argparse.Namespace) -> Iterator[dict]:
-    """Like `measure`, when only one fits on the card: each starts anew in each round."""
+    """Like `measure`, when only one fits on the card: each starts a new process in each round."""
     times: dict[str, list] = {name: [] for name in BARS[shape]}
     peers, ended = [], {}
     for number in range(args.rounds):

@@ -51,8 +51,7 @@ Placed = list[list[int]]  # hosts by replica
 
 @cache
 def exact(leaves: tuple[tuple[int, bool], ...], nodes: int, replicas: int) -> tuple[int, int]:
-    """Return the least spread of so many replicas, and of the gang. `leaves`: free hosts, and whether the gang is
-    there."""
+    """Return the least spread of the replicas, and of the gang. `leaves`: free hosts, and whether the gang is there."""
     if not replicas:
         return 0, 0
     best = (1 << 30, 0)
@@ -66,7 +65,7 @@ def exact(leaves: tuple[tuple[int, bool], ...], nodes: int, replicas: int) -> tu
 
 @cache
 def _ways(free: tuple[int, ...], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """List all ways to take so many hosts from leaves."""
+    """List all ways to take `nodes` hosts from leaves."""
     if not free:
         return ((),) if not nodes else ()
     return tuple((n, *rest) for n in range(min(free[0], nodes) + 1) for rest in _ways(free[1:], nodes - n))

@@ -99,7 +99,7 @@ class Case:
         self.process = start(self.home, "train", "job.toml", *(w for s in [*sets, *common] for w in ("--set", s)))
 
     def trains_for(self, seconds):
-        """Wait until it has done two steps and will finish within so many seconds, or has ended."""
+        """Wait until it has done two steps and will finish within `seconds`, or has ended."""
         while self.process.poll() is None:
             rows = [line for file in self.home.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()]
             if len(rows) > 1:

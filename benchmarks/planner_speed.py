@@ -122,7 +122,7 @@ def main() -> None:
     print(f"phalanx:  {best:>12,.0f} layouts per CPU-second (passes: {', '.join(f'{p:,.0f}' for p, _ in passes)})")
     print(f"calculon: {peer or CALCULON:>12,.0f} ({'measured now' if peer else 'cited'})")
     searches = {}
-    dense = replace(DENSE_1T, tied=False)  # no pipeline stage can cut through a tied embedding
+    dense = replace(DENSE_1T, tied=False)  # a tied embedding rules out pipelines, which leaves little
     for name, shape in (("dense 1T", dense), ("deepseek-v3", published_shape("deepseek-v3", 8192))):
         searches[name], found = search_s(name, shape)
         print(f"search at 1,000,000 GPUs, {name}: {searches[name]:.2f} s of CPU time for {found.considered:,} layouts, "

@@ -26,7 +26,7 @@ from phalanx.train.state import State
 from tests.feature_cases import FEATURE_CASES
 
 STEPS = 5
-CPU = Device(torch.device("cpu"), "gloo")  # the zygote imports this file, so no kernel may run here
+CPU = Device(torch.device("cpu"), "gloo")  # the zygote imports this file, so nothing may run here
 
 EVEN = ModelConfig(vocab_size=96, dim=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=160)
 # 101 and 171 are odd; 60 / 4 heads = 15 would be odd for RoPE, so 6 heads of 10.
@@ -35,7 +35,7 @@ TIED = dataclasses.replace(ODD, tied=True)
 DEEP = dataclasses.replace(ODD, num_layers=5)  # does not divide evenly over the stages
 DEEPER = dataclasses.replace(ODD, num_layers=9)
 NARROW = dataclasses.replace(EVEN, ffn_dim=9)
-# One dense layer and two with experts; their number and width are odd, so some divisions fail.
+# One dense layer and two with experts. The experts of MOE_ODD have an odd width.
 MOE = ModelConfig(
     family="moe",
     vocab_size=96,

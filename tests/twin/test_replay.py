@@ -38,7 +38,7 @@ def test_easy_fills_gaps_without_delaying_the_first():
 
 
 def test_easy_lets_a_long_job_run_beside_the_place_of_the_first():
-    """b gets the first node when a ends; the free half of the other node is reserved for none."""
+    """b gets a's node when a ends; the free half of the other node is reserved for no job."""
     text = "a,0,8,100\ne,0,4,1000\nb,1,8,10\nd,2,1,500\n"
     assert times(text, 16, "easy") == {"a": (0, 100), "e": (0, 1000), "b": (100, 110), "d": (2, 502)}
 

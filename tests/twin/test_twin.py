@@ -211,7 +211,8 @@ def test_each_slow_phase_of_a_node_ends_by_itself():
 
 
 def test_work_that_was_spoiled_once_is_not_lost_again():
-    """Back to 1000 s of work both times: 250 s, then the 300 s since, though no checkpoint came in between."""
+    """The run goes back to 1000 s of work both times: it loses 250 s, then the 300 s since, without a checkpoint in
+    between."""
     assume = {"contained.corrupt_detect_s": 200.0, "checkpoint.memory_share": 0.0, "checkpoint.storage_gb_per_s": 1e9}
     case = dataclasses.replace(SMALL, quality=1e-6, interval_s=1000.0, stall_s=0.0, spares=0.5, assume=assume).checked()
     script = [(at * S, Fault("GPU", "corrupt", (node,), True, 10**14)) for at, node in ((1050, 3), (1350, 5))]

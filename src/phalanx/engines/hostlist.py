@@ -21,7 +21,7 @@ def expand(text: str) -> list[str]:
 
 
 def _items(text: str) -> Iterator[str]:
-    """Split at commas outside of brackets."""
+    """Split at commas outside brackets."""
     yield from (item for item in re.split(r",(?![^\[]*\])", text) if item)
 
 

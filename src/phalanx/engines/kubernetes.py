@@ -20,7 +20,7 @@ from phalanx.engines.table import Where
 from phalanx.runtime.launch import Adapter
 
 LOOK_S = 2.0  # polling interval of a run that is followed
-TAIL_LINES = 20  # of the controller's log, shown in errors
+TAIL_LINES = 20  # lines of the controller's log in an error
 NAME_CHARS = 40  # limit for the name of a run: a pod name has at most 63, and the Job and the pod add 21
 LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 OBJECT = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")

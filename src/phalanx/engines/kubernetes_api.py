@@ -34,7 +34,7 @@ PLURALS = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a watch reports about a pod. `index`: the node's; "": the pod is a controller."""
+    """A change of a pod, as a watch reports it. `index`: the node's; "": the pod is a controller."""
 
     what: str  # ADDED, MODIFIED, DELETED
     pod: str

@@ -44,7 +44,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a run requests from Kubernetes."""
+    """The parameters of a run on Kubernetes."""
 
     name: str
     image: str

@@ -22,7 +22,7 @@ HOUR_S = 3600.0
 @dataclass(frozen=True, slots=True)
 class Fault:
     name: str  # name of the component
-    effect: str  # as in the assumptions; also: silent, planned, storage
+    effect: str  # as in the assumptions; also: limp, planned, storage
     nodes: tuple[int, ...] = ()  # empty: any node of the job
     swap: bool = False  # unusable until it is repaired
     repair_ns: int = 0

@@ -150,7 +150,7 @@ def replay(past: Past, policy: str, check: bool = False) -> Replay:
 
 
 def finish(job: Job, target_ns: int) -> int:
-    """Run until so much work is done, and return the time at which it was done."""
+    """Run until the work reaches `target_ns`, and return the time at which it did."""
 
     def after(now_ns: int) -> Progress:
         found = copy.copy(job.progress)

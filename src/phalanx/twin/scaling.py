@@ -67,8 +67,8 @@ class Curves:
 
 
 def curves(at: Callable[[int], Request], sizes: Iterable[int] = SIZES) -> Curves:
-    """Compute both curves. `at` returns the plan request for so many chips. Sizes that cannot hold the model are left
-    out."""
+    """Compute both curves. `at` returns the plan request for a number of chips. Sizes that cannot hold the model are
+    left out."""
     well, badly, asked = [], [], None
     for chips in sizes:
         asked = at(chips)

@@ -42,11 +42,11 @@ class Scenario:
     interval_s: float = 0.0  # between checkpoints; 0: the control plane chooses
     stall_s: float = -1.0  # per checkpoint; -1: as assumed
     stop_s: float = 0.0  # stop of the gang per failure; 0: as assumed
-    detect_s: float = -1.0  # of a failure; -1: as assumed, or as the control plane detects it
+    detect_s: float = -1.0  # time to detect a failure; -1: as assumed, or as the control plane detects it
     late_s: float = -1.0  # until a spare starts beside ranks that restart; -1: the control plane's default
     replica_gpus: int = 2048
     node_gpus: int = 0  # per node; 0: as many as the hardware has
-    ranks_per_node: int = 0  # of the simulated gang; 0: one per GPU; 1: one per node, which is faster
+    ranks_per_node: int = 0  # per node of the simulated gang; 0: one per GPU; 1: a rank is a whole node, and faster
     micro_batches: int = 1  # per rank and step
     pass_s: float = 0.0  # time of one micro-batch through a replica; 0: a step divided by its micro-batches
     switch_nodes: int = 2  # nodes that a switch cuts off

@@ -78,15 +78,15 @@ class Result:
         return f"{'>= ' if found['all_used'] else ''}{found['used_p95']:,}"
 
     def days_for(self, steps: int) -> dict[str, float]:
-        """Return how many days so many steps take: on average, and at the 5th and 95th percentiles; inf: they never
+        """Return how many days `steps` take: on average, and at the 5th and 95th percentiles; inf: they never
         finish."""
         days = steps * whole_step_s(self.scenario) / DAY_S
         shares = {"mean": self.effective, "p5": self.quantile(0.95), "p95": self.quantile(0.05)}
         return {name: days / share if share > 0 else math.inf for name, share in shares.items()}
 
     def dollars_for(self, steps: int) -> float | None:
-        """Return the average cost of so many steps, without the spares. None: the hardware has no price; inf: the steps
-        never finish."""
+        """Return the average cost of `steps`, without the spares. None: the hardware has no price; inf: they never
+        finish."""
         dollars = [cost["dollars"] for cost in self.costs().values()]
         per_day = sum(d for d in dollars if d is not None) / self.scenario.days
         return None if None in dollars else per_day * self.days_for(steps)["mean"]

@@ -132,7 +132,7 @@ class Maintain(Event):
 
 @dataclass(frozen=True, slots=True)
 class Cap(Event):
-    """Limit the power of the site to so many watts from now on; 0: no limit."""
+    """Limit the power of the site to `watts` from now on; 0: no limit."""
 
     watts: int
 
@@ -228,5 +228,5 @@ class Rules:
     ramp_watts: int = 0  # power that may be switched on in one scheduling pass; 0: no limit
     rack_level: str = ""
     rack_watts: int = 0  # per domain of `rack_level`; 0: no limit
-    half_life_ns: int = 24 * HOUR  # of a tenant's past usage, for its fair share
-    hour_prices: list[int] = field(default_factory=list)  # of electricity or carbon, by the hour from time 0
+    half_life_ns: int = 24 * HOUR  # half-life of a tenant's past usage in its fair share
+    hour_prices: list[int] = field(default_factory=list)  # prices of electricity or carbon, by the hour from time 0

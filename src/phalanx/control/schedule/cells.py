@@ -134,7 +134,7 @@ class Cells:
     # -- placing
 
     def place(self, ask: Ask, replicas: int) -> tuple[Placing, list[int]] | None:
-        """Find places for so many replicas and for the spares, without taking them. None: there is no room."""
+        """Find places for `replicas` replicas and for the spares, without taking them. None: there is no room."""
         if ask.replica_gpus * replicas + ask.spares * ask.gpus > self.free_gpus or ask.gpus > self.size:
             return None
         if self.rack_most:

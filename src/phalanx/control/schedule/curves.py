@@ -8,8 +8,8 @@ Slots = list[tuple[int, int]]
 
 
 def choose(prices: list[int], now_ns: int, needs_ns: int, deadline_ns: int, pausable: bool, pause_ns: int) -> Slots:
-    """Return the cheapest times to run for `needs_ns` before the deadline. A pausable job may run in several pieces,
-    each of which costs `pause_ns` more. Run at once if the prices are unknown or time is short."""
+    """Return the cheapest times to run for `needs_ns` before the deadline. A pausable job may run in several pieces;
+    each further piece costs `pause_ns`. Run at once if the prices are unknown or time is short."""
     last = min(deadline_ns, len(prices) * HOUR)
     if last - now_ns <= needs_ns:
         return [(now_ns, now_ns + needs_ns)]

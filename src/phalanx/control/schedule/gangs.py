@@ -122,5 +122,5 @@ class Account:
         return not self.tenant.most or self.used + gpus <= self.tenant.most
 
     def owns(self, gpus: int) -> bool:
-        """Return True if so many more GPUs are within its quota."""
+        """Return True if `gpus` more GPUs are within its quota."""
         return self.used + gpus <= self.tenant.quota

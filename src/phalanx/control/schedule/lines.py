@@ -2,7 +2,7 @@
 fit, none behind it does. A decision therefore looks at lines, not at gangs.
 
 The order: higher priority first; then overdue gangs, the oldest first; then gangs that have had less service, so that
-short jobs, which nobody knows to be short, finish soon; then the tenant that has used less of its share.
+short jobs finish soon although their length is unknown; then the tenant that has used less of its share.
 """
 
 from __future__ import annotations

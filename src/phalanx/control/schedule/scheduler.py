@@ -226,7 +226,7 @@ class Scheduler:
             self._forget_debt(gang.job, node)
         del self.claiming[gang.job]
         for guest in [self.gangs[job] for job in gang.guests]:
-            self._end_visit(guest)  # it stays, because nobody wants the place back
+            self._end_visit(guest)  # it stays, because its places are no longer wanted
         gang.owed, gang.replicas, gang.spares, gang.blockers, gang.late = {}, {}, [], [], False
         # Owed GPUs were counted as its own, but were never taken from the cells.
         gpus = sum(owed.values())
@@ -404,7 +404,7 @@ class Scheduler:
         return not self.refusal(gang, gpus)
 
     def refusal(self, gang: Gang, gpus: int) -> str:
-        """Return why a gang may not have so many GPUs even if they are free; "": it may."""
+        """Return why a gang may not have `gpus` GPUs even if they are free; "": it may."""
         rules, account = self.rules, self.accounts[gang.ask.tenant]
         if not account.allows(gpus):
             return f"its tenant may use {account.tenant.most} GPUs and uses {account.used}"

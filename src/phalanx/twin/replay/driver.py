@@ -36,7 +36,7 @@ class Life:
     began_ns: int = -1  # its last start; -1: it is not running
     served_ns: int = 0
     stops: int = 0
-    epoch: int = 0  # of its last start; it invalidates ends that were called off
+    epoch: int = 0  # number of starts and stops; it invalidates ends that were called off
     taken: Taken = ()
 
 

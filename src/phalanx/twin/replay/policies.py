@@ -1,6 +1,6 @@
 """The classical policies, for comparison: FIFO, EASY and conservative backfilling, shortest job first, shortest
 remaining time first, and Tiresias' least attained service in two queues. All but FIFO and Tiresias know how long each
-job will take, which nobody knows in practice: they are yardsticks.
+job will take, which is unknown in practice: they are yardsticks.
 
 The driver calls `submit`, `finish` and `decide` on a policy, which starts and stops jobs through its `Room`.
 """
@@ -19,7 +19,7 @@ S = 10**9
 
 
 class Room(Protocol):
-    """What a policy may do. `remaining_ns`: the time that a job still has to run."""
+    """The actions and facts available to a policy. `remaining_ns`: the time that a job still has to run."""
 
     pool: Pool
     now_ns: int
@@ -83,7 +83,7 @@ class Backfilling(Policy):
 
     def finish(self, now_ns: int, job: Job) -> None:
         entry = self.end_of.pop(job.number)
-        at = self.ends.index(entry, 0)  # it is among the first
+        at = self.ends.index(entry, 0)  # the entry is near the front
         del self.ends[at]
 
     def first(self) -> Job | None:

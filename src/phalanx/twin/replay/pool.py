@@ -29,7 +29,7 @@ class Pool:
         return self.with_free[self.size].bit_count()
 
     def change(self, node: int, gpus: int) -> None:
-        """Give so many GPUs back to a node; a negative number takes them."""
+        """Give `gpus` back to a node; a negative number takes them."""
         free, bit = self.free[node], 1 << node
         self.with_free[free] ^= bit
         self.free[node] = free + gpus
