@@ -5,10 +5,10 @@ are up, and they are welcome; their ranks are up and built, once the ten of a re
 formed, once the ranks of a place in all replicas have met. Agents and members are the real machines, and meet through
 real hubs; no process is started, and nothing is computed.
 
-Bar: every phase is told; in each the controller hears at most 3x the messages with 1,000 agents that it hears with 100,
-and an agent says at most 1.5x (one that waits for an answer asks again). The aggregator's ping, one a second whatever
-the agents, is not a message of a phase: fanin.py counts it. Bytes are printed and not judged: every node has something
-of its own to say.
+Bar: every phase is reported; in each the controller receives at most 3x the messages with 1,000 agents that it receives
+with 100, and an agent sends at most 1.5x (one that waits for an answer asks again). The aggregator's ping, one a second
+whatever the number of agents, is not a message of a phase: fanin.py counts it. Bytes are printed and not judged: every
+node has something of its own to report.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Contender:
 
 
 def ratio(ours: list[list[float]], peers: list[list[float]], rounds: int = 4000) -> tuple[float, float, float]:
-    """Peers' median time over ours, with its 95 % interval: rounds are drawn, and steps in them."""
+    """Return peers' median time over ours, with its 95 % interval: rounds are drawn, and steps within them."""
     rng = random.Random(0)
 
     def middle(times: list[list[float]], draw: bool) -> float:

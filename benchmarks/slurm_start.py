@@ -1,7 +1,7 @@
 """From `phalanx train --on slurm` to the first step on 16 nodes, by phase: 15 that train and a spare, virtual nodes of
 a real Slurm on this machine (root, Debian's slurm-wlm and munge).
 
-Bar: every phase is told, and all 15 ranks are at their nodes in the order of the topology.
+Bar: every phase is reported, and all 15 ranks are on their nodes in the order of the topology.
 """
 
 from __future__ import annotations

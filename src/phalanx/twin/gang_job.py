@@ -239,7 +239,7 @@ class Job:
         number = _number(command.node)
         if self.block_wise:
             return
-        if self.gang.members.nodes[command.node].fault:  # it was replaced, and is being repaired
+        if self.gang.members.nodes[command.node].fault:  # it was replaced, and goes to repair
             self.sick.setdefault(number, int(self.assume("repair.reboot_s") * S))
         if number in self.sick:
             self.agenda.after(S, self._repair, number)
