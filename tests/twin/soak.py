@@ -1,6 +1,7 @@
-"""python -m tests.twin.soak --seeds A:B    runs small fleets with every kind of fault. It checks the invariants of the
-control plane after every event, and at the end that the waterfall adds up and that training continues. The exit status
-is 1 if one fails."""
+"""python -m tests.twin.soak --seeds A:B
+
+Run small fleets with every kind of fault. Check the invariants of the control plane after every event, and at the end
+that the waterfall adds up and that training continues. The exit status is 1 if one fails."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 """The list of engines. The module of each has these functions:
 
-adapter(where, job) -> Adapter                       starts agents from this process (`runtime.launch`)
+adapter(where, job) -> Adapter                        starts agents from this process (`runtime.launch`)
 submission(where, job, arguments) -> Submission|None  what is submitted to the engine, which then runs the command with
                                                       these arguments; None: the run starts in this process
 
 and, if runs can be submitted:
 
-state(id) -> str          state of a submitted run, in the engine's words; "": it is over stop(id, now)             ask
-the run to save and end, or to end now sets(where, given) -> []  `--set` with values filled in that only the engine
-knows (optional) follow(id) -> int         show a run whose record is out of this host's reach; return the exit code
-(optional) logs(id) -> str           the log of its controller (optional)
+state(id) -> str          state of a submitted run, in the engine's words; "": it is over
+stop(id, now)             ask the run to save and end, or to end now
+sets(where, given) -> []  `--set` with values filled in that only the engine knows (optional)
+follow(id) -> int         show a run whose record is out of this host's reach; return the exit code (optional)
+logs(id) -> str           the log of its controller (optional)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Scaling efficiency: what a chip contributes in a large cluster, compared with a chip in a small one, when the job is
 laid out well and when it is laid out badly. Failures count on both sides.
 
-well    the planner's best layout; a failure stops only its replica badly   everything sharded over one flat ring
-(ZeRO-3, no pipeline, one network card of a node at a time); a failure
+well    the planner's best layout; a failure stops only its replica
+badly   everything sharded over one flat ring (ZeRO-3, no pipeline, one network card of a node at a time); a failure
         stops the job, which restarts from a checkpoint
 """
 
