@@ -195,7 +195,7 @@ class Fleet:
     # -- repairs
 
     def take_out(self, node: int, for_ns: int, back: Callable[[int], None]) -> None:
-        """Make a node unusable for so long."""
+        """Make a node unusable for `for_ns`, then call `back`."""
         assert self.up[node], node
         self.up[node] = 0
         self.agenda.after(for_ns, self._bring_back, node, back)
