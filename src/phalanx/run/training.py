@@ -1,5 +1,5 @@
 """One run, from a resolved job to its record: prepare the data, start the processes, fold their reports. The listener
-only observes."""
+observes; it may add figures to a row, and ends the run if it raises."""
 
 from __future__ import annotations
 
