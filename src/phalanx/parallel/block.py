@@ -18,9 +18,8 @@ Offsets = tuple[Tensor, int]  # where documents begin in the rows laid end to en
 
 
 class Bend(NamedTuple):
-    """What the kernels do not know: queries that see only `window` keys, their own the last (0: all), and a `softcap` c
-    that bends scores s to c tanh(s / c) (0: none). `gap` is the place of the first query minus that of the first
-    key."""
+    """Limits that the kernels do not know. A query sees only `window` keys, its own the last (0: all), and a `softcap`
+    c bends scores s to c tanh(s / c) (0: none). `gap` is the place of the first query minus that of the first key."""
 
     gap: int
     window: int

@@ -175,7 +175,7 @@ class Device:
             torch.accelerator.set_device_index(self.torch.index)
 
     def pin(self, host: torch.Tensor) -> torch.Tensor:
-        """Pin existing memory, such as memory shared with another process, as that of `host_bytes` is."""
+        """Pin existing memory, such as memory shared with another process, and return it."""
         if not self.is_cpu:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))  # or HIP's
         return host

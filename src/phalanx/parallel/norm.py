@@ -45,7 +45,7 @@ def exact_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: T
         add_squares_(limbs, t, scale, bits)
     _over(replica, limbs)
     high, low = limbs.unbind()
-    high, low = high + (low >> bits), low & ((1 << bits) - 1)  # one sum has many such pairs, and one of them is this
+    high, low = high + (low >> bits), low & ((1 << bits) - 1)  # many pairs stand for one sum; take the canonical one
     norm = (high.double() + low.double() * 2.0**-bits).mul(2.0**-bits).sqrt()
     norm = torch.ldexp(norm, exponent)
     return torch.where(torch.isfinite(top), norm, top)
