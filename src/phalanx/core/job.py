@@ -34,7 +34,7 @@ class TrainConfig:
     compress: str = "none"  # none | bf16 | int8: cross-replica traffic
     document_mask: bool = True
     max_skips: int = 10  # steps in a row that are not applied because they are not finite, or a spike
-    spike: float = 0.0  # deviations above the mean of the latest losses from which a step is one; 0: none is
+    spike: float = 0.0  # deviations above the mean of the latest losses that make a step a spike; 0: none is
     compile: str = "auto"  # auto | none | inductor | aot_eager: each unit by itself
 
 
@@ -96,14 +96,14 @@ class ValidationConfig:
         return bool(self.sources) or self.held_out > 0
 
     def is_due(self, step: int, steps: int) -> bool:
-        """After `step` of `steps` updates."""
+        """Return whether it is due after `step` of `steps` updates."""
         return self.on and (step >= steps or (self.every_steps > 0 and step > 0 and step % self.every_steps == 0))
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     dir: str = ""  # folder or URL; "": in the run record
-    start: str = ""  # with which a run begins that has none of its own; "": with first weights
+    start: str = ""  # the checkpoint for a run that has none of its own; "": it begins with first weights
     every_steps: int = 0  # to the durable tier; 0: derived, -1: no checkpoints
     memory_every_steps: int = 0  # to the memory tier; 0: derived
     keep_last: int = 3
@@ -154,7 +154,7 @@ class Job:
 
     @property
     def num_micro(self) -> int:
-        """Micro-batches in one step, over all ranks: the length of the exact reduction's tree."""
+        """Return the micro-batches in one step, over all ranks: the length of the exact reduction's tree."""
         return self.train.global_batch // self.train.micro_batch
 
     @property
@@ -163,14 +163,14 @@ class Job:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether the exact sum over the shard axis waits for the last micro-batch. Not when ranks share a
-        micro-batch: their leaves would not be neighbours."""
+        """Return whether the exact sum over the shard axis waits for the last micro-batch. It does not when ranks share
+        a micro-batch, because their leaves would not be neighbours."""
         return self.layout.zero == 1 and self.layout.cp * self.layout.tp == 1
 
     def micro_indices(self, coord: Coord, share: Sequence[int] | None = None) -> list[int]:
-        """The global micro-batch indices a rank works on, in order, of its replica's `share` (core/deal.py; None: that
-        at full strength, a contiguous run). ZeRO-1 reduces once per step, so a rank takes a run; ZeRO-2/3 reduce every
-        micro-batch, so the shard ranks take neighbours. TP, CP and PP ranks share theirs."""
+        """Return the global micro-batch indices that a rank works on, in order, from its replica's `share`
+        (core/deal.py; None: that at full strength, a contiguous run). ZeRO-1 reduces once per step, so a rank takes a
+        run; ZeRO-2/3 reduce every micro-batch, so the shard ranks take neighbours. TP, CP and PP ranks share theirs."""
         n, shards = self.micro_per_rank, self.layout.shard
         if share is None:
             share = range(coord.replica * n * shards, (coord.replica + 1) * n * shards)
@@ -185,12 +185,12 @@ class Job:
 
     @property
     def deterministic(self) -> bool:
-        """Whether accelerators use only kernels that give the same bits twice. CPUs have no others."""
+        """Return whether accelerators use only kernels that give the same bits twice. CPUs have no others."""
         return self.train.deterministic or self.train.reduction == "exact"
 
     @property
     def promise(self) -> str:
-        """What determinism this run has (contract 8)."""
+        """Describe the determinism of this run (contract 8)."""
         if self.train.reduction == "exact":
             return "bit-identical for any replica x shard x pp split at this TP and CP degree and micro-batch"
         where = "" if self.deterministic else " on CPUs, to rounding on accelerators"
