@@ -33,12 +33,12 @@ NAME = re.compile(r"step-(\d{9,})-(?:g(\d+)-)?(?:([0-9a-f]{8})-)?[A-Za-z0-9._-]+
 
 
 class BadCheckpoint(Exception):
-    """The checkpoint must not be loaded. Says which file is wrong, and in what."""
+    """A checkpoint that must not be loaded. Its message says which file is wrong, and in what."""
 
 
 class Unreadable(BadCheckpoint):
-    """The checkpoint cannot be read now: a file is missing, the disk fails, or a newer version has written it. That may
-    pass, so nothing is wrong with the checkpoint itself."""
+    """A checkpoint that cannot be read now: a file is missing, the disk fails, or a newer version has written it. That
+    may pass, so nothing is wrong with the checkpoint itself."""
 
 
 def _up(size: int, to: int) -> int:
@@ -81,10 +81,10 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """Where a rank's slices lie in its image."""
+    """The places of a rank's slices in its image."""
 
     segments: list[Segment]
-    num_own: int  # so many of the first are its own
+    num_own: int  # how many of the first are its own
     own_bytes: int
     image_bytes: int
 
@@ -149,10 +149,10 @@ class Manifest:
     entries: list[Entry]
     files: list[tuple[int, str]]  # by rank: size, and the blake3 of its tail
     updates: int  # of the optimizer; 0: it has no moments, and starts anew
-    cursor: int = 0  # samples that were served before it
+    cursor: int = 0  # samples served before it
     order: dict[str, Any] = field(default_factory=dict)  # of the data, which the cursor counts in
     data_version: str = ""
-    seq_len: int = 0  # of a sample
+    seq_len: int = 0  # length of a sample
     lineage: str = ""  # the run that it belongs to, with all that continue it; "": imported
     generation: int = 0
     ledger: str = ""  # the hash of the last committed step
@@ -183,7 +183,7 @@ class Manifest:
         i = self.index[name]
         for rank in self.entries[i].held.writers(self.layout, i, (r0, r1)):
             s = self._planned(rank)[1].get(i)
-            if s is None:  # it has those rows, but no column of them
+            if s is None:  # the rank has those rows, but no column of them
                 continue
             rows, cols = (max(r0, s.r0), min(r1, s.r1)), (max(c0, s.c0), min(c1, s.c1))
             if rows[0] < rows[1] and cols[0] < cols[1]:

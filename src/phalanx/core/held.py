@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import chunk_bounds, even_bounds
 
-CODEC_BLOCK = 1024  # values of a gradient that share one scale where it travels in 8 bits
+CODEC_BLOCK = 1024  # values of a gradient that share one scale when it travels in 8 bits
 
 
 def travels_whole(name: str, shape: tuple[int, ...]) -> bool:
@@ -93,7 +93,7 @@ class Held:
         r0, r1, c0, c1 = self.bounds(layout, coord)
         return (r1 - r0, c1 - c0, *self.shape[2:])[: len(self.shape)]
 
-    # -- the piece of it that is this rank's to write
+    # -- the rows of it that this rank writes
 
     def _copies(self, layout: Layout) -> int:
         """Return the number of ranks that hold the same slice."""

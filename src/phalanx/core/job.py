@@ -60,7 +60,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesConfig:
-    """Per axis, auto or the name of an algorithm (parallel/algorithms.py)."""
+    """The algorithm of each axis, or auto (parallel/algorithms.py)."""
 
     replica: str = "auto"  # auto | flat | hierarchical
     shard: str = "auto"
@@ -75,7 +75,7 @@ class DataConfig:
     stages: list[dict[str, Any]] = field(default_factory=list)  # {"at": place, "weights": {source: x}, "version": …}
     skips: list[list[int]] = field(default_factory=list)  # [from, to) of places
     groups: int = 0  # 0: 8
-    buffer_steps: int = 4  # that are ready before they are needed
+    buffer_steps: int = 4  # steps that are ready before they are needed
     cache_dir: str = ""  # for chunks of remote data; "": the user's cache folder
     cache_gb: float = 10.0
     quarantine_limit: int = 8
@@ -83,7 +83,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class ValidationConfig:
-    """Off without sources and without a held-out share."""
+    """Validation. It is off if there are no sources and no held-out share."""
 
     sources: list[str] = field(default_factory=list)  # as data.source
     held_out: float = 0.0  # share of the end of each source of the training data that is not trained on
@@ -107,23 +107,23 @@ class CheckpointConfig:
     every_steps: int = 0  # to the durable tier; 0: derived, -1: no checkpoints
     memory_every_steps: int = 0  # to the memory tier; 0: derived
     keep_last: int = 3
-    keep_every: int = 0  # steps; 0: none beside the last
+    keep_every: int = 0  # steps; 0: none besides the last
     failures: float = 3.79  # per 1000 node-days, before the run has seen any of its own
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryConfig:
-    """What happens when something dies."""
+    """How the run survives failures."""
 
     on: bool = True  # False: the first loss ends the run
     spares: int = 0  # nodes
     min_replicas: int = 1  # the fewest that the run continues with
-    wait_s: float = 0.0  # for full strength, before it continues with fewer replicas
-    hold_s: float = 300.0  # that a run which cannot continue waits, before it ends
+    wait_s: float = 0.0  # how long to wait for full strength before it continues with fewer replicas
+    hold_s: float = 300.0  # how long a run that cannot continue waits before it ends
     beat_s: float = 0.0  # between heartbeats; 0: derived from the number of nodes and the rate of failures
-    restart_s: float = 5.0  # after which a node process of this machine that died is started again
+    restart_s: float = 5.0  # until a node process of this machine that died is started again
     grace_s: float = 30.0  # after SIGTERM, to save and leave
-    deaths_per_node: int = 3  # of workers within ten minutes, until the node is given up
+    deaths_per_node: int = 3  # deaths of workers within ten minutes, until the node is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class RunConfig:
     hang_timeout_s: float = 0.0  # 0: derived from the measured step time
     time_limit_s: float = 0.0  # after which the run saves and stops; 0: none
     share_devices: bool = False  # more ranks than devices
-    networks: list[str] = field(default_factory=list)  # that ranks use among themselves, the preferred first
+    networks: list[str] = field(default_factory=list)  # those that ranks use among themselves, the preferred first
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ FAMILIES = ("dense", "moe", "image")  # the built-in ones
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model: a family (a built-in name or `path.py:NAME`) and its sizes."""
+    """The model: a family (a built-in name or `path.py:NAME`) and its sizes."""
 
     family: str = "dense"
     vocab_size: int = 257
@@ -68,7 +68,7 @@ class ModelConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     ffn_dim: int = 344
-    head_width: int = 0  # of one head; 0: dim / num_heads
+    head_width: int = 0  # width of one head; 0: dim / num_heads
     tied: bool = False
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
@@ -79,10 +79,10 @@ class ModelConfig:
     rope_original: int = 0  # tokens of the context that the frequencies were made for: llama3, yarn
     rope_low: float = 1.0  # llama3: turns in that context, below which a frequency is stretched
     rope_high: float = 4.0  # llama3: turns from which it stays
-    rope_slow: float = 1.0  # yarn: the same two
+    rope_slow: float = 1.0  # yarn: the same two bounds
     rope_fast: float = 32.0
     rope_gain: float = 0.0  # yarn: factor on queries and keys; 0: 0.1 ln(rope_factor) + 1
-    rope_fraction: float = 1.0  # of a head that is rotated
+    rope_fraction: float = 1.0  # share of a head that is rotated
     rope_local_theta: float = 0.0  # base in layers with a window, which are not scaled then; 0: as in the others
     # Attention.
     qk_norm: str = "none"  # none | head | all: RMS norm of queries and keys, of each head or of all together
@@ -104,7 +104,7 @@ class ModelConfig:
     num_experts: int = 8
     top_k: int = 2
     expert_dim: int = 0  # inner width of one expert; 0: ffn_dim
-    shared_experts: int = 0  # as wide as an expert each, for every token
+    shared_experts: int = 0  # each as wide as an expert, for every token
     dense_layers: int = 0
     scoring: str = "softmax"  # softmax | sigmoid
     route_scale: float = 1.0
@@ -184,7 +184,7 @@ def window_keys(window: Any, keys: Any) -> Any:
     return window * (2 * keys - window) // keys * (window < keys) + keys * (window >= keys)
 
 
-CONVENTIONS = ("full", "causal", "6N")  # of counting FLOPs
+CONVENTIONS = ("full", "causal", "6N")  # how FLOPs are counted
 
 
 def training_flops(matmul_params: Any, scores: Any, active_params: Any, convention: str = "full") -> Any:

@@ -21,7 +21,7 @@ from phalanx.kernels.swiglu import gate, gate_backward
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 TINY = 1e-12  # the least maximum, so that a tensor of zeros has a scale too
 ROUNDED_UP = 1.25  # at most, by e5m2 (1/8), e4m3 (1/16) and bf16
-ALIGN = 16  # of every side of a product
+ALIGN = 16  # every side of a product is a multiple of it
 
 
 def fits(tokens: int, weight: Tensor) -> bool:

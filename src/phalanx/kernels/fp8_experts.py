@@ -24,7 +24,7 @@ from phalanx.kernels.fp8 import ALIGN, FORWARD, TINY
 from phalanx.kernels.swiglu import gate, gate_backward
 
 BLOCK = 128  # rows: the tile of the product kernel along the summed dim, so that padding costs it nothing
-MOST_EXPERTS = 1023  # that the product kernel takes
+MOST_EXPERTS = 1023  # the most that the product kernel takes
 TOP = torch.finfo(FORWARD).max
 
 

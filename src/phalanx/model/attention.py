@@ -23,7 +23,7 @@ from phalanx.model.family import Batch
 _aten = torch.ops.aten
 # torch 2.11 takes fewer key/value heads without a flag; from 2.12 on it needs one.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-CUDNN_WIDTH = 128  # of a head, at most
+CUDNN_WIDTH = 128  # the widest head
 FEWEST_DOCUMENTS = 16  # room in the offsets, at first
 
 

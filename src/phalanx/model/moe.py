@@ -70,7 +70,7 @@ class _Routed(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """As many experts as the tensors have rows for; a rank may hold some of them only."""
+    """The experts that this rank holds, as many as the tensors have rows for."""
 
     def __init__(self, num_experts: int, dim: int, inner: int):
         super().__init__()

@@ -39,7 +39,7 @@ class Link:
     def __init__(self, cross: Cross, train: TrainConfig, device: Device):
         self.cross, self.device = cross, device
         self.error: BaseException | None = None
-        self.trace: list[BucketTrace] = []  # of the step
+        self.trace: list[BucketTrace] = []  # the buckets of the step
         self.stream = device.new_stream()
         self._codec, self._limit_bytes = train.compress, train.bucket_mb * 1e6
         self._bucket: list[tuple[Any, list[Part], Slices]] = []

@@ -39,7 +39,7 @@ from phalanx.train.state import State
 
 SAMPLE_S = 2e-3  # a sample repeats a short call until it lasts this long: clocks and launches take time
 SAMPLES = (3, 40)  # at least, at most
-SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.05, "grouped": 0.05, "collectives": 0.35}  # of the time
+SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.05, "grouped": 0.05, "collectives": 0.35}  # shares of the time
 WARM_UP_S = 2.0  # of products on an accelerator: its clocks and its temperature are then those of training
 GROUP = 4  # query heads per key/value head
 STEPS = (3, 4)  # samples of a model, steps in each
@@ -278,7 +278,7 @@ def describe(device: Device, ranks: int) -> dict[str, Any]:
         "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": total,  # of one rank
-        "units": units,  # that tiles of a product are dealt to
+        "units": units,  # units to which tiles of a product are dealt
         "peak_flops": peak,
         "peak_source": source,
     }

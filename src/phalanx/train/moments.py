@@ -61,7 +61,7 @@ class Memory:
 @dataclass(slots=True)
 class Traffic:
     size_bytes: int = 0
-    seconds: float = 0.0  # in which a request was under way
+    seconds: float = 0.0  # while a request was under way
 
 
 class File:

@@ -1,6 +1,6 @@
 """Take a rank's snapshots, and load the state that it starts from. All ranks must take a snapshot after the same
-update. The interval that was announced last holds from the next durable checkpoint on, if the votes for that step say
-that all ranks have heard of it."""
+update. The interval that was announced last holds from the next durable checkpoint on, if the votes for that step show
+that all ranks have received it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Saver:
         return held | said
 
     def after_update(self, norm: torch.Tensor, known: bool) -> None:
-        """Take a snapshot if one is due. `known`: the votes for the step say that all ranks have heard of the same
+        """Take a snapshot if one is due. `known`: the votes for the step show that all ranks have received the same
         interval."""
         step, last, v = self.state.step, self.state.step >= self.job.train.steps, self.job.validation
         durable = last or step >= self.next_durable or (v.keep_best and v.is_due(step, self.job.train.steps))

@@ -82,7 +82,7 @@ class State:
         """Return the optimizer's moments of one parameter, from where they are kept."""
         return self.optimizer.moments(self.params[name])
 
-    # -- what a checkpoint has of it
+    # -- what checkpoints save and load
 
     def get(self, name: str) -> Tensor:
         """Return this rank's slice of one of the `entries`."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 LONGEST_S = 300.0  # a trace that has not reached its last step by then ends
-PART_BYTES = 192 * 1024  # of a message
-MOST_BYTES = 64 << 20  # of one rank, compressed
+PART_BYTES = 192 * 1024  # size of a message
+MOST_BYTES = 64 << 20  # size of one rank's trace, compressed
 Asked = tuple[int, int, list[int]]  # steps from and until, ranks
 
 

@@ -22,7 +22,7 @@ from phalanx.gate.peers import PIECE_BYTES, TIMEOUT_S, Peers, Stream
 from phalanx.parallel.device import Device
 from phalanx.train.state import State
 
-PATIENCE_S = 10.0  # until the giver has the step
+PATIENCE_S = 10.0  # how long to wait until the giver has the step
 NAMES_BYTES = 1 << 24  # of the reply that names the tensors
 
 

@@ -106,7 +106,7 @@ class Worker:
         """Show progress while the worker starts or restores."""
         self.channel.progress.mark(self._quiet)
 
-    # -- what it is told
+    # -- messages from the node
 
     def serve(self) -> None:
         self._quiet = Phase.idle
@@ -163,7 +163,7 @@ class Worker:
         print(f"generation {generation} was not entered: {text}", flush=True)
         traceback.clear_frames(error.__traceback__)  # they hold groups, and so their sockets
         groups = not isinstance(error, SOURCE_ERRORS)
-        takes = not groups and m.step < 0  # only the source can be the cause, also where it refuses a connection
+        takes = not groups and m.step < 0  # only the source can be the cause, even if it refuses a connection
         if self.commands.parting < generation and (takes or not is_echo(type(error).__name__, str(error))):
             m.lack(text, damaged=isinstance(error, BadCheckpoint), groups=groups)
             self._say()
@@ -237,7 +237,7 @@ class Worker:
     def _on_part(self, message: dict[str, Any]) -> None:
         """Leave the generation while waiting. (In a step, the command thread has ended the waits for others.)"""
         m, generation = self.member, int(message["generation"])
-        if m.phase == "built" and generation > m.generation:  # its peers in the replica may have heard of that one
+        if m.phase == "built" and generation > m.generation:  # its peers in the replica may know of that one
             m.generation = generation
             self._agree_to_enter(generation, False)
         elif m.phase == "built":
@@ -495,7 +495,7 @@ class Worker:
                 result = engine.gradients(batches, dealt)
                 reduced = self.device.moment()
             self.report = self._tell_of(step, result, fed) | self._phases()
-            self.report["time_s"] = time.perf_counter() - began  # if its commit is only known when all have parted
+            self.report["time_s"] = time.perf_counter() - began  # in case its commit is only known when all have parted
         except StepFailed:  # on all ranks of the replica
             self._depart_with(dealt)
             return
@@ -532,7 +532,7 @@ class Worker:
         self.timed = Timed(step, fed["data_wait_s"], result.passes, marks, saved_s)
         self.report["time_s"] = time.perf_counter() - began
         if state.step >= self.job.train.steps:
-            self._validate()  # before anybody hears that the last step is done: the run may end then
+            self._validate()  # before anybody knows that the last step is done: the run may end then
         channel.send(self.report)
         if not go_on:
             channel.progress.mark(Phase.idle)
@@ -627,7 +627,7 @@ class Worker:
             rng="",
             skipped=result.skip,
         )
-        speaks = job.layout.inside(coord) == 0  # for its replica
+        speaks = job.layout.inside(coord) == 0  # reports for its replica
         return {
             "type": "step",
             "step": step,
