@@ -1,4 +1,4 @@
-"""Restoring a state and going on gives the bits of the run that was never interrupted, on every layout of the parity
+"""Restoring a state and continuing gives the bits of the run that was never interrupted, on every layout of the parity
 table and with dropout; and a checkpoint loads into any other layout."""
 
 import pytest
@@ -40,7 +40,7 @@ def test_what_a_layer_draws_depends_on_the_micro_batch_alone(pool, tmp_path):
 
 
 def test_imported_weights_count_the_updates_that_were_made(pool, tmp_path):
-    """And not the steps: Adam corrects its moments by their number."""
+    """They do not count the steps: Adam corrects its moments by the number of updates."""
     job = make_job((1, 2, 1), precision="fp32", steps=2000)
     for got in pool.run("tests.train.resume_cases:case_import", job, dir=str(tmp_path)):
         assert got["about"]["updates"] == 3 and got["about"]["cursor"] == 3 * job.train.global_batch
