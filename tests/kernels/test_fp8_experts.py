@@ -59,8 +59,7 @@ def test_rows_far_apart_in_size_keep_their_digits(device):
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_every_expert_is_turned_to_blocks_of_its_own(counts):
-    """torch's kernel needs each expert's block to exist and to begin at 16 bytes. Padding must be zero, since it is
-    added."""
+    """torch's kernel needs every expert's block, at a multiple of 16. Padding must be zero, since it is added."""
     rows = sum(counts)
     groups = experts.by_counts(torch.tensor(counts), rows)
     x = torch.arange(1, rows + 1).float().unsqueeze(-1).expand(-1, 2) / rows * experts.TOP
@@ -82,8 +81,7 @@ def test_what_does_not_fit_stays_in_bf16():
 
 @pytest.fixture
 def kernels(triton_kernels, device, monkeypatch):
-    """Put bf16 in the place of fp8 in the interpreter, which rounds to fp8 wrongly: it tests only the places of
-    values."""
+    """Put bf16 in the place of fp8 in the interpreter, which rounds to fp8 wrongly: this tests only the places."""
     from phalanx.kernels import triton_fp8_experts
 
     if device.type == "cpu":

@@ -25,8 +25,7 @@ def _groups(args, experts=False, device=CPU):
 
 def attention(args):
     """Attend to documents of the given lengths over cp ranks. Return this rank's part of the output and of the input's
-    gradients, beside those of the whole sequence on one process. A second row has the documents in the opposite
-    order."""
+    gradients, beside those of the whole sequence on one process. A second row has them in the opposite order."""
     device = Device.pick(args.get("device", "cpu"), 0, 64, share=True)
     dtype = getattr(torch, args.get("dtype", "float64"))
     job, coord, groups = _groups(args, device=device)

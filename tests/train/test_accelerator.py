@@ -30,8 +30,7 @@ LIMIT = {"bf16": 2e-2, "fp8": 0.25}  # of all gradients together; eager bf16 has
 
 
 def gradients(job):
-    """Return our gradients, and those of the independent implementation in fp64 from the same weights, both
-    unclipped."""
+    """Return our gradients and those of the independent implementation in fp64, from the same weights, unclipped."""
     rank = Rank(job, 0, dist.HashStore(), 0)
     out = rank.engine.gradients(rank.batches(0))
     ours = {name: grad.detach().cpu().double() for name, grad in out.grads.items()}

@@ -122,8 +122,7 @@ def h100(chips=8):
 
 
 def test_shares_are_found(tmp_path):
-    """The machine is a catalogue machine, and the measured node is one of its nodes. The inner width of products is
-    found too."""
+    """The measured node is one of a catalogue machine. The inner width of products is found too."""
     profile = profile_from(synthetic(tmp_path, h100()), h100())
     for name in ("memory", "attention_fwd", "attention_bwd", "up"):
         assert getattr(profile, name) == pytest.approx(getattr(TRUTH, name), rel=2e-3), name

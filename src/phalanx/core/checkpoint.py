@@ -58,7 +58,7 @@ class Entry:
 
 
 def word_of(size: int) -> str:
-    """Return the type of integer as which that many bytes are summed: the widest that fits, since a device adds it the
+    """Return the integer type as which that many bytes are summed: the widest that fits, which a device adds the
     fastest."""
     return next(word for width, word in ((8, "int64"), (4, "int32"), (2, "int16"), (1, "uint8")) if size % width == 0)
 

@@ -80,7 +80,7 @@ def from_bits(text: str) -> float:
 
 def verify(records: Iterable[Record], head: str = "", root: str = GENESIS, step: int = 0) -> int | None:
     """Return the index of the first record that does not follow one before it, or None. With `head`, the last one must
-    have that hash; without it, a change of the last one cannot be seen. A run that was resumed begins at `step`, after
+    have that hash; without it, a change of the last one cannot be seen. A resumed run begins at `step`, after
     `root`."""
     next_step, last, index = {root: step}, root, -1
     for index, record in enumerate(records):

@@ -32,8 +32,7 @@ def num_cores() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield quotas as a number of cores, for control groups of version 2 and of version 1. No quota is "max", or below
-    0."""
+    """Yield quotas as a number of cores, for control groups of version 2 and 1. No quota is "max", or below 0."""
     for folder in _folders("cpu"):
         with contextlib.suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()

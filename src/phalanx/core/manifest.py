@@ -67,7 +67,7 @@ class Manifest:
 
     @cached_property
     def is_tokens(self) -> bool:
-        """Return whether the items are a stream of ids, cut into sequences by the reader; otherwise each is a whole
+        """Return whether items are a stream of ids that the reader cuts into sequences; otherwise each is a whole
         record."""
         return _is_tokens(self.fields)
 

@@ -22,8 +22,7 @@ def frequencies(c: ModelConfig, local: bool = False) -> list[float]:
 
 
 def gain(c: ModelConfig, local: bool = False) -> float:
-    """Return the factor on cosine and sine: YaRN sharpens attention over long contexts (arXiv:2309.00071, equation
-    22)."""
+    """Return the factor on cosine and sine. YaRN sharpens attention over long contexts (arXiv:2309.00071, eq. 22)."""
     if c.rope_scaling != "yarn" or (local and c.rope_local_theta > 0):
         return 1.0
     return c.rope_gain or (0.1 * math.log(c.rope_factor) + 1.0 if c.rope_factor > 1 else 1.0)

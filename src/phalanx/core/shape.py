@@ -179,8 +179,8 @@ class ModelConfig:
 
 def window_keys(window: Any, keys: Any) -> Any:
     """Return the keys that a token sees through a window, counted as `keys` are without one: as if there were no
-    causality, which is twice what is seen. Through a window of w a token sees w keys, at the beginning fewer: w - w^2 /
-    2 L on average."""
+    causality, which is twice what is seen. Through a window of w a token sees w keys, and fewer at the beginning: w -
+    w^2 / 2 L on average."""
     return window * (2 * keys - window) // keys * (window < keys) + keys * (window >= keys)
 
 

@@ -58,9 +58,9 @@ class Store(Protocol):
 
     def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
         """Write all of it or nothing. A file that is given is moved away from its place. FileExistsError if something
-        is there that must not be overwritten; of several writers that may not overwrite, one succeeds. The exception is
-        a file that a bucket takes in parts: the store only looks whether something is there before it sends the
-        file."""
+        is there that must not be overwritten; of several writers that may not overwrite, one succeeds. A file that a
+        bucket takes in parts is the exception: the store only looks before it sends the file whether something is
+        there."""
 
     def remove(self, name: str) -> None: ...
     def size(self, name: str) -> int: ...

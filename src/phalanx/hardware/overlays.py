@@ -1,5 +1,5 @@
 """Hardware files: TOML that is checked against `keys` and made into nouns. An entry of a later file lays its keys over
-the entry of that name, so that a user can correct one figure. Every mistake names the file, the entry, the key and the
+the entry of that name, so that a user can correct one figure. Mistakes name the file, the entry, the key and the
 remedy."""
 
 from __future__ import annotations

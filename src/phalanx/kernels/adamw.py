@@ -20,8 +20,7 @@ HALF = 0x8000
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bf16, ties away from zero (the remainder of the other choice would not fit), and the
-    remainder."""
+    """Return the nearest bf16, ties away from zero (the other choice's remainder would not fit), and the remainder."""
     bits = master.contiguous().view(torch.int32)
     high = (bits + HALF) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)

@@ -179,8 +179,7 @@ def linear_cross_entropy(
     rows: int = 1 << 30,
     bend: Bend = STRAIGHT,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss times `scale`, to be differentiated, and the sum itself. `rows` is how many rows of logits
-    exist at a time."""
+    """Return the summed loss times `scale`, to be differentiated, and the sum. `rows` of logits exist at a time."""
     x_TD, targets_T, weights_T = x.flatten(0, -2), targets.flatten() - start, weights.flatten()
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(x_TD, weight, bias, targets_T, weights_T, scale, reduce, rows, bend)

@@ -50,8 +50,8 @@ def of_weights(experts: int, rows: int, device: torch.device) -> Groups:
 
 
 def fits(x_ND: Tensor, w1: Tensor, experts: int) -> bool:
-    """Return whether fp8 is used. It falls back to bf16 if a width is not a multiple of 16, or there are no rows or too
-    many experts."""
+    """Return whether fp8 is used, not bf16: all widths are multiples of 16, there are rows, and not too many
+    experts."""
     widths = (x_ND.shape[1], w1.shape[0] // experts)
     return x_ND.shape[0] > 0 and experts <= MOST_EXPERTS and all(width % ALIGN == 0 for width in widths)
 

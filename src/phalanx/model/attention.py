@@ -60,8 +60,7 @@ class _TwoKernels(torch.autograd.Function):
 
 class Attend(nn.Module):
     """softmax(q k') v. If there are fewer key/value heads than query heads, each serves a run of them. `window` is the
-    number of keys that a query sees, its own the last (0: all). A `softcap` c turns scores s into c tanh(s / c) (0:
-    none)."""
+    number of keys that a query sees, its own the last; 0: all. `softcap` turns scores s into c tanh(s / c); 0: none."""
 
     packed = False  # whether the kernel for packed documents can be used: an accelerator, bf16
     two_kernels = False  # whether to take the fastest forward and backward that give the same bits twice

@@ -89,7 +89,7 @@ class Attention(nn.Module):
         return [q, k, v]
 
     def whole_heads(self, y_BLF: Tensor) -> Tensor:
-        """Return the keys or values of the heads that queries here need. A rank that holds a part of a head replaces
+        """Return keys or values of the heads that queries here need. A rank that holds a part of a head replaces
         this."""
         return y_BLF
 

@@ -203,8 +203,7 @@ def skeleton(family: Family, config: ModelConfig) -> nn.Module:
 
 
 def check_family(family: Family, config: ModelConfig) -> None:
-    """Refuse a description that does not fit its model, and would fail deep inside a step or silently train something
-    else."""
+    """Refuse a description that does not fit its model and would fail deep inside a step, or train something else."""
 
     def refuse(message: str, remedy: str) -> NoReturn:
         raise _refusal(config.family, message, remedy)

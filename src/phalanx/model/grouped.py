@@ -42,7 +42,7 @@ def weight_gradient(x_TD: Tensor, grad_TO: Tensor, counts_E: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def grouped_feed_forward(x_TD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, counts_E: Tensor) -> Tensor:
-    """Apply a SwiGLU feed-forward per expert. Of its intermediate values it keeps only the first two products
+    """Apply a SwiGLU feed-forward per expert. Of its inside it keeps only the first two products
     (kernels/swiglu.py)."""
     return _GroupedFeedForward.apply(x_TD, w1, w2, w3, counts_E)
 

@@ -1,6 +1,6 @@
 """First values that do not depend on the layout. A parameter's rows are drawn in blocks, each from a generator keyed by
 (seed, name, block), so a rank draws only the blocks that its own slice touches and gets the same numbers as a single
-process. Whatever the device, they are drawn on the host in fp32."""
+process. Every device gets them from the host, drawn in fp32."""
 
 from __future__ import annotations
 

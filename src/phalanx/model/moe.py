@@ -126,8 +126,8 @@ class MoE(nn.Module):
         return logits_BLE.sigmoid() if self.config.scoring == "sigmoid" else logits_BLE.softmax(-1)
 
     def _choose(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each token, and the weights of their outputs. The bias affects only the choice, never
-        the weights."""
+        """Choose each token's experts and the weights of their outputs. The bias affects the choice, never the
+        weights."""
         preference = scores_BLE.detach() if self.bias is None else scores_BLE.detach() + self.bias
         ids_BLK = preference.topk(self.config.top_k, dim=-1).indices
         chosen_BLK = scores_BLE.gather(-1, ids_BLK)

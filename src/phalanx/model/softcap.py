@@ -17,8 +17,7 @@ def bend(scores: Tensor, cap: float) -> Tensor:
 
 
 def dense(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, cap: float, mask: Tensor | None, causal: bool) -> Tensor:
-    """Compute the formula with all scores in memory. `mask` is true where a query may look; None: everywhere, or if
-    causal not ahead."""
+    """Compute the formula with all scores in memory. `mask`: where a query may look; None: everywhere, or back."""
     each = q_BHLE.shape[1] // k_BKLE.shape[1]
     k_BHLE, v_BHLE = (t if each == 1 else t.repeat_interleave(each, dim=1) for t in (k_BKLE, v_BKLE))
     wide = torch.promote_types(q_BHLE.dtype, torch.float32)

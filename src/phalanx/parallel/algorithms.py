@@ -37,8 +37,8 @@ MEASURED_KB = {"gloo": 128}
 
 
 def crossover_kb(config: CollectivesConfig, backend: str, op: str, nodes: Nodes) -> float:
-    """Return the size from which `auto` uses two levels. A ring of n = k x g ranks has n - 1 steps; two levels have (k
-    - 1) + (g - 1), but cost one more call. For a small gather, one saved step does not pay for that call."""
+    """Return the size from which `auto` uses two levels. A ring of n = k x g ranks has n - 1 steps; two levels have k +
+    g - 2, but cost one more call. For a small gather, one saved step does not pay for that call."""
     if config.crossover_kb >= 0:
         return config.crossover_kb
     if backend not in MEASURED_KB:
@@ -48,8 +48,7 @@ def crossover_kb(config: CollectivesConfig, backend: str, op: str, nodes: Nodes)
 
 
 def has_tiers(nodes: Nodes) -> bool:
-    """Return whether two levels can gain anything: several nodes, each with the same number of the axis' ranks, and
-    with more than one."""
+    """Return whether two levels can gain anything: several nodes, each with the same number of ranks, more than one."""
     return len(nodes) > 1 and {len(node) for node in nodes} == {len(nodes[0])} and len(nodes[0]) > 1
 
 

@@ -27,8 +27,8 @@ class Bend(NamedTuple):
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge another block's result into `out` and `lse`, in place. A log-sum-exp of minus infinity means that nothing
-    was seen."""
+    """Merge another block's result into `out` and `lse`, in place. A log-sum-exp of minus infinity: nothing was
+    seen."""
     total = torch.logaddexp(lse, part_lse)
     before, after = (((x - total).exp().masked_fill(x.isneginf(), 0.0)).unsqueeze(-1) for x in (lse, part_lse))
     out.mul_(before).add_(part * after)
@@ -109,8 +109,7 @@ def attend_documents_backward(
 
 
 def flash_takes(q: Tensor) -> bool:
-    """Return whether the flash kernel takes the case. It needs no copy of key/value heads that several query heads
-    share."""
+    """Return whether the flash kernel takes the case. It needs no copies of key/value heads that query heads share."""
     return q.device.type != "cpu" and q.dtype in (torch.bfloat16, torch.float16) and kernel_takes(q.shape[-1])
 
 

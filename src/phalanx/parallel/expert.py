@@ -62,8 +62,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class Exchange:
-    """Sends rows sorted by expert to the ranks that hold the experts, and gives the function that brings results
-    back."""
+    """Sends rows sorted by expert to the ranks that hold the experts, and returns the way back for results."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int):
         self.group = group

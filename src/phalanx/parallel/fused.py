@@ -67,8 +67,8 @@ class FusedFeedForward(FeedForward):
 
 
 def rows_of_an_expert(job: Job) -> float:
-    """Return the average number in a micro-batch. It follows from the job alone, so a choice made by it is the same in
-    every step."""
+    """Return the average in a micro-batch. It follows from the job alone, so a choice by it is the same in every
+    step."""
     layout, model = job.layout, job.model
     tokens = job.train.micro_batch * job.train.seq_len / (layout.cp * layout.tp)
     return tokens * model.top_k * layout.ep / model.num_experts

@@ -61,8 +61,7 @@ class Groups:
         experts: bool = False,
         collectives: CollectivesConfig = DEFAULT,
     ) -> Groups:
-        """Form the groups, as a collective over the replica. `experts`: the model has some. `form_cross` forms
-        `cross`."""
+        """Form the groups, a collective over the replica. `experts`: the model has some. `form_cross` forms `cross`."""
         try:
             return Groups._form(store, world, layout, coord, device, experts, collectives)
         except BaseException:
@@ -193,8 +192,8 @@ def _standalone(store: dist.Store, device: Device) -> Form:
 
 class Door:
     """The sockets that were opened while the cross-replica groups formed: those of the groups, and of the store where
-    they met. `interrupt` shuts them down from another thread, which ends every wait. Sockets inside the replica stay
-    open."""
+    they met. `interrupt` shuts them down from another thread, which ends every wait. Sockets inside the replica
+    stay."""
 
     def __init__(self) -> None:
         self._before = _sockets()

@@ -123,15 +123,13 @@ class Link:
         return self.error is None
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Stop the thread, and wait at most `limit_s` for a silent peer. Nobody reads the memory that its bucket still
-        writes to."""
+        """Stop the thread; wait at most `limit_s` for a silent peer. Nobody reads what its bucket still writes to."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         wait(self._flying, timeout=limit_s)
 
 
 def _cut(flat: Tensor, slices: Slices) -> list[tuple[Tensor, bool]]:
-    """Cut a flat sum into parameters. If one has no gradient, the places of the others are unknown, and all travel
-    whole."""
+    """Cut a flat sum into parameters. If one has no gradient, no places are known, and all parameters travel whole."""
     if sum(size for size, _ in slices) != flat.numel():
         return [(flat, True)]
     parts = flat.split([size for size, _ in slices])

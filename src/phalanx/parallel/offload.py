@@ -37,8 +37,7 @@ def apply_offload(units: list[nn.Module], device: Device) -> None:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Copy:
-    """The copy of one storage. Only the autograd graph owns it, so it is freed with the last operation that saved
-    it."""
+    """The copy of one storage. The autograd graph alone owns it, so it goes with the last operation that saved it."""
 
     host: Tensor
     here: Tensor | None = None  # on the device again

@@ -55,8 +55,7 @@ def keep_products(units: list[nn.Module], experts: list[nn.Module]) -> None:
 
 
 def keep_inputs(units: list[nn.Module]) -> None:
-    """Apply full recomputation. Call it after blocks are compiled: inside, the compiler would keep what our autograd
-    functions save."""
+    """Apply full recomputation, after blocks are compiled: inside, the compiler would keep what our functions save."""
     for unit in units:
         unit.forward = _again(unit.forward, OPTIONS)
 
@@ -70,8 +69,7 @@ def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[...
 
 def compiler(job: Job, device: Device) -> str:
     """Return the backend that compiles the blocks. `auto` is inductor on accelerators, except where a schedule splits
-    the backward (a compiled block has only one) and where ranks share a device (their collectives go through the
-    host)."""
+    the backward (a compiled block has one) and where ranks share a device (their collectives go through the host)."""
     if job.train.compile != "auto":
         return job.train.compile
     alone = not device.is_cpu and device.backend != "gloo"

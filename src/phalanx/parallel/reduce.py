@@ -175,8 +175,7 @@ class Reducer:
         return self._micro == len(self.indices) - 1
 
     def clear(self, model: nn.Module) -> None:
-        """Clear the gradients that FSDP2 has left after a backward that is not the pass's last: they have been
-        taken."""
+        """Clear what FSDP2 has left after a backward that is not the pass's last: it has been taken."""
         for param in self._sharded.get(model, []):
             param.grad = None
 
@@ -220,8 +219,8 @@ class Reducer:
         return loads
 
     def agree(self) -> None:
-        """Raise StepFailed on all ranks of this replica if one of them lacks sums: they may differ in what they have
-        received."""
+        """Raise StepFailed on all ranks of this replica if one of them lacks sums: they may have received different
+        ones."""
         if not self.link:
             return
         error = self.link.error
@@ -233,8 +232,7 @@ class Reducer:
 
     def take(self) -> dict[nn.Parameter, Tensor]:
         """Return the final gradients, in the precision of the master weights unless there was nothing to add. They are
-        views of the sums over all replicas, or as autograd has left them. A parameter without a gradient is left
-        out."""
+        views of the sums over all replicas, or as autograd has left them. Parameters without one are left out."""
         out: dict[nn.Parameter, Tensor] = {}
         for param, unit in self._unit_of.items():
             grad, param.grad = param.grad, None
@@ -251,8 +249,7 @@ class Reducer:
         self.drop()
 
     def skip(self) -> None:
-        """End a step that counts but whose gradients were not applied: no rounding errors are carried over to the
-        next."""
+        """End a step that counts but whose gradients were not applied: none of its rounding errors are carried over."""
         if self.groups.cross:
             self.groups.cross.forget()
         self.drop()

@@ -31,8 +31,7 @@ def is_waiting_on(fd: int) -> bool:
 
 
 class MeetingStore(dist.Store):
-    """The store of one meeting. `scope` is what meets and the number of that meeting. C++ calls the methods by their
-    names."""
+    """The store of one meeting. `scope`: what meets, and the number of that meeting. C++ calls the methods by name."""
 
     def __init__(self, address: str, scope: tuple[str, int]):
         super().__init__()

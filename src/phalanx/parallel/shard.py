@@ -1,7 +1,6 @@
 """The shard axis: ZeRO-1, 2 and 3 through FSDP2. Each unit is one FSDP2 module, and so are embedding and head; the
 remaining parameters belong to the root. Stage 3 frees a unit's parameters after its forward. Stages 1 and 2 keep them
-until the step's last backward, and stage 1 also reduces gradients only then. A rank that shares with nobody does not
-use FSDP2."""
+until the step's last backward, and stage 1 also reduces gradients only then. A rank alone does not use FSDP2."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def apply_shard(
     ends: list[nn.Module],
     groups: Groups,
 ) -> None:
-    """Shard the model with FSDP2. `experts` lie inside the units and are sharded over the ranks that hold the same
+    """Shard the model with FSDP2. `experts` lie inside units, and are sharded over the ranks that hold the same
     ones."""
     if alone(groups):
         return
@@ -49,8 +48,7 @@ def apply_shard(
     for module in (*ends, model):
         fully_shard(module, mesh=groups.state, mp_policy=policy, reshard_after_forward=False)
     for module in ends:
-        # By default FSDP2 gathers what ran before this in a forward, which in a pipeline belongs to another
-        # micro-batch.
+        # By default FSDP2 gathers what ran before this in a forward: in a pipeline, of another micro-batch.
         module.set_modules_to_backward_prefetch([module])
     apply_tiers(model, groups.tiers)
     # A unit and the experts inside it are gathered together.

@@ -72,9 +72,8 @@ def stage_of(param: str, stages: dict[str, int]) -> int:
 
 
 def end_modules(family: Family, model: nn.Module) -> list[nn.Module]:
-    """Return the modules before and after the units that have a matrix to themselves: embedding and head, unless they
-    are tied. They are gathered and reduced by themselves, so that the head's gradient travels while the units' are
-    computed."""
+    """Return the modules before and after the units that have a matrix to themselves: embedding and head, unless tied.
+    They are gathered and reduced by themselves, so that the head's gradient travels while the units' are computed."""
     owners: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):

@@ -1,6 +1,5 @@
 """The groups over which a rank communicates along one axis, for every algorithm that the policy may choose, and FSDP2's
-two collectives over them. A single level is left to FSDP2's own group. With one node nothing here is formed or
-called."""
+two collectives over them. A single level is left to FSDP2's own group; one node needs nothing here."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class Way:
         return part
 
     def tree(self, parts: list[Part], nodes: Sequence[Sequence[Node]]) -> TreeSum:
-        """Do `down` in the fixed order of the exact tree. `nodes[p]` are the nodes of the parts that position p
-        brings."""
+        """Do `down` in the fixed order of the exact tree. `nodes[p]` are those of the parts that position p brings."""
         merged = TreeSum()
         for stage, reach in enumerate(self._reach):
             group = self.group(stage)
@@ -151,8 +149,7 @@ class Peers:
 
 
 def way_over(tiers: Mapping[str, Peers], group: Any, op: str, whole: Tensor) -> Way | None:
-    """Return how `whole` is reduced or gathered; None: over `group`. `tiers` is keyed by the name of the group that
-    spans one level."""
+    """Return how `whole` is reduced or gathered; None: over `group`. The keys of `tiers` name groups of one level."""
     peers = tiers.get(group.group_name)
     return peers.way(op, whole) if peers else None
 

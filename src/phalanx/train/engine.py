@@ -113,7 +113,7 @@ class Engine:
         self._forget_step()
 
     def _bind(self) -> None:
-        """Make the model's parameters the very tensors of the state: their slices where FSDP2 gathers them, whole
+        """Make the model's parameters the very tensors of the state: slices where FSDP2 gathers them, whole
         otherwise."""
         tied: dict[int, torch.nn.Parameter] = {}
         for model in self.stages.values():
@@ -166,8 +166,8 @@ class Engine:
         return self.finish()
 
     def count(self, batches: Sequence[Batch]) -> Tensor:
-        """Count the target tokens of the whole global batch. This rank's are in these batches, and in what it holds of
-        the step."""
+        """Count the target tokens of the global batch. This rank's are in `batches`, and in what it holds of the
+        step."""
         return self.reducer.sum_counts(self.device.put(torch.tensor([self._local_tokens + _tokens(batches)])))
 
     def compute(self, batches: Sequence[Batch], dealt: Deal, tokens: Tensor) -> None:

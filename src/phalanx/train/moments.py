@@ -66,8 +66,8 @@ class Traffic:
 
 class File:
     """A file without a name, so that nothing is ever left behind, with one reader and one writer thread. It uses direct
-    I/O where the file system has it, so that the moments do not fill the page cache. It is no checkpoint, so it is
-    never synchronized."""
+    I/O where the file system has it, so as not to fill the page cache. It is no checkpoint, so it is never
+    synchronized."""
 
     place = "file"
 
@@ -89,8 +89,7 @@ class File:
         self._reader, self._writer = (ThreadPoolExecutor(1, f"moments-{way}") for way in ("in", "out"))
 
     def begin(self, i: int) -> None:
-        """Start to read parcel `i`, once its buffer's last write is over, and with it, in the writer's order, any write
-        of the parcel."""
+        """Start to read parcel `i`, once its buffer's last write, and so any write of the parcel, is over."""
         b = i % BUFFERS
         if write := self._writes[b]:
             write.result()
@@ -184,8 +183,7 @@ class Parcels:
         return self.store.fetch(i)
 
     def visit(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each parcel's bytes, on the device. What the caller has put into them when it asks for the next one is
-        kept."""
+        """Yield each parcel's bytes on the device. What they hold when the caller asks for the next one is kept."""
         last = len(self._sizes) - 1
         if last < 0:
             return

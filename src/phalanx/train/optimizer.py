@@ -91,8 +91,7 @@ class Rule(Protocol):
 
 
 class Joined:
-    """Updates weight and remainder by one kernel, which also clips and checks the gate, so the host waits for
-    nothing."""
+    """Updates weight and remainder by one kernel, which also clips and checks the gate: the host waits for nothing."""
 
     def __init__(self, config: OptimizerConfig, remainders: Mapping[nn.Parameter, Tensor]):
         self._c, self._remainders = config, remainders

@@ -83,8 +83,7 @@ class Commands:
         threading.Thread(target=insist, daemon=True).start()
 
     def _insist(self, world: int) -> None:
-        """Break connections again for a while: a group may be connecting just now, and wait on a connection made
-        later."""
+        """Break connections again for a while: a group may be connecting just now, and wait on a later connection."""
         for _ in range(20):
             time.sleep(0.25)
             if self.left >= world or self.world > world:

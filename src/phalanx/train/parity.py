@@ -204,8 +204,7 @@ def _main(job: Job, family: Family, rank: int, folder: Path, pipe: Connection) -
 
 
 def _squares(job: Job, family: Family, rank: int, folder: Path) -> dict[str, tuple[float, float]]:
-    """Return two squared norms by parameter, on this rank's slice: of the difference from one rank's gradient, and of
-    that gradient."""
+    """Return two squared norms by parameter, on this rank's slice: of the error, and of one rank's own gradient."""
     want, _ = _gradients(replace(job, layout=Layout()), family, 0, folder / f"alone-{rank}")
     got, state = _gradients(job, family, rank, folder / "together")
     out = {}
@@ -233,8 +232,7 @@ def _gradients(job: Job, family: Family, rank: int, meeting: Path) -> tuple[dict
 
 
 def _batch(job: Job, family: Family, index: int) -> Batch:
-    """Make a micro-batch, the same in every layout: random tokens in documents of random lengths, or random
-    features."""
+    """Make a micro-batch, the same in every layout: random tokens in random documents, or random features."""
     random = torch.Generator().manual_seed(job.seed * 1000 + index)
     shape, vocab = (job.train.micro_batch, job.train.seq_len), job.model.vocab_size
     tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=random)

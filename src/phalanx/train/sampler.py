@@ -27,8 +27,8 @@ ONE_THREAD_NUMEL = (
 
 
 class Sampler:
-    """The model of the checkpoint at `path`. `tokenizer` is `byte`, the path of a tokenizer.json, or "" for that of its
-    data."""
+    """The model of the checkpoint at `path`. `tokenizer` is `byte`, a path of a tokenizer.json, or "" for its
+    data's."""
 
     def __init__(self, path: str, tokenizer: str = ""):
         place, _, name = path.rstrip("/").rpartition("/")
@@ -63,8 +63,7 @@ class Sampler:
 
     @torch.no_grad()
     def write(self, prompt: str, count: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0) -> Iterator[str]:
-        """Continue the prompt token by token, and yield the text that each adds. The text ends where a document
-        does."""
+        """Continue the prompt token by token, and yield the text that each adds, until a document ends."""
         eos = self.tokenizer.vocabulary.eos
         ids = self.tokenizer.encode([prompt.encode()], [False]).astype(np.int64).tolist() or [eos]
         dice, written, shown = torch.Generator().manual_seed(seed), list[int](), ""

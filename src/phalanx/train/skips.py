@@ -29,8 +29,7 @@ def why_skip(train: TrainConfig, recent: Recent, loss: float, norm: float) -> st
 
 
 def remembered(train: TrainConfig, recent: Recent, loss: float, skipped: bool) -> Recent:
-    """Return the losses by which the next step is judged, to six digits, since they are written into every
-    checkpoint."""
+    """Return the losses by which the next step is judged, to six digits, since every checkpoint contains them."""
     if skipped:
         return [*recent, None][-WINDOW:]
     if train.spike > 0:
@@ -49,8 +48,8 @@ def in_a_row(recent: Recent) -> int:
 
 
 def suspects(losses: Sequence[float], parts: int) -> list[int]:
-    """Return the micro-batches whose loss is not finite; if all are, the one with the greatest. Each has `parts`
-    losses."""
+    """Return the micro-batches, of `parts` losses each, that are not finite; if all are, the one with the greatest
+    loss."""
     sums = [sum(losses[i : i + parts]) for i in range(0, len(losses), parts)]
     bad = [i for i, loss in enumerate(sums) if not math.isfinite(loss)]
     return bad or [max(range(len(sums)), key=sums.__getitem__)]

@@ -85,8 +85,7 @@ class Saver:
         return held | said
 
     def after_update(self, norm: torch.Tensor, known: bool) -> None:
-        """Take a snapshot if one is due. `known`: the votes for the step show that all ranks have received the same
-        interval."""
+        """Take a snapshot if one is due. `known`: the votes for the step show that all ranks know the same interval."""
         step, last, v = self.state.step, self.state.step >= self.job.train.steps, self.job.validation
         durable = last or step >= self.next_durable or (v.keep_best and v.is_due(step, self.job.train.steps))
         if not durable and step < self.next_memory:

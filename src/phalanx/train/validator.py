@@ -1,6 +1,6 @@
 """Validation in a worker: forward passes over its share of the sequences. Replicas divide the micro-batches of a set
 among them and exchange nothing. Each rank reports its sums as integers, so that the total is the same in any order
-(`observe.fold`). Ranks of a replica need the same number of passes, so a share is filled up with sequences that do not
+(`observe.fold`). Ranks of a replica need the same number of passes, so shares are padded with sequences that do not
 count."""
 
 from __future__ import annotations

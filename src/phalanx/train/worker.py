@@ -432,7 +432,7 @@ class Worker:
         return sum((c.replica, c.shard) == (own.replica, own.shard) for c in coords if c.replica in replicas)
 
     def _keep_line(self, job: Job, coord: Coord, generation: int) -> None:
-        """Open a line to the keeper of checkpoints, and a new one when the rank writes other parts of the state than
+        """Open a line to the keeper of checkpoints; a new one when the rank writes other parts of the state than
         before."""
         keeper = self.args.get("keeper")
         if not keeper or "address" not in keeper:  # checkpoints are switched off
@@ -541,8 +541,8 @@ class Worker:
             self._say()
 
     def _validate(self) -> None:
-        """Validate if it is due. This ends early when the generation does, or is to; then the first step of the next
-        one begins it again."""
+        """Validate if it is due. This ends early when the generation does, or is to; the next one then begins it
+        again."""
         m, step = self.member, self.state.step
         if not self.validator.is_due(step):
             return
@@ -573,7 +573,7 @@ class Worker:
         return self.groups.total(values, link.does if link else lambda work: True)
 
     def _phases(self) -> dict[str, Any]:
-        """Return the seconds of the last step's phases. Those of this step are not over on the device, and nobody is to
+        """Return the seconds of the last step's phases. This step's are not over on the device, and nobody is to
         wait."""
         last, self.timed = self.timed, None
         if last is None or last.step != self.state.step - 1:
