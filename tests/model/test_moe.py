@@ -88,7 +88,7 @@ def test_parameters_are_counted_exactly(config):
 
 
 def test_published_sizes():
-    """Mixtral 8x7B: 46.7 B, of which 12.9 B for a token. DeepSeek-V3: 671 B and 37 B with its own attention."""
+    """Mixtral 8x7B: 46.7 B, and 12.9 B for a token. DeepSeek-V3: 671 B and 37 B with its own attention."""
     mixtral, deepseek = (ModelConfig(**PRESETS[name]) for name in ("mixtral-8x7b", "deepseek-v3-like"))
     assert (round(mixtral.num_params / 1e9, 1), round(mixtral.active_params / 1e9, 1)) == (46.7, 12.9)
     latent = 7168 * (1536 + 576) + 1536 + 512 + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168

@@ -76,7 +76,7 @@ def rebuild(args):
 
 
 def retry_without_rebuild(args):
-    """The negative control: the same fault, redone on the half-run engine."""
+    """Redo the same fault on the half-run engine, as the negative control."""
     rank = connect(args)
     clean = _grads(rank)
     calls = iter(range(100))

@@ -33,7 +33,7 @@ def test_going_on_gives_the_same_bits(pool, tmp_path, layout, options):
 
 
 def test_what_a_layer_draws_depends_on_the_micro_batch_alone(pool, tmp_path):
-    """Not on what was drawn before: another replica draws the same when it computes a micro-batch again."""
+    """What was drawn before does not matter: another replica draws the same when it computes a micro-batch again."""
     job = make_job((1, 2, 1))
     got = pool.run("tests.train.resume_cases:case_resume", job, dir=str(tmp_path), forget_rng=True)
     assert all(rank["file"]["digest"] == rank["straight"]["digest"] for rank in got)

@@ -187,7 +187,7 @@ class Device:
 
     def hold(self, tensor: torch.Tensor, stream: torch.Stream | None = None) -> None:
         """Keep the memory of `tensor` from being reused before `stream` (default: the current one) has read it, even if
-        we let go of it now. Needed when the tensor was made on another stream."""
+        the caller drops it now. Needed when the tensor was made on another stream."""
         if not self.is_cpu:
             tensor.record_stream(stream or torch.accelerator.current_stream(self.torch))
 

@@ -433,8 +433,7 @@ def _several(documents_BL: Tensor | None) -> Tensor | None:
 
 def apply(job: Job, state: State, result: StepResult) -> None:
     """Update the state, for which no group is needed. A step that is to be skipped changes no weight and no moment, and
-    does not count as an update of the optimizer. Where the host has not looked, the device still applies no norm that
-    is not finite."""
+    is not counted as an update. Where the host has not looked, the device still applies no norm that is not finite."""
     state.recent = remembered(job.train, state.recent, result.loss, bool(result.skip))
     state.step += 1
     if result.skip:
