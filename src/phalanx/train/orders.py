@@ -14,7 +14,7 @@ from phalanx.parallel.groups import Door, break_connections
 
 
 class Halted(RuntimeError):
-    """The node has ended the generation."""
+    """The node has ended the world of this replica."""
 
 
 class Commands:
@@ -40,7 +40,7 @@ class Commands:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Run work that is in vain when the generation ends: Halted is then raised in the middle of it."""
+        """Run work that is in vain when the world ends: Halted is then raised in the middle of it."""
         with self._lock:
             self._interruptible = True
         try:

@@ -48,8 +48,8 @@ def in_a_row(recent: Recent) -> int:
 
 
 def suspects(losses: Sequence[float], parts: int) -> list[int]:
-    """Return the micro-batches, of `parts` losses each, that are not finite; if all are, the one with the greatest
-    loss."""
+    """Return the micro-batches, of `parts` losses each, whose sum is not finite; if all are, the one with the
+    greatest."""
     sums = [sum(losses[i : i + parts]) for i in range(0, len(losses), parts)]
     bad = [i for i, loss in enumerate(sums) if not math.isfinite(loss)]
     return bad or [max(range(len(sums)), key=sums.__getitem__)]

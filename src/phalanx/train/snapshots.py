@@ -115,7 +115,7 @@ class Saver:
         return {"cursor": cursor, "ledger": state.ledger, "updates": state.updates, "recent": state.recent}
 
     def close(self) -> None:
-        """Close it when what is under way is written."""
+        """Close the line when what is under way is written."""
         self.snapshots.close()
 
 

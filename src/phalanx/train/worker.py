@@ -191,7 +191,7 @@ class Worker:
         return torch.tensor([int(value) for value in values], dtype=torch.int64, device=self.device.torch)
 
     def _depart(self, generation: int, held: tuple[int, int, int], kept: bool = False) -> None:
-        """Leave the generation with the whole replica. Its world stands."""
+        """Leave the generation with the whole replica. Its world stays."""
         self._shut_door()
         if self.member.part(generation, held, kept):
             self.channel.progress.mark(Phase.idle)
@@ -199,7 +199,7 @@ class Worker:
             self._say()
 
     def _shut_door(self) -> None:
-        """Close the groups with other replicas, so that peers who wait there for this rank fail at once."""
+        """Close the groups with other replicas, so that peers that wait there for this rank fail at once."""
         self.giver.withdraw()
         self.commands.door = None
         if self.engine and (link := self.engine.reducer.link):
