@@ -16,7 +16,7 @@ def device():
 
 @pytest.fixture
 def triton_kernels():
-    """Skips where Triton cannot run."""
+    """Skip where Triton cannot run."""
     if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs an accelerator, or TRITON_INTERPRET=1")
     return pytest.importorskip("triton")
@@ -24,6 +24,6 @@ def triton_kernels():
 
 @pytest.fixture
 def accelerator(triton_kernels):
-    """For fp8, which Triton 3.6's interpreter rounds wrongly: 127.7 becomes 64."""
+    """Skip without an accelerator: Triton 3.6's interpreter rounds fp8 wrongly (127.7 becomes 64)."""
     if DEVICE.type == "cpu":
         pytest.skip("needs an accelerator")

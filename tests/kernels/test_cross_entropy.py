@@ -25,7 +25,7 @@ def draw(dtype, device, biased=False):
 
 
 def plain(x, w, bias, targets, weights, scale, bend=BENDS[0]):
-    """Loss and gradients of torch's own, in fp64."""
+    """Compute loss and gradients with torch's own functions, in fp64."""
     leaves = [t.double().requires_grad_() for t in (x, w, bias) if t is not None]
     logits = F.linear(*leaves).flatten(0, 1)
     if bend.softcap:
@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_those_of_plain_pytorch(dtype, rows, biased, devi
 
 @pytest.mark.parametrize("bend", BENDS[1:], ids=str)
 def test_bent_logits_and_z_loss(bend, device):
-    """The loss that is told has no z-loss in it, the gradients do."""
+    """The reported loss leaves out the z-loss; the gradients include it."""
     x, w, _, targets, weights = draw(torch.float64, device)
     scale = torch.tensor(1 / 29, dtype=torch.float64, device=device)
     leaves = [t.clone().requires_grad_() for t in (x, w)]
@@ -66,7 +66,7 @@ def test_bent_logits_and_z_loss(bend, device):
 
 
 def test_no_more_logits_than_a_chunk_exist(monkeypatch):
-    """Else a vocabulary of 128,256 takes gigabytes."""
+    """Otherwise a vocabulary of 128,256 takes gigabytes."""
     seen = []
     monkeypatch.setattr(
         module, "_formula", lambda logits, *a, f=module._formula: seen.append(len(logits)) or f(logits, *a)
@@ -77,7 +77,7 @@ def test_no_more_logits_than_a_chunk_exist(monkeypatch):
 
 
 def test_a_chunk_of_logits_is_gone_before_the_next_is_made(monkeypatch):
-    """Two of them at a time took 4 GiB more than was planned for."""
+    """Two at a time took 4 GiB more than was planned for."""
     made, alive = [], []
 
     def linear(*operands):
@@ -112,8 +112,8 @@ def test_a_loss_that_is_not_the_root_of_the_backward_is_refused():
 
 
 def split_over_ranks(loss, logits, targets, factor, parts, bend=BENDS[0]):
-    """As ranks with a part of the vocabulary each would call `loss`; `reduce` is played by running twice: first with
-    what each rank would send, then with the sums of that."""
+    """Call `loss` as ranks would that have a part of the vocabulary each. `reduce` is played by running twice: first
+    with what each rank would send, then with the sums of that."""
     starts = [V * p // parts for p in range(parts + 1)]
     slices = [logits[:, a:b].contiguous() for a, b in pairwise(starts)]
     sent = {}

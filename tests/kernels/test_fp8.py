@@ -63,8 +63,8 @@ def test_gradients_inside_a_feed_forward_lie_within_their_bounds(device):
 
 
 def test_rounding_by_a_bound_keeps_the_gradients_of_ordinary_rows(device):
-    """The bound follows a row of the gradient that is 1,000 times the others, a token 8 times and a weight 10 times the
-    others. What lies far below it is still rounded within e5m2's error, 0.053 in the mean square, and not to zero."""
+    """One row of the gradient is 1,000 times the others, a token 8 times and a weight 10 times, and the bound follows
+    them. What lies far below it is still rounded within e5m2's error, 0.053 in the mean square, and not to zero."""
     x, w1, w2, w3, grad = operands(torch.bfloat16, device, (256, 128), (176, 128), (128, 176), (176, 128), (256, 128))
     x[3], grad[5], w2[7, 9] = x[3] * 8, grad[5] * 1000, w2[7, 9] * 10
     a, b = x @ w1.T / 11, x @ w3.T / 11

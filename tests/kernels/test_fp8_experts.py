@@ -1,5 +1,5 @@
-"""Experts in fp8: within the error of the format, whatever the router does, and the kernels lay out what the formulas
-do. When this fails, a model with experts trains on wrong gradients in fp8."""
+"""Experts in fp8 stay within the error of the format for any routing, and the kernels lay out what the formulas do.
+When this fails, a model with experts trains on wrong gradients in fp8."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_output_and_gradients_are_within_the_error_of_the_format(device, counts)
 
 
 def test_rows_far_apart_in_size_keep_their_digits(device):
-    """Gradients of tokens differ by powers of ten; a row has its own scale, and of an expert's weights' gradient the
+    """Gradients of tokens differ by powers of ten. A row has its own scale; in the gradient of an expert's weights the
     large rows decide."""
     leaves, grad, counts_E = layer(device, COUNTS[0])
     size = torch.logspace(-6, 2, len(grad), device=device, dtype=torch.float32).bfloat16().unsqueeze(-1)
@@ -59,7 +59,7 @@ def test_rows_far_apart_in_size_keep_their_digits(device):
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_every_expert_is_turned_to_blocks_of_its_own(counts):
-    """torch's kernel wants each to begin at 16 bytes and to be there; padding must be zero, or it would be added."""
+    """torch's kernel needs every expert's block, at a multiple of 16. Padding must be zero, since it is added."""
     rows = sum(counts)
     groups = experts.by_counts(torch.tensor(counts), rows)
     x = torch.arange(1, rows + 1).float().unsqueeze(-1).expand(-1, 2) / rows * experts.TOP
@@ -81,7 +81,7 @@ def test_what_does_not_fit_stays_in_bf16():
 
 @pytest.fixture
 def kernels(triton_kernels, device, monkeypatch):
-    """In the interpreter, which rounds to fp8 wrongly, with bf16 in its place: what is tested there are the places."""
+    """Put bf16 in the place of fp8 in the interpreter, which rounds to fp8 wrongly: this tests only the places."""
     from phalanx.kernels import triton_fp8_experts
 
     if device.type == "cpu":

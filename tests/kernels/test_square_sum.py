@@ -11,7 +11,7 @@ SCALE, BITS = 2.0**-6, MOST_BITS
 
 
 def total(x, bits, cuts=1, add=add_squares_, scale=SCALE):
-    """In units of 2^-(2 bits)."""
+    """Return the sum in units of 2^-(2 bits)."""
     out = torch.zeros(2, dtype=torch.int64, device=x.device)
     for part in x.chunk(cuts):
         add(out, part, torch.tensor(scale, dtype=torch.float64, device=x.device), bits)
@@ -20,7 +20,7 @@ def total(x, bits, cuts=1, add=add_squares_, scale=SCALE):
 
 
 def values(dtype, numel=100_003):
-    """Of all sizes, zeros and numbers below the normal ones included."""
+    """Return values of all sizes, zeros and numbers below the normal ones included."""
     generator = torch.Generator().manual_seed(3)
     powers = torch.randint(-150, 3, (numel,), generator=generator)
     return torch.randn(numel, generator=generator).ldexp(powers.where(powers % 3 == 0, 0)).to(dtype)

@@ -32,7 +32,7 @@ def test_output_and_gradients_are_those_of_the_formula(dtype, device):
 
 
 def test_the_product_that_the_backward_makes_again_is_not_kept():
-    """Else the function would save no memory."""
+    """Otherwise the function would save no memory."""
     x, w1, w2, w3 = operands(torch.float32, "cpu", (64, 8), (16, 8), (8, 16), (16, 8))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):

@@ -33,7 +33,7 @@ def test_logits_are_those_of_plain_pytorch(config, masked):
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("masked", [True, False])
 def test_every_feature_is_what_plain_pytorch_computes(feature, masked):
-    """From weights that are nowhere zero or one, so that none may be left out."""
+    """The weights are nowhere zero or one, so that none can be left out."""
     config = dataclasses.replace(BASE, **FEATURES[feature])
     job, model, params = whole_model(config)
     random = torch.Generator().manual_seed(3)

@@ -24,7 +24,7 @@ CUSTOM = ModelConfig(family=EXAMPLE, vocab_size=101, options={"dim": 40, "heads"
 
 
 def case_losses(args):
-    """Inside a pool worker: three steps; the summed loss, the tokens and the gradient norm of each."""
+    """Run three steps inside a pool worker; return the summed loss, the tokens and the gradient norm of each."""
     rank = connect(args)
     rows = []
     for step in range(3):
@@ -35,13 +35,13 @@ def case_losses(args):
 
 
 def curves(pool, layout, **options) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step, over all ranks that see samples of their own."""
+    """Return (loss, gradient norm) of each step, over all ranks that see samples of their own."""
     job = make_job(layout, model=CUSTOM, micro_batch=2, global_batch=8, **options)
     answers = pool.run("tests.model.test_family:case_losses", job)
     last = job.layout.rank_of_stage(job.layout.num_stages - 1)
     at = [job.layout.coord(rank) for rank in range(job.layout.world_size)]
     seen = [rows for rows, c in zip(answers, at, strict=True) if c.tp == 0 and c.pp == last]
-    parts = job.layout.cp  # each of which has part of the loss, and counts all tokens
+    parts = job.layout.cp  # each cp rank has part of the loss, and counts all tokens
     return [
         (sum(r[step][0] for r in seen) / sum(r[step][1] for r in seen) * parts, seen[0][step][2]) for step in range(3)
     ]
@@ -168,7 +168,7 @@ def test_positions_begin_anew_with_each_document():
 
 
 def test_weights_that_are_tied_across_stages_are_refused():
-    """As those of the families that are built in."""
+    """The built-in families refuse them too."""
 
     class Tied(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""The image family against the independent implementation, and that it is no decoder."""
+"""The image family against the independent implementation; it is not causal."""
 
 import dataclasses
 

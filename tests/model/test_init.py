@@ -1,4 +1,4 @@
-"""First values: the same numbers for any cut and any number of threads, and the same as ever."""
+"""First values: the same numbers for any cut and any number of threads, and the same as in older versions."""
 
 import hashlib
 
@@ -22,7 +22,7 @@ def drawn(shape, rows=None, cols=None, seed=3, name="layers.0.wq.weight"):
 
 @pytest.mark.parametrize("shape", [(4096, 512), (70_000, 3), (5,), (3, 200_000)], ids=str)
 def test_a_new_run_of_an_old_job_begins_where_the_old_one_did(shape):
-    """The rule, written down once more: 65,536 numbers (or a row, if that is longer) from one generator."""
+    """Write the rule down once more: 65,536 numbers (or a row, if that is longer) come from one generator."""
     want = torch.empty(shape)
     rows = max(1, 65536 // max(1, want[0].numel()))
     for block, start in enumerate(range(0, shape[0], rows)):

@@ -32,7 +32,7 @@ VARIANTS = {
 
 
 def whole_model(config):
-    """The model, its parameters as the reference takes them, and a reference router with the same biases."""
+    """Return the model, its parameters as the reference takes them, and a reference router with the same biases."""
     job = make_job(model=config, micro_batch=2)
     params = {k: v.detach() for k, v in State.create(job, FAMILY, Coord(0, 0, 0), CPU).params.items()}
     model = FAMILY.build(config).double()
@@ -52,7 +52,7 @@ def routed(model) -> dict[str, MoE]:
 
 
 def backward(model, batch) -> torch.Tensor:
-    """As the engine does it: the summed loss, whose gradient is multiplied with the batch's scale."""
+    """Do the backward as the engine does: of the summed loss, whose gradient is multiplied by the batch's scale."""
     logits = model(batch)
     per_token = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets_BL.flatten(), reduction="none")
     loss = (per_token * batch.weights_BL.flatten()).sum()
@@ -88,7 +88,7 @@ def test_parameters_are_counted_exactly(config):
 
 
 def test_published_sizes():
-    """Mixtral 8x7B: 46.7 B, of which 12.9 B for a token. DeepSeek-V3: 671 B and 37 B with its own attention."""
+    """Mixtral 8x7B: 46.7 B, and 12.9 B for a token. DeepSeek-V3: 671 B and 37 B with its own attention."""
     mixtral, deepseek = (ModelConfig(**PRESETS[name]) for name in ("mixtral-8x7b", "deepseek-v3-like"))
     assert (round(mixtral.num_params / 1e9, 1), round(mixtral.active_params / 1e9, 1)) == (46.7, 12.9)
     latent = 7168 * (1536 + 576) + 1536 + 512 + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
@@ -101,7 +101,7 @@ def test_published_sizes():
 
 
 def product(dtype, counts, widths=(16, 24)):
-    """Output and gradients of a grouped linear of seeded values."""
+    """Return output and gradients of a grouped linear of seeded values."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(sum(counts), widths[0], generator=generator).to(dtype).requires_grad_()
     w = torch.randn(len(counts) * widths[1], widths[0], generator=generator).to(dtype).requires_grad_()
@@ -111,7 +111,7 @@ def product(dtype, counts, widths=(16, 24)):
 
 
 def case_kernel_and_loop(args):
-    """Inside a pool worker, which knows which CPU instructions to leave alone: bf16 and fp32."""
+    """Run in bf16 and fp32 inside a pool worker, which knows which CPU instructions to avoid."""
     Device.pick("cpu", 0, 1)
     errors = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -174,13 +174,13 @@ def empty_batch():
 def test_the_bias_has_a_say_in_the_choice_only():
     moe, x = layer()
     before = moe(x, empty_batch())
-    moe.bias += 3.0  # for all alike
+    moe.bias += 3.0  # the same for all
     assert torch.equal(moe(x, empty_batch()), before)
     moe.bias[2] += 10.0
     after = moe(x, empty_batch())
     after.sum().backward()
     assert moe.load_E[2] == 16 and not torch.equal(after, before)
-    # Whatever the bias, the weights of a token are its scores in proportion.
+    # For any bias, the weights of a token are in proportion to its scores.
     scores = moe._scores(x)
     ids, weights = moe._choose(scores)
     chosen = scores.gather(-1, ids)
@@ -197,7 +197,7 @@ def test_scores_are_computed_in_fp32():
 
 
 def test_the_balance_loss_does_not_depend_on_how_a_batch_is_cut():
-    """Nor, given the two doors, on how a sequence is."""
+    """Given the two functions for it, the loss does not depend on how a sequence is cut either."""
 
     def gradient(pieces, prepare=lambda moe, i: None):
         moe, x = layer()
@@ -231,7 +231,7 @@ def test_without_a_scale_the_balance_loss_counts_once():
 
 
 def test_an_exchange_may_move_the_rows():
-    """Two modules that hold half of the experts each, and an exchange that sends rows to them and back."""
+    """Two modules hold half of the experts each, and an exchange sends rows to them and back."""
     moe, x = layer(balance_bias=0.0)
     want = moe(x, empty_batch())
     first, second = (Experts(3, MOE_ODD.dim, 37).double() for _ in range(2))

@@ -1,4 +1,4 @@
-"""What the tests of single axes run inside pool workers."""
+"""Cases of the tests of single axes, run inside pool workers."""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ def _groups(args, experts=False, device=CPU):
 
 
 def attention(args):
-    """Documents of the given lengths over cp ranks: this rank's part of the output and of the input's
+    """Attend to documents of the given lengths over cp ranks. Return this rank's part of the output and of the input's
     gradients, beside those of the whole sequence on one process. A second row has them in the opposite order."""
     device = Device.pick(args.get("device", "cpu"), 0, 64, share=True)
     dtype = getattr(torch, args.get("dtype", "float64"))
@@ -63,7 +63,7 @@ def attention(args):
 
 
 def exchange(args):
-    """Rows that carry their own address go out and come back; what the experts' rank saw of them."""
+    """Send rows that carry their own address out and back; return what the experts' rank saw of them."""
     _, _, groups = _groups(args, experts=True)
     group = groups.experts.get_group("ep")
     experts, rank, width = args["experts"], group.rank(), group.size()
@@ -86,8 +86,8 @@ def exchange(args):
 
 
 def torch_split_backward(args):
-    """torch's own split of a backward over an FSDP2 module that frees its parameters after forward: how
-    many weights have a gradient in the end."""
+    """Run torch's own split of a backward over an FSDP2 module that frees its parameters after forward. Return how many
+    weights have a gradient in the end."""
     _, _, groups = _groups(args)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
@@ -112,7 +112,7 @@ def torch_split_backward(args):
 
 
 def compiled_graphs(args):
-    """How many graphs torch has compiled in a step."""
+    """Count the graphs that torch compiles in a step."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     rank = connect(args)

@@ -1,5 +1,5 @@
-"""Which way a message takes. When this fails, traffic goes over the slow links more often than it must,
-or ranks wait for each other in different groups."""
+"""Which route a message takes. When this fails, traffic goes over the slow links more often than it must, or ranks wait
+for each other in different groups."""
 
 import itertools
 

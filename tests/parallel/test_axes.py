@@ -52,7 +52,7 @@ def test_rows_reach_their_experts_and_come_back(pool, experts, some):
 
 
 def test_torch_loses_gradients_when_it_splits_the_backward_of_a_resharded_module(pool):
-    """Why the split here is our own (parallel/deferred.py). If this ever fails, torch has mended it."""
+    """This is why the split is our own (parallel/deferred.py). If this ever fails, torch has fixed it."""
     job = make_job((1, 2, 1))
     assert pool.run(CASES + "torch_split_backward", job, reshard=False) == [4, 4]
     assert pool.run(CASES + "torch_split_backward", job, reshard=True) != [4, 4]
@@ -73,8 +73,8 @@ def test_blocks_are_really_compiled(pool, options):
 
 
 def test_a_compiled_function_returns_a_tensor_that_one_operation_gave(pool):
-    """Compiled by torch 2.11, one whose result a second operation gave too, in place or because it had nothing to do,
-    loses its gradients without an error. Other versions get them right, and would not show it."""
+    """A function silently loses its gradients when torch 2.11 compiles it and a second operation gave its result too,
+    in place or because it had nothing to do. Other versions get them right, and would not show it."""
     model = dataclasses.replace(BASE, qk_norm="all")
     for found in pool.run(CASES + "results_of_functions", make_job((1, 1, 2), model=model, compile="look")):
         assert len(found) >= 6, "gathers, sums and scatters of attention and feed-forward"

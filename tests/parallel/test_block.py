@@ -106,7 +106,7 @@ class Ranks:
     "width, window, causal", [(2, 5, True), (4, 1, True), (4, 40, True), (2, 99, True), (2, 0, False)]
 )
 def test_the_tiles_of_a_bent_ring_are_what_is_seen(width, window, causal, documents, monkeypatch):
-    """Every query and key that see each other once, and few that do not."""
+    """The tiles hold every query and key that see each other once, and few that do not."""
     monkeypatch.setattr(context, "BENT_QUERIES", 3)
     length, rows = 16 * width, 2
     numbers = torch.tensor([[0] * 9 + [1] * (length - 12) + [2] * 3, [0] * (length - 1) + [1]])

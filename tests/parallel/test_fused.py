@@ -1,5 +1,5 @@
-"""Which kernels take the place of a model's layers. When this fails, a job in fp8 trains its experts in another
-precision than it should, or slower than in bf16."""
+"""Which kernels replace a model's layers. When this fails, a job in fp8 trains its experts in another precision than it
+should, or slower than in bf16."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ SIZES = dict(model=dataclasses.replace(MOE, balance_loss=0.0), seq_len=256, micr
 
 
 def case_experts(args):
-    """Inside a pool worker: how often experts ran in fp8, and the error of all gradients against fp64."""
+    """Return how often experts ran in fp8 inside a pool worker, and the error of all gradients against fp64."""
     before, calls = (fused.FP8_ROWS, fp8_experts.feed_forward), []
     fused.FP8_ROWS = args["least"]
     fp8_experts.feed_forward = lambda *tensors: calls.append(1) or before[1](*tensors)
@@ -29,7 +29,7 @@ def case_experts(args):
 
 @pytest.mark.parametrize("precision, least, layers", [("fp8", 256, 2), ("fp8", 257, 0), ("bf16", 1, 0)])
 def test_experts_are_in_fp8_where_it_pays(pool, precision, least, layers):
-    """By the rows that an expert has on average: 256 here. Gradients have the error of the precision."""
+    """The average rows of an expert decide: 256 here. Gradients have the error of the precision."""
     ((calls, apart),) = pool.run("tests.parallel.test_fused:case_experts", make_job(), precision=precision, least=least)
     assert calls == layers
     assert apart < 0.2 if precision == "fp8" else apart < 0.05, apart

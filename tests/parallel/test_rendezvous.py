@@ -100,7 +100,7 @@ def test_a_wait_ends_when_connections_are_broken(address, end):
 
 
 class Late(MeetingStore):
-    """A peer that has said where it listens, and does not connect."""
+    """A peer that has published where it listens, and does not connect."""
 
     def wait(self, keys, timeout=None):
         self.said.set()
@@ -109,9 +109,9 @@ class Late(MeetingStore):
 
 
 def test_forming_ends_although_a_peer_never_connects(address):
-    """Gloo waits for it without a socket that could be shut: a survivor hung there, was killed for it, and its state
-    was lost."""
-    for meeting in range(1, 30):  # who connects to whom is decided by port numbers
+    """Gloo waits for it without a socket that could be shut. A survivor hung there and was killed, and its state was
+    lost."""
+    for meeting in range(1, 30):  # port numbers decide who connects to whom
         late, door, caught = Late(address, ("gang", meeting)), Door(), []
         late.said, late.may = threading.Event(), threading.Event()
 
@@ -202,7 +202,7 @@ def test_a_process_enters_the_meeting_alone_that_its_agent_has_sent_it_to():
 
 
 def test_a_thread_that_never_begins_ends_the_rank_and_not_the_wait(monkeypatch):
-    """So it is in a process that has no memory left; its peers waited 78 s for it in a run with faults."""
+    """This happens in a process that is out of memory. Its peers waited 78 s for it in a run with faults."""
     monkeypatch.setattr(groups, "BEGIN_S", 0.05)
     monkeypatch.setattr(groups._thread, "start_new_thread", lambda run, args: 0)
     with pytest.raises(MemoryError, match="did not begin"):

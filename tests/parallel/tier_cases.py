@@ -1,4 +1,4 @@
-"""What the tests of the tiers run inside pool workers."""
+"""Cases of the tests of the tiers, run inside pool workers."""
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ def _racks(nodes):
 
 
 def collectives(args):
-    """Sums, scatters and gathers of one algorithm against plain ones over the whole group, on numbers whose
-    sums are exact; for `racks` the algorithm is plugged in here."""
+    """Compare sums, scatters and gathers of one algorithm with plain ones over the whole group, on numbers whose sums
+    are exact. The algorithm for `racks` is plugged in here."""
     rank = connect(args)
     shard = rank.groups.shard
     me, size, name = shard.rank(), shard.size(), args["algorithm"]
@@ -64,7 +64,7 @@ def collectives(args):
 
 
 def ways(args):
-    """One step: the bytes that each algorithm sent along each axis."""
+    """Run one step; return the bytes that each algorithm sent along each axis."""
     rank = connect(args)
     rank.engine.step(rank.batches(0))
     cross = rank.groups.cross._peers._ways if rank.groups.cross else {}
@@ -75,7 +75,7 @@ def ways(args):
 
 
 def lose_one(args):
-    """Replica 3 leaves before the step. Nobody but its neighbours waits for it, yet all must fail, soon."""
+    """Let replica 3 leave before the step. Only its neighbours wait for it, yet all must fail soon."""
     rank = connect(args)
     _meet(rank, args, "formed")
     failed = ""

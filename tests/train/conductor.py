@@ -20,8 +20,8 @@ ENTRIES = {"store": "phalanx.gate.meeting:serve", "data": "phalanx.data.service:
 
 
 class Conductor:
-    """All nodes share one zygote, store and data service; each has an agent of its own. `client`: what other conductors
-    have used and will use; it imports nothing again."""
+    """Leads the run. All nodes share one zygote, store and data service; each has an agent of its own. `client` is
+    shared with other conductors, so that nothing is imported again."""
 
     def __init__(self, job, folder, preload=(), entry="", die=None, client=None, **policy):
         self.job, self.folder, self.entry, self.die = job, Path(folder), entry, die or {}
@@ -49,7 +49,7 @@ class Conductor:
         self.act(agent)
 
     def burn(self, name):
-        """A node, with all that is on it."""
+        """Destroy a node, with all that is on it."""
         workers = [worker for worker, home in self.homes.items() if home is self.agents[name]]
         for worker in workers:
             self.client.kill(worker)
@@ -103,7 +103,7 @@ class Conductor:
 
     @property
     def crew(self):
-        """The worker of each rank that takes part."""
+        """Return the worker of each rank that takes part."""
         return {rank: w for r in self.gang.form.replicas for rank, w in self.gang.worlds.replicas[r].crew.items()}
 
     def obey(self, node, command):
@@ -182,7 +182,7 @@ class Conductor:
             self.act(agent)
 
     def finish(self, timeout=120):
-        """To the end; the digests by rank."""
+        """Run to the end; return the digests by rank."""
         self.until(lambda: self.gang.phase == "ended", timeout)
         crew = self.crew
         self.until(lambda: set(crew.values()) <= self.done.keys(), 60)

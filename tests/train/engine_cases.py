@@ -1,4 +1,4 @@
-"""What the engine tests run inside pool workers."""
+"""Cases of the engine tests, run inside pool workers."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def _meet(rank: Rank, args, point: str) -> None:
 
 
 def _held() -> list[int]:
-    """Threads, also those that Python does not know, and descriptors."""
+    """Count threads, including those that Python does not know, and descriptors."""
     return [len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))]
 
 
@@ -76,7 +76,7 @@ def rebuild(args):
 
 
 def retry_without_rebuild(args):
-    """The negative control: the same fault, redone on the half-run engine."""
+    """Redo the same fault on the half-run engine, as the negative control."""
     rank = connect(args)
     clean = _grads(rank)
     calls = iter(range(100))
@@ -99,7 +99,7 @@ def retry_without_rebuild(args):
 
 
 def reform_cross(args):
-    """Between two steps the cross-replica groups are dropped and formed again, model untouched."""
+    """Drop the cross-replica groups between two steps and form them again; the model is untouched."""
     rank = connect(args)
     first = _grads(rank)
     rank.engine.rejoin(form_cross(rank.store, args["generation"] * 1000 + 1, rank.job.layout, rank.coord, rank.device))
@@ -109,11 +109,11 @@ def reform_cross(args):
 
 
 def lose_cross(args):
-    """Replica 1 drops its cross-replica group before the step: replica 0 must get an error, soon,
-    after all of its own shard collectives, with its weights untouched."""
+    """Let replica 1 drop its cross-replica group before the step. Replica 0 must get an error soon, after all of its
+    own shard collectives, with its weights untouched."""
     rank = connect(args)
     before = {k: v.detach().clone() for k, v in rank.state.params.items()}
-    _meet(rank, args, "formed")  # a group that loses a member while it is being formed is another matter
+    _meet(rank, args, "formed")  # a group that loses a member while it forms is another matter
     if rank.coord.replica == 1:
         rank.groups.cross.close()
         rank.close()
@@ -130,7 +130,7 @@ def lose_cross(args):
 
 
 def overlap(args):
-    """Of five steps: when each bucket's reduction started and was done, and the backward's end, in ns."""
+    """Run five steps; return when each bucket's reduction started and was done, and the backward's end, in ns."""
     rank, steps = connect(args), []
     for _ in range(5):
         end = round(1e9 * rank.engine.gradients(rank.batches(0)).passed)
@@ -141,7 +141,7 @@ def overlap(args):
 
 
 def collectives(args):
-    """How many all-gathers and reduce-scatters one step makes inside the replica."""
+    """Count the all-gathers and reduce-scatters that one step makes inside the replica."""
     rank = connect(args)
     rank.engine.step(rank.batches(0))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -155,7 +155,7 @@ def collectives(args):
 
 
 def saved_bytes(args):
-    """Bytes that autograd keeps between forward and backward."""
+    """Count the bytes that autograd keeps between forward and backward."""
     rank = connect(args)
     rank.engine.gradients(rank.batches(0))
     kept = 0
@@ -173,7 +173,7 @@ def saved_bytes(args):
 
 
 def compression(args):
-    """The reduced gradients of a few steps with the job's codec, summed, against uncompressed ones."""
+    """Compare the reduced gradients of a few steps with the job's codec, summed, with uncompressed ones."""
     rank = connect(args)
     steps = args["steps"]
     grads = []
@@ -187,7 +187,7 @@ def compression(args):
 
 
 def first_gradients(args):
-    """Those of the first step, saved by name."""
+    """Save the gradients of the first step by name."""
     rank = connect(args)
     np.savez(f"{args['stem']}-{args['rank']}.npz", **{name: g.numpy() for name, g in _grads(rank).items()})
     rank.close()
@@ -219,7 +219,7 @@ def world_size(args):
 
 
 def listening_addresses(pid) -> list[str]:
-    """On which a process listens, as /proc/net writes them."""
+    """List the addresses on which a process listens, as /proc/net writes them."""
     mine = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -237,7 +237,7 @@ def listening(args):
 
 
 def prefetched(args):
-    """Whether the second block's parameters are gathered before the first block has finished."""
+    """Return whether the second block's parameters are gathered before the first block has finished."""
     rank = connect(args)
     rank.engine.step(rank.batches(0))
 
@@ -255,7 +255,7 @@ def prefetched(args):
 
 
 def not_finite(args):
-    """A step whose gradients overflow, then a good one: weights and moments before and after each."""
+    """Run a step whose gradients overflow, then a good one; return weights and moments before and after each."""
     rank = connect(args)
     rank.engine.step(rank.batches(0))
     before = rank.state.digest()
@@ -271,7 +271,7 @@ def not_finite(args):
 
 
 def close_with_silent_peer(args):
-    """Replica 1 stays away; replica 0 has a bucket in flight and closes its engine all the same."""
+    """Keep replica 1 away. Replica 0 has a bucket in flight and closes its engine all the same."""
     rank = connect(args)
     if rank.coord.replica == 0:
         rank.engine.reducer.link.add(None, [((0, 0), torch.zeros(1000))], [], [], feedback=False)

@@ -1,4 +1,4 @@
-"""A worker that dies at a point of a step that its arguments name: {"step", "at"}; or whose state nobody can take."""
+"""A worker that dies at the point of a step that its arguments name, {"step", "at"}, or whose state nobody can take."""
 
 import os
 import signal

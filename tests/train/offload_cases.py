@@ -1,4 +1,4 @@
-"""What the offload tests run inside pool workers."""
+"""Cases of the offload tests, run inside pool workers."""
 
 import hashlib
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def not_finite(args):
 
 
 def kept(args):
-    """Where the moments are after two steps, and as what."""
+    """Return where the moments are after two steps, and their type."""
     with small(optimizer, "PARCEL_NUMEL", 2048):
         rank = connect(args)
         for step in range(2):
@@ -51,7 +51,7 @@ def _digest(tensor):
 
 
 def gradients(args):
-    """Bits of the gradients of two steps, and what the hooks were given and packed."""
+    """Return the bits of the gradients of two steps, and what the hooks were given and packed."""
     seen = {"saved": 0, "packed": 0, "copies": 0, "parameters": 0}
     pack, host_bytes = offload._Pass.pack, offload.Device.host_bytes
 

@@ -14,7 +14,7 @@ PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if is_pair(*pair) 
 
 
 def options(pair):
-    """Layout and keyword arguments of make_job for two features at once."""
+    """Return the layout and the keyword arguments of make_job for two features at once."""
     layout, axes, rest, model = {"replica": 1, "shard": 1, "tp": 1}, {}, {}, DEEP
     for section, values in itertools.chain(*(FEATURES[name].items() for name in pair)):
         for key, value in values.items():

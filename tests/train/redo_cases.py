@@ -1,4 +1,4 @@
-"""What the tests of contained redo run inside pool workers: a run that is left alone, and one that loses replicas."""
+"""Cases of the contained-redo tests, run inside pool workers: a run that is left alone, and one that loses replicas."""
 
 import dataclasses
 import hashlib
@@ -59,7 +59,7 @@ class Run:
         self.engine.update(result)
 
     def lose(self, lost, held):
-        """The others form another group among themselves. Returns the deal of what is missing now."""
+        """Form another group among the others; return the deal of what is missing now."""
         self.there = [r for r in self.there if r not in lost]
         self.generation += 1
         before = len(self.engine.groups.cross._residual)
@@ -85,9 +85,9 @@ class Run:
 
 
 def contained(args):
-    """Alone, then with the loss of `lost` (lists of replicas, one after the other) at a point of a step: `pass`: before
-    its last backward; `sums`: after its sums, which were clipped already. `half`, `half count`: nobody is lost, but one
-    rank's connection to the other replicas, before the sums or before the count of tokens."""
+    """Run alone, then with the loss of `lost` (lists of replicas, one after the other) at a point of a step: `pass` is
+    before its last backward, `sums` after its sums, which were clipped already. With `half` or `half count` only one
+    rank's connection to the other replicas is lost, before the sums or before the count of tokens."""
     alone = Run(args, 0)
     for step in range(STEPS):
         alone.whole_step(step)
@@ -106,7 +106,7 @@ def contained(args):
 
 
 def disturbed(run, lost, at):
-    """False: this rank is among those that are lost."""
+    """Run the step in which ranks are lost; False: this rank is among them."""
     engine, dealt = run.engine, deal(run.job, run.there)
     batches = run.batches(LOST_IN, dealt)
     if at == "half count" and run.rank.coord == Coord(0, 0, 0):

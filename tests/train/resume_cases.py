@@ -1,4 +1,4 @@
-"""What the resume tests run on each rank (tests/train/test_resume.py)."""
+"""Cases of the resume tests, run on each rank (tests/train/test_resume.py)."""
 
 import base64
 import contextlib
@@ -27,7 +27,7 @@ BEFORE, AFTER = 2, 2
 
 @contextlib.contextmanager
 def dropout():
-    """The blocks' feed-forward drops out, from torch's own generator: the random state matters."""
+    """Let the blocks' feed-forward drop out, from torch's own generator, so that the random state matters."""
     original = F.silu
     F.silu = lambda x: F.dropout(x * torch.sigmoid(x), 0.1, training=True)
     try:
@@ -45,7 +45,7 @@ def steps(rank, first, count):
 
 
 def case_resume(args):
-    """BEFORE steps, a snapshot, AFTER steps; then the same from the file, and from the memory, in new engines."""
+    """Run BEFORE steps, a snapshot, AFTER steps; then the same from the file, and from the memory, in new engines."""
     job, number = Job.from_dict(args["job"]), args["rank"]
     store = MeetingStore(args["store"], ("case", args["generation"]))
     torch.manual_seed(100 + number)
@@ -97,8 +97,8 @@ def case_resume(args):
 
 
 def case_import(args):
-    """Weights without moments at step 1000; three steps, a snapshot, two more; then those two from the snapshot, in a
-    state that has moments of its own already."""
+    """Start from weights without moments at step 1000: three steps, a snapshot, two more. Then redo those two from the
+    snapshot, in a state that already has moments of its own."""
     job, number = Job.from_dict(args["job"]), args["rank"]
     store = MeetingStore(args["store"], ("case", args["generation"]))
     rank = Rank(job, number, store, args["generation"] * 10)
@@ -124,7 +124,7 @@ def case_import(args):
 
 
 def case_load(args):
-    """Load into this layout; every slice is that of the whole tensors, as one process reads them."""
+    """Load into this layout. Every slice is that of the whole tensors, as one process reads them."""
     job = Job.from_dict(args["job"])
     coord = job.layout.coord(args["rank"])
     state = State.create(job, load_family(job.model.family), coord, CPU)

@@ -1,4 +1,4 @@
-"""What the tests of skipped steps run inside pool workers."""
+"""Cases of the tests of skipped steps, run inside pool workers."""
 
 import math
 
@@ -9,7 +9,7 @@ from tests.cases import connect
 
 
 def skip_one(args):
-    """Three steps of which the second is skipped, against the first and third alone."""
+    """Compare three steps, the second of them skipped, with the first and third alone."""
     rank = connect(args)
     digests = []
     for skip in (True, False):
@@ -20,7 +20,7 @@ def skip_one(args):
             result.skip = "a test"
             rank.engine.update(result)
         else:
-            rank.state.step += 1  # the rate goes by it
+            rank.state.step += 1  # the rate depends on it
         rank.engine.step(rank.batches(2))
         digests.append(rank.state.digest())
         about = {"step": rank.state.step, "updates": rank.state.updates}
@@ -34,7 +34,7 @@ def skip_one(args):
 
 
 def poison(args):
-    """A step whose gradients are not numbers, skipped; then one that is sound."""
+    """Skip a step whose gradients are not numbers, then run one that is sound."""
     rank = connect(args)
     rank.engine.step(rank.batches(0))
     batches = rank.batches(1)

@@ -30,7 +30,7 @@ LIMIT = {"bf16": 2e-2, "fp8": 0.25}  # of all gradients together; eager bf16 has
 
 
 def gradients(job):
-    """Ours, and those of the independent implementation in fp64 from the same weights, both unclipped."""
+    """Return our gradients and those of the independent implementation in fp64, from the same weights, unclipped."""
     rank = Rank(job, 0, dist.HashStore(), 0)
     out = rank.engine.gradients(rank.batches(0))
     ours = {name: grad.detach().cpu().double() for name, grad in out.grads.items()}
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_plain_pytorch(options):
 
 @pytest.mark.parametrize("options", [dict(), dict(compile="inductor", recompute="selective"), dict(reduction="exact")])
 def test_gradients_of_experts_in_fp8(monkeypatch, options):
-    """As for a job whose experts have rows enough."""
+    """The job is treated as if its experts had enough rows."""
     monkeypatch.setattr(fused, "FP8_ROWS", 1)
     job = make_job(model=EXPERTS, precision="fp8", seq_len=256, micro_batch=2, global_batch=4, clip=0.0, **options)
     ours, want, loss, total = gradients(job)

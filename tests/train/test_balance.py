@@ -1,4 +1,4 @@
-"""How evenly a mixture spreads its tokens: what a rank says of a step."""
+"""How evenly a mixture spreads its tokens: what a rank reports of a step."""
 
 from __future__ import annotations
 

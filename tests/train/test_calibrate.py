@@ -40,7 +40,7 @@ HOST = Device(torch.device("cpu"), "gloo")
 
 
 def case_measure(args):
-    """On each rank of the pool."""
+    """Measure on each rank of the pool."""
     ranks = Job.from_dict(args["job"]).layout.world_size
     store = MeetingStore(args["store"], ("case", args["generation"]))
     store = dist.PrefixStore(f"calibrate{args['generation']}", store)
@@ -53,7 +53,7 @@ def case_measure(args):
 
 
 def file_of(folder, **sections):
-    """A calibration as `phalanx calibrate` writes it."""
+    """Write a calibration as `phalanx calibrate` does."""
     path = folder / "calibration.json"
     head = {"format": FORMAT, "date": "2026-01-01", "machine": describe(HOST, 2), "versions": {}}
     path.write_text(json.dumps(head | sections))
@@ -91,7 +91,7 @@ TRUTH = dataclasses.replace(
 
 
 def synthetic(folder, machine, truth=TRUTH):
-    """As if a machine did exactly what the formulas say, with these efficiencies."""
+    """Make a calibration of a machine that does exactly what the formulas say, with these efficiencies."""
     timed = {"median_s": 1.0, "low_s": 1.0, "high_s": 1.0}
     products = [
         {"dtype": dtype, "m": m, "n": n, "k": k}
@@ -122,7 +122,7 @@ def h100(chips=8):
 
 
 def test_shares_are_found(tmp_path):
-    """On a catalogue machine, of which the measured node is one; the inner width of products is found too."""
+    """The measured node is one of a catalogue machine. The inner width of products is found too."""
     profile = profile_from(synthetic(tmp_path, h100()), h100())
     for name in ("memory", "attention_fwd", "attention_bwd", "up"):
         assert getattr(profile, name) == pytest.approx(getattr(TRUTH, name), rel=2e-3), name
@@ -133,7 +133,7 @@ def test_shares_are_found(tmp_path):
 
 
 def test_a_calibration_narrows_the_interval(tmp_path):
-    """To what products and attention scatter, and no narrower than a step can be known from them."""
+    """It narrows to the scatter of products and attention, and no further than a step can be known from them."""
     profile = profile_from(synthetic(tmp_path, h100()), h100())
     assert profile.error == (-calibrated.LEAST_ERROR, calibrated.LEAST_ERROR)
     before, after = DEFAULT.interval(False, "bf16"), profile.interval(False, "bf16")
@@ -183,7 +183,8 @@ def test_a_chip_of_the_catalogue_may_bring_its_calibration(tmp_path, monkeypatch
     ],
 )  # fmt: skip
 def test_an_h200_of_the_catalogue_predicts_steps(dim, layers, ffn, seq, batch, precision, step_ms, gib):
-    """Those of benchmarks/gpu_step.py, moments in bf16, which no fit has used: within 6 %, allocated memory 2 %."""
+    """The steps are those of benchmarks/gpu_step.py with moments in bf16, which no fit has used. They agree within 6 %,
+    allocated memory within 2 %."""
     cluster = load().cluster("h200", 1)
     profile = known_profile(cluster, fused=True, moment_bytes=4.0)
     shape = ModelShape.of(layers, dim, 32, ffn, 128256, seq, kv_heads=8)

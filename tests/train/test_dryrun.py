@@ -118,7 +118,7 @@ def test_the_plan_counts_what_the_program_does(name, case, rank):
 
 
 def test_a_wrong_plan_is_listed(monkeypatch):
-    """Both ways: what the plan has too much, and what it does not know of."""
+    """Both ways are listed: what the plan has too much, and what it does not know of."""
 
     def wrong(job, coord):
         other = dataclasses.replace(job, layout=dataclasses.replace(job.layout, zero=1))
@@ -135,7 +135,7 @@ def test_a_wrong_plan_is_listed(monkeypatch):
 
 
 def test_a_program_that_fails_says_so(monkeypatch):
-    """And leaves nothing behind that the next dry run would trip over."""
+    """It also leaves nothing behind that the next dry run would trip over."""
 
     def broken(self, result):
         raise IndexError("no such expert")

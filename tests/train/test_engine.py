@@ -170,10 +170,10 @@ def test_a_step_that_is_not_finite_changes_nothing(pool, reduction):
 
 
 def test_closing_an_engine_does_not_wait_for_a_silent_replica(pool):
-    """It comes only after that, so whoever waited would wait for ever."""
+    """The replica comes only after the close, so an engine that waited for it would wait for ever."""
     assert pool.run(CASES + "close_with_silent_peer", make_job((2, 1, 1), precision="fp32")) == [True, True]
 
 
 def test_a_group_that_could_not_be_formed_does_not_keep_the_next_from_it(pool):
-    """torch counts groups, also those that failed, and whoever has counted differently is never found."""
+    """torch counts groups, even those that failed, and a rank that has counted differently is never found."""
     assert pool.run(CASES + "formed_after_a_failure", make_job((1, 2, 1)), timeout=20) == [2, 2]

@@ -13,7 +13,7 @@ TP_LAYOUTS = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 4, 2), (2, 2, 2), (4, 1, 2)]
 
 
 def run(pool, folder: Path, layout, steps=2, **options) -> dict:
-    """Fingerprints of one run, with the loss and norm bits of every step."""
+    """Return fingerprints of one run, with the loss and norm bits of every step."""
     defaults = {"precision": "fp32", "reduction": "exact", "global_batch": 8}
     job = make_job(layout, **({"model": ODD} | defaults | options))
     stem = str(folder / "run")
@@ -27,7 +27,7 @@ def run(pool, folder: Path, layout, steps=2, **options) -> dict:
 
 @pytest.fixture(scope="module")
 def alone(pool, tmp_path_factory):
-    """One rank's run, to which the others are compared."""
+    """Return one rank's run, with which the others are compared."""
     return run(pool, tmp_path_factory.mktemp("alone"), (1, 1, 1))
 
 

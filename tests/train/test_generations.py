@@ -1,4 +1,4 @@
-"""Workers that go on when others die: the same bits as if nobody had."""
+"""Workers that continue when others die compute the same bits as if nobody had."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def a_job(text, steps=STEPS, global_batch=8, **layout):
 
 @functools.cache
 def node():
-    """One import of torch for all runs. It ends with this process."""
+    """Import torch once for all runs. The node ends with this process."""
     return BareClient(["phalanx.train.worker", "phalanx.model.dense", "tests.train.generation_cases"], env=ENV)
 
 
@@ -73,7 +73,7 @@ def test_a_worker_dies_in_a_step_and_is_replaced(at, wait_s, text, tmp_path, cle
     for attempt in range(2):
         with lead(job, tmp_path / str(attempt), wait_ns=wait_s * 10**9, die=die) as c:
             assert c.finish() == {rank: clean[rank] for rank in c.crew}
-        if c.died == [3]:  # now and then its peer does not leave a wait of Gloo's in time and is killed: not twice
+        if c.died == [3]:  # sometimes its peer does not leave a Gloo wait in time and is killed, but not twice
             break
     else:
         raise AssertionError(f"others were killed: {c.died}")
@@ -105,7 +105,7 @@ def test_any_layout_goes_on(layout, text, tmp_path):
 
 
 def test_without_a_replacement_the_others_do_its_part_and_take_it_back(text, tmp_path):
-    """The same batch is divided among those that are there: the same bits, degraded steps included."""
+    """The same batch is divided among those that are left: the same bits, degraded steps included."""
     job = a_job(text, replica=2, shard=2, ranks_per_node=2, steps=14)
     want = undisturbed(job, tmp_path / "clean")
     with lead(job, tmp_path / "run", deaths=1) as c:
@@ -135,7 +135,7 @@ def test_the_others_do_its_part_also_when_it_does_not_divide(text, tmp_path):
 
 
 def test_another_replica_dies_while_the_step_is_redone(text, tmp_path):
-    """It has not computed what was dealt to it then: only what a replica really holds is counted on."""
+    """It has not computed what was dealt to it then: only what a replica really holds counts."""
     job = a_job(text, replica=4, ranks_per_node=1)
     want = undisturbed(job, tmp_path / "clean")
     die = {4: {"step": 4, "at": "gradients"}, 3: {"step": 4, "at": "again"}}
@@ -146,7 +146,7 @@ def test_another_replica_dies_while_the_step_is_redone(text, tmp_path):
 
 
 def test_a_donor_that_refuses_connections_is_asked_once(text, tmp_path):
-    """It was asked in every generation, until the run gave up."""
+    """It used to be asked in every generation, until the run gave up."""
     job = a_job(text, replica=3, ranks_per_node=1, global_batch=9)
     die = {2: {"step": 4, "at": "forward"}, 3: "refuse"}
     with lead(job, tmp_path, wait_ns=60 * 10**9, die=die) as c:
@@ -166,7 +166,7 @@ def test_a_stopped_worker_is_killed_and_replaced(text, tmp_path, clean):
 
 
 def test_everybody_dies_and_the_run_begins_again(text, tmp_path, clean):
-    """No live copy is left, nor a snapshot: back to where the run began, as a branch."""
+    """Neither a live copy nor a snapshot is left, so the run goes back to where it began, as a branch."""
     with lead(a_job(text, replica=2, shard=2, ranks_per_node=2), tmp_path, ask_ns=10**8) as c:
         c.until(lambda: c.gang.committed >= 2)
         known = c.gang.committed

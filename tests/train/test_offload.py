@@ -236,7 +236,7 @@ class Unit(nn.Module):
 
 
 def test_the_host_copies_go_as_the_backward_comes_by(monkeypatch):
-    """Or a step would end with all activations in host memory."""
+    """Otherwise a step would end with all activations in host memory."""
     monkeypatch.setattr(offload, "THRESHOLD_BYTES", 64)
     alive: list = []
     copy = offload._Copy

@@ -106,7 +106,7 @@ def test_the_fast_reduction_agrees_to_rounding_in_any_layout(pool, layout, zero)
 
 @pytest.mark.parametrize("lost", [[[1]], [[]]], ids=["a replica is lost", "all form a new generation"])
 def test_compressed_traffic_is_redone_within_its_own_error(pool, lost):
-    """What rounding took before belongs to the old membership: a new one begins with nothing."""
+    """Earlier rounding errors belong to the old membership: a new one begins with none."""
     options = dict(reduction="fast", compress="bf16", precision="fp32", global_batch=9)
     left = survivors(pool, (3, 1, 1), lost, at="sums", **options)
     for answer in left:

@@ -1,4 +1,4 @@
-"""Restoring a state and going on gives the bits of the run that was never interrupted, on every layout of the parity
+"""Restoring a state and continuing gives the bits of the run that was never interrupted, on every layout of the parity
 table and with dropout; and a checkpoint loads into any other layout."""
 
 import pytest
@@ -33,14 +33,14 @@ def test_going_on_gives_the_same_bits(pool, tmp_path, layout, options):
 
 
 def test_what_a_layer_draws_depends_on_the_micro_batch_alone(pool, tmp_path):
-    """Not on what was drawn before: another replica draws the same when it computes a micro-batch again."""
+    """What was drawn before does not matter: another replica draws the same when it computes a micro-batch again."""
     job = make_job((1, 2, 1))
     got = pool.run("tests.train.resume_cases:case_resume", job, dir=str(tmp_path), forget_rng=True)
     assert all(rank["file"]["digest"] == rank["straight"]["digest"] for rank in got)
 
 
 def test_imported_weights_count_the_updates_that_were_made(pool, tmp_path):
-    """And not the steps: Adam corrects its moments by their number."""
+    """They do not count the steps: Adam corrects its moments by the number of updates."""
     job = make_job((1, 2, 1), precision="fp32", steps=2000)
     for got in pool.run("tests.train.resume_cases:case_import", job, dir=str(tmp_path)):
         assert got["about"]["updates"] == 3 and got["about"]["cursor"] == 3 * job.train.global_batch

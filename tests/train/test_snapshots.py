@@ -49,7 +49,7 @@ def test_memory_has_a_snapshot_long_before_a_long_interval_ends():
 
 
 def test_a_stop_saves_a_step_whose_snapshot_is_only_in_memory():
-    """It was taken for one that is on its way to the disk, and the run waited in vain."""
+    """Such a snapshot was once taken for one on its way to the disk, and the run waited in vain."""
     saver = Noted(CheckpointConfig(every_steps=90_000))
     saver.begin(1)
     saver.train(FIRST_STEP)

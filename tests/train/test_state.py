@@ -22,7 +22,7 @@ def update(state: State, seed: int) -> None:
 
 
 def copy(of: State, into: State) -> None:
-    """By way of a checkpoint's entries."""
+    """Copy a state by way of a checkpoint's entries."""
 
     def fill(room):
         for name in of.names():

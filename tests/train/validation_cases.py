@@ -1,12 +1,12 @@
-"""What the validation tests run inside pool workers."""
+"""Cases of the validation tests, run inside pool workers."""
 
 from phalanx.train.validator import Validator
 from tests.cases import connect
 
 
 def train(args):
-    """Two steps, with a validation before each and after the last if there are sets; what the ranks report, and the
-    bits of what they hold."""
+    """Run two steps, with a validation before each and after the last if there are sets. Return what the ranks report,
+    and the bits of what they hold."""
     rank = connect(args)
     validator = Validator(rank.job, rank.coord, args["sets"], lambda event: None)
     replicas, said = list(range(rank.job.layout.replica)), []

@@ -1,1 +1,1 @@
-"""The shared nouns. Standard library and numpy only; imports nobody."""
+"""The shared nouns. They use only the standard library and numpy, and import no other package of the project."""

@@ -1,4 +1,4 @@
-"""Whether a network interface of this host is connected."""
+"""Tell whether a network interface of this host is connected."""
 
 from __future__ import annotations
 

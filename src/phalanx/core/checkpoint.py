@@ -1,5 +1,5 @@
-"""A checkpoint's shape: which bytes of the state lie where. A rank's state is one image in memory: first its own
-pieces, which are its file, then what other ranks write. The offsets follow from the layout, so anyone who has the
+"""The shape of a checkpoint: which bytes of the state lie where. A rank's state is one image in memory: first its own
+pieces, which are its file, then what other ranks write. The offsets follow from the layout, so a reader who has the
 manifest finds any byte of any rank without asking anybody.
 
     image of a rank   | own pieces, 64-byte aligned | the rest of its slices |      cut in chunks, each with its hash
@@ -33,12 +33,12 @@ NAME = re.compile(r"step-(\d{9,})-(?:g(\d+)-)?(?:([0-9a-f]{8})-)?[A-Za-z0-9._-]+
 
 
 class BadCheckpoint(Exception):
-    """It must not be loaded. Says which file, and what is wrong with it."""
+    """A checkpoint that must not be loaded. Its message says which file is wrong, and in what."""
 
 
 class Unreadable(BadCheckpoint):
-    """It cannot be read now: a file is missing, the disk fails, or a newer version has written it. That may pass, so
-    nothing is wrong with the checkpoint itself."""
+    """A checkpoint that cannot be read now: a file is missing, the disk fails, or a newer version has written it. That
+    may pass, so nothing is wrong with the checkpoint itself."""
 
 
 def _up(size: int, to: int) -> int:
@@ -58,7 +58,8 @@ class Entry:
 
 
 def word_of(size: int) -> str:
-    """The integers as which that many bytes are summed: the widest that fit, since a device adds those the fastest."""
+    """Return the integer type as which that many bytes are summed: the widest that fits, which a device adds the
+    fastest."""
     return next(word for width, word in ((8, "int64"), (4, "int32"), (2, "int16"), (1, "uint8")) if size % width == 0)
 
 
@@ -80,10 +81,10 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """Where a rank's slices lie in its image."""
+    """The places of a rank's slices in its image."""
 
     segments: list[Segment]
-    num_own: int  # the first so many are its own
+    num_own: int  # how many of the first are its own
     own_bytes: int
     image_bytes: int
 
@@ -119,7 +120,7 @@ class Plan:
         return self.segments[: self.num_own]
 
     def chunks(self) -> list[tuple[int, int]]:
-        """[start, stop) of what is hashed as one: first those of the file."""
+        """Return [start, stop) of the chunks that are hashed as one: first those of the file."""
         return chunks(0, self.own_bytes) + chunks(self.own_bytes, self.image_bytes)
 
 
@@ -128,7 +129,7 @@ def chunks(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 class Block(NamedTuple):
-    """What a reader wants of one file: rows and columns of a tensor, and the segment that they lie in."""
+    """What a reader needs of one file: rows and columns of a tensor, and the segment that they lie in."""
 
     rank: int
     segment: Segment
@@ -148,10 +149,10 @@ class Manifest:
     entries: list[Entry]
     files: list[tuple[int, str]]  # by rank: size, and the blake3 of its tail
     updates: int  # of the optimizer; 0: it has no moments, and starts anew
-    cursor: int = 0  # samples that were served before it
+    cursor: int = 0  # samples served before it
     order: dict[str, Any] = field(default_factory=dict)  # of the data, which the cursor counts in
     data_version: str = ""
-    seq_len: int = 0  # of a sample
+    seq_len: int = 0  # length of a sample
     lineage: str = ""  # the run that it belongs to, with all that continue it; "": imported
     generation: int = 0
     ledger: str = ""  # the hash of the last committed step
@@ -178,11 +179,11 @@ class Manifest:
         return self._plans[rank]
 
     def blocks(self, name: str, r0: int, r1: int, c0: int, c1: int) -> Iterator[Block]:
-        """The blocks that together are these rows and columns."""
+        """Yield the blocks that together are these rows and columns."""
         i = self.index[name]
         for rank in self.entries[i].held.writers(self.layout, i, (r0, r1)):
             s = self._planned(rank)[1].get(i)
-            if s is None:  # it has those rows, but no column of them
+            if s is None:  # the rank has those rows, but no column of them
                 continue
             rows, cols = (max(r0, s.r0), min(r1, s.r1)), (max(c0, s.c0), min(c1, s.c1))
             if rows[0] < rows[1] and cols[0] < cols[1]:
@@ -208,7 +209,7 @@ class Manifest:
 
 
 def _entry(name: str, shape: list[int], *rest: Any) -> Entry:
-    """Out of a manifest's row. A newer minor version may say more before the type, which comes last."""
+    """Make an entry from a manifest's row. A newer minor version may say more before the type, which comes last."""
     *how, dtype = rest
     if dtype not in ITEM_BYTES:
         raise ValueError(f"{name}: there is no type {dtype!r}")
@@ -221,7 +222,7 @@ def file_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a run says alike of all its checkpoints."""
+    """What all checkpoints of a run have in common."""
 
     lineage: str = ""
     data_version: str = ""
@@ -230,20 +231,20 @@ class Facts:
     first_place: int = 0  # and how many samples had been served before
 
     def cursor(self, step: int, global_batch: int) -> int:
-        """How many samples were served before `step`."""
+        """Return how many samples were served before `step`."""
         return self.first_place + (step - self.first_step) * global_batch
 
 
 class Place(NamedTuple):
-    """Where a checkpoint stands among those of its lineage: a later generation goes before a higher step, since the
-    steps that a later generation has not got were abandoned."""
+    """The place of a checkpoint among those of its lineage. A later generation goes before a higher step, since steps
+    that a later generation lacks were abandoned."""
 
     generation: int
     step: int
 
 
 def checkpoint_name(step: int, mark: str, generation: int = 0, lineage: str = "") -> str:
-    """Never used twice: `mark` is random, and the same on all ranks."""
+    """Name a checkpoint. No name is used twice: `mark` is random, and the same on all ranks."""
     parts = [f"step-{step:09d}"] + [f"g{generation:04d}"] * bool(generation or lineage) + [lineage] * bool(lineage)
     return "-".join([*parts, mark])
 
@@ -261,8 +262,8 @@ def lineage_of(name: str) -> str:
 
 
 def buddies(domains: list[str]) -> list[int | None]:
-    """For each node the one that keeps a copy of its snapshots: the next in another failure domain (`domains` names
-    each node's), so that every node keeps as many as it gives while the domains are alike. None: there is no other."""
+    """Return for each node the one that keeps a copy of its snapshots: the next in another failure domain (`domains`
+    names each node's). While the domains are alike, every node keeps as many as it gives. None: there is no other."""
     if len({*domains}) < 2:
         return [None] * len(domains)
     out: list[int | None] = []

@@ -27,7 +27,7 @@ class Rule:
     what: str
     why: str
     remedy: str
-    composition: bool = False  # two features that do not go together, whatever the sizes
+    composition: bool = False  # two features that do not go together at any size
 
     def sentence(self, job: Job) -> str:
         what = re.sub(r"\b[a-z]+\.\w+\b(?! =)", lambda match: f"{match[0]} ({_value(job, match[0])})", self.what)
@@ -40,12 +40,12 @@ def _value(job: Job, field: str) -> object:
 
 
 def _decoder(broken: Predicate) -> Predicate:
-    """Rules about heads are the built-in decoders'; a family of the user's own checks its sizes itself."""
+    """Apply a rule to the built-in decoders only: a family of the user's own checks its sizes itself."""
     return lambda job: job.model.family in ("dense", "moe") and broken(job)
 
 
 def _blocks(broken: Predicate) -> Predicate:
-    """The same for all built-in families."""
+    """Apply a rule to all built-in families."""
     return lambda job: job.model.family in FAMILIES and broken(job)
 
 
@@ -54,7 +54,7 @@ def _moe(broken: Predicate) -> Predicate:
 
 
 def _patches(job: Job) -> int:
-    """In an image; 0: model.options do not say."""
+    """Return the patches in an image; 0: model.options do not say."""
     shape = ImageShape.of(job.model.options)
     return shape.num_patches if shape else 0
 
@@ -69,7 +69,7 @@ def _chunks_fit(job: Job) -> bool:
 
 
 def _pieces(job: Job) -> int:
-    """How many pieces a sequence has, if all ranks are to hold the same number of positions."""
+    """Return how many pieces a sequence has, if all ranks are to hold the same number of positions."""
     cp, tp = job.layout.cp, job.layout.tp
     return math.lcm(cp * tp, 2 * cp) if job.layout.cp_style == "ring" else cp * tp
 

@@ -1,5 +1,5 @@
-"""Which replica computes which micro-batches of a step: a pure function of the job, of the replicas that take part and
-of what they have computed already, so every rank works it out for itself.
+"""Decide which replica computes which micro-batches of a step. This is a pure function of the job, of the replicas that
+take part and of what they have computed already, so every rank works it out for itself.
 
 A round is what the shard ranks of a replica compute in one pass of a micro-batch each: `shard` neighbouring
 micro-batches. Shares are whole rounds and may be uneven."""
@@ -23,16 +23,16 @@ class Deal:
 
     @property
     def replicas(self) -> list[int]:
-        """Those that take part, in the order of the cross-replica groups."""
+        """Return the replicas that take part, in the order of the cross-replica groups."""
         return sorted(self.todo)
 
     @property
     def redo(self) -> bool:
-        """Whether a part of the step is there already."""
+        """Return whether a part of the step has been computed already."""
         return any(self.held.values())
 
     def whole(self, replica: int) -> tuple[int, ...]:
-        """What the replica holds once it has computed its part."""
+        """Return what the replica holds once it has computed its part."""
         return tuple(sorted(self.held[replica] + self.todo[replica]))
 
 

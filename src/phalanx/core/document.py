@@ -1,5 +1,5 @@
-"""Files that other versions of this program may have written: a document has a major version and named keys. Keys that
-this version does not know are ignored; a document of a newer major version is refused."""
+"""Read files that other versions of this program may have written. A document has a major version and named keys. Keys
+that this version does not know are ignored; a document of a newer major version is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def check_version(body: Mapping[str, Any], newest: int, what: str, key: str = "format") -> int:
-    """The document's major version. ValueError: it has none. UserError: it is newer than `newest`."""
+    """Return the document's major version. Raise ValueError if it has none, UserError if it is newer than `newest`."""
     version = body.get(key)
     if type(version) is not int or version < 1:
         raise ValueError(f"{what} has no version: {key} = {version!r}")
@@ -26,6 +26,6 @@ def check_version(body: Mapping[str, Any], newest: int, what: str, key: str = "f
 
 
 def make(kind: type[T], body: Mapping[str, Any]) -> T:
-    """A dataclass out of the keys that it knows. TypeError: one that it needs is missing."""
+    """Make a dataclass from the keys that it knows. Raise TypeError if one that it needs is missing."""
     known = {field.name for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     return kind(**{key: value for key, value in body.items() if key in known})

@@ -1,5 +1,4 @@
-"""The one exception a user's mistake may raise, the one a failed run raises, the one of a run whose time is up, and the
-one for a peer's mistake.
+"""The exceptions of a user's mistake, of a failed run, of a run whose time is up, and of a peer's mistake.
 
 The first two print without a traceback. `UserError` always says what was wrong, where, and what to do next.
 """
@@ -23,7 +22,7 @@ class UserError(ValueError):
 
 
 def together(wrong: Sequence[UserError]) -> UserError:
-    """All that is wrong, as one error, so that it can be mended at once; its field is that of the first."""
+    """Join all errors into one, so that they can be fixed at once. Its field is that of the first."""
     first = wrong[0]
     if len(wrong) == 1:
         return first
@@ -51,7 +50,7 @@ class TimeUp(KeyboardInterrupt):
     """A run that was stopped because its engine's time limit is near. It may be started again."""
 
 
-MOST_INT = 1 << 63  # that a peer may send: what follows from such numbers has a text, and a float
+MOST_INT = 1 << 63  # the largest that a peer may send: what is computed from it can still be printed, or made a float
 
 
 class WireError(ValueError):

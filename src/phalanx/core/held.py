@@ -1,7 +1,7 @@
-"""Who holds what: for every tensor of the state its whole shape and how the axes cut it. The pipeline gives it to
-one stage; then tensor parallelism cuts one dim, or expert parallelism the experts; then the shard axis cuts the rows
-of what is left. What several ranks hold alike is cut once more, by rows, into the pieces that each of them answers
-for when the state is written. Pure arithmetic from the layout, so nothing has to be gathered to know it."""
+"""Which rank holds what: for every tensor of the state its whole shape and how the axes cut it. The pipeline gives it
+to one stage; then tensor parallelism cuts one dim, or expert parallelism the experts; then the shard axis cuts the rows
+of what is left. A slice that several ranks hold is cut once more, by rows, into the pieces that each of them writes
+when the state is saved. This is pure arithmetic from the layout, so nothing has to be gathered to know it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import chunk_bounds, even_bounds
 
-CODEC_BLOCK = 1024  # values of a gradient that share one scale where it travels in 8 bits
+CODEC_BLOCK = 1024  # values of a gradient that share one scale when it travels in 8 bits
 
 
 def travels_whole(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter's gradient is never compressed: vectors, and the routers of experts. They are few, and an
-    error in them is felt by every token."""
+    """Return whether a parameter's gradient is never compressed: that of vectors, and of the routers of experts. They
+    are few, and an error in them affects every token."""
     return len(shape) < 2 or name.endswith("gate.weight")
 
 
@@ -27,7 +27,7 @@ class Held:
     shape: tuple[int, ...]  # of the whole tensor
     tp_dim: int | None = None  # None: every TP rank holds it whole
     stage: int = 0  # of the pipeline
-    experts: int = 0  # whose rows these are, one after the other; 0: not an expert's
+    experts: int = 0  # how many experts' rows these are, one after the other; 0: none's
     whole: bool = False  # whole on every rank of its stage
 
     @property
@@ -44,7 +44,7 @@ class Held:
 
     @property
     def inner(self) -> int:
-        """Elements of one row and column."""
+        """Return the elements of one row and column."""
         return math.prod(self.shape[2:])
 
     def held_by(self, layout: Layout, coord: Coord) -> bool:
@@ -53,7 +53,7 @@ class Held:
     # -- the slice of a rank
 
     def split_bounds(self, layout: Layout, part: int) -> tuple[int, int, int, int]:
-        """Rows and columns that TP rank `part`, or EP rank `part`, has left to be sharded."""
+        """Return the rows and columns that TP rank `part`, or EP rank `part`, has left to be sharded."""
         bounds = [(0, self.num_rows), (0, self.num_cols)]
         if self.experts:
             first, last = even_bounds(self.experts, layout.ep, part)
@@ -64,7 +64,7 @@ class Held:
         return *bounds[0], *bounds[1]
 
     def _cuts(self, layout: Layout) -> tuple[int, int]:
-        """Parts of the split, and of the sharding of each."""
+        """Return the number of parts of the split, and of the sharding of each."""
         if self.whole:
             return 1, 1
         if self.experts:
@@ -72,7 +72,7 @@ class Held:
         return (1 if self.tp_dim is None else layout.tp), layout.shard * layout.cp
 
     def bounds(self, layout: Layout, coord: Coord) -> tuple[int, int, int, int]:
-        """First and last row, first and last column of a rank's slice; what the model calls local."""
+        """Return first and last row, first and last column of a rank's slice, which the model calls local."""
         inside = layout.in_stage(coord)
         parts = self._cuts(layout)[1]
         if self.whole:
@@ -93,17 +93,17 @@ class Held:
         r0, r1, c0, c1 = self.bounds(layout, coord)
         return (r1 - r0, c1 - c0, *self.shape[2:])[: len(self.shape)]
 
-    # -- the piece of it that is this rank's to write
+    # -- the rows of it that this rank writes
 
     def _copies(self, layout: Layout) -> int:
-        """Ranks that hold the same slice."""
+        """Return the number of ranks that hold the same slice."""
         if self.whole:
             return layout.replica * layout.stage_size
         return layout.replica * (layout.tp if self.tp_dim is None and not self.experts else 1)
 
     def own_rows(self, layout: Layout, coord: Coord, turn: int) -> tuple[int, int]:
-        """[first, last) of the rows that this rank writes; `turn` differs between tensors, so that the ranks take
-        turns at the rows that do not divide."""
+        """Return [first, last) of the rows that this rank writes. `turn` differs between tensors, so that the ranks
+        take turns at the rows that do not divide."""
         copies = self._copies(layout)
         if self.whole:
             copy = coord.replica * layout.stage_size + layout.in_stage(coord)
@@ -114,7 +114,7 @@ class Held:
         return r0 + start, r0 + stop
 
     def writers(self, layout: Layout, turn: int, rows: tuple[int, int]) -> Iterator[int]:
-        """The ranks whose pieces have something of these rows, without asking the others."""
+        """Yield the ranks whose pieces have some of these rows, without asking the others."""
         base = layout.rank_of_stage(self.stage) * layout.stage_size
         splits, parts = self._cuts(layout)
         copies = self._copies(layout)

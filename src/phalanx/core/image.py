@@ -1,5 +1,5 @@
-"""Images as sequences: their size, and how many patches of how many features that makes. The data that
-draws them and the model that reads them both count with this."""
+"""Images as sequences: their size, and how many patches of how many features that makes. The data that draws them and
+the model that reads them both use this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ImageShape:
 
     @staticmethod
     def of(options: dict[str, Any]) -> ImageShape | None:
-        """From model.options `image`, `patch` and `channels`; None if they do not make one."""
+        """Make one from model.options `image`, `patch` and `channels`; None if they do not fit."""
         sizes = [options.get(name, 0) for name in ("image", "patch", "channels")]
         if not all(type(size) is int and size > 0 for size in sizes):
             return None
@@ -33,5 +33,5 @@ class ImageShape:
 
     @property
     def features(self) -> int:
-        """Numbers in one patch."""
+        """Return how many numbers one patch has."""
         return self.patch**2 * self.channels

@@ -34,7 +34,7 @@ class TrainConfig:
     compress: str = "none"  # none | bf16 | int8: cross-replica traffic
     document_mask: bool = True
     max_skips: int = 10  # steps in a row that are not applied because they are not finite, or a spike
-    spike: float = 0.0  # deviations above the mean of the latest losses from which a step is one; 0: none is
+    spike: float = 0.0  # deviations above the mean of the latest losses that make a step a spike; 0: none is
     compile: str = "auto"  # auto | none | inductor | aot_eager: each unit by itself
 
 
@@ -60,7 +60,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesConfig:
-    """Per axis, auto or the name of an algorithm (parallel/algorithms.py)."""
+    """The algorithm of each axis, or auto (parallel/algorithms.py)."""
 
     replica: str = "auto"  # auto | flat | hierarchical
     shard: str = "auto"
@@ -75,7 +75,7 @@ class DataConfig:
     stages: list[dict[str, Any]] = field(default_factory=list)  # {"at": place, "weights": {source: x}, "version": …}
     skips: list[list[int]] = field(default_factory=list)  # [from, to) of places
     groups: int = 0  # 0: 8
-    buffer_steps: int = 4  # that are ready before they are needed
+    buffer_steps: int = 4  # steps that are ready before they are needed
     cache_dir: str = ""  # for chunks of remote data; "": the user's cache folder
     cache_gb: float = 10.0
     quarantine_limit: int = 8
@@ -83,7 +83,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class ValidationConfig:
-    """Off without sources and without a held-out share."""
+    """Validation. It is off if there are no sources and no held-out share."""
 
     sources: list[str] = field(default_factory=list)  # as data.source
     held_out: float = 0.0  # share of the end of each source of the training data that is not trained on
@@ -96,34 +96,34 @@ class ValidationConfig:
         return bool(self.sources) or self.held_out > 0
 
     def is_due(self, step: int, steps: int) -> bool:
-        """After `step` of `steps` updates."""
+        """Return whether it is due after `step` of `steps` updates."""
         return self.on and (step >= steps or (self.every_steps > 0 and step > 0 and step % self.every_steps == 0))
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     dir: str = ""  # folder or URL; "": in the run record
-    start: str = ""  # with which a run begins that has none of its own; "": with first weights
+    start: str = ""  # the checkpoint for a run that has none of its own; "": it begins with first weights
     every_steps: int = 0  # to the durable tier; 0: derived, -1: no checkpoints
     memory_every_steps: int = 0  # to the memory tier; 0: derived
     keep_last: int = 3
-    keep_every: int = 0  # steps; 0: none beside the last
+    keep_every: int = 0  # steps; 0: none besides the last
     failures: float = 3.79  # per 1000 node-days, before the run has seen any of its own
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryConfig:
-    """What happens when something dies."""
+    """How the run survives failures."""
 
     on: bool = True  # False: the first loss ends the run
     spares: int = 0  # nodes
     min_replicas: int = 1  # the fewest that the run continues with
-    wait_s: float = 0.0  # for full strength, before it continues with fewer replicas
-    hold_s: float = 300.0  # that a run which cannot continue waits, before it ends
+    wait_s: float = 0.0  # how long to wait for full strength before it continues with fewer replicas
+    hold_s: float = 300.0  # how long a run that cannot continue waits before it ends
     beat_s: float = 0.0  # between heartbeats; 0: derived from the number of nodes and the rate of failures
-    restart_s: float = 5.0  # after which a node process of this machine that died is started again
+    restart_s: float = 5.0  # until a node process of this machine that died is started again
     grace_s: float = 30.0  # after SIGTERM, to save and leave
-    deaths_per_node: int = 3  # of workers within ten minutes, until the node is given up
+    deaths_per_node: int = 3  # deaths of workers within ten minutes, until the node is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class RunConfig:
     hang_timeout_s: float = 0.0  # 0: derived from the measured step time
     time_limit_s: float = 0.0  # after which the run saves and stops; 0: none
     share_devices: bool = False  # more ranks than devices
-    networks: list[str] = field(default_factory=list)  # that ranks use among themselves, the preferred first
+    networks: list[str] = field(default_factory=list)  # those that ranks use among themselves, the preferred first
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Job:
 
     @property
     def num_micro(self) -> int:
-        """Micro-batches in one step, over all ranks: the length of the exact reduction's tree."""
+        """Return the micro-batches in one step, over all ranks: the length of the exact reduction's tree."""
         return self.train.global_batch // self.train.micro_batch
 
     @property
@@ -163,14 +163,14 @@ class Job:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether the exact sum over the shard axis waits for the last micro-batch. Not when ranks share a
-        micro-batch: their leaves would not be neighbours."""
+        """Return whether the exact sum over the shard axis waits for the last micro-batch. It does not when ranks share
+        a micro-batch, because their leaves would not be neighbours."""
         return self.layout.zero == 1 and self.layout.cp * self.layout.tp == 1
 
     def micro_indices(self, coord: Coord, share: Sequence[int] | None = None) -> list[int]:
-        """The global micro-batch indices a rank works on, in order, of its replica's `share` (core/deal.py; None: that
-        at full strength, a contiguous run). ZeRO-1 reduces once per step, so a rank takes a run; ZeRO-2/3 reduce every
-        micro-batch, so the shard ranks take neighbours. TP, CP and PP ranks share theirs."""
+        """Return the global micro-batch indices that a rank works on, in order, from its replica's `share`
+        (core/deal.py; None: that at full strength, a contiguous run). ZeRO-1 reduces once per step, so a rank takes a
+        run; ZeRO-2/3 reduce every micro-batch, so the shard ranks take neighbours. TP, CP and PP ranks share theirs."""
         n, shards = self.micro_per_rank, self.layout.shard
         if share is None:
             share = range(coord.replica * n * shards, (coord.replica + 1) * n * shards)
@@ -185,12 +185,12 @@ class Job:
 
     @property
     def deterministic(self) -> bool:
-        """Whether accelerators use only kernels that give the same bits twice. CPUs have no others."""
+        """Return whether accelerators use only kernels that give the same bits twice. CPUs have no others."""
         return self.train.deterministic or self.train.reduction == "exact"
 
     @property
     def promise(self) -> str:
-        """What determinism this run has (contract 8)."""
+        """Describe the determinism of this run (contract 8)."""
         if self.train.reduction == "exact":
             return "bit-identical for any replica x shard x pp split at this TP and CP degree and micro-batch"
         where = "" if self.deterministic else " on CPUs, to rounding on accelerators"

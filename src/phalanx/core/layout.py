@@ -1,9 +1,8 @@
 """Layout: the degrees of every axis, and which rank stands where.
 
-A replica holds one whole copy of the model; inside it ranks are ordered pp-major, then shard, cp, and
-tp-minor, so that the ranks that talk most are neighbours. State is sharded over shard x cp; experts
-over ep of the shard x cp x tp ranks of a stage, and over the rest of them by rows. Nothing here knows
-torch.
+A replica holds one whole copy of the model; inside it ranks are ordered pp-major, then shard, cp, and tp-minor, so that
+the ranks that communicate most are neighbours. State is sharded over shard x cp; experts over ep of the shard x cp x tp
+ranks of a stage, and over the rest of them by rows. Nothing here knows torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ SPLIT_BACKWARD = ("interleaved-zb", "zbv")
 
 @dataclass(frozen=True, slots=True)
 class Coord:
-    """Where a rank stands: one index per axis."""
+    """A rank's place: one index per axis."""
 
     replica: int
     shard: int
@@ -45,7 +44,7 @@ class Layout:
 
     @property
     def stage_size(self) -> int:
-        """Ranks that work on one pipeline stage of one replica."""
+        """Return the number of ranks that work on one pipeline stage of one replica."""
         return self.shard * self.cp * self.tp
 
     @property
@@ -58,7 +57,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks see different samples."""
+        """Return how many ranks see different samples."""
         return self.replica * self.shard
 
     @property
@@ -74,14 +73,14 @@ class Layout:
         return self.pp > 1 and self.schedule in SPLIT_BACKWARD
 
     def in_one_pass(self, num_micro: int) -> bool:
-        """Whether the schedule can take so many micro-batches through the pipeline at once. Interleaved ones take whole
-        rounds of about pp through one chunk before they turn to the next."""
+        """Return whether the schedule can take so many micro-batches through the pipeline at once. Interleaved ones
+        take whole rounds of about pp through one chunk before they turn to the next."""
         if self.num_chunks == 1 or self.schedule == "zbv":
             return True
         return num_micro % max(1, num_micro // self.pp) == 0
 
     def passes(self, num_micro: int) -> list[int]:
-        """How many micro-batches each pass takes: all of them at once, if that is possible."""
+        """Return how many micro-batches each pass takes: all of them at once, if that is possible."""
         out = []
         while num_micro:
             out.append(next(n for n in range(num_micro, 0, -1) if self.in_one_pass(n)))
@@ -100,34 +99,34 @@ class Layout:
         return coord.replica * self.replica_size + self.inside(coord)
 
     def inside(self, coord: Coord) -> int:
-        """The rank within its replica."""
+        """Return the rank within its replica."""
         return coord.pp * self.stage_size + self.in_stage(coord)
 
     def in_stage(self, coord: Coord) -> int:
         return (coord.shard * self.cp + coord.cp) * self.tp + coord.tp
 
     def stages_of(self, pp: int) -> list[int]:
-        """The pipeline stages on a rank: in a loop, or down and up again (zbv)."""
+        """Return the pipeline stages on a rank: in a loop, or down and up again (zbv)."""
         if self.schedule == "zbv" and self.pp > 1:
             return [pp, 2 * self.pp - 1 - pp]
         return [pp + chunk * self.pp for chunk in range(self.num_chunks)]
 
     def rank_of_stage(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
+        """Return the pipeline rank that holds a stage."""
         return next(pp for pp in range(self.pp) if stage in self.stages_of(pp))
 
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node if self.ranks_per_node else 0
 
     def by_node(self, ranks: list[int]) -> list[list[int]]:
-        """Positions in `ranks`, grouped by the node that the rank lives on."""
+        """Group the positions in `ranks` by the node that the rank lives on."""
         nodes: dict[int, list[int]] = {}
         for position, rank in enumerate(ranks):
             nodes.setdefault(self.node(rank), []).append(position)
         return list(nodes.values())
 
     def peers_by_node(self, coord: Coord, replicas: Sequence[int] | None = None) -> list[list[int]]:
-        """Positions in `replicas` (None: all), grouped by the node that their rank with this coordinate lives on."""
+        """Group the positions in `replicas` (None: all) by the node that their rank with this coordinate lives on."""
         replicas = range(self.replica) if replicas is None else replicas
         return self.by_node([replica * self.replica_size + self.inside(coord) for replica in replicas])
 

@@ -1,6 +1,7 @@
-"""A lease on a folder or bucket: one file, replaced only if nobody else has, that says who writes there. The holder
-renews it; who finds it unchanged for its whole term, by their own clock, may take it over. A holder on this machine
-whose process is gone has lost it at once. The file stays when the holder leaves, and says what was written there."""
+"""A lease on a folder or bucket: one file that says who writes there, and is replaced only if nobody else has changed
+it. The holder renews it. A process that finds it unchanged for its whole term, by its own clock, may take it over. A
+holder on this machine whose process is gone has lost it at once. The file stays when the holder leaves, and says what
+was written there."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Held(Exception):
 
 
 def read(store: Store, name: str) -> Body:
-    """What the file says; empty if there is none, or if it is damaged. UserError: a newer version has written it."""
+    """Return what the file says; empty if it is missing or damaged. UserError: a newer version has written it."""
     return _read(store, name)[0]
 
 
@@ -55,7 +56,7 @@ def _read(store: Store, name: str) -> tuple[Body, str]:
 
 
 class Lease:
-    """`about`: what the file says beside the holder."""
+    """The lease as its holder sees it. `about` is what the file says besides the holder."""
 
     def __init__(self, store: Store, name: str, about: Body, term_s: float = TERM_S):
         self.store, self.name, self.term_s = store, name, term_s
@@ -70,9 +71,10 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, daemon=True, name="phalanx-lease")
 
     def take(self, patient: bool = False, on_wait: Callable[[Body], None] = lambda body: None) -> Body:
-        """Take it, and return what the file said before. One who holds it for the same run is replaced at once: that
-        there is only one of them is decided elsewhere. A holder elsewhere is given one term to show that it lives.
-        Held: it does; `patient` waits until it has left. `on_wait` hears once whom is waited for, and may raise."""
+        """Take the lease, and return what the file said before. A holder for the same run is replaced at once, because
+        it is decided elsewhere that there is only one of them. A holder on another machine is given one term to show
+        that it lives. If it does, raise Held, or wait until it has left if `patient`. `on_wait` is called once with the
+        holder that is waited for, and may raise."""
         seen: Body = {}
         since, told = 0.0, False
         while True:
@@ -127,7 +129,7 @@ class Lease:
         return not self.is_lost
 
     def close(self, remove: bool = False) -> None:
-        """Leave; `remove`: leave nothing."""
+        """Leave; with `remove`, delete the file too."""
         self._done.set()
         if not self._tag:
             return
@@ -145,14 +147,14 @@ def _me() -> Body:
 
 
 def _machine() -> str:
-    """This boot of this machine, and the process ids that are seen from here."""
+    """Identify this boot of this machine, and the process ids that are seen from here."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return ""
 
 
 def _born(pid: int) -> int:
-    """When the process was started, in ticks since the boot; 0: it is gone."""
+    """Return when the process was started, in ticks since the boot; 0: it is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

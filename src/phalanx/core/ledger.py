@@ -1,6 +1,6 @@
-"""A record of the ledger: one committed step. Each names the hash of the one before it, so the last hash, which is in
-every checkpoint's manifest, tells whether anything before it was changed. Steps that were abandoned stay: the chain
-continues from an earlier record, and they are a branch."""
+"""The ledger's records, one for each committed step. Each names the hash of the one before it, so the last hash, which
+is in every checkpoint's manifest, tells whether anything before it was changed. Abandoned steps stay as a branch: the
+chain continues from an earlier record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-GENESIS = "0" * 64  # what the first step has before it
+GENESIS = "0" * 64  # the hash before the first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Record:
 
     def _json(self, **more: str) -> str:
         body = dataclasses.asdict(self)
-        if not self.skipped:  # so that a record from before there were any keeps its hash
+        if not self.skipped:  # so that records from before there were skips keep their hash
             del body["skipped"]
         return json.dumps({**body, **more}, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -45,7 +45,7 @@ class Record:
 
     @staticmethod
     def from_line(line: str) -> Record:
-        """ValueError: it is damaged."""
+        """Read a record; ValueError: it is damaged."""
         try:
             body = json.loads(line)
             said, first_last = body.pop("hash"), body.pop("samples")
@@ -58,12 +58,12 @@ class Record:
 
 
 def bits(value: float) -> str:
-    """All 64 of an IEEE double, as hex: what JSON makes of a number need not be what it was."""
+    """Return all 64 bits of an IEEE double as hex, because JSON need not keep a number as it was."""
     return struct.pack(">d", value).hex()
 
 
 def mean_loss(sums: list[float], tokens: int) -> float:
-    """Per token, over the parts of a step; correctly rounded, hence the same in any order."""
+    """Return the loss per token over the parts of a step, correctly rounded, hence the same in any order."""
     if not tokens:
         return math.nan
     if all(map(math.isfinite, sums)):
@@ -79,8 +79,9 @@ def from_bits(text: str) -> float:
 
 
 def verify(records: Iterable[Record], head: str = "", root: str = GENESIS, step: int = 0) -> int | None:
-    """The index of the first that does not follow one before it, or None. With `head`, the last one must have that
-    hash; without, a change of the last one cannot be seen. A run that was resumed begins at `step`, after `root`."""
+    """Return the index of the first record that does not follow one before it, or None. With `head`, the last one must
+    have that hash; without it, a change of the last one cannot be seen. A resumed run begins at `step`, after
+    `root`."""
     next_step, last, index = {root: step}, root, -1
     for index, record in enumerate(records):
         if next_step.get(record.previous) != record.step:

@@ -1,5 +1,5 @@
-"""How much memory and how many cores this process may use: the machine's, or what its control group is given (a
-container, a Slurm step, a systemd slice), whichever is less. Of nested groups the tightest counts."""
+"""Find how much memory and how many cores this process may use: the machine's, or what its control group is given (a
+container, a Slurm step, a systemd slice), whichever is less. If groups are nested, the tightest limit counts."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
-# The limit, and what is used of it: version 2 of control groups, and version 1.
+# The limit and its use, for control groups of version 2 and of version 1.
 FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 def limit_bytes() -> int:
-    """The memory that this process may ever use."""
+    """Return the memory that this process may ever use."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(limit for limit, _ in _limits())])
 
 
 def available_bytes() -> int:
-    """The memory that is free for it now."""
+    """Return the memory that is free for this process now."""
     return min([_machine_available(), *(max(0, limit - used) for limit, used in _limits())])
 
 
 def num_cores() -> int:
-    """The cores that this process may keep busy: those it may run on, or fewer if its group has a quota."""
+    """Return the cores that this process may keep busy: those it may run on, or fewer if its group has a quota."""
     return max(1, min([len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in _quotas())]))
 
 
 def _quotas() -> Iterator[float]:
-    """Cores' worth of time: version 2 of control groups, and version 1. No quota is "max", or below 0."""
+    """Yield quotas as a number of cores, for control groups of version 2 and 1. No quota is "max", or below 0."""
     for folder in _folders("cpu"):
         with contextlib.suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()
@@ -58,7 +58,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _reclaimed(folder: Path, used: int) -> int:
-    """Without the page cache, which gives way."""
+    """Return the memory in use without the page cache, which gives way."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in (folder / "memory.stat").read_text().splitlines():
             if line.split()[0] in ("inactive_file", "total_inactive_file"):
@@ -67,7 +67,7 @@ def _reclaimed(folder: Path, used: int) -> int:
 
 
 def _folders(kind: str) -> list[Path]:
-    """The groups that this process is in, each inside the next. In a container the first one is all that is seen."""
+    """List the groups that this process is in, each inside the next. In a container only the first one is seen."""
     found = [CGROUPS, CGROUPS / kind]
     with contextlib.suppress(OSError):
         for line in OWN.read_text().splitlines():

@@ -1,11 +1,10 @@
-"""The manifest of a data set, and where in its shards a sample lies. Sizes and hashes, no index: a sample is
+"""The manifest of a data set, and where in its shards a sample lies. It has sizes and hashes but no index: a sample is
 found by division.
 
 A data set is a list of *extents*, each a stream of fixed-width items under a source's name. To append is to add
-extents; what was there stays as it was. An extent is cut into shards of `shard_chunks` chunks of `chunk_items`
-items; only its last shard may be shorter. A token stream's chunk is hashed together with the one item that
-follows it (the last target of its last sample), so that one range of bytes, verified as it arrives, serves all
-samples that begin in it.
+extents; existing ones do not change. An extent is cut into shards of `shard_chunks` chunks of `chunk_items` items; only
+its last shard may be shorter. A token stream's chunk is hashed together with the one item that follows it (the last
+target of its last sample), so that one range of bytes, verified as it arrives, serves all samples that begin in it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ MANIFEST = "manifest.jsonl"  # the newest version of a data set
 
 
 def manifest_name(version: str) -> str:
-    """The file that holds this version, and never another."""
+    """Name the file that holds this version, and never another."""
     return f"manifest-{version[:16]}.jsonl"
 
 
 def shard_file(source: str, extent: int, shard: int, root: bytes = b"") -> str:
-    """The name carries the root, so that two builds never write different bytes under one name."""
+    """Name a shard's file. The name carries the root, so that two builds never write different bytes under one name."""
     return f"shards/{source}-{extent:03d}-{shard:06d}{'-' * bool(root)}{root[:6].hex()}.shard"
 
 
@@ -68,7 +67,8 @@ class Manifest:
 
     @cached_property
     def is_tokens(self) -> bool:
-        """A stream of ids, cut into sequences by the reader; otherwise every item is a whole record."""
+        """Return whether items are a stream of ids that the reader cuts into sequences; otherwise each is a whole
+        record."""
         return _is_tokens(self.fields)
 
     @cached_property
@@ -77,7 +77,7 @@ class Manifest:
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """The dtype of one item."""
+        """Return the dtype of one item."""
         return dtype_of(self.fields)
 
     @property
@@ -89,7 +89,7 @@ class Manifest:
 
     @cached_property
     def first_root(self) -> list[int]:
-        """Row of `roots` where each extent begins."""
+        """Return the row of `roots` where each extent begins."""
         counts = [self.num_shards(e) for e in range(len(self.extents))]
         return [sum(counts[:e]) for e in range(len(counts))]
 
@@ -101,7 +101,7 @@ class Manifest:
         return shard_file(self.extents[extent].source, extent, shard, root)
 
     def items_in(self, extent: int, shard: int) -> int:
-        """Items whose place is this shard; its file may hold one more, for the last target."""
+        """Count the items whose place is this shard; its file may hold one more, for the last target."""
         return min(self.shard_items, self.extents[extent].items - shard * self.shard_items)
 
     def items_stored(self, extent: int, shard: int) -> int:
@@ -111,13 +111,13 @@ class Manifest:
         return -(-self.items_in(extent, shard) // self.chunk_items)
 
     def chunk_range(self, extent: int, shard: int, chunk: int) -> tuple[int, int]:
-        """Bytes [start, end) of the shard's file that the chunk's hash covers."""
+        """Return the bytes [start, end) of the shard's file that the chunk's hash covers."""
         first = chunk * self.chunk_items
         last = min(first + self.chunk_items + self.overlap, self.items_stored(extent, shard))
         return first * self.dtype.itemsize, last * self.dtype.itemsize
 
     def shard_bytes(self, extent: int, shard: int) -> int:
-        """The bytes of the whole file."""
+        """Return the size of the whole file."""
         return self.items_stored(extent, shard) * self.dtype.itemsize + self.footer_bytes(extent, shard)
 
     def footer_bytes(self, extent: int, shard: int) -> int:
@@ -132,7 +132,7 @@ class Manifest:
         return list(dict.fromkeys(e.source for e in self.extents))
 
     def extends(self, other: Manifest) -> bool:
-        """Whether all of `other` is here, at the same place."""
+        """Return whether all of `other` is here, at the same place."""
         n = len(other.extents)
         same = all(getattr(self, k) == getattr(other, k) for k in ("fields", "chunk_items", "shard_chunks", "eos"))
         return (
@@ -140,7 +140,7 @@ class Manifest:
         )
 
     def encode(self) -> bytes:
-        """A line of JSON, then the root of every shard in hexadecimal, a line each."""
+        """Encode it as a line of JSON, then the root of every shard in hexadecimal, a line each."""
         head: dict[str, Any] = {"phalanx_manifest": self.format}
         head |= {k: v for k, v in asdict(self).items() if k not in ("roots", "format")}
         lines = [json.dumps(head, sort_keys=True), *(root.tobytes().hex() for root in self.roots)]
@@ -148,7 +148,7 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """ValueError says what is wrong with it."""
+        """Decode and check a manifest. ValueError says what is wrong with it."""
         line, _, rest = data.partition(b"\n")
         head = json.loads(line)
         if not isinstance(head, dict) or "phalanx_manifest" not in head:
@@ -186,7 +186,7 @@ def _is_tokens(fields: Sequence[Field]) -> bool:
 
 
 def dtype_of(fields: Iterable[Field]) -> np.dtype:
-    """The dtype of an item with these fields; plain where it is a token."""
+    """Return the dtype of an item with these fields; plain where it is a token."""
     fields = tuple(fields)
     return np.dtype(fields[0].dtype if _is_tokens(fields) else [(f.name, f.dtype, f.shape) for f in fields])
 
@@ -208,7 +208,7 @@ class Cut:
 
     @staticmethod
     def of(manifest: Manifest, extent: int, seq_len: int) -> Cut:
-        """ValueError if a sequence is longer than a shard."""
+        """Cut one extent of a manifest. ValueError: a sequence is longer than a shard."""
         span = seq_len if manifest.is_tokens else 1
         most = manifest.shard_chunks
         # A sequence that does not divide a chunk wastes some of it; larger units waste less.
@@ -221,8 +221,8 @@ class Cut:
         return Cut(span, unit, items // span, full * (items // span) + rest // span)
 
     def place(self, manifest: Manifest, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Shard, chunk in the shard, and item in the chunk at which each sample begins."""
-        unit = sample // self.per_unit  # np.divmod is slower than this by far
+        """Return the shard, the chunk in the shard, and the item in the chunk at which each sample begins."""
+        unit = sample // self.per_unit  # np.divmod is much slower than this
         item = unit * (self.unit_chunks * manifest.chunk_items) + (sample - unit * self.per_unit) * self.span
         chunk = item // manifest.chunk_items
         shard = chunk // manifest.shard_chunks

@@ -1,5 +1,5 @@
-"""The frequencies of rotary positions, in plain arithmetic: as they are, stretched evenly (linear), stretched where
-they turn slowly (Llama 3.1), or blended by how often they turn in the original context (YaRN)."""
+"""The frequencies of rotary positions, in plain arithmetic: unchanged, stretched evenly (linear), stretched where they
+turn slowly (Llama 3.1), or blended by how often they turn in the original context (YaRN)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.core.shape import ModelConfig
 
 
 def frequencies(c: ModelConfig, local: bool = False) -> list[float]:
-    """Angle per position of every rotated pair of a head. `local`: in layers with a window."""
+    """Return the angle per position of every rotated pair of a head. `local`: in layers with a window."""
     width = rotated_width(c)
     local = local and c.rope_local_theta > 0
     theta = c.rope_local_theta if local else c.rope_theta
@@ -22,7 +22,7 @@ def frequencies(c: ModelConfig, local: bool = False) -> list[float]:
 
 
 def gain(c: ModelConfig, local: bool = False) -> float:
-    """The factor on cosine and sine: YaRN sharpens attention over long contexts (arXiv:2309.00071, equation 22)."""
+    """Return the factor on cosine and sine. YaRN sharpens attention over long contexts (arXiv:2309.00071, eq. 22)."""
     if c.rope_scaling != "yarn" or (local and c.rope_local_theta > 0):
         return 1.0
     return c.rope_gain or (0.1 * math.log(c.rope_factor) + 1.0 if c.rope_factor > 1 else 1.0)
@@ -33,8 +33,8 @@ def rotated_width(c: ModelConfig) -> int:
 
 
 def _llama3(frequency: float, c: ModelConfig) -> float:
-    """Llama 3.1's own code (llama_models, apply_scaling): waves longer than the original context over rope_low are
-    stretched, those shorter than it over rope_high stay, and those between are blended."""
+    """Follow Llama 3.1's own code (llama_models, apply_scaling): waves longer than the original context over rope_low
+    are stretched, those shorter than it over rope_high stay, and those between are blended."""
     turns = c.rope_original * frequency / (2 * math.pi)
     if turns > c.rope_high:
         return frequency
@@ -45,10 +45,10 @@ def _llama3(frequency: float, c: ModelConfig) -> float:
 
 
 def _yarn(plain: list[float], c: ModelConfig, theta: float, width: int) -> list[float]:
-    """arXiv:2309.00071, section 3.2, with the bounds in whole pairs as in the authors' code."""
+    """Follow arXiv:2309.00071, section 3.2, with the bounds in whole pairs as in the authors' code."""
 
     def pair(turns: float) -> float:
-        """The pair that turns so often in the original context."""
+        """Return the pair that turns so often in the original context."""
         return width * math.log(c.rope_original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first = max(math.floor(pair(c.rope_fast)), 0)

@@ -1,5 +1,5 @@
-"""Arithmetic about tensors and models that needs no tensor: who holds which rows, how many
-parameters, how many FLOPs. The planner and the engine both count with these."""
+"""Arithmetic about tensors and models that needs no tensor: who holds which rows, how many parameters, how many FLOPs.
+The planner and the engine both use it."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any
 
 
 def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """[start, stop) of part `index` when `size` rows are cut in `parts`, as torch.chunk cuts them:
-    ceil(size / parts) each, the last ones shorter or empty."""
+    """Return [start, stop) of part `index` when `size` rows are cut into `parts`, as torch.chunk cuts them: ceil(size /
+    parts) each, the last ones shorter or empty."""
     step = -(-size // parts) if size else 0
     return min(index * step, size), min((index + 1) * step, size)
 
 
 def even_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """[start, stop) of part `index` when `size` is cut in `parts` that differ by one at most, so that
-    none is empty while there are as many elements as parts."""
+    """Return [start, stop) of part `index` when `size` is cut into `parts` that differ by at most one, so that none is
+    empty while there are as many elements as parts."""
     return size * index // parts, size * (index + 1) // parts
 
 
-LOSS_BYTES = 4 << 30  # of logits that a rank holds at a time; with each chunk a gradient in fp32 is read and written
+LOSS_BYTES = 4 << 30  # of logits that a rank holds at a time; each chunk reads and writes a gradient in fp32
 
 
 def loss_rows(vocab_size: int, tp: int, item_bytes: int) -> int:
-    """Tokens whose logits are made at a time, the same on every tensor-parallel rank; by 128s, as matrix products like
-    their sides."""
+    """Return for how many tokens logits are made at a time, the same on every tensor-parallel rank. They are rounded to
+    128s if there are as many, which suits matrix products."""
     rows = LOSS_BYTES // (-(-vocab_size // tp) * item_bytes)
     return max(1, rows // 128 * 128 or rows)
 
 
 def balance(costs: Sequence[float], parts: int) -> list[int]:
-    """How many neighbouring items each of `parts` gets (at least one), so that the dearest part is as
-    cheap as can be; among equals, the earlier parts get more."""
+    """Return how many neighbouring items each of `parts` gets (at least one), so that the most expensive part costs as
+    little as possible. Among equals, the earlier parts get more."""
     assert len(costs) >= parts, (len(costs), parts)
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[k][i]: the dearest part when the items from i on are cut in k parts, and where the first ends
+    # best[k][i]: the most expensive part when the items from i on are cut into k parts, and where the first ends
     best = {1: {i: (total[-1] - total[i], len(costs)) for i in range(len(costs))}}
     for k in range(2, parts + 1):
         best[k] = {}
@@ -59,7 +59,7 @@ FAMILIES = ("dense", "moe", "image")  # the built-in ones
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model: a family (a built-in name or `path.py:NAME`) and its sizes."""
+    """The model: a family (a built-in name or `path.py:NAME`) and its sizes."""
 
     family: str = "dense"
     vocab_size: int = 257
@@ -68,7 +68,7 @@ class ModelConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     ffn_dim: int = 344
-    head_width: int = 0  # of one head; 0: dim / num_heads
+    head_width: int = 0  # width of one head; 0: dim / num_heads
     tied: bool = False
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
@@ -79,10 +79,10 @@ class ModelConfig:
     rope_original: int = 0  # tokens of the context that the frequencies were made for: llama3, yarn
     rope_low: float = 1.0  # llama3: turns in that context, below which a frequency is stretched
     rope_high: float = 4.0  # llama3: turns from which it stays
-    rope_slow: float = 1.0  # yarn: the same two
+    rope_slow: float = 1.0  # yarn: the same two bounds
     rope_fast: float = 32.0
     rope_gain: float = 0.0  # yarn: factor on queries and keys; 0: 0.1 ln(rope_factor) + 1
-    rope_fraction: float = 1.0  # of a head that is rotated
+    rope_fraction: float = 1.0  # share of a head that is rotated
     rope_local_theta: float = 0.0  # base in layers with a window, which are not scaled then; 0: as in the others
     # Attention.
     qk_norm: str = "none"  # none | head | all: RMS norm of queries and keys, of each head or of all together
@@ -104,7 +104,7 @@ class ModelConfig:
     num_experts: int = 8
     top_k: int = 2
     expert_dim: int = 0  # inner width of one expert; 0: ffn_dim
-    shared_experts: int = 0  # as wide as an expert each, for every token
+    shared_experts: int = 0  # each as wide as an expert, for every token
     dense_layers: int = 0
     scoring: str = "softmax"  # softmax | sigmoid
     route_scale: float = 1.0
@@ -121,7 +121,7 @@ class ModelConfig:
         return self.expert_dim or self.ffn_dim
 
     def window_of(self, layer: int) -> int:
-        """The window of a layer; 0: it sees everything before it."""
+        """Return the window of a layer; 0: it sees everything before it."""
         full = self.full_every > 0 and (layer + 1) % self.full_every == 0
         return 0 if full or layer < self.window_from else self.window
 
@@ -131,7 +131,7 @@ class ModelConfig:
 
     @property
     def layer_vectors(self) -> int:
-        """Elements of a layer's norms and of its attention's biases."""
+        """Count the elements of a layer's norms and of its attention's biases."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = (4 if self.norm_place == "both" else 2) * self.dim
         norms += {"none": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
@@ -139,21 +139,21 @@ class ModelConfig:
 
     @property
     def ffn_vectors(self) -> int:
-        """Elements of the biases of a layer's FFN; experts have none."""
+        """Count the elements of the biases of a layer's FFN; experts have none."""
         return 2 * self.ffn_dim + self.dim if self.ffn_bias else 0
 
     @property
     def num_params(self) -> int:
-        """Exact for the dense and the moe family; tests compare it with the built module."""
+        """Count the parameters, exactly for the dense and the moe family; tests compare it with the built module."""
         return self._params(self.num_experts)
 
     @property
     def active_params(self) -> int:
-        """Those that one token uses: of the routed experts, its own."""
+        """Count the parameters that one token uses: of the routed experts, its own."""
         return self._params(self.top_k)
 
     def _params(self, experts: int) -> int:
-        """With so many routed experts in a layer."""
+        """Count the parameters with so many routed experts in a layer."""
         attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         ffn = 3 * self.dim * self.ffn_dim
         routed = 3 * self.dim * self.expert_width * (experts + self.shared_experts) + self.dim * self.num_experts
@@ -163,12 +163,12 @@ class ModelConfig:
 
     @property
     def _vectors(self) -> int:
-        """Elements that are in no matrix."""
+        """Count the elements that are in no matrix."""
         with_ffn = self.dense_layers if self.family == "moe" else self.num_layers
         return self.num_layers * self.layer_vectors + with_ffn * self.ffn_vectors + self.dim
 
     def flops_per_token(self, seq_len: int, convention: str = "full") -> int:
-        """Training FLOPs per token (`training_flops`)."""
+        """Return the training FLOPs per token (`training_flops`)."""
         looked_up = 0 if self.tied else self.vocab_size * self.dim
         matmul = self.active_params - self._vectors - looked_up
         keys = (self.num_layers - self.windowed_layers) * seq_len
@@ -178,19 +178,19 @@ class ModelConfig:
 
 
 def window_keys(window: Any, keys: Any) -> Any:
-    """Keys that a token sees through a window, counted as `keys` are without one: so many would be seen if there were
-    no causality, twice what is seen. Through a window of w a token sees w keys, at the beginning fewer: w - w^2 / 2 L
-    on average."""
+    """Return the keys that a token sees through a window, counted as `keys` are without one: as if there were no
+    causality, which is twice what is seen. Through a window of w a token sees w keys, and fewer at the beginning: w -
+    w^2 / 2 L on average."""
     return window * (2 * keys - window) // keys * (window < keys) + keys * (window >= keys)
 
 
-CONVENTIONS = ("full", "causal", "6N")  # of counting FLOPs
+CONVENTIONS = ("full", "causal", "6N")  # how FLOPs are counted
 
 
 def training_flops(matmul_params: Any, scores: Any, active_params: Any, convention: str = "full") -> Any:
-    """Training FLOPs per token, the one count of the project; numbers or columns of them. 6 for each weight of a
-    product that a token meets (forward, and two backward; the embedding look-up is none), and 6 for each element of
-    `scores`: (width of queries + of values) x keys, over all layers.
+    """Return the training FLOPs per token, the one count of the project, for numbers or columns of them. They are 6 for
+    each weight of a product that a token meets (forward, and two backward; the embedding look-up is none), and 6 for
+    each element of `scores`: (width of queries + of values) x keys, over all layers.
 
     full: all of attention (PaLM, arXiv:2204.02311, appendix B); what `train` and `plan` call MFU. causal: half of it
     (Megatron-LM, num_floating_point_operations). 6N: 6 x active parameters, no attention."""

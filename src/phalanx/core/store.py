@@ -1,7 +1,7 @@
-"""Where data sets and checkpoints lie: a folder, or a bucket behind obstore (S3, GCS, Azure, HTTP, memory). Reads
-ranges, writes whole objects atomically, and replaces an object only if nobody else has changed it. Lists names only to
-repair. Errors are OSErrors: FileNotFoundError when there is no such object, PermissionError when asking again would not
-help, Changed when somebody else was first, any other when asking again might help."""
+"""The places of data sets and checkpoints: a folder, or a bucket behind obstore (S3, GCS, Azure, HTTP, memory). A store
+reads ranges, writes whole objects atomically, and replaces an object only if nobody else has changed it. It lists names
+only to repair. Errors are OSErrors: FileNotFoundError when there is no such object, PermissionError when asking again
+would not help, Changed when somebody else was first, any other when asking again might help."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from phalanx.core.errors import UserError
 from phalanx.core.job import SCHEMES
 
 REMEDY = f"name a folder, or a URL that begins with one of {', '.join(s + '://' for s in SCHEMES)}"
-READ_S = 20  # one read of a range; if given up, it holds its thread and its connection no longer than this
-LOCK_S = 60.0  # until a folder is free: who holds it writes one small file
+READ_S = 20  # one read of a range; an abandoned one holds its thread and its connection no longer than this
+LOCK_S = 60.0  # until a folder is free: its holder writes one small file
 ONE_REQUEST_BYTES = 64 << 20  # a larger file goes in parts
 WHOLE_S = 120  # one request for a whole object, or for a part of one that is written
 
@@ -48,23 +48,24 @@ class Store(Protocol):
 
     def replace(self, name: str, data: bytes, tag: str) -> str:
         """Write if the content is still that of `tag` ("": if there is none), and return the new tag. Changed: it is
-        not. Of several writers with one tag one succeeds."""
+        not. Of several writers with the same tag, one succeeds."""
 
     def folders(self) -> list[str]:
-        """List the names of all folders in it: a slow request, and not for the steady state."""
+        """List the names of all folders in it. This is slow, and not for the steady state."""
 
     def read_range(self, name: str, start: int, end: int) -> Any:
-        """A bytes-like object; shorter than asked where the object ends before."""
+        """Return a bytes-like object, shorter than asked where the object ends before."""
 
     def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
-        """All of it or nothing. A file that is taken is moved away from where it was. FileExistsError if something is
-        there that must not be overwritten; of several who write without, one succeeds. A file that a bucket takes in
-        parts is the exception: there it is only looked whether something is there, before it is sent."""
+        """Write all of it or nothing. A file that is given is moved away from its place. FileExistsError if something
+        is there that must not be overwritten; of several writers that may not overwrite, one succeeds. A file that a
+        bucket takes in parts is the exception: the store only looks before it sends the file whether something is
+        there."""
 
     def remove(self, name: str) -> None: ...
     def size(self, name: str) -> int: ...
     def refresh(self, name: str) -> None:
-        """Forget what is held of it: the next read sees what is there now."""
+        """Forget what is kept of it, so that the next read sees what is there now."""
 
 
 def is_remote(url: str) -> bool:
@@ -108,7 +109,7 @@ class Folder:
         return os.pread(file.fd, end - start, start)
 
     def read_into(self, name: str, start: int, room: memoryview) -> int:
-        """How many bytes were there."""
+        """Read into `room`, and return how many bytes were there."""
         file = self.open(name)
         return os.preadv(file.fd, [room], start)
 
@@ -161,7 +162,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """By a lock on the folder, or on a file where folders cannot be locked (NFS). TimeoutError: it is not free."""
+        """Lock the folder, or a file where folders cannot be locked (NFS). TimeoutError: it is not free."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path, os.O_RDONLY)
         try:
@@ -234,7 +235,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Or a file: what it holds is on the disk, for a folder the names in it."""
+    """Put what a file holds, or the names in a folder, on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -250,7 +251,7 @@ class ObjectStore:
 
         self.url = url.rstrip("/")
         try:
-            # Of ranges the retries are the fetcher's, so that they share one deadline.
+            # The fetcher retries ranges itself, so that its retries share one deadline.
             self._once, self._patient = _client(self.url, 0, READ_S), _client(self.url, 6, WHOLE_S)
         except (BaseError, ValueError) as error:
             raise UserError(_text(error), field="data", value=url, remedy=REMEDY) from None
@@ -271,7 +272,7 @@ class ObjectStore:
     def write(self, name: str, data: bytes | Path, overwrite: bool = True) -> None:
         import obstore
 
-        # A conditional write is one request: a multipart upload has no condition everywhere.
+        # A conditional write is one request: not every store has conditions for multipart uploads.
         options: dict[str, Any] = {} if overwrite else {"mode": "create", "use_multipart": False}
         if options and isinstance(data, Path) and data.stat().st_size > ONE_REQUEST_BYTES:
             with contextlib.suppress(FileNotFoundError):
@@ -317,7 +318,7 @@ class ObjectStore:
         return [prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"]]
 
     def write_pieces(self, name: str, pieces: list[Any]) -> None:
-        """One object out of several buffers, which are sent while others are still on their way."""
+        """Write one object from several buffers, which are sent while others are still on their way."""
         import obstore
 
         _translated(name, lambda: obstore.put(self._patient, name, iter(pieces)))
@@ -349,7 +350,7 @@ def _client(url: str, retries: int, timeout_s: int) -> Any:
 
 @cache
 def _memory(url: str) -> Any:
-    """One per address and process, or what was written would be gone when the address is opened again."""
+    """Return one store per address and process, or what was written would be gone when the address is opened again."""
     from obstore.store import MemoryStore
 
     return MemoryStore()
@@ -392,7 +393,7 @@ def _translated(name: str, call: Callable[[], T]) -> T:
 
 
 def _text(error: Exception) -> str:
-    """What a person can read of it: the rest repeats it as a data structure."""
+    """Return the part that a person can read: the rest repeats it as a data structure."""
     text = " ".join(str(error).split("Debug source")[0].split())
     code = re.search(r"<Code>(\w+)</Code>", text)
     return f"{text.split('<')[0].strip()} {code[1]}" if code else text[:300]

@@ -27,10 +27,10 @@ class Catalogue:
     nodes: dict[str, Node]
     fabrics: dict[str, Fabric]
     sites: dict[str, Site]
-    names: dict[str, str]  # what people say -> the node they mean
+    names: dict[str, str]  # a common name -> the node it stands for
 
     def chip(self, name: str) -> Chip:
-        """A chip by its own name, or the chip of a node."""
+        """Find a chip by its own name, or the chip of a node."""
         said = plain(name)
         if said in self.chips:
             return self.chips[said]
@@ -43,7 +43,7 @@ class Catalogue:
         return _find(self.nodes, name if said in self.nodes else self.names.get(said, name), "hardware", self.names)
 
     def fabric(self, name: str) -> Fabric:
-        """By name; "fat-tree-ndr:3" is the one whose leaves are oversubscribed 3 to 1."""
+        """Find a fabric by name; "fat-tree-ndr:3" is the one whose leaves are oversubscribed 3 to 1."""
         base, colon, ratio = name.partition(":")
         found = _find(self.fabrics, base, "fabric")
         if not colon:
@@ -59,7 +59,7 @@ class Catalogue:
         return _find(self.sites, name, "site")
 
     def find(self, name: str) -> dict[str, Chip | Node | Fabric | Site]:
-        """All that go by this name, by section."""
+        """Return all entries of this name, by section."""
         said = plain(name)
         found: dict[str, Any] = {
             "chips": self.chips.get(said),
@@ -72,7 +72,7 @@ class Catalogue:
         return {section: noun for section, noun in found.items() if noun}
 
     def cluster(self, hardware: str, gpus: int, fabric: str | None = None, site: str | None = None) -> Cluster:
-        """So many chips in whole nodes; fewer than a node has are a share of one."""
+        """Build a cluster of so many chips in whole nodes; fewer than a node has are a share of one."""
         node = self.node(hardware)
         if 0 < gpus < node.chips and node.chips % gpus == 0:
             node = node.share(gpus)
@@ -90,9 +90,9 @@ class Catalogue:
         return Cluster(node, wired, nodes, self.site(site or DEFAULT_SITE))
 
     def _usual(self, node: Node, nodes: int) -> Fabric:
-        """The node's own fabric, or the larger one that takes over from it."""
+        """Return the node's own fabric, or the larger one that takes over from it."""
         fabric = self.fabrics[node.fabric]
-        for _ in self.fabrics:  # as many steps as there are fabrics: a user's file may go round in a circle
+        for _ in self.fabrics:  # no more steps than there are fabrics: a user's file may go round in a circle
             try:
                 return fabric.sized(node, nodes)
             except UserError:
@@ -103,7 +103,7 @@ class Catalogue:
 
 
 def home_file() -> Path:
-    """The user's own entries, if the file is there."""
+    """Return the path of the user's own entries; the file need not be there."""
     return Path(os.path.expanduser("~/.config/phalanx/hardware.toml"))  # Path.home() fails where there is no home
 
 
@@ -113,7 +113,7 @@ def load_packaged() -> Catalogue:
 
 
 def load(user_file: Path | None = None) -> Catalogue:
-    """The packaged entries, under those of `home_file`, under those of `user_file`."""
+    """Load the packaged entries, with those of `home_file` over them, and those of `user_file` over both."""
     layer, home = _packaged(), home_file()
     for path in ([home] if os.path.isfile(home) else []) + ([user_file] if user_file else []):
         lay_over(layer, read_layer(_bytes_of(path), str(path)), str(path))

@@ -1,5 +1,5 @@
-"""Writes docs/hardware.md from the keys and the packaged catalogue, so that the page cannot fall behind them:
-`python -m phalanx.hardware.docs` in the root of the repository."""
+"""Write docs/hardware.md from the keys and the packaged catalogue, so that the page cannot fall behind them: `python -m
+phalanx.hardware.docs` in the root of the repository."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
 def tables(catalogue: Catalogue) -> dict[str, Table]:
-    """What one compares entries by."""
+    """Return a table for each section, of the figures by which entries are compared."""
     said: dict[str, list[str]] = {}
     for name, node in catalogue.names.items():
         said.setdefault(node, []).append(name)
@@ -75,7 +75,7 @@ def _tiers(fabric: Fabric) -> str:
 
 
 def entry(section: str, noun: Any) -> list[tuple[str, str, str]]:
-    """Every key of an entry with its value, as a hardware file would have it, and what it means."""
+    """Return every key of an entry with its value, as a hardware file would have it, and its meaning."""
     return [line for line in _lines(SECTIONS[section], noun) if line[0] != "source"]
 
 
@@ -110,6 +110,6 @@ def _text(key: Key, value: Any) -> str:
 
 
 def _number(value: float, scale: float = 1.0) -> str:
-    """In three or four digits; what is not published is a dash."""
+    """Write a figure in three or four digits; one that is not published is a dash."""
     scaled = value / scale
     return "-" if not value else f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.3g}"

@@ -1,5 +1,5 @@
-"""The keys of a hardware file: what an entry may say, in which unit, and what it becomes. Files speak the units of
-data sheets (TFLOP/s, GiB, Gbit/s); behind the loader everything is in SI units."""
+"""The keys of a hardware file: what an entry may say, in which unit, and what it becomes. Files use the units of data
+sheets (TFLOP/s, GiB, Gbit/s); behind the loader everything is in SI units."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Key:
     inside: Section | None = None  # of a table, or of each of the tables
 
     def describe(self) -> str:
-        """What may be written for it."""
+        """Describe what may be written for it."""
         if self.choices:
             return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
         bound = "> 0" if self.least == TINY else f">= {self.least:g}"

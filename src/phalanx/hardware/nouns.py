@@ -72,11 +72,11 @@ class Node:
 
     @property
     def domain_nodes(self) -> int:
-        """Nodes in one scale-up domain."""
+        """Return the number of nodes in one scale-up domain."""
         return max(1, self.scale_up.domain // self.chips)
 
     def share(self, chips: int) -> Node:
-        """A part of the node, with its part of everything but the scale-up links."""
+        """Return a part of the node, with its part of everything but the scale-up links."""
         part = chips / self.chips
         return replace(
             self,
@@ -91,7 +91,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """What a group sees whose nodes are all within `span_nodes` of each other."""
+    """The network that a group sees if all its nodes are within `span_nodes` of each other."""
 
     name: str
     span_nodes: int  # 0 in the catalogue: as many as the radix of the switches gives
@@ -114,11 +114,11 @@ class Fabric:
     source: tuple[str, ...]
 
     def tier_of(self, num_nodes: int) -> Tier:
-        """The tier that a group spanning that many neighbouring nodes talks over."""
+        """Return the tier over which a group of that many neighbouring nodes communicates."""
         return next((tier for tier in self.tiers if num_nodes <= tier.span_nodes), self.tiers[-1])
 
     def tiers_of(self, num_nodes: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Bandwidth factors and latencies (s) for groups of so many nodes each."""
+        """Return bandwidth factors and latencies (s) for groups of so many nodes each."""
         import numpy as np
 
         spans = [tier.span_nodes for tier in self.tiers[:-1]]
@@ -127,7 +127,7 @@ class Fabric:
         return factors[index], np.array([tier.latency_s for tier in self.tiers])[index]
 
     def sized(self, node: Node, nodes: int) -> Fabric:
-        """Wired for so many nodes: every tier with its span. A UserError where it cannot join them."""
+        """Return the fabric wired for so many nodes, every tier with its span. UserError: it cannot join them."""
         if self.kind == "torus":  # the first tier is the scale-up network itself
             rate = node.scale_up.bytes_per_s / node.nic_bytes_per_s
             pod = replace(self.tiers[0], span_nodes=node.domain_nodes, bytes_per_s_factor=rate)
@@ -147,9 +147,9 @@ class Fabric:
         return replace(self, tiers=tuple(tiers))
 
     def _spans(self, ports_per_node: float, nodes: int) -> list[int]:
-        """Nodes within each tier that is built. Switches of radix K that use a share of their ports downwards join
-        K^2/2 ports in two tiers and K^3/4 in three; a dragonfly has K/4 ports on a switch, K^2/8 in a group, and one
-        group less than that many (arXiv 2505.09343, table of topologies)."""
+        """Return the number of nodes within each tier that is built. Switches of radix K that use a share of their
+        ports downwards join K^2/2 ports in two tiers and K^3/4 in three; a dragonfly has K/4 ports on a switch, K^2/8
+        in a group, and one group less than that many (arXiv 2505.09343, table of topologies)."""
         group = self.radix**2 // 8
         ports, spans = 1.0, list[int]()
         for level, tier in enumerate(self.tiers):

@@ -1,5 +1,6 @@
-"""Hardware files: TOML checked against `keys` into nouns. An entry of a later file lays its keys over the entry of
-that name, so that a user can correct one figure; every mistake names the file, the entry, the key and the remedy."""
+"""Hardware files: TOML that is checked against `keys` and made into nouns. An entry of a later file lays its keys over
+the entry of that name, so that a user can correct one figure. Mistakes name the file, the entry, the key and the
+remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ LIKE = "like"
 
 
 def plain(name: str) -> str:
-    """A name as entries have it: "A100-80GB (paper)" is a100-80gb, "TPU v5e" is tpu-v5e."""
+    """Write a name as entries have it: "A100-80GB (paper)" is a100-80gb, "TPU v5e" is tpu-v5e."""
     return re.sub(r"[\s_]+", "-", re.sub(r"\(.*?\)", "", name).strip().lower())
 
 
@@ -33,7 +34,7 @@ def read_layer(data: bytes, file: str) -> Table:
 
 
 def lay_over(layer: Layer, table: Table, file: str, packaged: bool = False) -> None:
-    """The entries of a file over those that are there."""
+    """Lay the entries of a file over those that are in `layer`."""
     for section, entries in table.items():
         if section not in SECTIONS and section != NAMES:
             raise _wrong(file, section, entries, "there is no such section", _near(section, [*SECTIONS, NAMES]))
@@ -69,7 +70,7 @@ def _merged(under: Table, over: Table) -> Table:
 
 
 def build(layer: Layer) -> dict[str, dict[str, Any]]:
-    """The nouns of all entries, by section and name."""
+    """Build the nouns of all entries, by section and name."""
     built: dict[str, dict[str, Any]] = {}
     for section, shape in SECTIONS.items():
         built[section] = {

@@ -1,5 +1,5 @@
-"""What the figures of one entry must agree on beyond the type of each: sums, orders and known names. A rule returns
-the key, its value, what is wrong and the remedy."""
+"""Check the figures of one entry beyond the type of each: sums, orders and known names. A rule returns the key, its
+value, what is wrong and the remedy."""
 
 from __future__ import annotations
 

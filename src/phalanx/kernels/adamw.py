@@ -1,9 +1,9 @@
-"""AdamW in one pass over memory, on weights that are kept in bf16 with a 16-bit remainder: together they are an exact
-fp32 master, so no copy is cast for each step and nothing is lost. Gradients are clipped on the way, and a gate on the
-device says whether the update happens at all: nobody waits for the host.
+"""AdamW in one pass over memory, on weights that are kept in bf16 with a 16-bit remainder. Together they are an exact
+fp32 master, so no copy is cast for each step and nothing is lost. The same pass clips the gradients, and a gate on the
+device decides whether the update happens, so nobody waits for the host.
 
-Every operation is one of IEEE's, in a fixed order and unfused, so that an element's new value depends on nothing but
-its own: not on where a tensor is cut, nor on the device.
+Every operation is one of IEEE's, in a fixed order and unfused, so that an element's new value depends only on its own
+values: not on where a tensor is cut, nor on the device.
 
     master bits = (bf16 bits << 16) + signed remainder"""
 
@@ -20,21 +20,21 @@ HALF = 0x8000
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest bf16, ties away from zero (the remainder of the other choice would not fit), and the remainder."""
+    """Return the nearest bf16, ties away from zero (the other choice's remainder would not fit), and the remainder."""
     bits = master.contiguous().view(torch.int32)
     high = (bits + HALF) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master."""
+    """Return the fp32 master."""
     bits = weight.view(torch.int16).to(torch.int32)
     return bits.bitwise_left_shift_(16).add_(remainder).view(torch.float32)
 
 
 class Rates(NamedTuple):
-    """What an update needs beside its tensors. The constants are the job's; `now` changes every step, so it is a tensor
-    on the device: learning rate, 1 / (1 - beta1^t), 1 / (1 - beta2^t), and the factor that clips the gradients."""
+    """The rates of an update. The constants are the job's. `now` changes every step, so it is a tensor on the device:
+    learning rate, 1 / (1 - beta1^t), 1 / (1 - beta2^t), and the factor that clips the gradients."""
 
     beta1: float
     beta2: float
@@ -44,7 +44,7 @@ class Rates(NamedTuple):
 
 
 def rates_now(lr: float, beta1: float, beta2: float, updates: int, clip: Tensor) -> Tensor:
-    """`Rates.now` of the update after which there have been `updates`; `clip` is where the others shall be."""
+    """Return `Rates.now` of the update whose number, from 1, is `updates`, on the device of `clip`."""
     host = torch.tensor([lr, 1 / (1 - beta1**updates), 1 / (1 - beta2**updates)], dtype=torch.float32)
     host = host if clip.is_cpu else host.pin_memory().to(clip.device, non_blocking=True)
     return torch.cat((host, clip.float().reshape(1)))
@@ -65,7 +65,7 @@ def update_(
     v = square.float() * rates.beta2 + (g * g) * (1 - rates.beta2)
     master = join(weight, remainder)
     decayed = master * (1 - lr * rates.weight_decay)
-    root = (v * correct_square).double().sqrt().float()  # torch's own fp32 root is off by a last bit now and then
+    root = (v * correct_square).double().sqrt().float()  # torch's own fp32 root is sometimes off by the last bit
     moved = decayed - (lr * (m * correct_mean)) / (root + rates.eps)
     high, low = split(moved)
     for old, new in ((weight, high), (remainder, low), (mean, m.to(mean.dtype)), (square, v.to(square.dtype))):

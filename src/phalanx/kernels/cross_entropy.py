@@ -1,13 +1,13 @@
-"""Cross-entropy whose gradient is made in the forward, in the place of the logits: a row of logits is read for its loss
-and overwritten by softmax - one-hot. With the linear layer before it, chunk by chunk, the logits of a micro-batch never
-exist as a whole, and never in fp32.
+"""Cross-entropy that computes its gradient in the forward, in the place of the logits: a row of logits is read for its
+loss and overwritten by softmax - one-hot. The linear layer before it runs with it, chunk by chunk, so the logits of a
+micro-batch never exist as a whole, and never in fp32.
 
-The gradients carry the factor that the step multiplies its losses with, so the scaled loss must be the root of the
-backward. Where the vocabulary is split over ranks, `reduce(tensor, "max" | "sum")` combines theirs: a row never exists
-on one rank.
+The gradients contain the factor by which the step multiplies its losses, so the scaled loss must be the root of the
+backward. Where the vocabulary is split over ranks, `reduce(tensor, "max" | "sum")` combines their values: a row never
+exists on one rank.
 
-`Bend` changes what the loss is of: logits that stay below a cap, c tanh(x / c), and z logsumexp^2 beside the loss,
-which keeps the normaliser near 1 (PaLM, arXiv:2204.02311, section 5). The second counts in the gradients only.
+`Bend` changes the loss: it bends logits to stay below a cap, c tanh(x / c), and adds z logsumexp^2, which keeps the
+normaliser near 1 (PaLM, arXiv:2204.02311, section 5). The second counts in the gradients only.
 
 Shapes: T tokens, D model dim, V columns of the vocabulary that are here, the first of them `start`."""
 
@@ -36,8 +36,8 @@ STRAIGHT = Bend()
 def loss_in_place(
     logits_TV: Tensor, targets_T: Tensor, factor_T: Tensor, reduce: Reduce | None = None, bend: Bend = STRAIGHT
 ) -> Tensor:
-    """The loss of every row, in fp32 at least; each row becomes its gradient times its factor. Targets are counted
-    from the first column here; those outside belong to other ranks."""
+    """Return the loss of every row, in fp32 at least, and turn each row into its gradient times its factor. Targets are
+    counted from the first column here; those outside belong to other ranks."""
     if not has_kernel(logits_TV):
         return _formula(logits_TV, targets_T, factor_T, reduce, bend)
     from phalanx.kernels import triton_cross_entropy
@@ -149,12 +149,12 @@ def _end(ctx: Any, losses_T: Tensor, weights_T: Tensor, scale: Tensor) -> tuple[
 
 
 def _check_root(grad: Tensor) -> None:
-    """Only where looking does not make the device wait."""
+    """Check the root, but only where reading it does not make a device wait."""
     assert grad.device.type != "cpu" or float(grad) == 1.0, "the scaled loss must be the root of the backward"
 
 
 def _add_product(total: Tensor | None, grad_TV: Tensor, x_TD: Tensor, alone: bool) -> Tensor:
-    """total + grad' x, accumulated in fp32 if there are several."""
+    """Return total + grad' x, accumulated in fp32 if there are several."""
     if alone or x_TD.dtype in (torch.float32, torch.float64):
         product = grad_TV.t() @ x_TD
         return product if total is None else total.add_(product)
@@ -179,8 +179,7 @@ def linear_cross_entropy(
     rows: int = 1 << 30,
     bend: Bend = STRAIGHT,
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss times `scale`, to be differentiated, and the sum itself. `rows`: of logits that are there at a
-    time."""
+    """Return the summed loss times `scale`, to be differentiated, and the sum. `rows` of logits exist at a time."""
     x_TD, targets_T, weights_T = x.flatten(0, -2), targets.flatten() - start, weights.flatten()
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(x_TD, weight, bias, targets_T, weights_T, scale, reduce, rows, bend)
@@ -203,5 +202,5 @@ def cross_entropy(
     reduce: Reduce | None = None,
     bend: Bend = STRAIGHT,
 ) -> tuple[Tensor, Tensor]:
-    """The same for logits that are there."""
+    """Return the same for given logits."""
     return _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten() - start, weights.flatten(), scale, reduce, bend)

@@ -1,5 +1,5 @@
-"""Rows that go to experts and come back, without a copy per choice in between: every token has K rows elsewhere, and
-`places_TK` says where. Sums are in fp32 at least, in the order of the choices.
+"""Move rows to experts and back without a copy per choice in between: every token has K rows elsewhere, and `places_TK`
+says where. Sums are in fp32 at least, in the order of the choices.
 
 Shapes: T tokens, K choices of each, N = T x K rows, D width."""
 
@@ -14,7 +14,7 @@ from phalanx.kernels import has_kernel, operator
 
 
 def sum_rows(rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """(T, D): the sum of each token's rows, weighted or not."""
+    """Return the sum of each token's rows, (T, D), weighted or not."""
     if has_kernel(rows_ND):
         return _sum_rows(rows_ND, places_TK, weights_TK)
     rows_TKD = rows_ND[places_TK]
@@ -24,7 +24,7 @@ def sum_rows(rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor | None = Non
 
 
 def spread_rows(grad_TD: Tensor, rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows and the weights of `sum_rows`."""
+    """Return the gradients of the rows and the weights of `sum_rows`."""
     if has_kernel(rows_ND):
         return _spread_rows(grad_TD, rows_ND, places_TK, weights_TK)
     wide = torch.promote_types(rows_ND.dtype, torch.float32)
@@ -75,11 +75,11 @@ class _Combine(torch.autograd.Function):
 
 
 def take_rows(x_TD: Tensor, index_N: Tensor, places_TK: Tensor) -> Tensor:
-    """x[index]. Each row is taken equally often, and `places_TK` lists where its copies go; so the gradient is a sum of
-    rows in a fixed order, with no atomics."""
+    """Return x[index]. Each row is taken equally often, and `places_TK` lists where its copies go, so the gradient is a
+    sum of rows in a fixed order, without atomics."""
     return _Take.apply(x_TD, index_N, places_TK)
 
 
 def combine_rows(rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """(T, D): the weighted sum of each token's rows."""
+    """Return the weighted sum of each token's rows, (T, D)."""
     return _Combine.apply(rows_ND.contiguous(), places_TK, weights_TK.contiguous())

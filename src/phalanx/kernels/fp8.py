@@ -2,8 +2,9 @@
 taken from its own largest element just before it is rounded ("per-tensor current scaling"): e4m3 for activations and
 weights, e5m2 for gradients, which need range more than digits. Sums are in fp32, results in bf16.
 
-The product kernel wants both operands row-major along the summed dim, so a tensor that takes part in two products is
-needed plain and transposed: one pass over it writes both. On a CPU the same roundings are followed by a plain product.
+The product kernel needs both operands row-major along the summed dim, so a tensor that takes part in two products is
+needed plain and transposed: one pass over it writes both. A CPU rounds in the same way and then computes a plain
+product.
 
 Shapes: T tokens, D in, O out, F inner dim of a feed-forward."""
 
@@ -18,19 +19,19 @@ from phalanx.kernels import operator
 from phalanx.kernels.swiglu import gate, gate_backward
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-TINY = 1e-12  # the least maximum: a tensor of zeros has a scale too
+TINY = 1e-12  # the least maximum, so that a tensor of zeros has a scale too
 ROUNDED_UP = 1.25  # at most, by e5m2 (1/8), e4m3 (1/16) and bf16
-ALIGN = 16  # of every side of a product
+ALIGN = 16  # every side of a product is a multiple of it
 
 
 def fits(tokens: int, weight: Tensor) -> bool:
-    """The rule for falling back to bf16: a product with a side that is no multiple of 16."""
+    """Return whether fp8 is used. A product with a side that is not a multiple of 16 falls back to bf16."""
     return tokens % ALIGN == 0 and all(side % ALIGN == 0 for side in weight.shape)
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What one step of `dtype` is worth, so that the largest element just fits. Rows first: compiled, that half is
-    fused into whatever makes x."""
+    """Return the scale at which the largest element just fits in `dtype`. Rows are reduced first: when compiled, that
+    half is fused into the operation that makes x."""
     return _scale(x.detach().abs().amax(-1).amax().float(), dtype)
 
 
@@ -39,7 +40,7 @@ def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_both(x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, transposed: bool) -> tuple[Tensor, Tensor]:
-    """x / scale in fp8, as it is and transposed; empty where it is not wanted."""
+    """Return x / scale in fp8, plain and transposed; empty where it is not wanted."""
     if x.device.type != "cpu":
         return _round_both(x, scale, dtype, plain, transposed)
     top = torch.finfo(dtype).max
@@ -55,7 +56,7 @@ def _round_both(x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, trans
 
 
 def gate_largest(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """silu(a) * b, and the largest absolute values of it, of a and of b."""
+    """Return silu(a) * b, and the largest absolute values of it, of a and of b."""
     if a.device.type != "cpu":
         return _gate_largest(a, b)
     h = gate(a, b)
@@ -72,7 +73,7 @@ def _gate_largest(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def gate_backward_rounded(
     a_TF: Tensor, b_TF: Tensor, grad_TF: Tensor, hs: Tensor, das: Tensor, dbs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In fp8: the gradients of a and of b, each as it is and transposed; silu(a) * b again, transposed."""
+    """Return in fp8 the gradients of a and of b, each plain and transposed, and silu(a) * b, transposed."""
     if a_TF.device.type != "cpu":
         return _gate_backward_rounded(a_TF, b_TF, grad_TF, hs, das, dbs)
     da_TF, db_TF, h_TF = gate_backward(a_TF, b_TF, grad_TF)
@@ -90,9 +91,10 @@ def _gate_backward_rounded(
 
 
 def gate_gradient_scales(grad_TD: Tensor, s2: Tensor, largest_3: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales for the gradients of a and b that are known before these are made, so that no pass looks for their largest
-    values: from |grad w2| <= sum |grad| * max |w2|, |silu'| < 1.1 and |silu(a)| <= |a|. e5m2 has as many digits at any
-    size, and reaches 2^30 down from its largest number; bounds are 20 to 120 times too large (docs/performance.md)."""
+    """Return scales for the gradients of a and b before these are made, so that no pass looks for their largest values.
+    They follow from |grad w2| <= sum |grad| * max |w2|, |silu'| < 1.1 and |silu(a)| <= |a|, and are 20 to 120 times too
+    large (docs/performance.md). That is no loss: e5m2 has as many digits at any size, and reaches 2^30 down from its
+    largest number."""
     row = grad_TD.detach().abs().sum(-1, dtype=torch.float32).amax()
     largest = ROUNDED_UP * row * (s2 * torch.finfo(FORWARD).max)
     _, largest_a, largest_b = largest_3.unbind()
@@ -100,7 +102,7 @@ def gate_gradient_scales(grad_TD: Tensor, s2: Tensor, largest_3: Tensor) -> tupl
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """a b' in bf16, of two fp8 tensors."""
+    """Return a b' in bf16, of two fp8 tensors."""
     if a.device.type != "cpu":
         return torch._scaled_mm(
             a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
@@ -109,7 +111,7 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
 
 
 class _Linears(torch.autograd.Function):
-    """Several layers of the same input, which is rounded once."""
+    """Several layers on the same input, which is rounded once."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -166,7 +168,7 @@ class _FeedForward(torch.autograd.Function):
 
 
 def linears(x: Tensor, *weights: Tensor) -> list[Tensor]:
-    """x w' over the last dim of x, for each of the weights; `fits` says for which operands fp8 is used."""
+    """Return x w' over the last dim of x, for each of the weights. `fits` tells for which operands to use this."""
     return [out.unflatten(0, x.shape[:-1]) for out in _Linears.apply(x.flatten(0, -2), *weights)]
 
 

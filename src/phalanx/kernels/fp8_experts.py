@@ -1,16 +1,16 @@
 """A SwiGLU feed-forward per expert whose nine grouped products run in fp8, over rows that are sorted by expert.
 
 All operands are e4m3: the grouped kernel takes nothing else. Where a product sums over features (output and input
-gradient) every row has a scale of its own, from its largest element. Where it sums over tokens (weight gradient) an
+gradient), every row has a scale of its own, from its largest element. Where it sums over tokens (weight gradient), an
 expert has one: the largest of its rows. Elements keep their digits down to 2^-15 of the largest, so a scale for each
-column would buy nothing but a pass over memory.
+column would only add a pass over memory.
 
-The kernel wants both operands row-major along the summed dim. For the weight gradient that dim is an expert's rows,
-which must begin at a multiple of 16 and be at least one. So what is turned is padded with zeros to whole blocks, one at
-least; nothing else is.
+The kernel needs both operands row-major along the summed dim. For the weight gradient that dim is an expert's rows,
+which must begin at a multiple of 16 and be at least one. So operands that are transposed ("turned") are padded with
+zeros to whole blocks, at least one; no others are.
 
-Shapes: N rows, D model dim, F inner dim, E experts, W either width, P columns of what is turned; weights hold the rows
-of one expert after the other."""
+Shapes: N rows, D model dim, F inner dim, E experts, W either width, P columns of a turned operand; weights hold the
+rows of one expert after the other."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from phalanx.kernels.fp8 import ALIGN, FORWARD, TINY
 from phalanx.kernels.swiglu import gate, gate_backward
 
 BLOCK = 128  # rows: the tile of the product kernel along the summed dim, so that padding costs it nothing
-MOST_EXPERTS = 1023  # that the product kernel takes
+MOST_EXPERTS = 1023  # the most that the product kernel takes
 TOP = torch.finfo(FORWARD).max
 
 
 class Groups(NamedTuple):
-    """Where each expert's rows end, as they are and turned."""
+    """Where each expert's rows end, plain and turned."""
 
     ends_E: Tensor
     padded_E: Tensor
-    columns: int  # at least the last of the padded ends; the host need not know that
+    columns: int  # at least the last of the padded ends, which the host need not know
 
 
 def by_counts(counts_E: Tensor, rows: int) -> Groups:
@@ -50,7 +50,8 @@ def of_weights(experts: int, rows: int, device: torch.device) -> Groups:
 
 
 def fits(x_ND: Tensor, w1: Tensor, experts: int) -> bool:
-    """The rule for falling back to bf16: a width that is no multiple of 16, no rows at all, or too many experts."""
+    """Return whether fp8 is used, not bf16: all widths are multiples of 16, there are rows, and not too many
+    experts."""
     widths = (x_ND.shape[1], w1.shape[0] // experts)
     return x_ND.shape[0] > 0 and experts <= MOST_EXPERTS and all(width % ALIGN == 0 for width in widths)
 
@@ -59,7 +60,7 @@ def fits(x_ND: Tensor, w1: Tensor, experts: int) -> bool:
 
 
 def round_rows(x_NW: Tensor) -> tuple[Tensor, Tensor]:
-    """In fp8, and the scales of the rows."""
+    """Return the rows in fp8, and their scales."""
     if not x_NW.is_cpu:
         from phalanx.kernels import triton_fp8_experts
 
@@ -69,7 +70,7 @@ def round_rows(x_NW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def largest_scales(scale_N: Tensor, ends_E: Tensor) -> Tensor:
-    """(E,): an expert's scale is the largest of its rows'; one without rows has some scale too."""
+    """Return the scales of the experts, (E,): the largest of their rows'. An expert without rows has a scale too."""
     if not scale_N.is_cpu:
         from phalanx.kernels import triton_fp8_experts
 
@@ -79,7 +80,7 @@ def largest_scales(scale_N: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def turn(x_NW: Tensor, scale_E: Tensor, groups: Groups) -> Tensor:
-    """(W, P): in fp8 and transposed, with zeros between the experts."""
+    """Return x in fp8 and transposed, (W, P), with zeros between the experts."""
     if not x_NW.is_cpu:
         from phalanx.kernels import triton_fp8_experts
 
@@ -93,7 +94,7 @@ def turn(x_NW: Tensor, scale_E: Tensor, groups: Groups) -> Tensor:
 
 
 def gate_rows(a_NF: Tensor, b_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """`round_rows` of silu(a) * b."""
+    """Return `round_rows` of silu(a) * b."""
     if not a_NF.is_cpu:
         from phalanx.kernels import triton_fp8_experts
 
@@ -102,7 +103,7 @@ def gate_rows(a_NF: Tensor, b_NF: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gate_backward_rows(a_NF: Tensor, b_NF: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`round_rows` of the gradients of a and of b."""
+    """Return `round_rows` of the gradients of a and of b."""
     if not a_NF.is_cpu:
         from phalanx.kernels import triton_fp8_experts
 
@@ -114,7 +115,7 @@ def gate_backward_rows(a_NF: Tensor, b_NF: Tensor, grad_NF: Tensor) -> tuple[Ten
 def gate_backward_turn(
     a_NF: Tensor, b_NF: Tensor, grad_NF: Tensor, das_E: Tensor, dbs_E: Tensor, hs_E: Tensor, groups: Groups
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`turn` of the gradients of a and of b, and of silu(a) * b."""
+    """Return `turn` of the gradients of a and of b, and of silu(a) * b."""
     if not a_NF.is_cpu:
         from phalanx.kernels import triton_fp8_experts
 
@@ -135,7 +136,7 @@ def _expert_of(rows: int, ends_E: Tensor) -> Tensor:
 
 
 def by_weights(x8_NI: Tensor, w8_EIJ: Tensor, xs_N: Tensor, ws_EJ: Tensor, ends_E: Tensor) -> Tensor:
-    """(N, J): each row by its expert's weights."""
+    """Multiply each row by its expert's weights, to (N, J)."""
     if not x8_NI.is_cpu:
         return _multiply(x8_NI, w8_EIJ, xs_N, ws_EJ, ends_E)
     sums_NJ = F.grouped_mm(x8_NI.to(torch.bfloat16), w8_EIJ.to(torch.bfloat16), offs=ends_E)  # operands are exact
@@ -143,7 +144,7 @@ def by_weights(x8_NI: Tensor, w8_EIJ: Tensor, xs_N: Tensor, ws_EJ: Tensor, ends_
 
 
 def over_rows(g8_OP: Tensor, x8_DP: Tensor, gs_E: Tensor, xs_E: Tensor, padded_E: Tensor) -> Tensor:
-    """The gradient of a weight, in its shape."""
+    """Return the gradient of a weight, in its shape."""
     if not g8_OP.is_cpu:
         scales = (_spread(gs_E, g8_OP.shape[0]).view(-1), _spread(xs_E, x8_DP.shape[0]).view(-1))
         return _multiply(g8_OP, x8_DP.t(), *scales, padded_E).flatten(0, 1)
@@ -160,7 +161,7 @@ def _spread(scale_E: Tensor, width: int) -> Tensor:
 
 
 class Weight(NamedTuple):
-    """A weight by expert as the output's product wants it, and the scales by which it is turned."""
+    """A weight by expert in the form that the output's product needs, and the scales by which it is turned."""
 
     w8_EIJ: Tensor
     scale_EJ: Tensor
@@ -175,7 +176,7 @@ def forward_weight(w: Tensor, experts: int) -> Weight:
 
 
 def backward_weight(w: Tensor, turned_E: Tensor) -> tuple[Tensor, Tensor]:
-    """As the input gradient's product wants it, with its scales."""
+    """Return the weight in the form that the input gradient's product needs, with its scales."""
     experts = turned_E.shape[0]
     rows = w.shape[0] // experts
     w8_DEO = turn(w, turned_E, of_weights(experts, rows, w.device)).unflatten(1, (experts, -1))
@@ -188,7 +189,7 @@ def _input_gradient(g8_NO: Tensor, gs_N: Tensor, w: Tensor, turned_E: Tensor, en
 
 
 class _FeedForward(torch.autograd.Function):
-    """Keeps the input in fp8, turned, and the two first products."""
+    """Keeps the input in fp8, turned, and the first two products."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, counts_E: Tensor) -> Tensor:
@@ -222,7 +223,8 @@ class _FeedForward(torch.autograd.Function):
         return dx_ND, dw1, dw2, dw3, None
 
 
-@torch.compiler.disable  # how many rows there are may differ every time
+@torch.compiler.disable  # the number of rows may differ every time
 def feed_forward(x_ND: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, counts_E: Tensor) -> Tensor:
-    """Rows sorted by expert, and how many belong to each. `fits` says for which operands."""
+    """Apply the feed-forward to rows sorted by expert; `counts_E` says how many belong to each. `fits` tells for which
+    operands to use this."""
     return _FeedForward.apply(x_ND, w1, w2, w3, counts_E)

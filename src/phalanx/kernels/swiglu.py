@@ -1,5 +1,5 @@
 """The SwiGLU feed-forward, (silu(x w1') * (x w3')) w2', as one function. It keeps x and the two products for the
-backward, not silu(a) * b, which the backward makes again in the pass that it needs anyway.
+backward, but not silu(a) * b, which the backward computes again in a pass that it needs anyway.
 
 Shapes: T tokens, D model dim, F inner dim; weights are those of nn.Linear, (out, in)."""
 
@@ -17,12 +17,12 @@ _silu_backward = torch.ops.aten.silu_backward
 
 
 def gate(a: Tensor, b: Tensor) -> Tensor:
-    """silu(a) * b."""
+    """Return silu(a) * b."""
     return _gate(a, b) if has_kernel(a) else F.silu(a) * b
 
 
 def gate_backward(a: Tensor, b: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a and b, and silu(a) * b again."""
+    """Return the gradients of a and b, and silu(a) * b again."""
     if has_kernel(a):
         return _gate_backward(a, b, grad)
     s = F.silu(a)
@@ -59,5 +59,5 @@ class _FeedForward(torch.autograd.Function):
 
 
 def feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """Over the last dim of x."""
+    """Apply the feed-forward over the last dim of x."""
     return _FeedForward.apply(x.flatten(0, -2), w1, w2, w3).unflatten(0, x.shape[:-1])

@@ -1,5 +1,5 @@
-"""Triton kernel of adamw.py: 18 bytes an element with moments in bf16, 26 in fp32. Divisions and roots are rounded as
-IEEE wants them and products are not fused with sums, so that a CPU computes the same bits."""
+"""Triton kernel of adamw.py. It moves 18 bytes an element with moments in bf16, 26 in fp32. Divisions and roots are
+rounded as IEEE requires, and products are not fused with sums, so that a CPU computes the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels of cross_entropy.py. One program has one row. Its second reading finds the row in the L2 cache."""
+"""Triton kernels of cross_entropy.py. One program handles one row; its second read finds the row in the L2 cache."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def _row(
     WRITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """CAPPED: logits are c tanh(x / c).
-    READ: the largest logit, the sum of exponentials relative to it, and the target's logit. WRITE: the gradient in
-    place of the logits. Both: the loss too."""
+    """Process one row. CAPPED: logits are c tanh(x / c). READ: find the largest logit, the sum of exponentials relative
+    to it, and the target's logit. WRITE: put the gradient in place of the logits. Both: store the loss too."""
     r = tl.program_id(0).to(tl.int64)
     row = logits + r * WIDTH
     target = tl.load(targets + r)

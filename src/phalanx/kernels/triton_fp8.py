@@ -1,6 +1,6 @@
-"""Triton kernels of fp8.py: one reading of a matrix, and all that is wanted of it written. Largest values are found by
-atomic maxima, which give the same bits in any order. Sizes are constants of a kernel: it must know that rows begin at
-whole words, or it reads byte by byte."""
+"""Triton kernels of fp8.py: each reads a matrix once, and writes everything that is wanted of it. Largest values are
+found by atomic maxima, which give the same bits in any order. Sizes are constants of a kernel: it must know that rows
+begin at whole words, or it reads byte by byte."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Triton kernels of fp8_experts.py. What is kept as it is, a program does row by row: it looks for the largest element,
-and finds the row in the cache when it rounds it. What is turned is done tile by tile; a tile has rows of one expert, or
-zeros. Widths are constants of a kernel, which must know that rows begin at whole words; numbers of rows are not, since
-they may differ every time."""
+"""Triton kernels of fp8_experts.py. Plain results are made row by row: a program finds the largest element, and the row
+is still in the cache when it rounds it. Turned results are made tile by tile; a tile has rows of one expert, or zeros.
+Widths are constants of a kernel, which must know that rows begin at whole words. Numbers of rows are not, since they
+may differ every time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _gated(a, b, at, inside):
 
 @triton.jit
 def _gated_backward(a, b, grad, at, inside):
-    """The gradients of a and of b, and silu(a) * b."""
+    """Return the gradients of a and of b, and silu(a) * b."""
     x = tl.load(a + at, inside, 0).to(tl.float32)
     y = tl.load(b + at, inside, 0).to(tl.float32)
     g = tl.load(grad + at, inside, 0).to(tl.float32)
@@ -116,7 +116,7 @@ def _largest_scales(scales, ends, out, BLOCK: tl.constexpr):
 
 @triton.jit
 def _expert_of(padded, first, EXPERTS: tl.constexpr, POWER: tl.constexpr):
-    """Whose turned rows these are: as many experts end before."""
+    """Return whose turned rows these are: the number of experts that end before them."""
     e = tl.arange(0, POWER)
     return tl.sum((tl.load(padded + e, e < EXPERTS, 0x7FFFFFFF) <= first).to(tl.int32), 0)
 
@@ -153,7 +153,7 @@ def _turn(
 ):
     first = tl.program_id(1) * R
     e = _expert_of(padded, first, EXPERTS, POWER)
-    if e < EXPERTS:  # nobody reads what lies beyond the last one's
+    if e < EXPERTS:  # nobody reads beyond the last expert's
         at, inside, c = _place(ends, padded, e, first, WIDTH, R, C)
         value = tl.load(x + at, inside, 0).to(tl.float32)
         _store_turned(value, tl.load(scales + e), out, c, first, columns, WIDTH, R)
@@ -201,7 +201,7 @@ def _by_tile(groups: Groups, width: int, rows: int, columns: int) -> tuple[tuple
 
 
 def _like(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for rows in fp8, and for their scales."""
+    """Allocate rows in fp8, and their scales."""
     return torch.empty_like(x, dtype=LOW), torch.empty(len(x), dtype=torch.float32, device=x.device)
 
 

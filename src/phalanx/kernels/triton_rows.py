@@ -1,5 +1,5 @@
-"""Triton kernels of rows.py. One program has one token, and reads its rows one after the other. The width is a constant
-of a kernel: it must know that rows begin at whole words, or it reads element by element."""
+"""Triton kernels of expert_rows.py. One program handles one token, and reads its rows one after the other. The width is
+a constant of a kernel: it must know that rows begin at whole words, or it reads element by element."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Triton kernel of square_sum.py, in integers: the square of an fp32 significand has 48 bits, and one shift puts it
-where it belongs. The formula's steps in fp64 are exact but for rounding down, so the sum is the same. A GPU has few
-lanes for integers: what counts here are instructions, not bytes."""
+where it belongs. The formula's steps in fp64 are exact except for rounding down, so the sum is the same. A GPU has few
+lanes for integers, so instructions are the limit here, not bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BLOCK, TIMES, TOGETHER = 1024, 16, 8
 
 @triton.jit
 def _squares(x, i, numel, most):
-    """In units of 2^-(2 BITS), below 2^60. Numbers below the normal ones come out as zeros, as they do in the formula:
-    the scale leaves nothing of them."""
+    """Return squares in units of 2^-(2 BITS), below 2^60. Numbers below the normal ones give zeros, as in the formula,
+    where the scale leaves nothing of them."""
     bits = tl.load(x + i, i < numel, 0).to(tl.float32).to(tl.uint32, bitcast=True)
     significand = (bits << 8) | 0x80000000
     square = significand.to(tl.uint64) * (significand >> 1).to(tl.uint64)  # below 2^63: a shift by 63 leaves nothing
-    right = most - 2 * ((bits << 1) >> 24)  # wraps around where the sum is not finite, and nobody asks for it
+    right = most - 2 * ((bits << 1) >> 24)  # wraps around where the sum is not finite, and so not used
     return square >> tl.minimum(right, 63).to(tl.uint64)
 
 

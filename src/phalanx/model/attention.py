@@ -1,10 +1,10 @@
-"""The attention itself, as a module of its own so that context parallelism can take its place: a
-family that attends through `Attend` gets the cp axis, one that calls torch directly does not.
+"""Attention as a module of its own, so that context parallelism can replace it: a family that attends through `Attend`
+gets the cp axis, one that calls torch directly does not.
 
 Documents that are packed into one row do not see each other, and a query may see only the keys in a window behind it.
-On accelerators a kernel is told where documents begin (`packed`) and how wide the window is; elsewhere a mask says for
-every query and key whether it may look. Scores that are bent by a softcap have no kernel of their own: FlexAttention
-makes one on accelerators, elsewhere the formula is written out."""
+On accelerators a kernel gets the offsets of documents (`packed`) and the width of the window; elsewhere a mask says for
+every query and key whether it may look. No kernel bends scores by a softcap: FlexAttention makes one on accelerators;
+elsewhere the formula is written out."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from phalanx.model import softcap
 from phalanx.model.family import Batch
 
 _aten = torch.ops.aten
-# torch 2.11 takes fewer key/value heads as it is; from 2.12 on it wants to be told.
+# torch 2.11 takes fewer key/value heads without a flag; from 2.12 on it needs one.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-CUDNN_WIDTH = 128  # of a head, at most
-FEWEST_DOCUMENTS = 16  # for which there is room in the offsets
+CUDNN_WIDTH = 128  # the widest head
+FEWEST_DOCUMENTS = 16  # room in the offsets, at first
 
 
 def document_offsets(documents_BL: Tensor) -> Tensor:
-    """Where each run of equal numbers begins in the rows laid end to end, and the end."""
+    """Return where each run of equal numbers begins in the rows laid end to end, and the end."""
     opens_BL = torch.ones_like(documents_BL, dtype=torch.bool)
     opens_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
     starts = opens_BL.flatten().nonzero().flatten()
@@ -36,12 +36,12 @@ def document_offsets(documents_BL: Tensor) -> Tensor:
 
 
 def kernel_takes(head_dim: int, widest: int = 256) -> bool:
-    """Whether torch's flash attention has a kernel for heads of this width."""
+    """Return whether torch's flash attention has a kernel for heads of this width."""
     return head_dim % 8 == 0 and head_dim <= widest
 
 
 class _TwoKernels(torch.autograd.Function):
-    """cuDNN's forward and flash attention's backward: cuDNN's backward adds in any order."""
+    """cuDNN's forward with flash attention's backward, because cuDNN's backward adds in any order."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -53,18 +53,18 @@ class _TwoKernels(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        lse, seed = lse.view(q.shape[:3]), torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout of 0
+        lse, seed = lse.view(q.shape[:3]), torch.zeros(2, dtype=torch.uint64, device=q.device)  # for a dropout of 0
         backward, length = _aten._scaled_dot_product_flash_attention_backward, q.shape[2]
         return *backward(grad, q, k, v, out, lse, None, None, length, length, 0.0, ctx.causal, seed, seed), None
 
 
 class Attend(nn.Module):
-    """softmax(q k') v. Fewer key/value heads than query heads: each serves a run of them. `window`: how many keys a
-    query sees, its own the last; 0: all. `softcap`: scores s become c tanh(s / c); 0: they stay."""
+    """softmax(q k') v. If there are fewer key/value heads than query heads, each serves a run of them. `window` is the
+    number of keys that a query sees, its own the last; 0: all. `softcap` turns scores s into c tanh(s / c); 0: none."""
 
-    packed = False  # whether the kernel for packed documents takes what comes: an accelerator, bf16
+    packed = False  # whether the kernel for packed documents can be used: an accelerator, bf16
     two_kernels = False  # whether to take the fastest forward and backward that give the same bits twice
-    flexible = False  # whether FlexAttention takes what comes
+    flexible = False  # whether FlexAttention can be used
 
     def __init__(self, causal: bool = True, window: int = 0, softcap: float = 0.0):
         super().__init__()
@@ -74,7 +74,7 @@ class Attend(nn.Module):
 
     @property
     def kind(self) -> tuple[bool, int, float]:
-        """What modules have in common that share what `prepare` makes."""
+        """Return the key under which modules share what `prepare` makes."""
         return self.causal, self.window, self.softcap
 
     def forward(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, batch: Batch) -> Tensor:
@@ -98,8 +98,8 @@ class Attend(nn.Module):
         )
 
     def prepare(self, batch: Batch, documents_BL: Tensor | None, put: Callable[[Tensor], Tensor]) -> None:
-        """Make what all layers share, once per micro-batch and before the first layer: a compiled block must not write
-        to the batch. `documents_BL` are the batch's, on the host; `put` brings a tensor to the device."""
+        """Make what all layers share, once per micro-batch and before the first layer, because a compiled block must
+        not write to the batch. `documents_BL` are the batch's, on the host; `put` brings a tensor to the device."""
         length = self.whole_length(batch.positions().shape[0])
         if self.softcap and self.flexible:
             key = ("blocks", *self.kind)
@@ -117,11 +117,11 @@ class Attend(nn.Module):
             batch.cache["offsets"] = put(F.pad(offsets_N, empty, value=documents_BL.numel()))
 
     def whole_length(self, length: int) -> int:
-        """The length of a sequence, from that of this rank's part."""
+        """Return the length of a whole sequence, given that of this rank's part."""
         return length
 
     def _hides(self, length: int) -> bool:
-        """Whether the window hides anything of a sequence."""
+        """Return whether the window hides any part of a sequence."""
         return 0 < self.window < length
 
     def _attend_packed(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, batch: Batch) -> Tensor:
@@ -138,8 +138,8 @@ class Attend(nn.Module):
         return out_THE.unflatten(0, (-1, length)).transpose(1, 2)
 
     def _mask(self, batch: Batch, length: int) -> Tensor | None:
-        """(B or 1, 1, L, L): true where a query may look, that is inside its own document and, if causal, back, but not
-        beyond its window. None: everywhere, or back."""
+        """Return a mask (B or 1, 1, L, L), true where a query may look: inside its own document, within its window and,
+        if causal, not ahead. None: the kernels need no mask, because at most the causal limit applies."""
         documents_BL, hides = batch.documents_BL, self._hides(length)
         if documents_BL is None and not hides:
             return None

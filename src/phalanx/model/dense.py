@@ -1,11 +1,10 @@
-"""A dense decoder: RMSNorm, rotary positions, grouped-query attention, a gated FFN. What models of this kind differ in
-is a field of the config: where norms stand, which biases there are, how positions are scaled, who sees whom.
+"""A dense decoder: RMSNorm, rotary positions, grouped-query attention, a gated FFN. The config says how models of this
+kind differ: where norms stand, which biases there are, how positions are scaled, who sees whom.
 
-Nothing here knows about parallelism. Widths are read from the tensors (`-1`), so the same code runs
-on a rank that holds all heads and on one that holds a few.
+Nothing here knows about parallelism. Widths are read from the tensors (`-1`), so the same code runs on a rank that
+holds all heads and on one that holds a few.
 
-Shapes: B batch, L sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim,
-V vocabulary.
+Shapes: B batch, L sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Rope = tuple[Tensor, Tensor]  # cos and sin
 
 
 def rotary_tables(batch: Batch, c: ModelConfig, dtype: torch.dtype, local: bool = False) -> Rope:
-    """cos and sin of position x frequency, (L, 1, pairs), computed in fp64 and rounded once."""
+    """Return cos and sin of position x frequency, (L, 1, pairs), computed in fp64 and rounded once."""
     positions_L = batch.positions().double()
     frequency = torch.tensor(rotary.frequencies(c, local), dtype=torch.float64, device=positions_L.device)
     angle, gain = torch.outer(positions_L, frequency).unsqueeze(1), rotary.gain(c, local)
@@ -51,7 +50,7 @@ def products(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
 
 
 class Attention(nn.Module):
-    multiply = staticmethod(products)  # of one input with several layers: a door for fp8
+    multiply = staticmethod(products)  # several layers applied to one input; replaced for fp8
 
     def __init__(self, c: ModelConfig, causal: bool = True, window: int = 0):
         super().__init__()
@@ -66,7 +65,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = make_norm(c.head_dim, c), make_norm(c.head_dim, c)
         elif c.qk_norm == "all":
             self.wide_q_norm, self.wide_k_norm = (SplitNorm(n * c.head_dim, c) for n in (c.num_heads, c.num_kv_heads))
-        # Every kernel divides by sqrt(E); queries carry what differs from that.
+        # Every kernel divides by sqrt(E), so queries are multiplied by what differs from that.
         self.query_scale = c.attention_scale * c.head_dim**0.5 if c.attention_scale else 1.0
         self.attend = Attend(causal, window, c.attention_softcap)
 
@@ -80,7 +79,7 @@ class Attention(nn.Module):
         return self.wo(out_BHLE.transpose(1, 2).flatten(2))
 
     def heads(self, x_BLD: Tensor) -> list[Tensor]:
-        """Queries, keys and values, normalized."""
+        """Return queries, keys and values, normalized."""
         q, k, v = self.multiply(x_BLD, (self.wq, self.wk, self.wv))
         if self.norms == "all":
             q, k = self.wide_q_norm(q), self.wide_k_norm(k)
@@ -90,7 +89,8 @@ class Attention(nn.Module):
         return [q, k, v]
 
     def whole_heads(self, y_BLF: Tensor) -> Tensor:
-        """Keys or values of the heads that queries here need; a rank that holds a part of one replaces this."""
+        """Return keys or values of the heads that queries here need. A rank that holds a part of a head replaces
+        this."""
         return y_BLF
 
 
@@ -114,7 +114,7 @@ class FeedForward(nn.Module):
 
 
 class HalfBlock(nn.Module):
-    """Attention, and then what `feed` of a subclass does; norms before, after, or both."""
+    """Attention followed by `feed`, which a subclass defines; norms before, after, or both."""
 
     def __init__(self, c: ModelConfig, causal: bool = True, window: int = 0):
         super().__init__()

@@ -8,7 +8,7 @@ rank holds a slice of the sequence; inside a block, after "gather", a slice of t
     "column"  a Linear inside it whose output features are split
     "row"     the Linear that ends it: input features split, output summed and scattered over the sequence
     "vocab"   an Embedding split by rows, output summed and scattered over the sequence
-    "input"   a Linear that reads raw features instead: they are split, the output as of "row"
+    "input"   a Linear that reads raw features instead: they are split, the output as for "row"
     "head"    the Linear to the vocabulary: gather the sequence, split the output
     "norm"    a SplitNorm inside a gathered module: features split, squares summed over the ranks
 
@@ -57,21 +57,21 @@ MODULE_OF: dict[str, type[nn.Module]] = {
 
 @dataclass(slots=True)
 class Batch:
-    """One micro-batch. B sequences of length L; nothing here says that a token is text: a token may
-    also be a vector (tokens_BL is then B x L x features). Under context parallelism a rank has its own
-    positions of the sequence, except of `documents_BL`, which every rank has whole."""
+    """One micro-batch. B sequences of length L; nothing here says that a token is text: a token may also be a vector
+    (tokens_BL is then B x L x features). Under context parallelism a rank has its own positions of the sequence, but
+    the whole of `documents_BL`."""
 
     tokens_BL: Tensor
     targets_BL: Tensor
     weights_BL: Tensor  # 1 where the target counts, 0 where it does not
     documents_BL: Tensor | None = None  # which document a position belongs to; None: no mask
     positions_L: Tensor | None = None  # where in the sequence; None: from 0 on
-    scale: Tensor | None = None  # what the step multiplies summed losses of targets with: 1 / their weights
-    even: Tensor | None = None  # and what is summed over all positions, whatever their weights: 1 / their number
+    scale: Tensor | None = None  # factor for losses summed over targets: 1 / their weights
+    even: Tensor | None = None  # factor for sums over all positions, weighted or not: 1 / their number
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)  # for what layers share
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with every tensor passed through `function`."""
+        """Return the same batch with every tensor passed through `function`."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "cache"]
         values = {name: getattr(self, name) for name in names}
         mapped: dict[str, Any] = {k: v if v is None else function(v) for k, v in values.items()}
@@ -83,8 +83,8 @@ class Batch:
         return torch.arange(self.tokens_BL.shape[1], device=self.tokens_BL.device)
 
     def document_positions(self) -> Tensor:
-        """B x L (or 1 x L): positions that begin anew with each document, for families to which it matters where in
-        its document a token stands. With rotary embeddings it does not: those only know distances."""
+        """Return positions that begin anew with each document, B x L (or 1 x L), for families to which a token's place
+        in its document matters. With rotary embeddings it does not: those only know distances."""
         if self.documents_BL is None:
             return self.positions()[None]
         at = torch.arange(self.documents_BL.shape[1], device=self.documents_BL.device)
@@ -96,7 +96,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """How a parameter starts: normal with this deviation around this mean."""
+    """A parameter's first values: normal with this deviation around this mean."""
 
     std: float
     mean: float = 0.0
@@ -108,8 +108,8 @@ class Family:
     init: Callable[[str, ModelConfig], Init]
     split: Mapping[str, str]
     units: Sequence[str] = ("layers.*",)  # gathered, recomputed and compiled one by one, in this order
-    # For pipelines: what only the first and only the last stage has. Between stages goes what goes
-    # between units, (B, L, width), into `forward(batch, x)`. Elsewhere these pass on what they get.
+    # For pipelines: modules that only the first or only the last stage has. Elsewhere they pass their input on. Stages
+    # pass each other what units do, (B, L, width), as the x of `forward(batch, x)`.
     first: Sequence[str] = ()
     last: Sequence[str] = ()
     width: Callable[[ModelConfig], int] = lambda config: config.dim
@@ -127,7 +127,7 @@ class Family:
         return None
 
     def names(self, model: nn.Module, patterns: Sequence[str]) -> list[str]:
-        """The modules that match, in the order of the patterns."""
+        """Return the names of the modules that match, in the order of the patterns."""
         names = [name for name, _ in model.named_modules()]
         return [name for pattern in patterns for name in names if _matches(name, pattern)]
 
@@ -135,7 +135,7 @@ class Family:
         return [model.get_submodule(name) for name in self.names(model, patterns)]
 
     def buffer_start(self, name: str) -> float:
-        """First value of a buffer; KeyError if the family does not declare it."""
+        """Return the first value of a buffer; KeyError if the family does not declare it."""
         return next(value for pattern, value in self.buffers.items() if _matches(name, pattern))
 
     def is_expert(self, module_name: str) -> bool:
@@ -143,13 +143,13 @@ class Family:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Shell-style, part by part: `layers.*` is `layers.0` but not `layers.0.ffn`."""
+    """Match shell-style, part by part: `layers.*` is `layers.0` but not `layers.0.ffn`."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def load_family(reference: str) -> Family:
-    """A built-in name, `module:NAME`, or `path/to/file.py:NAME`."""
+    """Load a family by a built-in name, `module:NAME`, or `path/to/file.py:NAME`."""
     target = BUILTIN.get(reference, reference)
     where, _, name = target.rpartition(":")
     remedy = f"use one of {sorted(BUILTIN)}, or path/to/file.py:NAME where NAME is a phalanx.Family"
@@ -195,7 +195,7 @@ _built: list[tuple[Family, ModelConfig, nn.Module]] = []
 
 
 def skeleton(family: Family, config: ModelConfig) -> nn.Module:
-    """The model without values, to be looked at only: the last one is kept."""
+    """Return the model without values, to be looked at only. The last one is kept."""
     if not (_built and _built[0][0] is family and _built[0][1] == config):
         with torch.device("meta"):
             _built[:] = [(family, config, family.build(config))]
@@ -203,8 +203,7 @@ def skeleton(family: Family, config: ModelConfig) -> nn.Module:
 
 
 def check_family(family: Family, config: ModelConfig) -> None:
-    """Refuse a description that does not fit its model: what would fail deep inside a step, or would
-    train something else without a word."""
+    """Refuse a description that does not fit its model and would fail deep inside a step, or train something else."""
 
     def refuse(message: str, remedy: str) -> NoReturn:
         raise _refusal(config.family, message, remedy)
@@ -259,6 +258,6 @@ def _refusal(reference: str, message: str, remedy: str) -> UserError:
 
 
 def _told(error: Exception, file: str) -> str:
-    """The error in a line, with the last line of the user's own file that led to it."""
+    """Describe the error in one line, with the last line of the user's own file that led to it."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")

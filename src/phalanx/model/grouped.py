@@ -1,6 +1,6 @@
-"""A linear layer per expert over rows that are sorted by expert: one grouped kernel where torch has
-one for the device, the dtype and the widths, else a loop. The gradients are written out, so that
-the weights' can be taken on its own.
+"""A linear layer per expert over rows that are sorted by expert: one grouped kernel where torch has one for the device,
+the dtype and the widths, else a loop. The gradients are written out, so that the weights' gradient can be taken on its
+own.
 
 Shapes: T rows, D in, O out, E experts; w_OD holds the O rows of one expert after the other.
 """
@@ -20,10 +20,10 @@ KERNEL_DEVICES = ("cpu", "cuda")
 KERNEL_ALIGN_BYTES = 16  # of a row of either operand
 
 
-@torch.compiler.disable  # which cannot trace the kernel in fp32, nor the loop
+@torch.compiler.disable  # it cannot trace the kernel in fp32, nor the loop
 def grouped_linear(x_TD: Tensor, w_OD: Tensor, counts_E: Tensor) -> Tensor:
-    """(T, O): the first counts_E[0] rows by the first expert's weights, and so on. Neither an expert
-    nor all of them need have rows; gradients are then zero."""
+    """Multiply the first counts_E[0] rows by the first expert's weights, and so on, to (T, O). Any expert, or all of
+    them, may have no rows; gradients are then zero."""
     return _GroupedLinear.apply(x_TD, w_OD, counts_E)
 
 
@@ -32,7 +32,7 @@ def input_gradient(grad_TO: Tensor, w_OD: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def weight_gradient(x_TD: Tensor, grad_TO: Tensor, counts_E: Tensor) -> Tensor:
-    """The gradient of w_OD, in its shape."""
+    """Return the gradient of w_OD, in its shape."""
     if _kernel_fits(x_TD, grad_TO):
         return F.grouped_mm(grad_TO.mT, x_TD, offs=_offsets(counts_E)).flatten(0, 1)
     counts = counts_E.tolist()
@@ -42,7 +42,8 @@ def weight_gradient(x_TD: Tensor, grad_TO: Tensor, counts_E: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def grouped_feed_forward(x_TD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, counts_E: Tensor) -> Tensor:
-    """A SwiGLU feed-forward per expert, which keeps of its inside the two first products alone (kernels/swiglu.py)."""
+    """Apply a SwiGLU feed-forward per expert. Of its inside it keeps only the first two products
+    (kernels/swiglu.py)."""
     return _GroupedFeedForward.apply(x_TD, w1, w2, w3, counts_E)
 
 
@@ -94,7 +95,7 @@ def _offsets(counts_E: Tensor) -> Tensor:
 
 
 def _kernel_fits(x_TI: Tensor, other: Tensor) -> bool:
-    """Whether torch's kernel takes these operands; both are dense, so their widths give the strides."""
+    """Return whether torch's kernel takes these operands. Both are dense, so their widths give the strides."""
     widths = (x_TI.shape[-1], *other.shape[1:]) if other.dim() == 3 else (x_TI.shape[-1], other.shape[-1])
     return (
         hasattr(F, "grouped_mm")

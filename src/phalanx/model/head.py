@@ -1,5 +1,5 @@
-"""The last layer of a model that predicts tokens, as a module of its own so that the loss can take its place: the
-logits of a family that says so (`Family.ends_in_head`) never exist as a whole (parallel/loss.py)."""
+"""The last layer of a model that predicts tokens, as a module of its own so that the loss can replace it. The logits of
+a family with `Family.ends_in_head` then never exist as a whole (parallel/loss.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.model.family import Batch
 
 
 class Head(nn.Linear):
-    """By itself it gives logits, (B, L, V). `softcap`: they are bent to stay below it, c tanh(x / c)."""
+    """Returns logits, (B, L, V). A `softcap` c bends them to c tanh(x / c), so that they stay below it."""
 
     def __init__(self, *args: Any, softcap: float = 0.0, **options: Any):
         super().__init__(*args, **options)

@@ -1,6 +1,6 @@
-"""First values that do not depend on the layout. A parameter's rows are drawn in blocks, each from a
-generator keyed by (seed, name, block), so a rank draws only the blocks that its own slice touches
-and gets the very numbers a single process would. Drawn on the host, in fp32, on every device."""
+"""First values that do not depend on the layout. A parameter's rows are drawn in blocks, each from a generator keyed by
+(seed, name, block), so a rank draws only the blocks that its own slice touches and gets the same numbers as a single
+process. Every device gets them from the host, drawn in fp32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.model.family import Init
 
 BLOCK_NUMEL = 1 << 16
-RUN_NUMEL = 1 << 20  # that a thread draws before it hands them to the device
+RUN_NUMEL = 1 << 20  # elements that a thread draws before it hands them to the device
 
 
 def _key(seed: int, name: str, block: int) -> int:
@@ -40,8 +40,8 @@ class Slice(NamedTuple):
 def draw_all(
     seed: int, slices: list[Slice], prepare: Callable[[], None], progress: Callable[[], object] = lambda: None
 ) -> None:
-    """Fill all of them, on as many threads as there are cores; each calls `prepare` first. Which thread draws what does
-    not matter. `progress` is called now and then."""
+    """Fill all slices, on as many threads as there are cores; each thread calls `prepare` first. Which thread draws
+    what does not matter. `progress` is called now and then."""
     constant = [s for s in slices if s.init.std == 0.0]
     for s in constant:
         s.out.fill_(s.init.mean)
@@ -51,12 +51,12 @@ def draw_all(
             _draw(seed, run)
         return
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "draw", prepare) as threads:
-        for _ in threads.map(partial(_draw, seed), runs):  # which raises what one of them raised
+        for _ in threads.map(partial(_draw, seed), runs):  # raises what a thread has raised
             progress()
 
 
 def _runs(s: Slice) -> Iterator[Slice]:
-    """Cut into runs of whole blocks."""
+    """Cut a slice into runs of whole blocks."""
     step = _rows_per_block(s.shape) * max(1, RUN_NUMEL // BLOCK_NUMEL)
     first = s.rows.start // step * step
     for start in range(first, s.rows.stop, step):

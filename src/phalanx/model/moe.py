@@ -1,12 +1,11 @@
-"""A decoder with experts: the dense family's layers with a mixture of SwiGLU experts in place of the
-FFN, in all but the first `dense_layers`. Every token goes to its top_k experts, none is dropped.
+"""A decoder with experts: the dense family's layers with a mixture of SwiGLU experts in place of the FFN, in all but
+the first `dense_layers`. Every token goes to its top_k experts; none is dropped.
 
-Nothing here knows about parallelism, but `MoE` has three doors for it, plain functions that a
-parallel axis replaces: `exchange` (experts on other ranks), `sum_counts` and `sequence_length`
-(a sequence that is split over ranks).
+Nothing here knows about parallelism, but `MoE` has three plain functions that a parallel axis replaces: `exchange`
+(experts on other ranks), `sum_counts` and `sequence_length` (a sequence that is split over ranks).
 
-Shapes: B batch, L sequence, T = B x L tokens, D model dim, E experts, K experts of a token, N = T x K
-rows, F width of an expert.
+Shapes: B batch, L sequence, T = B x L tokens, D model dim, E experts, K experts of a token, N = T x K rows, F width of
+an expert.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Back = Callable[[Tensor], Tensor]
 
 
 def own_rows(rows_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Back]:
-    """The exchange when every expert is here: nothing moves."""
+    """Exchange nothing, because every expert is here."""
     return rows_ND, counts_E, lambda out_ND: out_ND
 
 
@@ -46,15 +45,15 @@ def inverse(order_N: Tensor) -> Tensor:
 
 
 def next_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
-    """After a step: an expert with less than the mean load is chosen more readily, one with more less
-    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). In integers, so that a tie is a tie."""
+    """Return the bias after a step: an expert with less than the mean load is then chosen more readily, one with more
+    less (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The load is compared in integers, so that a tie is a tie."""
     missing_E = load_E.sum() - load_E * load_E.numel()
     return bias_E + rate * missing_E.sign().to(bias_E.dtype)
 
 
 class _Routed(torch.autograd.Function):
-    """Passes the layer's output on. In backward the balance loss gets its gradient, and the load is
-    counted: there and not in forward, which runs twice when activations are recomputed."""
+    """Passes the layer's output on. In backward the balance loss gets its gradient, and the load is counted. Forward is
+    no place to count, because it runs twice when activations are recomputed."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, balance: Tensor, scale: Tensor, load_E: Tensor, moe: MoE) -> Tensor:
@@ -71,25 +70,25 @@ class _Routed(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """As many experts as the tensors have rows for; a rank may hold some of them only."""
+    """The experts that this rank holds, as many as the tensors have rows for."""
 
     def __init__(self, num_experts: int, dim: int, inner: int):
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(num_experts * inner, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts * dim, inner))
         self.w3 = nn.Parameter(torch.empty(num_experts * inner, dim))
-        self.multiply = grouped_linear  # a plain function: the place to put weight gradients off
+        self.multiply = grouped_linear  # a plain function, replaced to put weight gradients off
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows sorted by expert, and how many belong to each."""
+        """Apply each expert to its rows. They are sorted by expert, and `counts_E` says how many belong to each."""
         assert self.w1.shape[0] == counts_E.shape[0] * self.w2.shape[1], (self.w1.shape, counts_E.shape)
         inner_NF = F.silu(self.multiply(x_ND, self.w1, counts_E)) * self.multiply(x_ND, self.w3, counts_E)
         return self.multiply(inner_NF, self.w2, counts_E)
 
 
 class MoE(nn.Module):
-    # What the parallel axes replace:
-    exchange: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Back]]  # rows to where their experts are
+    # Replaced by the parallel axes:
+    exchange: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Back]]  # sends rows to where their experts are
     sum_counts: Callable[[Tensor], Tensor]  # over the ranks that hold parts of the same sequences
     sequence_length: Callable[[int], int]  # of the whole sequence, from that of this rank's part
 
@@ -121,14 +120,14 @@ class MoE(nn.Module):
         return _Routed.apply(out_BLD, balance, scale, counts_E, self)
 
     def _scores(self, x_BLD: Tensor) -> Tensor:
-        """In fp32 at least: rounded logits would choose other experts."""
+        """Score in fp32 at least: rounded logits would choose other experts."""
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)
         logits_BLE = F.linear(x_BLD.to(dtype), self.gate.weight.to(dtype))
         return logits_BLE.sigmoid() if self.config.scoring == "sigmoid" else logits_BLE.softmax(-1)
 
     def _choose(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token, and the weights of their outputs. The bias has a say in the choice
-        only, never in the weights."""
+        """Choose each token's experts and the weights of their outputs. The bias affects the choice, never the
+        weights."""
         preference = scores_BLE.detach() if self.bias is None else scores_BLE.detach() + self.bias
         ids_BLK = preference.topk(self.config.top_k, dim=-1).indices
         chosen_BLK = scores_BLE.gather(-1, ids_BLK)
@@ -144,10 +143,9 @@ class MoE(nn.Module):
         return combine_rows(out_ND, places_TK, weights_BLK.flatten(0, 1)).view_as(x_BLD)
 
     def _balance(self, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
-        """The load-balance loss of every sequence times its length, summed over this rank's tokens:
-        weight x E x sum_e f_e x P_e, f_e the share of the sequence's choices that fell on e, P_e the mean
-        score (DeepSeek-V3, equations 17 to 20). By sequence, so that it does not depend on how a
-        batch is cut."""
+        """Return the load-balance loss of every sequence times its length, summed over this rank's tokens: weight x E x
+        sum_e f_e x P_e, where f_e is the share of the sequence's choices that fell on e and P_e the mean score
+        (DeepSeek-V3, equations 17 to 20). It is taken by sequence, so that it does not depend on how a batch is cut."""
         c = self.config
         if c.balance_loss == 0:
             return scores_BLE.new_zeros(())
@@ -159,7 +157,7 @@ class MoE(nn.Module):
 
 
 def _count(ids_BN: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs in each row."""
+    """Count how often each expert occurs in each row."""
     counts_BE = ids_BN.new_zeros(ids_BN.shape[0], num_experts)
     return counts_BE.scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
 

@@ -10,7 +10,7 @@ from phalanx.core.shape import ModelConfig
 
 
 class CenteredNorm(nn.RMSNorm):
-    """Multiplies by 1 + weight, which is rounded in fp32 at least: in bf16 small weights would be lost."""
+    """Multiplies by 1 + weight, added in fp32 at least: in bf16 small weights would be lost."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -1,5 +1,5 @@
-"""Attention whose scores are bent, c tanh(s / c), so that none is larger than c (Gemma 2, arXiv:2408.00118, section 2).
-No kernel of torch's has that; FlexAttention makes one, and where it cannot run the formula is written out."""
+"""Attention that bends scores s to c tanh(s / c), so that none is larger than c (Gemma 2, arXiv:2408.00118, section 2).
+No torch kernel does that. FlexAttention makes one; where it cannot run, the formula is written out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def bend(scores: Tensor, cap: float) -> Tensor:
 
 
 def dense(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, cap: float, mask: Tensor | None, causal: bool) -> Tensor:
-    """The formula, with all scores in memory. `mask` is true where a query may look; None: everywhere, or back."""
+    """Compute the formula with all scores in memory. `mask`: where a query may look; None: everywhere, or back."""
     each = q_BHLE.shape[1] // k_BKLE.shape[1]
     k_BHLE, v_BHLE = (t if each == 1 else t.repeat_interleave(each, dim=1) for t in (k_BKLE, v_BKLE))
     wide = torch.promote_types(q_BHLE.dtype, torch.float32)
@@ -30,7 +30,7 @@ def dense(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, cap: float, mask: Tens
 
 
 def blocks(documents_BL: Tensor | None, length: int, causal: bool, window: int, device: torch.device) -> Any:
-    """Say to FlexAttention who sees whom, block by block."""
+    """Build FlexAttention's mask of who sees whom, block by block."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

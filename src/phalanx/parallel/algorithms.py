@@ -1,10 +1,10 @@
-"""Which way a message takes along an axis: over all of its ranks at once, or inside the nodes first and
-then across them. Arithmetic alone: positions on an axis and sizes, no torch.
+"""Which route a message takes along an axis: over all of its ranks at once, or inside the nodes first and then across
+them. This file is arithmetic on positions and sizes, without torch.
 
-An algorithm is a list of stages. A stage splits the ranks of the axis into groups of equal size. A sum
-goes down the stages, each a reduce-scatter that leaves a rank with a smaller slice, and comes back up by
-all-gathers. To plug in another, put it into ALGORITHMS and name it in [collectives]; each stage must
-join neighbouring runs of ranks, in order, or the exact tree could not add what it brings together."""
+An algorithm is a list of stages. A stage splits the ranks of the axis into groups of equal size. A sum goes down the
+stages, each a reduce-scatter that leaves a rank with a smaller slice, and comes back up by all-gathers. To add an
+algorithm, put it into ALGORITHMS and name it in [collectives]. Each stage must join neighbouring runs of ranks, in
+order; otherwise the exact tree could not add what it brings together."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def flat(nodes: Nodes) -> list[Stage]:
 
 
 def hierarchical(nodes: Nodes) -> list[Stage]:
-    """Inside each node, then between the ranks that have the same place in theirs."""
+    """Group the ranks of each node, then the ranks that have the same place in their nodes."""
     return [nodes, [list(column) for column in zip(*nodes, strict=True)]]
 
 
 ALGORITHMS: dict[str, Callable[[Nodes], list[Stage]]] = {"flat": flat, "hierarchical": hierarchical}
 
 
-# Libraries that know nothing of nodes, and kilobytes from which two levels gather faster there even if they save
-# but one step of latency (measured: docs/collectives.md). A library that is not listed is left to itself.
+# For libraries that know nothing of nodes: kilobytes from which two levels gather faster even if they save only one
+# step of latency (measured: docs/collectives.md). Libraries that are not listed choose for themselves.
 MEASURED_KB = {"gloo": 128}
 
 
 def crossover_kb(config: CollectivesConfig, backend: str, op: str, nodes: Nodes) -> float:
-    """The size from which `auto` takes two levels. A ring of n = k x g ranks has n - 1 steps, and two levels
-    have (k - 1) + (g - 1), for a call more: with one step saved, a small gather does not earn that."""
+    """Return the size from which `auto` uses two levels. A ring of n = k x g ranks has n - 1 steps; two levels have k +
+    g - 2, but cost one more call. For a small gather, one saved step does not pay for that call."""
     if config.crossover_kb >= 0:
         return config.crossover_kb
     if backend not in MEASURED_KB:
@@ -48,14 +48,13 @@ def crossover_kb(config: CollectivesConfig, backend: str, op: str, nodes: Nodes)
 
 
 def has_tiers(nodes: Nodes) -> bool:
-    """Whether there is something to gain: several nodes, each with the same number of the axis' ranks,
-    and more than one."""
+    """Return whether two levels can gain anything: several nodes, each with the same number of ranks, more than one."""
     return len(nodes) > 1 and {len(node) for node in nodes} == {len(nodes[0])} and len(nodes[0]) > 1
 
 
 def choose(config: CollectivesConfig, backend: str, axis: str, op: str, nodes: Nodes, size_bytes: float) -> str:
-    """The algorithm for one message. `op`: sum (all-reduce, reduce-scatter) or gather; `size_bytes` is the whole
-    buffer, before it is scattered or after it was gathered."""
+    """Choose the algorithm for one message. `op` is sum (all-reduce, reduce-scatter) or gather; `size_bytes` is the
+    whole buffer, before it is scattered or after it was gathered."""
     wanted = str(getattr(config, axis))
     if not has_tiers(nodes):
         return "flat"
@@ -65,13 +64,13 @@ def choose(config: CollectivesConfig, backend: str, axis: str, op: str, nodes: N
 
 
 def possible(config: CollectivesConfig, backend: str, axis: str, nodes: Nodes) -> list[str]:
-    """List everything that `choose` may answer; groups are formed for it."""
+    """List every algorithm that `choose` may return; groups are formed for each."""
     largest = sys.float_info.max
     return sorted({choose(config, backend, axis, op, nodes, size) for op in OPS[axis] for size in (0, largest)})
 
 
 def runs(stages: list[Stage]) -> list[list[tuple[int, int]]]:
-    """Before each stage, from which positions to which a position's sum already reaches."""
+    """Return, before each stage, the first and last position that each position's sum already covers."""
     size = sum(len(group) for group in stages[0])
     before = [[(position, position) for position in range(size)]]
     for stage in stages[:-1]:
@@ -85,8 +84,8 @@ def runs(stages: list[Stage]) -> list[list[tuple[int, int]]]:
 
 
 def order(stages: list[Stage]) -> list[int]:
-    """Whose slices they are that a buffer must hold, one after the other, so that every rank gets its own:
-    stage by stage a group's k-th rank keeps the k-th part of what is left."""
+    """Return the order in which a buffer must hold the ranks' slices so that every rank gets its own: stage by stage, a
+    group's k-th rank keeps the k-th part of what is left."""
     places: dict[int, list[int]] = {}
     for stage in stages:
         for group in stage:

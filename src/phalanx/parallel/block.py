@@ -1,8 +1,7 @@
-"""Attention of some queries to some keys, with the log-sum-exp that lets results be merged, and its
-backward given the log-sum-exp over all keys. The fused kernel of the device where it takes the case,
-else the formulas. Every query sees every key, or with `causal` those up to its own place; documents are a matter of
-which queries and keys are brought together (context.py). Windows and softcaps, which the kernels do not know, are a
-`Bend`."""
+"""Attention of some queries to some keys, with the log-sum-exp by which results are merged, and its backward given the
+log-sum-exp over all keys. The device's fused kernel is used where it takes the case, the formulas elsewhere. Every
+query sees every key, or with `causal` those up to its own place. Documents are a matter of which queries and keys are
+brought together (context.py). Windows and softcaps, which the kernels do not know, are a `Bend`."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from torch import Tensor
 from phalanx.model.attention import kernel_takes
 
 _aten = torch.ops.aten
-Offsets = tuple[Tensor, int]  # where documents begin in the rows laid end to end, and how long one is at most
+Offsets = tuple[Tensor, int]  # where documents begin in the rows laid end to end, and the length of the longest
 
 
 class Bend(NamedTuple):
-    """Queries that see only a `window` of keys behind them (0: all), and scores s that become c tanh(s / c) (0: they
-    stay). `gap`: the place of the first query less that of the first key."""
+    """Limits that the kernels do not know. A query sees only `window` keys, its own the last (0: all), and a `softcap`
+    c bends scores s to c tanh(s / c) (0: none). `gap` is the place of the first query minus that of the first key."""
 
     gap: int
     window: int
@@ -28,7 +27,7 @@ class Bend(NamedTuple):
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take a further block's result into `out` and `lse`, in place. A log-sum-exp of minus infinity: nothing was
+    """Merge another block's result into `out` and `lse`, in place. A log-sum-exp of minus infinity: nothing was
     seen."""
     total = torch.logaddexp(lse, part_lse)
     before, after = (((x - total).exp().masked_fill(x.isneginf(), 0.0)).unsqueeze(-1) for x in (lse, part_lse))
@@ -37,7 +36,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, bend: Bend | None = None) -> tuple[Tensor, Tensor]:
-    """(B, H, Q, E) and (B, H, Q)."""
+    """Return the result (B, H, Q, E) and the log-sum-exp (B, H, Q)."""
     if bend:
         k, v = _for_all_heads(q, k), _for_all_heads(q, v)
         scores, _ = _scores(q, k, causal, bend)
@@ -60,7 +59,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, bend: Bend | Non
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bend: Bend | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of this block in the gradients of q, k and v; `out` and `lse` are over all blocks."""
+    """Return this block's share of the gradients of q, k and v. `out` and `lse` are over all blocks."""
     if flash_takes(q) and not bend:
         backward, seed = _aten._scaled_dot_product_flash_attention_backward, _no_dropout(q)
         lengths, lse = (q.shape[2], k.shape[2]), lse.contiguous()
@@ -71,7 +70,7 @@ def attend_backward(
         parts = [t.contiguous() for t in (grad, q, keys, values, out, lse)]
         dq, dk, dv = backward(*parts, 0.0, causal)
     elif _device_kernel(q) and not bend:
-        padding = -q.shape[2] % 32  # as the kernel's own forward would hand it over
+        padding = -q.shape[2] % 32  # as the kernel's own forward pads it
         lse = torch.nn.functional.pad(lse.float(), (0, padding), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         backward = _aten._scaled_dot_product_efficient_attention_backward
@@ -91,7 +90,7 @@ def attend_backward(
 
 
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Offsets, causal: bool) -> tuple[Tensor, Tensor]:
-    """As `attend_block`, but every document by itself, where `flash_takes` it."""
+    """Do what `attend_block` does, document by document. The case must be one that `flash_takes`."""
     starts, longest = offsets
     forward = _aten._flash_attention_forward
     out, lse, *_ = forward(_flat(q), _flat(k), _flat(v), starts, starts, longest, longest, 0.0, causal, False)
@@ -110,12 +109,12 @@ def attend_documents_backward(
 
 
 def flash_takes(q: Tensor) -> bool:
-    """Fewer key/value heads included, without a copy of them for every query head."""
+    """Return whether the flash kernel takes the case. It needs no copies of key/value heads that query heads share."""
     return q.device.type != "cpu" and q.dtype in (torch.bfloat16, torch.float16) and kernel_takes(q.shape[-1])
 
 
 def _flat(x: Tensor) -> Tensor:
-    """(B, H, L, E) as (B L, H, E)."""
+    """Reshape (B, H, L, E) to (B L, H, E)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
@@ -124,12 +123,12 @@ def _unflat(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def _no_dropout(q: Tensor) -> Tensor:
-    """The state of the generator that flash attention would have drawn from."""
+    """Return a stand-in for the generator state from which flash attention would have drawn."""
     return torch.zeros(2, dtype=torch.uint64, device=q.device)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, bend: Bend | None = None) -> tuple[Tensor, Tensor | None]:
-    """The scores, and how steeply those that a softcap has bent follow the plain ones."""
+    """Return the scores and, with a softcap, their derivative by the scores before it."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores, slope = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1]), None
     gap, window, softcap = bend or Bend(0, 0, 0.0)
@@ -158,5 +157,5 @@ def _cpu_kernel(q: Tensor) -> bool:
 
 
 def _device_kernel(q: Tensor) -> bool:
-    """The memory-efficient kernel: no fp64, and rows of whole 16 bytes."""
+    """Return whether the memory-efficient kernel takes the case: no fp64, and rows of whole 16 bytes."""
     return q.dtype in (torch.float32, torch.bfloat16) and q.shape[-1] % 8 == 0

@@ -1,11 +1,11 @@
-"""Collectives that return their result, waited for. On NCCL the functional form, which traces and can
-be kept by selective recomputation. On Gloo everything goes by all-to-all, one message per peer: its
-own all-gather and reduce-scatter send many small ones, and the functional form crashes in torch 2.11
-when ranks share an accelerator.
+"""Collectives that wait and return their result. On NCCL they use the functional form, which can be traced and whose
+results selective recomputation can keep. On Gloo all but the all-reduce go by all-to-all, one message per peer: its own
+all-gather and reduce-scatter send many small ones, and the functional form crashes in torch 2.11 when ranks share an
+accelerator.
 
-None returns the very tensor that a collective or an addition wrote into. Compiled by torch 2.11, an autograd function
-whose forward does so gets gradients of zero and no error (pytorch issue 180642): the traced forward returns that tensor
-twice, and its gradient goes to the wrong place."""
+None returns the very tensor that a collective or an addition wrote into. If torch 2.11 compiles an autograd function
+whose forward does so, its gradients are zero, without an error (pytorch issue 180642): the traced forward returns that
+tensor twice, and its gradient goes to the wrong place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _on_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """parts[r] goes to rank r; back comes what every rank had for this one."""
+    """Send parts[r] to rank r, and return what every rank sent to this one."""
     parts = parts.contiguous()
     out = torch.empty_like(parts)
     dist.all_to_all_single(out.view(-1), parts.view(-1), group=group)
@@ -56,22 +56,22 @@ def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_to_all(x: Tensor, out: list[int], into: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The first out[0] rows to rank 0, and so on; into[r] rows come from rank r."""
+    """Send the first out[0] rows to rank 0, and so on; receive into[r] rows from rank r."""
     got = x.new_empty(sum(into), *x.shape[1:])
     dist.all_to_all_single(got, x.contiguous(), into, out, group=group)
     return got
 
 
 def swap_dims(x: Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> Tensor:
-    """All-to-all: dim `cut` is cut in as many parts as there are ranks, part r goes to rank r, and what
-    comes back is joined along dim `joined` in rank order."""
+    """Cut dim `cut` into as many parts as there are ranks, send part r to rank r, and join the received parts along dim
+    `joined` in rank order."""
     parts = torch.stack(x.chunk(group.size(), dim=cut))
     return torch.cat(_exchange(parts, group).unbind(), dim=joined)
 
 
 class Shift:
-    """A tensor on its way to the next rank of a ring, while the one before sends its own here. Gloo
-    cannot send from an accelerator's memory, so there it goes through the host's."""
+    """A tensor being sent to the next rank of a ring while the previous rank's is received. Gloo cannot send from an
+    accelerator's memory, so on Gloo it goes through host memory."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup):
         me, width = group.rank(), group.size()

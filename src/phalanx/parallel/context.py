@@ -1,13 +1,13 @@
 """Context parallelism: every sequence is split over the cp ranks, and attention alone notices.
 
-Ring: keys and values go round, each rank attends to one block after the other and merges the results
-by their log-sum-exp; the next block travels while the current one is worked on. A rank holds one piece
-from the front and its mirror from the back, so that a causal mask gives all the same work. Nothing is masked:
-only queries and keys that see each other are brought together, which the host knows from the documents. Windows and
-softcaps have no kernels that give a log-sum-exp, so they go by formulas, some queries at a time.
+Ring: keys and values travel round the ranks. Each rank attends to one block after the other and merges the results by
+their log-sum-exp; the next block travels while the current one is worked on. A rank holds one piece from the front and
+its mirror from the back, so that a causal mask gives all the same work. Nothing is masked: only queries and keys that
+see each other are brought together, which the host knows from the documents. Windows and softcaps have no kernels that
+return a log-sum-exp, so they use the formulas, some queries at a time.
 
-Ulysses: an all-to-all exchanges positions for heads, each rank attends over the whole sequence with
-some of the heads, and a second one brings them back."""
+Ulysses: an all-to-all exchanges positions for heads, each rank attends over the whole sequence with some of the heads,
+and a second all-to-all brings them back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BENT_QUERIES = 1024  # at a time: their scores are materialized
 
 
 def local_positions(layout: Layout, seq_len: int, cp: int) -> Tensor:
-    """Where in the sequence the tokens of cp rank `cp` stand, in its order."""
+    """Return the positions in the sequence of cp rank `cp`'s tokens, in that rank's order."""
     if layout.cp_style == "ulysses":
         return torch.arange(seq_len).chunk(layout.cp)[cp]
     pieces = torch.arange(seq_len).chunk(2 * layout.cp)
@@ -46,7 +46,7 @@ def local_positions(layout: Layout, seq_len: int, cp: int) -> Tensor:
 
 
 def cut_batch(batch: Batch, layout: Layout, seq_len: int, cp: int) -> Batch:
-    """What this cp rank works on. Documents stay whole: a few integers that save messages."""
+    """Return this cp rank's part of the batch. Documents stay whole: a few integers that save messages."""
     if layout.cp == 1:
         return batch
     at = local_positions(layout, seq_len, cp)
@@ -93,7 +93,7 @@ class UlyssesAttend(Attend):
 
 
 class _Swap(torch.autograd.Function):
-    """Give away parts of dim `cut` for the others' parts of dim `joined`."""
+    """Exchanges parts of dim `cut` for the other ranks' parts of dim `joined`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> Tensor:
@@ -109,7 +109,7 @@ class RingAttend(Attend):
     layout: Layout
     group: dist.ProcessGroup
 
-    @torch.compiler.disable  # which would compile anew for every place at which a document may end
+    @torch.compiler.disable  # it would recompile for every place at which a document may end
     def forward(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, batch: Batch) -> Tensor:
         if k_BKLE.shape != v_BKLE.shape:  # they go round in one message
             raise UserError(
@@ -126,7 +126,7 @@ class RingAttend(Attend):
     def _tiles(
         self, batch: Batch, documents_BL: Tensor | None, put: Callable[[Tensor], Tensor] = lambda t: t
     ) -> list[list[_Tile]]:
-        """By how far the keys have come round the ring: which queries meet which keys."""
+        """Return which queries meet which keys, by how many ranks the keys have moved round the ring."""
         key = ("ring", *self.kind)
         if key not in batch.cache:
             me, width = self.group.rank(), self.group.size()
@@ -143,7 +143,7 @@ class RingAttend(Attend):
         source: int,
         put: Callable[[Tensor], Tensor],
     ) -> list[_Tile]:
-        """The keys of rank `source` that queries here see."""
+        """Return the tiles of queries here and the keys of rank `source` that they see."""
         window = self.window if self._hides(len(places) * len(places[me])) else 0
         if window or self.softcap:
             return list(self._bent(documents_BL, places[me], places[source], window))
@@ -168,7 +168,7 @@ class RingAttend(Attend):
         ]
 
     def _bent(self, documents_BL: Tensor | None, ours: Tensor, theirs: Tensor, window: int) -> Iterator[_Tile]:
-        """The same by formulas: places next to each other, no more keys than are seen, and a few queries."""
+        """Yield the same for the formulas: neighbouring places, no more keys than are seen, and a few queries."""
         for (mine, q), (others, k) in product(_pieces(ours), _pieces(theirs)):
             rows = range(1 if documents_BL is None else len(documents_BL))
             for row in rows:
@@ -189,14 +189,15 @@ class RingAttend(Attend):
 
 
 def _pieces(places: Tensor) -> Iterator[tuple[Tensor, slice]]:
-    """The two pieces of a rank and where they lie in its tokens. A piece is in order and has no gaps."""
+    """Yield the two pieces of a rank and where they lie in its tokens. A piece is in order and has no gaps."""
     half = len(places) // 2
     for part in (slice(0, half), slice(half, len(places))):
         yield places[part], part
 
 
 def _shared(ours_Q: Tensor, theirs_K: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Where the documents that both have lie in each. If the keys lie before the queries, there is one at most."""
+    """Yield where each document that both have lies in the queries and in the keys. If the keys lie before the queries,
+    there is one at most."""
     mine, theirs = _runs(ours_Q), _runs(theirs_K)
     for number in mine.keys() & theirs.keys():
         yield mine[number], theirs[number]
@@ -213,8 +214,8 @@ def _within(outer: slice, inner: slice) -> slice:
 
 
 class _Tile(NamedTuple):
-    """Queries and keys of a pair of ranks that see each other: all, or with `causal` back; with `offsets` each document
-    by itself."""
+    """Queries and keys of a pair of ranks that see each other: a query sees all keys, or with `causal` those up to its
+    own place; with `offsets` each document is separate."""
 
     rows: slice
     queries: slice
@@ -268,7 +269,7 @@ class _Ring(torch.autograd.Function):
                 t.of_keys(sums[0]).add_(dk)
                 t.of_keys(sums[1]).add_(dv)
             held = coming.wait() if coming else held
-        dk, dv = Shift(sums, group).wait()  # home
+        dk, dv = Shift(sums, group).wait()  # back to their rank
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 

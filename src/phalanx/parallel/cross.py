@@ -1,6 +1,6 @@
-"""The traffic between replicas, over standalone groups of one coordinate: one level or several, as the
-policy says for each message (reduce inside the node, then across, then back). Fast sums are the
-library's; exact sums go by tree; compressed ones travel in 16 or 8 bits and are added in fp32."""
+"""The traffic between replicas, over standalone groups of one coordinate. The policy chooses one level or several for
+each message (reduce inside the node, then across, then back). Fast sums are the library's; exact sums go by tree;
+compressed ones travel in 16 or 8 bits and are added in fp32."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from phalanx.core.held import CODEC_BLOCK as BLOCK
 from phalanx.parallel.tiers import Peers, Way
 from phalanx.parallel.tree import Node, Part, fold
 
-MOST_DIRECT = 1 << 14  # integers that a rank sends to all others
+MOST_DIRECT = 1 << 14  # integers, at most, that a rank sends directly to all others
 
 
 class Cross:
-    """The replicas that hold one coordinate. Dropping it (`close`) closes the sockets. What rounding has taken so far
-    belongs to these replicas: another membership has another object, which begins with nothing."""
+    """The replicas that hold one coordinate. `close` closes the sockets. Rounding errors belong to these replicas:
+    another membership has another object, which begins with none."""
 
     def __init__(self, peers: Peers):
         self._peers, self.size = peers, peers.size
-        # What rounding took from a message: by kind, bucket and stages before it.
-        self._residual: dict[tuple[str, int, int], Tensor] = {}  # in the last step that counts
-        self._pending: dict[tuple[str, int, int], Tensor] = {}  # in this one
+        # Rounding errors of messages, by kind, bucket and number of stages before it.
+        self._residual: dict[tuple[str, int, int], Tensor] = {}  # of the last step that counts
+        self._pending: dict[tuple[str, int, int], Tensor] = {}  # of this step
 
     @property
     def sent_bytes(self) -> int:
@@ -37,12 +37,12 @@ class Cross:
         self._peers.close()
 
     def commit(self) -> None:
-        """The step counts, so what was lost in its messages is owed to the next."""
+        """Carry the rounding errors of a step that counts over to the next."""
         self._residual |= self._pending
         self._pending = {}
 
     def forget(self) -> None:
-        """What was lost in the step's messages is owed to nobody: they may not even have been numbers."""
+        """Drop the step's rounding errors, which may not even be numbers."""
         self._pending = {}
 
     def _way(self, message: Tensor) -> Way:
@@ -54,8 +54,8 @@ class Cross:
         return F.pad(flat, (0, -flat.numel() % (self.size * block)))
 
     def sum_parts_(self, parts: Sequence[tuple[Tensor, bool]], codec: str, slot: int | None) -> None:
-        """All-reduce parameters in place, each with whether it travels whole. In the message of the others each begins
-        with a block of its own, so that no two share a scale."""
+        """All-reduce parameters in place; each comes with whether it travels whole. In the message of the others each
+        begins a block of its own, so that no two share a scale."""
         whole = [part for part, is_whole in parts if is_whole]
         coded = [part for part, is_whole in parts if not is_whole]
         if whole:
@@ -71,8 +71,8 @@ class Cross:
             torch._foreach_copy_(coded, rooms)
 
     def sum_(self, flat: Tensor, codec: str = "none", slot: int | None = None) -> None:
-        """All-reduce in place. `slot` says which bucket of the step it is; None: it is cut in another way than in other
-        steps, so what rounding takes from it is not made up for."""
+        """All-reduce in place. `slot` is the number of the bucket in the step. None: the bucket is cut differently than
+        in other steps, so its rounding errors are not carried over."""
         way = self._way(flat)
         inner = way.depth - 1
         if inner == 0:
@@ -83,7 +83,7 @@ class Cross:
         flat.copy_(way.up(part, inner)[: flat.numel()])
 
     def _sum_across(self, way: Way, flat: Tensor, codec: str, slot: int | None) -> None:
-        """Over the last stage."""
+        """Sum over the last stage, in place."""
         if codec != "none":
             self._compressed_sum_across(way, flat, codec, slot)
             return
@@ -105,14 +105,14 @@ class Cross:
         torch.sum(heard.view(group.size(), -1), 0, out=flat)
 
     def tree_sum(self, parts: list[Part], nodes: Sequence[Sequence[Node]]) -> Tensor:
-        """Exact: add the parts of all replicas. `nodes[r]` are those that the r-th replica of the group brings."""
+        """Add the parts of all replicas exactly. `nodes[r]` are those that the r-th replica of the group brings."""
         way, numel = self._way(parts[0][1]), parts[0][1].numel()
         total = fold(way.tree([(node, self._padded(t)) for node, t in parts], nodes).take())
         return way.up(total, way.depth)[:numel]
 
     def _compressed_sum_across(self, way: Way, flat: Tensor, codec: str, slot: int | None) -> None:
-        """With error feedback: what rounding took from this step's message is added to the next
-        one. Every replica decodes the same bytes, so all end with the same bits."""
+        """Sum with error feedback: the rounding error of this step's message is added to the next one. Every replica
+        decodes the same bytes, so all end with the same bits."""
         encode, decode = CODECS[codec]
         group = way.group(way.depth - 1)
         width = group.size()

@@ -1,10 +1,10 @@
-"""Backward in two halves, for the schedules without a bubble: first the gradients of the inputs, which
-the previous stage waits for, later those of the weights. A linear layer hands its weight's gradient in
-as work to be done; everything else (norms, embeddings, biases) is cheap and done at once.
+"""Backward in two halves, for the schedules without a bubble: first the gradients of the inputs, which the previous
+stage waits for, later those of the weights. A linear layer hands in its weight's gradient as work to be done;
+everything else (norms, embeddings, biases) is cheap and done at once.
 
-torch's own split walks the autograd graph for parameters, finds none while FSDP2 has them resharded,
-and loses their gradients without a word. Here nothing is looked for, so every ZeRO stage is right: the
-weights themselves are not needed for their gradients."""
+torch's own split walks the autograd graph for parameters, finds none while FSDP2 has them resharded, and silently loses
+their gradients. Here nothing is looked for, so every ZeRO stage works: the weights themselves are not needed for their
+gradients."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Work = tuple[nn.Parameter, Callable[[], Tensor]]  # a weight, and what computes 
 
 
 class WeightGradients:
-    """The work put off by the backward that is running now; None: nothing is put off."""
+    """The work that the running backward puts off; None: nothing is put off."""
 
     def __init__(self) -> None:
         self.work: list[Work] | None = None
 
     def put_off(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> Tensor | None:
-        """The gradient, or None if it will come later."""
+        """Return the gradient, or None if it comes later."""
         if self.work is None:
             return gradient()
         self.work.append((weight, gradient))
@@ -54,7 +54,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The same for the experts."""
+    """`_Linear` for the experts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, counts: Tensor, deferred: WeightGradients) -> Tensor:
@@ -99,7 +99,7 @@ def halves(model: nn.Module, deferred: WeightGradients, reducer: Reducer) -> Hal
 
 
 class WholeHalves:
-    """Where a rank holds all parameters: gradients are kept from the reducer until they are whole."""
+    """The halves on a rank that holds all parameters: gradients are kept from the reducer until they are complete."""
 
     def __init__(self, model: nn.Module, deferred: WeightGradients, reducer: Reducer):
         self.deferred, self.reducer, self.params = deferred, reducer, list(model.parameters())
@@ -135,9 +135,8 @@ class WholeHalves:
 
 
 class ShardedHalves:
-    """As FSDP2 must see them. After the first half FSDP2 may
-    free the parameters; the gradients it holds by then are taken from it, and given back together with
-    the rest before it reduces them, micro-batch by micro-batch."""
+    """The halves under FSDP2, which may free the parameters after the first. The gradients that it holds by then are
+    taken from it, and returned with the rest before it reduces them, micro-batch by micro-batch."""
 
     def __init__(self, model: FSDPModule, deferred: WeightGradients):
         self.deferred = deferred

@@ -1,5 +1,5 @@
-"""The one module that knows the device: which one, its process-group backend, streams, memory and
-peak speed. Everybody else says `device`, never the name of a vendor."""
+"""The one module that knows the device: which one, its process-group backend, streams, memory and peak speed. Other
+modules say `device`, never the name of a vendor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTENTION = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# Dense bf16 tensor-core peaks from the makers' data sheets, FLOP/s. Others are measured.
+# Dense bf16 tensor-core peaks from vendors' data sheets, in FLOP/s. Other devices are measured.
 DATASHEET_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "MI300X": 1307e12}
 
 Moment: TypeAlias = float | torch.Event  # on a CPU by the host's clock, in seconds
@@ -38,7 +38,7 @@ Moment: TypeAlias = float | torch.Event  # on a CPU by the host's clock, in seco
 class Device:
     torch: torch.device
     backend: str  # of torch.distributed
-    share: float = 1.0  # of the device that is this rank's own, when ranks outnumber devices or cores
+    share: float = 1.0  # fraction of the device that this rank has, if ranks outnumber devices or cores
 
     @staticmethod
     def pick(wanted: str, rank: int, ranks: int, share: bool = False) -> Device:
@@ -75,8 +75,8 @@ class Device:
 
     @property
     def of_groups(self) -> torch.device | None:
-        """The device that a group is bound to when it is made, so that its communicator exists from then on and no rank
-        makes it in another order; None: its library has no such thing."""
+        """Return the device to which a new group is bound, so that its communicator exists at once and no rank creates
+        it in another order. None: the library has no such option."""
         return None if self.backend == "gloo" else self.torch
 
     @property
@@ -84,15 +84,15 @@ class Device:
         return self.torch.type == "cpu"
 
     def seed(self, value: int) -> None:
-        """Seed what is drawn next, on this device and on the host. (torch.manual_seed looks for every kind of device
-        first, which takes longer than a small layer.)"""
+        """Seed the generators of this device and of the host. (torch.manual_seed looks for every kind of device first,
+        which takes longer than a small layer.)"""
         torch.default_generator.manual_seed(value)
         if not self.is_cpu:
             torch.get_device_module(self.torch).manual_seed(value)
 
     def choose_kernels(self, deterministic: bool) -> None:
-        """For this process. Some kernels (attention's backward) have a faster version that does not give the same bits
-        twice; cuDNN's attention is one, and the fastest there is."""
+        """Choose the kernels of this process. Some (attention's backward) have a faster version that does not give the
+        same bits twice; cuDNN's attention is one, and the fastest there is."""
         if self.is_cpu:
             return
         torch.use_deterministic_algorithms(deterministic)
@@ -106,12 +106,12 @@ class Device:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether it multiplies e4m3 and e5m2 as the OCP formats have them. A CPU does it by way of fp32."""
+        """Return whether the device multiplies e4m3 and e5m2 in the OCP formats. A CPU does it by way of fp32."""
         return self.is_cpu or (torch.version.hip is None and torch.cuda.get_device_capability(self.torch) >= (8, 9))
 
     @property
     def has_grouped_fp8(self) -> bool:
-        """Whether to take grouped products with scales by row on it: torch's kernel is made for Hopper."""
+        """Return whether to use grouped products with scales by row: torch's kernel is made for Hopper."""
         return self.is_cpu or (torch.version.hip is None and torch.cuda.get_device_capability(self.torch)[0] == 9)
 
     def synchronize(self) -> None:
@@ -119,7 +119,7 @@ class Device:
             torch.accelerator.synchronize(self.torch)
 
     def peak_memory_bytes(self) -> int:
-        """That the allocator has held at a time; without an accelerator, that this process has."""
+        """Return the most memory that the allocator has held; without an accelerator, that this process has held."""
         if self.is_cpu:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return int(torch.accelerator.max_memory_reserved(self.torch))
@@ -128,7 +128,7 @@ class Device:
         return None if self.is_cpu else torch.Stream(self.torch)
 
     def on(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
-        """Run what follows on `stream`; what it must wait for is said with `wait`."""
+        """Run what follows on `stream`; `wait` sets what it must wait for."""
         if stream is None:
             return contextlib.nullcontext()
         return stream
@@ -139,7 +139,7 @@ class Device:
         return torch.accelerator.current_stream(self.torch).record_event()
 
     def moment(self) -> Moment:
-        """The point that the device's work has reached, for `seconds_between`; nobody waits for it here."""
+        """Mark the point that the device's work has reached, for `seconds_between`, without waiting for it."""
         if self.is_cpu:
             return time.perf_counter()
         event = torch.Event(self.torch, enable_timing=True)
@@ -160,34 +160,34 @@ class Device:
             (stream or torch.accelerator.current_stream(self.torch)).wait_event(event)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor on the device, without waiting for the copy."""
+        """Copy a host tensor to the device without waiting."""
         return tensor if self.is_cpu else tensor.pin_memory().to(self.torch, non_blocking=True)
 
     def host_bytes(self, size: int) -> torch.Tensor:
-        """Host memory that begins a page; on an accelerator pinned, so that nobody waits for a copy."""
+        """Allocate host memory at a page boundary; on an accelerator it is pinned, so that nobody waits for a copy."""
         if self.is_cpu:
             return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def use(self) -> None:
-        """In a thread that has not asked for this device yet."""
+        """Select this device in a thread that has not used it yet."""
         if not self.is_cpu:
             torch.accelerator.set_device_index(self.torch.index)
 
     def pin(self, host: torch.Tensor) -> torch.Tensor:
-        """Memory that is there already, such as what is shared with another process, as `host_bytes` has it."""
+        """Pin existing memory, such as memory shared with another process, and return it."""
         if not self.is_cpu:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))  # or HIP's
         return host
 
     def unpin(self, host: torch.Tensor) -> None:
-        """Before what `pin` was given is unmapped: the device would take what comes to lie there later for pinned."""
+        """Unpin memory before it is unmapped; the device would take what is mapped there later for pinned."""
         if not self.is_cpu:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))
 
     def hold(self, tensor: torch.Tensor, stream: torch.Stream | None = None) -> None:
-        """`tensor` is read on this stream (default: the current one), which is not the one it was
-        made on: its memory must not be reused before that, even if we let go of it now."""
+        """Keep the memory of `tensor` from being reused before `stream` (default: the current one) has read it, even if
+        the caller drops it now. Needed when the tensor was made on another stream."""
         if not self.is_cpu:
             tensor.record_stream(stream or torch.accelerator.current_stream(self.torch))
 
@@ -197,7 +197,7 @@ class Device:
         return torch.get_device_module(self.torch).get_device_name(self.torch)
 
     def peak_flops(self, dtype: torch.dtype) -> tuple[float, str]:
-        """Peak FLOP/s of this rank's device for the MFU, and where the figure comes from."""
+        """Return the peak FLOP/s of this rank's device for the MFU, and where the figure comes from."""
         if dtype == torch.bfloat16:
             for name, peak in DATASHEET_BF16.items():
                 if name in self.describe():
@@ -215,8 +215,8 @@ class Device:
         return self.share * 2 * size**3 / best, f"measured {size}x{size} matmul in {str(dtype).removeprefix('torch.')}"
 
     def standalone_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """A process group that torch's registry does not know: dropping the last reference closes
-        it, and peers that wait in it get an error."""
+        """Form a process group that torch's registry does not know: dropping the last reference closes it, and peers
+        that wait in it get an error."""
         if self.backend == "gloo":
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
@@ -254,13 +254,13 @@ def abort_all(groups: list[Any]) -> None:
         found[0]._group_end()
 
 
-_attention = contextlib.ExitStack()  # torch has its preference among attention kernels as a context
+_attention = contextlib.ExitStack()  # torch sets its preference among attention kernels by a context
 
 
 @cache
 def avoid_broken_amx() -> None:
-    """Some virtual machines advertise Intel's AMX and then refuse its instructions, which kills the
-    process at its first bf16 matmul. A child tries it; if it dies, oneDNN is told to stay below."""
+    """Keep oneDNN from AMX where it is broken. Some virtual machines advertise Intel's AMX and then refuse its
+    instructions, which kills the process at its first bf16 matmul. A child process tries it first."""
     cpuinfo = Path("/proc/cpuinfo")
     if "ONEDNN_MAX_CPU_ISA" in os.environ or not cpuinfo.exists() or "amx_bf16" not in cpuinfo.read_text():
         return

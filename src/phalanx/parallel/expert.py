@@ -1,7 +1,7 @@
-"""Expert parallelism: each of the ep ranks of a stage holds some of the experts, rows go to where their
-experts are and come back, by two all-to-alls. The ep axis takes its ranks from shard x cp x tp, all of
-which hold different tokens here: under tensor parallelism a rank has a slice of the sequence, which is
-routed as it is. No row is dropped, so the sizes are known only when the counts have been exchanged."""
+"""Expert parallelism: each of a stage's ep ranks holds some of the experts. Two all-to-alls send rows to the ranks of
+their experts and bring the results back. The ep axis takes its ranks from shard x cp x tp. All of these hold different
+tokens here: under tensor parallelism a rank routes its own slice of the sequence. No row is dropped, so the sizes are
+known only after the counts are exchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.parallel.groups import Groups
 
 
 def apply_expert_parallel(model: nn.Module, layout: Layout, groups: Groups) -> None:
-    """Keep this rank's experts (on the meta device) and put the exchange in their way."""
+    """Keep only this rank's experts (on the meta device), and send their rows through the exchange."""
     for moe in [m for m in model.modules() if isinstance(m, MoE)]:
         if layout.ep > 1:
             assert groups.experts is not None
@@ -62,7 +62,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class Exchange:
-    """Rows sorted by expert, to the ranks that hold the experts, and the way back."""
+    """Sends rows sorted by expert to the ranks that hold the experts, and returns the way back for results."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int):
         self.group = group
@@ -72,13 +72,13 @@ class Exchange:
 
     def __call__(self, rows_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         width, mine = self.group.size(), self.held[1] - self.held[0]
-        # From every rank: how many rows it has for each of the experts here.
+        # How many rows every rank has for each of the experts here.
         counts_RE = all_to_all(counts_E, self.sizes, [mine] * width, self.group).view(width, mine)
         out_R = torch.stack([part.sum() for part in counts_E.split(self.sizes)])
-        sizes = torch.cat((out_R, counts_RE.sum(1))).tolist()  # the host must know them: it waits for the router here
+        sizes = torch.cat((out_R, counts_RE.sum(1))).tolist()  # the host needs the sizes, so it waits for the router
         out, into = sizes[:width], sizes[width:]
         got_ND = _AllToAll.apply(rows_ND, out, into, self.group)
-        # They come sorted by rank, then expert; the experts want them sorted by expert, then rank.
+        # Rows arrive sorted by rank, then expert; the experts need them sorted by expert, then rank.
         each_RE = torch.arange(mine, device=rows_ND.device).repeat(width)
         expert_N = each_RE.repeat_interleave(counts_RE.flatten(), output_size=sum(into))
         order_N = expert_N.argsort(stable=True)

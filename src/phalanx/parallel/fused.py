@@ -1,4 +1,4 @@
-"""Kernels in the place of a model's own layers: the same mathematics in fewer passes over memory, or in fp8."""
+"""Replace a model's layers by kernels that compute the same in fewer passes over memory, or in fp8."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from phalanx.parallel.device import Device
 from phalanx.parallel.shard import COMPUTE_DTYPE
 from phalanx.parallel.tensor import OpenLinear, RowLinear
 
-# Rows that an expert has on average from which its products gain more in fp8 than rounding its weights costs: 6 bytes a
-# weight at 4 TB/s against 6 FLOP a weight and row at 900 in place of 620 TFLOP/s, less what its rows cost.
+# Average rows per expert from which its products gain more in fp8 than rounding its weights costs: 6 bytes a weight at
+# 4 TB/s, against 6 FLOP a weight and row at 900 instead of 620 TFLOP/s, less the cost of its rows.
 FP8_ROWS = 1024
 
 
 def apply_kernels(model: nn.Module, units: list[nn.Module], job: Job, device: Device) -> None:
-    """Not where a schedule splits the backward: weight gradients are put off there, layer by layer."""
+    """Choose attention kernels and swap in the fused layers. A schedule that splits the backward keeps the plain
+    layers, because it defers weight gradients layer by layer."""
     packed = not device.is_cpu and COMPUTE_DTYPE[job.train.precision] == torch.bfloat16
     for module in model.modules():
         if isinstance(module, Attend):
             module.packed = packed
             module.two_kernels = packed and job.deterministic and device.has_cudnn
-            module.flexible = not device.is_cpu and job.train.precision != "fp64"  # for which Triton has no products
+            module.flexible = not device.is_cpu and job.train.precision != "fp64"  # Triton has no fp64 products
     if job.layout.splits_backward:
         return
     low = job.train.precision == "fp8"
@@ -66,7 +67,8 @@ class FusedFeedForward(FeedForward):
 
 
 def rows_of_an_expert(job: Job) -> float:
-    """On average, in a micro-batch: by the job alone, so that a choice made by it is the same in every step."""
+    """Return the average in a micro-batch. It follows from the job alone, so a choice by it is the same in every
+    step."""
     layout, model = job.layout, job.model
     tokens = job.train.micro_batch * job.train.seq_len / (layout.cp * layout.tp)
     return tokens * model.top_k * layout.ep / model.num_experts

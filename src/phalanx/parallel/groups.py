@@ -27,7 +27,7 @@ from phalanx.parallel.tiers import Form, Peers
 
 _standalone_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # those that torch's registry does not know
 NOT_SEEN = -(1 << 63)
-BEGIN_S = 10.0  # within which a thread that was started must run
+BEGIN_S = 10.0  # within which a new thread must run
 T = TypeVar("T")
 DEFAULT = CollectivesConfig()
 
@@ -61,11 +61,11 @@ class Groups:
         experts: bool = False,
         collectives: CollectivesConfig = DEFAULT,
     ) -> Groups:
-        """Collective over the replica. `experts`: the model has some. `cross` is formed apart: `form_cross`."""
+        """Form the groups, a collective over the replica. `experts`: the model has some. `form_cross` forms `cross`."""
         try:
             return Groups._form(store, world, layout, coord, device, experts, collectives)
         except BaseException:
-            # torch numbers groups, also those that it failed to make, and looks for its peers under that number.
+            # torch numbers groups, even those that it failed to form, and looks for its peers under that number.
             if dist.is_initialized():
                 dist.destroy_process_group()
             dist.distributed_c10d._world.group_count = 0
@@ -102,9 +102,9 @@ class Groups:
         return Groups(mesh, state, view, None, tiers)
 
     def total(self, values: torch.Tensor, guard: Callable[[Callable[[], None]], bool]) -> list[int] | None:
-        """Integers, each summed over all ranks: inside the replica, then across. None: the replicas were cut off from
-        each other. A rank that gets the sums knows that all have said theirs, and tells the others of its replica.
-        `guard`: does what may fail with other replicas, and returns whether it has worked."""
+        """Sum each of several integers over all ranks: inside the replica, then across. None: the replicas were cut off
+        from each other. A rank that gets the sums knows that all have contributed, and tells the others of its replica.
+        `guard` runs what may fail with other replicas, and returns whether it worked."""
         alone = dist.get_world_size() == 1
         if not alone:
             dist.all_reduce(values)
@@ -119,21 +119,21 @@ class Groups:
         return None if NOT_SEEN in found else found
 
     def agree(self, values: torch.Tensor) -> list[int]:
-        """The least of each, over the ranks of the replica."""
+        """Return the minimum of each value over the ranks of the replica."""
         if dist.get_world_size() > 1:
             dist.all_reduce(values, dist.ReduceOp.MIN)
         return [int(x) for x in values.tolist()]
 
     def close(self) -> None:
-        """Drops every group. The engine that used them must be gone: it holds references, and a
-        group's sockets close with the last one."""
+        """Drop every group. The engine that used them must be gone: it holds references, and a group's sockets close
+        with the last one."""
         if self.cross:
             self.cross.close()
         for peers in self.tiers.values():
             peers.close()
         for mesh in (self.mesh, self.experts):
-            # DTensor's caches keep the first mesh of a kind for ever. Without its groups it holds no threads and
-            # sockets, and finds those of a later generation, which have the same names.
+            # DTensor's caches keep the first mesh of a kind for ever. Without its groups that mesh holds no threads or
+            # sockets, and it finds the groups of a later generation, which have the same names.
             getattr(mesh, "_pg_registry", {}).clear()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -148,7 +148,7 @@ def form_cross(
     collectives: CollectivesConfig = DEFAULT,
     replicas: Sequence[int] | None = None,
 ) -> Cross | None:
-    """The groups over the `replicas` (None: all) that hold this coordinate, in this order; None: it is alone."""
+    """Form the groups over the `replicas` (None: all) that hold this coordinate, in this order. None: it is alone."""
     replicas = range(layout.replica) if replicas is None else replicas
     if len(replicas) == 1:
         return None
@@ -165,8 +165,8 @@ def form_tiers(
     meshes: list[DeviceMesh],
     collectives: CollectivesConfig,
 ) -> dict[str, Peers]:
-    """For the meshes over which state is sharded: the groups inside and across the nodes, where the policy
-    may choose them."""
+    """Form the groups inside and across the nodes for the meshes over which state is sharded, where the policy may
+    choose them."""
     tiers = {}
     for view, mesh in enumerate(meshes):
         ranks = mesh.mesh.tolist()
@@ -192,7 +192,7 @@ def _standalone(store: dist.Store, device: Device) -> Form:
 
 class Door:
     """The sockets that were opened while the cross-replica groups formed: those of the groups, and of the store where
-    they met. `interrupt` ends them, and with them every wait, from another thread; those inside the replica
+    they met. `interrupt` shuts them down from another thread, which ends every wait. Sockets inside the replica
     stay."""
 
     def __init__(self) -> None:
@@ -203,10 +203,10 @@ class Door:
         self._closed = False
 
     def form(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, which forms the groups, or raise as soon as the door is interrupted.
+        """Run `work`, which forms the groups, and return its result; raise as soon as the door is interrupted.
 
-        Gloo waits for a peer that was to connect, and has no socket yet that could be shut: when that peer dies, the
-        wait lasts until the groups' time-out. So it waits in a thread of its own, which is left behind then."""
+        While Gloo waits for a peer to connect, there is no socket that could be shut down: if that peer dies, the wait
+        lasts until the groups' time-out. So `work` runs in a thread of its own, which is then abandoned."""
         formed: list[T] = []
         failed: list[BaseException] = []
         begun = threading.Event()
@@ -219,8 +219,8 @@ class Door:
                 failed.append(error)
             self._over.set()
 
-        # A process without memory can make a thread that ends before its first line. Thread.start() waits for that line
-        # without a limit, and would hold up the whole gang until it is killed.
+        # A process that is out of memory can start a thread that ends before its first line. Thread.start() waits for
+        # that line without a limit, and would hold up the whole gang until it is killed.
         _thread.start_new_thread(run, ())
         if not begun.wait(BEGIN_S):
             raise MemoryError(f"a thread that forms the groups did not begin in {BEGIN_S:g} s")
@@ -243,7 +243,7 @@ class Door:
 
 
 def _sockets() -> dict[str, int]:
-    """By inode: the descriptors of this process that are sockets."""
+    """Return the descriptors of this process that are sockets, by inode."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -254,7 +254,7 @@ def _sockets() -> dict[str, int]:
 
 
 def _shut(fd: int) -> None:
-    """End a TCP connection, or one to the rendezvous; what listens stays, or Gloo aborts."""
+    """End a TCP connection, or one to the rendezvous. A listening socket stays open, because Gloo aborts without it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
         listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if not listens and (sock.family in (socket.AF_INET, socket.AF_INET6) or is_waiting_on(fd)):
@@ -262,9 +262,9 @@ def _shut(fd: int) -> None:
 
 
 def break_connections() -> None:
-    """End every TCP connection of this process and abort every group: who waits in one, or to form one, fails at once,
-    here and at the other ends. Gloo leaves a wait only when its sockets end; what NCCL waits for is aborted. Called
-    from another thread than the one that waits, so torch's registry is left alone."""
+    """End every TCP connection of this process and abort every group, so that a wait in a group, or to form one, fails
+    at once, here and at the other ends. Gloo leaves a wait only when its sockets end; NCCL's waits are aborted. This
+    runs in another thread than the one that waits, so torch's registry is left alone."""
     for fd in _sockets().values():
         _shut(fd)
     abort_all([*dist.distributed_c10d._world.pg_names, *_standalone_groups])

@@ -1,7 +1,7 @@
 """The link to the other replicas in one generation of the gang: the cross-replica groups, the thread that uses them and
-the buckets under way. It only reads what it is given, and sums into memory of its own: after a failure the replica's
-own gradients are whole, and another link sums them again. What fails is noted, not raised: the shard peers of this rank
-are inside collectives of their own and must get through them."""
+the buckets in flight. It only reads its inputs and sums into its own memory, so after a failure the replica's gradients
+are intact and another link can sum them again. Failures are recorded, not raised: this rank's shard peers are inside
+collectives of their own and must get through them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from phalanx.parallel.tree import Node, Part
 CLOSE_LIMIT_S = 0.5
 Nodes = list[list[Node]]  # of the exact tree: what each replica of the group brings
 Sums = list[tuple[Any, Tensor]]  # a unit, and its sum over all replicas
-Slices = list[tuple[int, bool]]  # of a unit's parameters: elements, padded; if they travel whole
+Slices = list[tuple[int, bool]]  # of a unit's parameters: number of elements, padded, and whether they travel whole
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Link:
     def __init__(self, cross: Cross, train: TrainConfig, device: Device):
         self.cross, self.device = cross, device
         self.error: BaseException | None = None
-        self.trace: list[BucketTrace] = []  # of the step
+        self.trace: list[BucketTrace] = []  # the buckets of the step
         self.stream = device.new_stream()
         self._codec, self._limit_bytes = train.compress, train.bucket_mb * 1e6
         self._bucket: list[tuple[Any, list[Part], Slices]] = []
@@ -48,8 +48,8 @@ class Link:
         self._thread = ThreadPoolExecutor(1, "cross-replica")
 
     def add(self, unit: Any, parts: list[Part], slices: Slices, nodes: Nodes, feedback: bool) -> None:
-        """The next unit. All replicas must add the same ones in the same order. `nodes`: exact; none: a fast sum, of
-        one part. `feedback`: what rounding takes is made up for in the next step."""
+        """Add the next unit. All replicas must add the same ones in the same order. `nodes` belong to an exact sum;
+        without them the sum is fast, of one part. With `feedback`, rounding errors are made up for in the next step."""
         if nodes != self._nodes:
             self.flush(feedback)
         self._nodes = nodes
@@ -88,7 +88,7 @@ class Link:
             if len(parts) > 1:
                 joined = [(ps[0][0], torch.cat([t for _, t in ps])) for ps in zip(*parts, strict=True)]
             return self.cross.tree_sum(joined, nodes)
-        total = torch.cat([t for ((_, t),) in parts])  # a copy, also of one
+        total = torch.cat([t for ((_, t),) in parts])  # copies even a single part
         if self._codec == "none":
             self.cross.sum_(total)
         else:
@@ -98,7 +98,7 @@ class Link:
         return total
 
     def wait(self) -> Sums:
-        """The sums of everything that was added, as far as nothing has failed."""
+        """Return the sums of everything that was added, except for buckets that failed."""
         flying, self._flying = self._flying, []
         sums = [pair for flight in flying for pair in flight.result()]
         if self.stream is not None:
@@ -106,30 +106,30 @@ class Link:
         return sums
 
     def guard(self, work: Callable[[], Any]) -> Any:
-        """None: it has failed, now or before."""
+        """Run `work` and return its result, or None if the link has failed, now or before."""
         if self.error is not None:
             return None
         try:
             return work()
         except RuntimeError as error:  # what torch raises when a peer is gone
             self.error = error
-            traceback.clear_frames(error.__traceback__)  # they hold the group, and so its sockets
+            traceback.clear_frames(error.__traceback__)  # the frames hold the group, and so its sockets
             self.cross.close()  # so that peers waiting for us fail at once
             return None
 
     def does(self, work: Callable[[], None]) -> bool:
-        """Whether it has worked."""
+        """Run `work` and return whether the link is still intact."""
         self.guard(work)
         return self.error is None
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Does not wait longer for a peer that is silent: nobody looks at what its bucket still writes to."""
+        """Stop the thread; wait at most `limit_s` for a silent peer. Nobody reads what its bucket still writes to."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         wait(self._flying, timeout=limit_s)
 
 
 def _cut(flat: Tensor, slices: Slices) -> list[tuple[Tensor, bool]]:
-    """Into parameters. If one has no gradient, the places of the others are not known, and all travel whole."""
+    """Cut a flat sum into parameters. If one has no gradient, no places are known, and all parameters travel whole."""
     if sum(size for size, _ in slices) != flat.numel():
         return [(flat, True)]
     parts = flat.split([size for size, _ in slices])

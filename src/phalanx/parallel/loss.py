@@ -1,6 +1,6 @@
-"""The loss, in the place of a model's head: linear layer and cross-entropy in one, chunk by chunk; the tensor-parallel
-ranks may split the vocabulary. The summed loss comes with the one that is scaled for the step, whose backward finds its
-gradients ready (kernels/cross_entropy.py)."""
+"""Replace a model's head by its loss. The linear layer and the cross-entropy run as one, chunk by chunk, and
+tensor-parallel ranks may split the vocabulary. The head returns the loss scaled for the step and the summed loss. The
+backward of the first finds its gradients ready (kernels/cross_entropy.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LossHead(Head):
 
 
 def apply_loss(model: nn.Module, tp: dist.ProcessGroup, config: ModelConfig) -> None:
-    """Let the model's head give the loss instead of logits."""
+    """Make the model's head return the loss instead of logits."""
     heads = [module for module in model.modules() if isinstance(module, Head)]
     if len(heads) != 1:
         raise UserError(
@@ -48,7 +48,7 @@ def apply_loss(model: nn.Module, tp: dist.ProcessGroup, config: ModelConfig) -> 
 
 
 def loss_of_logits(logits: Tensor, batch: Batch, tp: dist.ProcessGroup, config: ModelConfig) -> Loss:
-    """For a model that does something of its own with them."""
+    """Return the loss of a model that returns logits (`Family.ends_in_head` is false)."""
     return cross_entropy(logits, *_wanted(batch), bend=Bend(z_loss=config.z_loss), **_split(tp, config.vocab_size))
 
 

@@ -1,6 +1,6 @@
-"""The gradient norm, right under every mesh: a split parameter counts on every rank that holds a
-part of it, one held whole by all tensor-parallel ranks counts once. `exact` does not depend on who
-holds what: squares are added as integers."""
+"""The gradient norm, correct under every mesh: a split parameter counts on every rank that holds a part of it, and one
+that all tensor-parallel ranks hold whole counts once. The `exact` norm does not depend on who holds what, because
+squares are added as integers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.kernels.square_sum import MOST_BITS, MOST_POWER, add_squares_
 
 
 def fast_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: Tensor) -> Tensor:
-    """`counted`: this rank's gradients that it is the one to count."""
+    """Return the norm over all ranks of the replica. `counted` are the gradients that this rank must count."""
     if counted:
         wide = torch.promote_types(counted[0].dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(counted, 2, dtype=wide)).double()
@@ -27,9 +27,9 @@ def fast_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: Te
 
 
 def exact_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: Tensor, num_total: int) -> Tensor:
-    """Order-free: squares are added as integers, relative to the largest element (kernels/square_sum.py) or to 2^-64:
-    gradients all below that lose digits. `num_total` bounds the number of elements over all ranks. Stays on the
-    device."""
+    """Return the same norm, independent of the order of addition. Squares are added as integers, relative to the
+    largest element (kernels/square_sum.py) or to 2^-64, so gradients that are all smaller lose digits. `num_total`
+    bounds the number of elements over all ranks. The result stays on the device."""
     counted = [t for t in counted if t.numel()]
     top = torch.zeros((), dtype=torch.float64, device=like.device)
     if counted:
@@ -45,7 +45,7 @@ def exact_norm(counted: list[Tensor], replica: dist.ProcessGroup | None, like: T
         add_squares_(limbs, t, scale, bits)
     _over(replica, limbs)
     high, low = limbs.unbind()
-    high, low = high + (low >> bits), low & ((1 << bits) - 1)  # one sum has many such pairs, and one of them is this
+    high, low = high + (low >> bits), low & ((1 << bits) - 1)  # many pairs stand for one sum; take the canonical one
     norm = (high.double() + low.double() * 2.0**-bits).mul(2.0**-bits).sqrt()
     norm = torch.ldexp(norm, exponent)
     return torch.where(torch.isfinite(top), norm, top)

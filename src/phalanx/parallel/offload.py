@@ -1,12 +1,12 @@
-"""Activation offload, unit by unit. What autograd saves in a unit's forward is copied to host memory while the
-next unit runs, and comes back in backward while the unit after it runs: at most two units' activations are on
-the device. With `train.recompute = "full"` a unit saves its input alone, so that goes.
+"""Activation offload, unit by unit. Tensors that autograd saves in a unit's forward are copied to host memory while the
+next unit runs, and come back in backward while the unit after it runs. So at most two units' activations are on the
+device. With `train.recompute = "full"` a unit saves only its input, which is copied.
 
     forward    unit 0 | unit 1 | unit 2 | ... | unit 2 | unit 1 | unit 0    backward
     to host           |   0    |   1    |     |        |        |
     from host                                 |   1    |   0    |
 
-Copies run on two side streams. On a CPU they are plain copies: of no use there, but the same values.
+Copies run on two side streams. On a CPU they are plain copies, which save nothing but give the same values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.model.family import Batch
 from phalanx.parallel.device import Device
 
-THRESHOLD_BYTES = 1 << 18  # below, a copy costs more time than it frees memory
+THRESHOLD_BYTES = 1 << 18  # below this, a copy takes more time than its memory is worth
 
 
 def apply_offload(units: list[nn.Module], device: Device) -> None:
@@ -37,7 +37,7 @@ def apply_offload(units: list[nn.Module], device: Device) -> None:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Copy:
-    """One storage. The graph alone owns it: it goes when the last operation that saved it has been undone."""
+    """The copy of one storage. The autograd graph alone owns it, so it goes with the last operation that saved it."""
 
     host: Tensor
     here: Tensor | None = None  # on the device again
@@ -77,7 +77,7 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _held_by_others(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Inputs that need no gradient, such as position tables and masks: every unit saves the same ones."""
+    """Yield inputs that need no gradient, such as position tables and masks: every unit saves the same ones."""
     caches = [leaf.cache for leaf in args if isinstance(leaf, Batch)]
     for leaf in tree_leaves((args, kwargs, caches)):
         if isinstance(leaf, Tensor) and not leaf.requires_grad:
@@ -92,7 +92,7 @@ class _Pass:
         self.weights: Callable[[], set[int]] = set
         self._offload, self._device, self._previous = offload, offload.device, previous
         self._copies: dict[tuple[int, int], weakref.ref[_Copy]] = {}  # by storage and version
-        self._sources: dict[tuple[int, int], Tensor] = {}  # until they are copied, and this unit is not the latest
+        self._sources: dict[tuple[int, int], Tensor] = {}  # until they are copied and this unit is no longer the latest
         self._at_host: torch.Event | None = None
         self._coming: torch.Event | None = None
         self._fetched = self._begun = False
@@ -110,9 +110,9 @@ class _Pass:
         known = self._copies.get(key)
         copy = known() if known else None
         if copy is None and storage.data_ptr() in self.weights():
-            # FSDP2 frees and gathers these itself. Asked now, because experts are gathered within the unit.
+            # FSDP2 frees and gathers these itself. Checked now, because experts are gathered within the unit.
             return tensor
-        if copy is None:  # whole storages, once: what several views of one would keep alive
+        if copy is None:  # whole storages, once: a saved view would keep all of one alive
             source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             copy = _Copy(device.host_bytes(storage.nbytes()))
             device.wait(self._offload.to_host, device.mark())
@@ -127,7 +127,7 @@ class _Pass:
         self.leave, self.weights = set(), set
 
     def let_go(self) -> None:
-        """Let go of the tensors on the device, whose memory is free for what is launched from now on."""
+        """Free the tensors on the device; work launched from now on may reuse their memory."""
         self._device.wait(None, self._at_host)
         self._sources.clear()
 
@@ -151,8 +151,8 @@ class _Pass:
             self._previous = None
 
     def _fetch(self) -> None:
-        """The memory belongs to the side stream, so that it can be let go at any time: that stream waits
-        here for whatever the current one still does with what it is given again."""
+        """Start copying this unit's tensors back to the device. Their memory belongs to the side stream, so that it can
+        be freed at any time. That stream first waits until the current one is done with memory that is reused here."""
         if self._fetched:
             return
         self._fetched = True

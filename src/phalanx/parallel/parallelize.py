@@ -27,8 +27,8 @@ from phalanx.parallel.tensor import apply_tensor_parallel
 def parallelize(
     job: Job, family: Family, coord: Coord, groups: Groups, deferred: WeightGradients, device: Device
 ) -> dict[int, nn.Module]:
-    """This rank's stages of the model, on the meta device, cut and wrapped; they hold no values yet. No
-    collective is called here, so a rank that joins can build alone."""
+    """Return this rank's stages of the model, on the meta device, cut and wrapped; they hold no values yet. No
+    collective is called, so a rank that joins can build alone."""
     if job.layout.ep > 1 and not family.experts:
         raise UserError(
             "the family names no experts (Family.experts)",
@@ -72,7 +72,8 @@ def _refuse_dropout(model: nn.Module, layout: Layout) -> None:
 
 
 def refuse_draws(what: str, layout: Layout) -> None:
-    """Masks are drawn anew for each micro-batch, so replicas and shards draw those of one rank; these axes do not."""
+    """Refuse axes whose ranks would not draw the masks of one rank. Replicas and shards do, since masks are drawn anew
+    for each micro-batch."""
     axis = next((axis for axis in ("tp", "cp", "pp") if getattr(layout, axis) > 1), "")
     if axis:
         raise UserError(

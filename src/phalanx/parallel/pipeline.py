@@ -1,7 +1,7 @@
-"""The pipeline: which forward and backward a rank does when, and what it sends to its neighbours. The
-orders of the interleaved and zero-bubble schedules and the places of sends and receives are those of
-torch.distributed.pipelining; carrying them out is ours, so that every backward is an ordinary one for
-FSDP2 and the reducer, micro-batch by micro-batch, and a step without a pipeline is the same loop."""
+"""The pipeline: when a rank runs which forward and backward, and what it sends to its neighbours. The orders of the
+interleaved and zero-bubble schedules and the places of sends and receives come from torch.distributed.pipelining. We
+execute them ourselves, so that every backward is an ordinary one for FSDP2 and the reducer, micro-batch by micro-batch,
+and a step without a pipeline is the same loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCH_NAME = {"interleaved": "Interleaved1F1B", "interleaved-zb": "InterleavedZe
 
 @cache
 def order(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
-    """For every pipeline rank its forwards, backwards, sends and receives."""
+    """Return every pipeline rank's forwards, backwards, sends and receives."""
     if layout.pp == 1:
         return {0: [a for m in range(num_micro) for a in _both(0, m)]}
     if layout.schedule in TORCH_NAME:
@@ -41,7 +41,7 @@ def order(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
 
 @cache
 def forward_order(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
-    """The same for a pass without a backward: stage after stage of a rank."""
+    """Return the same for a pass without a backward: a rank's stages one after the other."""
     compute = {
         rank: [_Action(stage, Kind.FORWARD, m) for stage in sorted(layout.stages_of(rank)) for m in range(num_micro)]
         for rank in range(layout.pp)
@@ -50,10 +50,10 @@ def forward_order(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
 
 
 def receive_early(actions: list[_Action]) -> list[_Action]:
-    """Every receive before the work that precedes it: Gloo sends nothing before the receiver is ready for
-    it, so the message travels during that work."""
+    """Move every receive before the work that precedes it. Gloo sends nothing before the receiver is ready, so the
+    message then travels during that work."""
     out: list[_Action] = []
-    work = None  # where in `out` the latest is
+    work = None  # index in `out` of the latest work
     for action in actions:
         if action.computation_type in (Kind.RECV_F, Kind.RECV_B) and work is not None:
             out.insert(work, action)
@@ -80,7 +80,7 @@ def _one_forward_one_backward(rank: int, pp: int, num_micro: int) -> list[_Actio
 
 
 def _of_torch(layout: Layout, num_micro: int) -> dict[int, list[_Action]]:
-    """torch computes the whole table from any rank's stages; it reads only their numbers."""
+    """Take the order from torch, which computes the whole table from any rank's stages and reads only their numbers."""
     numbers = {"num_stages": layout.num_stages, "group_size": layout.pp, "group_rank": 0}
     stages = [SimpleNamespace(stage_index=s, has_backward=True, submod=None, **numbers) for s in layout.stages_of(0)]
     schedule = torch_schedules.get_schedule_class(TORCH_NAME[layout.schedule])(stages, num_micro, loss_fn=_no_loss)
@@ -91,9 +91,9 @@ def _no_loss(*_: Any) -> None: ...
 
 
 class Pipe:
-    """Activations and their gradients, between neighbouring stages. On Gloo a message finds its receiver
-    by a tag, and goes through host memory, since Gloo cannot send from an accelerator; NCCL goes by the
-    order, which torch's table makes the same at both ends."""
+    """Moves activations and their gradients between neighbouring stages. On Gloo a message finds its receiver by a tag
+    and goes through host memory, since Gloo cannot send from an accelerator. NCCL matches messages by their order,
+    which torch's table makes the same at both ends."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: Device, shape: Sequence[int], dtype: Any):
         self.layout, self.group, self.device = layout, group, device
@@ -103,7 +103,7 @@ class Pipe:
         self._coming: dict[tuple[Kind, int, int], tuple[Any, Tensor]] = {}
 
     def send(self, kind: Kind, stage: int, micro: int, tensor: Tensor) -> None:
-        """`kind` and `stage` are the receiver's."""
+        """Start sending `tensor`; `kind` and `stage` are the receiver's."""
         if tensor.shape != self.shape:
             raise UserError(
                 f"between stages goes {tuple(tensor.shape)}, where {self.shape} is expected",
@@ -144,9 +144,9 @@ class Pipe:
 
 
 class Stages:
-    """Carries out a rank's actions. `forward(stage, micro, x)` gives a stage's output, or the scaled loss
-    of the last one; `backward(stage, micro, run, half)` calls `run`, which does the backward, and does
-    what belongs around it; `half` is "both", "inputs" or "weights" (then there is nothing to run)."""
+    """Runs a rank's actions. `forward(stage, micro, x)` returns a stage's output, or the scaled loss of the last one.
+    `backward(stage, micro, run, half)` calls `run`, which does the backward, and does the work around it; `half` is
+    "both", "inputs" or "weights" (then there is nothing to run)."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Stages:
         self.layout, self.rank, self.pipe = layout, rank, pipe
         self._forward, self._backward = forward, backward
         self.running: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output
-        self.inputs: dict[tuple[int, int], Tensor] = {}  # from a stage on this same rank
+        self.inputs: dict[tuple[int, int], Tensor] = {}  # from a stage on this rank
         self.grads: dict[tuple[int, int], Tensor] = {}
 
     def run(self, num_micro: int, *, backward: bool = True) -> None:

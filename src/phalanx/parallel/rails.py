@@ -1,5 +1,5 @@
-"""Several networks between hosts (rails): which one the next groups use. Peers must take the same, so they say which of
-theirs are up, in the store where they meet, and all take the first that nobody lacks."""
+"""Choose which network between hosts (rail) the next groups use. Peers must use the same one, so each publishes in the
+rendezvous store which of its networks are up, and all take the first that is up everywhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from phalanx.core.carrier import is_up
 
 
 def choose(rails: list[dict[str, str]], store: Any, me: int, size: int) -> str:
-    """The interface of the groups that are formed next. (NCCL reads it once in the life of a process: its ranks stay on
-    the first.) RuntimeError: there is no network that all have."""
+    """Set and return the network interface of the groups that are formed next. NCCL reads it once per process, so its
+    ranks stay on the first. Raise RuntimeError if no network is up on all hosts."""
     store.set(str(me), "".join("1" if is_up(rail["interface"]) else "0" for rail in rails))
     said = [store.get(str(rank)).decode() for rank in range(size)]
     for at, rail in enumerate(rails):

@@ -1,6 +1,6 @@
-"""Activation checkpointing, unit by unit. `full` keeps a unit's input and runs its forward again in
-backward; `selective` keeps the results of matrix products, attention and (not on Gloo) collectives,
-and redoes only the cheap rest. Parameter names do not change."""
+"""Activation checkpointing, unit by unit. `full` keeps a unit's input and runs its forward again in backward.
+`selective` keeps the results of matrix products, attention and (except on Gloo) collectives, and recomputes only the
+cheap rest. Parameter names do not change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # has its operator registered
+import torch.nn.attention.varlen  # registers its operator
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -46,30 +46,30 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def keep_products(units: list[nn.Module], experts: list[nn.Module]) -> None:
-    """Selective; before blocks are compiled, since the compiler must see what is kept. `experts` are FSDP2 modules of
-    their own inside the units. What FSDP2 does around them differs when it is done again, which selective recomputation
-    takes for a mistake: it goes round them."""
+    """Apply selective recomputation. Call it before blocks are compiled, since the compiler must see what is kept.
+    `experts` are FSDP2 modules of their own inside the units. FSDP2 does other work around them the second time, which
+    selective recomputation would take for an error, so experts and the rest are wrapped separately."""
     context = partial(create_selective_checkpoint_contexts, _policy)
     for piece in (piece for unit in units for piece in _pieces(unit, experts)):
         piece.forward = _again(piece.forward, {**OPTIONS, "context_fn": context})
 
 
 def keep_inputs(units: list[nn.Module]) -> None:
-    """Full; after blocks are compiled. Inside, the compiler would keep what an autograd function of ours keeps."""
+    """Apply full recomputation, after blocks are compiled: inside, the compiler would keep what our functions save."""
     for unit in units:
         unit.forward = _again(unit.forward, OPTIONS)
 
 
 def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:  # a function, not a partial: torch.compile looks into the one only
+    def run(*args: Any) -> Any:  # a function, because torch.compile does not look into a partial
         return checkpoint(forward, *args, **options)
 
     return run
 
 
 def compiler(job: Job, device: Device) -> str:
-    """Name what compiles the blocks. `auto`: inductor on accelerators, except where a schedule splits the backward (a
-    compiled block has one) and where ranks share a device (their collectives go through the host)."""
+    """Return the backend that compiles the blocks. `auto` is inductor on accelerators, except where a schedule splits
+    the backward (a compiled block has one) and where ranks share a device (their collectives go through the host)."""
     if job.train.compile != "auto":
         return job.train.compile
     alone = not device.is_cpu and device.backend != "gloo"
@@ -78,7 +78,7 @@ def compiler(job: Job, device: Device) -> str:
 
 @contextlib.contextmanager
 def importing(backend: str) -> Iterator[None]:
-    """Import the compiler meanwhile: seconds of Python that long work outside of Python hides."""
+    """Import the compiler in a thread: it takes seconds of Python, which long work outside of Python hides."""
     thread = threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",))
     if backend == "inductor":
         thread.start()
@@ -89,8 +89,8 @@ def importing(backend: str) -> Iterator[None]:
 
 def apply_compile(units: list[nn.Module], experts: list[nn.Module], backend: str) -> None:
     """Compile each block by itself, inside FSDP2's hooks, so that equal blocks share one compilation and no name of a
-    group or generation is baked in. Not the experts: how many rows they get differs every time, and their kernel is one
-    already."""
+    group or generation is baked in. Experts are left out: their number of rows differs every time, and their kernel is
+    one already."""
     if backend == "none":
         return
     for piece in (piece for unit in units for piece in _pieces(unit, experts)):
@@ -99,7 +99,7 @@ def apply_compile(units: list[nn.Module], experts: list[nn.Module], backend: str
 
 
 def _pieces(module: nn.Module, experts: list[nn.Module]) -> list[nn.Module]:
-    """The largest parts of a module that have no experts inside, and the experts."""
+    """Return the experts of a module, and its largest parts that have no experts inside."""
     inner = [m for m in module.modules() if m is not module]
     if any(e is m for e in experts for m in inner):
         return [piece for child in module.children() for piece in _pieces(child, experts)]

@@ -1,10 +1,10 @@
-"""From the gradients of a backward to their sum over all micro-batches and replicas, unit by unit.
+"""Sum the gradients of a backward over all micro-batches and replicas, unit by unit.
 
-FSDP2 calls the hook of each module as its backward ends, with that module's gradient reduced over
-the shard axis; where a rank holds all parameters there is no FSDP2, and a unit is complete when autograd has left the
-gradient of its last parameter. The reducer accumulates over micro-batches itself (FSDP2's own accumulation has no
-place for a fixed order) and hands each unit to the link during the last backward, which sums it over the replicas while
-the backward continues. The replica's own sums are kept until the step is committed: when another replica dies, only its
+FSDP2 calls the hook of each module as its backward ends, with that module's gradient reduced over the shard axis. Where
+a rank holds all parameters there is no FSDP2, and a unit is complete when autograd has left the gradient of its last
+parameter. The reducer accumulates over micro-batches itself, because FSDP2's own accumulation has no place for a fixed
+order. During the last backward it hands each unit to the link, which sums it over the replicas while the backward
+continues. The replica's own sums are kept until the step is committed: when another replica dies, only its
 micro-batches are missing. Further passes add them, and all is summed again over another link.
 """
 
@@ -38,11 +38,11 @@ WHOLE = (0, 0)  # the name of the one part of a fast sum
 
 
 class StepFailed(RuntimeError):
-    """The replicas could not be summed. What this replica has computed is whole (`Reducer.held`)."""
+    """The sum over the replicas failed. What this replica has computed is intact (`Reducer.held`)."""
 
 
 class Place(NamedTuple):
-    """Where in its unit's flat gradient a parameter's lies."""
+    """The place of a parameter's gradient in its unit's flat gradient."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,7 +57,7 @@ class _Unit:
     """Parameters that are gathered and reduced together, and their accumulated gradient. A micro-batch is one leaf of
     the exact sum, or several when ranks that share it (cp, and tp for experts) are added up by FSDP2."""
 
-    places: dict[nn.Parameter, Place] = field(default_factory=dict)  # of FSDP2's once they are known
+    places: dict[nn.Parameter, Place] = field(default_factory=dict)  # FSDP2's only once they are known
     slices: Slices = field(default_factory=list)
     arrived: int = 0  # gradients in this backward, without FSDP2
     leaves: int = 1
@@ -78,12 +78,12 @@ class Reducer:
         self.deal = deal(job, range(job.layout.replica))
         self.indices = job.micro_indices(coord)  # micro-batches of the pass
         self.held: tuple[int, ...] = ()  # micro-batches of this step in the sums that this replica keeps
-        self.held_back = False  # gradients are not complete when they arrive
+        self.held_back = False  # gradients that arrive are not complete yet
         self.peak_pending_bytes = 0
         self.link: Link | None = None
         self._units: list[_Unit] = []
         self._unit_of: dict[nn.Parameter, _Unit] = {}
-        self._sharded: dict[nn.Module, list[nn.Parameter]] = {}  # by model; at times FSDP2 has others in their place
+        self._sharded: dict[nn.Module, list[nn.Parameter]] = {}  # by model; FSDP2 puts others in their place at times
         self._dtype = MASTER_DTYPE[job.train.precision]
         self._nodes: dict[int, Nodes] = {}  # by the leaves of a micro-batch; 0: see brought_by_shards
         self._hooks: list[RemovableHandle] = []
@@ -91,7 +91,7 @@ class Reducer:
         self.rejoin(groups.cross)
 
     def attach(self, parts: list[nn.Module]) -> None:
-        """The model, its units and its experts: a parameter belongs to the last part that has it."""
+        """Register the model, its units and its experts. A parameter belongs to the last part that has it."""
         owner: dict[nn.Parameter, _Unit] = {}
         modules = {id(module): name for name, module in parts[0].named_modules()}
         names = {param: name for name, param in parts[0].named_parameters()}
@@ -117,8 +117,8 @@ class Reducer:
         self._sharded[parts[0]] = [p for p in owner if isinstance(p, DTensor)]
 
     def rejoin(self, cross: Cross | None) -> None:
-        """Sum over these replicas from now on; None: there is no other. The kept sums stay. What rounding took from
-        earlier messages is forgotten: a new group begins with nothing, so that it depends on no earlier membership."""
+        """Sum over these replicas from now on; None: there is no other. The kept sums stay. Rounding errors of earlier
+        messages are forgotten: a new group begins with none, so that it depends on no earlier membership."""
         if old := self.link:
             old.cross.close()
             old.close(limit_s=0.0)
@@ -128,7 +128,7 @@ class Reducer:
             unit.out = None
 
     def close(self) -> None:
-        """Let go of the model: a cycle through a hook of a parameter is never collected, and it holds the groups."""
+        """Release the model: a cycle through a hook of a parameter is never collected, and it holds the groups."""
         for hook in self._hooks:
             hook.remove()
         if self.link:
@@ -136,14 +136,14 @@ class Reducer:
 
     @property
     def trace(self) -> list[BucketTrace]:
-        """When the buckets of this step were sent and summed."""
+        """Return when the buckets of this step were sent and summed."""
         return self.link.trace if self.link else []
 
     # -- one step ---------------------------------------------------------------------------------
 
     def sum_counts(self, count: Tensor) -> Tensor:
-        """An integer summed over every rank that sees different samples. If the replicas are cut off from each other
-        just then, the ranks of one may differ in whether they know it: those that do tell the others."""
+        """Sum an integer over every rank that sees different samples. If the replicas are cut off from each other
+        meanwhile, only some ranks of a replica may have the sum: those tell the others."""
         if self.groups.shard.size() > 1:
             dist.all_reduce(count, group=self.groups.shard)
         if link := self.link:
@@ -157,7 +157,7 @@ class Reducer:
         return count[0]
 
     def start(self, dealt: Deal) -> None:
-        """The passes over this replica's part of the deal are next."""
+        """Prepare for the passes over this replica's part of the deal."""
         if not dealt.redo:
             self.drop()
         assert dealt.held[self.coord.replica] == self.held, (dealt, self.held)
@@ -167,7 +167,7 @@ class Reducer:
             self.link.trace.clear()
 
     def begin(self, micro: int) -> None:
-        """The backward of this micro-batch is next; each stage's come in order."""
+        """Note that the backward of this micro-batch is next; each stage's come in order."""
         self._micro = micro
 
     @property
@@ -175,12 +175,12 @@ class Reducer:
         return self._micro == len(self.indices) - 1
 
     def clear(self, model: nn.Module) -> None:
-        """After a backward that is not the pass's last: what FSDP2 has left has been taken."""
+        """Clear what FSDP2 has left after a backward that is not the pass's last: it has been taken."""
         for param in self._sharded.get(model, []):
             param.grad = None
 
     def end_pass(self) -> None:
-        """Note where FSDP2 has put each gradient in its unit's, and let go of what it has left at the parameters."""
+        """Note where FSDP2 has put each gradient in its unit's, and drop what it has left at the parameters."""
         for param in (p for params in self._sharded.values() for p in params):
             if isinstance(param.grad, DTensor):
                 local, param.grad = param.grad.to_local(), None
@@ -189,14 +189,14 @@ class Reducer:
         self.held = self.deal.whole(self.coord.replica)
 
     def reduce_kept(self) -> None:
-        """Sum over the replicas what each keeps, without overlap and in the order of the units: a replica that has
+        """Sum the kept gradients over the replicas, without overlap and in the order of the units: a replica that has
         nothing to compute has no order of its own, and all must cut the same buckets."""
         for unit in self._units:
             if unit.kept:
                 self._reduce(unit, feedback=False)
 
     def finish(self) -> None:
-        """Wait for the sums. `agree` knows whether they are all there."""
+        """Wait for the sums. `agree` tells whether all of them arrived."""
         if self.deal.redo:
             self.reduce_kept()
         if self.link:
@@ -210,7 +210,7 @@ class Reducer:
             self.held = ()
 
     def sum_loads(self, loads: Tensor) -> Tensor:
-        """Integers summed over all ranks of the stage in all replicas, when no bucket is under way."""
+        """Sum integers over all ranks of the stage in all replicas, while no bucket is in flight."""
         assert self.groups.experts is not None
         for axis in ("edp", "ep"):
             dist.all_reduce(loads, group=self.groups.experts.get_group(axis))
@@ -219,7 +219,8 @@ class Reducer:
         return loads
 
     def agree(self) -> None:
-        """Ranks of one replica may differ in what they heard of the others: what one of them lacks, all do without."""
+        """Raise StepFailed on all ranks of this replica if one of them lacks sums: they may have received different
+        ones."""
         if not self.link:
             return
         error = self.link.error
@@ -230,8 +231,8 @@ class Reducer:
             raise StepFailed(f"the reduction across replicas failed: {error or 'at a peer'}") from error
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """The final gradients, in the precision of the master weights unless there was nothing to add: views of the
-        sums over all replicas, or as autograd has left them. A parameter that has got none is left out."""
+        """Return the final gradients, in the precision of the master weights unless there was nothing to add. They are
+        views of the sums over all replicas, or as autograd has left them. Parameters without one are left out."""
         out: dict[nn.Parameter, Tensor] = {}
         for param, unit in self._unit_of.items():
             grad, param.grad = param.grad, None
@@ -242,19 +243,19 @@ class Reducer:
         return out
 
     def commit(self) -> None:
-        """The step counts, and its gradients were applied."""
+        """End a step that counts and whose gradients were applied."""
         if self.groups.cross:
             self.groups.cross.commit()
         self.drop()
 
     def skip(self) -> None:
-        """The step counts, and its gradients were not applied: nothing of them is owed to the next."""
+        """End a step that counts but whose gradients were not applied: none of its rounding errors are carried over."""
         if self.groups.cross:
             self.groups.cross.forget()
         self.drop()
 
     def drop(self) -> None:
-        """Forget what was computed of this step."""
+        """Forget what was computed in this step."""
         for unit in self._units:
             unit.tree, unit.kept, unit.out = TreeSum(), [], None
         for param in self._unit_of:
@@ -264,7 +265,7 @@ class Reducer:
     # -- called in backward -----------------------------------------------------------------------
 
     def _reduced(self, unit: _Unit, flat: Tensor) -> None:
-        """`flat`: of one micro-batch, or of all with ZeRO-1; reduced over the shard axis."""
+        """Take in a unit's gradient, reduced over the shard axis: of one micro-batch, or of all with ZeRO-1."""
         if self.exact:
             if not unit.scattered:  # there is no reduce-scatter in a group of one
                 self.device.hold(flat)
@@ -286,7 +287,7 @@ class Reducer:
             self._complete(unit)
 
     def complete(self, params: Iterable[nn.Parameter]) -> None:
-        """The gradients of these have been put together by hand, after they were held back."""
+        """Take in gradients that were held back and are complete now."""
         for unit in reversed(list(dict.fromkeys(self._unit_of[p] for p in params))):
             self._complete(unit)
 
@@ -312,7 +313,7 @@ class Reducer:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of the sums that are kept until the commit, beside those over all replicas."""
+        """Return the bytes of the sums that are kept until the commit, besides those over all replicas."""
         return sum(size_bytes(part) for unit in self._units for _, part in unit.kept)
 
     def _reduce(self, unit: _Unit, feedback: bool) -> None:
@@ -322,18 +323,18 @@ class Reducer:
             self.link.add(unit, parts, unit.slices, nodes, feedback)
         else:
             unit.out = fold(parts)
-        if not self.link or not self.job.recovery.on:  # nobody will ask for them again
+        if not self.link or not self.job.recovery.on:  # nobody will need them again
             unit.kept = []
 
     def _brought(self, leaves: int) -> Nodes:
-        """The tree nodes that every replica holds at the end of the step."""
+        """Return the tree nodes that each replica holds at the end of the step."""
         if leaves not in self._nodes:
             shares = [self.deal.whole(replica) for replica in self.deal.replicas]
             self._nodes[leaves] = [cover(i * leaves + j for i in share for j in range(leaves)) for share in shares]
         return self._nodes[leaves]
 
     def brought_by_shards(self) -> Nodes:
-        """The same for the shard ranks of this replica at the end of the pass, when they reduce once."""
+        """Return the same for the shard ranks of this replica at the end of a pass that reduces once."""
         if 0 not in self._nodes:
             todo, ranks = self.deal.todo[self.coord.replica], range(self.job.layout.shard)
             shares = [self.job.micro_indices(replace(self.coord, shard=s), todo) for s in ranks]

@@ -1,5 +1,5 @@
 """torch's store over the node's own rendezvous (`gate.meeting`), where the ranks of a group find each other. Each
-thread has a connection of its own, so one that waits does not hold up the others."""
+thread has its own connection, so one that waits does not hold up the others."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from phalanx.gate.meeting import framed
 
 TIMEOUT = timedelta(seconds=600)
 _LENGTH = struct.Struct(">I")
-# Groups hold only the C++ half of a store, and may call it as long as they live: without the Python half that fails. So
-# these are never let go; each is a few hundred bytes, and there is one per generation.
+# Groups hold only the C++ half of a store and may call it as long as they live, which fails without the Python half. So
+# stores are never freed; each takes a few hundred bytes, and there is one per generation.
 _stores: list[MeetingStore] = []
 _open: weakref.WeakValueDictionary[int, socket.socket] = weakref.WeakValueDictionary()  # by descriptor
 
 
 def is_waiting_on(fd: int) -> bool:
-    """Whether this descriptor is a connection of a store, which may be shut to end a wait."""
+    """Return whether this descriptor is a store's connection, which may be shut down to end a wait."""
     return fd in _open
 
 
 class MeetingStore(dist.Store):
-    """`scope`: what meets, and the number of that meeting. The names of the methods are those that C++ calls."""
+    """The store of one meeting. `scope`: what meets, and the number of that meeting. C++ calls the methods by name."""
 
     def __init__(self, address: str, scope: tuple[str, int]):
         super().__init__()
         self._address, self._scope = address, scope
         self._local = threading.local()
-        self._brought: dict[str, bytes] = {}  # values that came with others, or with a `wait`
+        self._brought: dict[str, bytes] = {}  # received, but not yet asked for with `get`
         self.set_timeout(TIMEOUT)
         _stores.append(self)
-        self._connection()  # if there is nobody, it is known now
+        self._connection()  # fails now if there is no rendezvous
 
     def close(self) -> None:
-        """Its connection in this thread; the next call would make another."""
+        """Close this thread's connection; the next call would open another."""
         sock = getattr(self._local, "sock", None)
         if sock is not None:
             self._local.sock = None
@@ -120,7 +120,7 @@ class MeetingStore(dist.Store):
         try:
             answer = json.loads(self._read(sock, _LENGTH.unpack(self._read(sock, _LENGTH.size))[0]))
         except TimeoutError:
-            self.close()  # the answer may still come, and nobody would know to which question
+            self.close()  # a late answer could not be matched to its request
             raise dist.DistStoreError(f"timed out after {timeout.total_seconds():g} s, waiting for {about}") from None
         except OSError as error:
             self.close()

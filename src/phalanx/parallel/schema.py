@@ -11,7 +11,7 @@ from phalanx.parallel.tensor import SPLIT_DIM
 
 
 def describe(family: Family, config: ModelConfig, layout: Layout | None = None) -> list[Held]:
-    """Every parameter of the model, tied ones once, in the module's order."""
+    """Describe every parameter of the model in module order; tied ones appear once."""
     model = skeleton(family, config)
     stages = cut_stages(family, model, config, layout or Layout())
     infos = []
@@ -27,7 +27,7 @@ def describe(family: Family, config: ModelConfig, layout: Layout | None = None) 
 
 
 def describe_buffers(family: Family, config: ModelConfig, layout: Layout) -> list[tuple[Held, float]]:
-    """Every buffer, with its first value."""
+    """Describe every buffer and return its first value with it."""
     model = skeleton(family, config)
     stages = cut_stages(family, model, config, layout)
     return [

@@ -1,7 +1,6 @@
-"""The shard axis: ZeRO-1, 2 and 3 through FSDP2. Each unit is one FSDP2 module, and so are embedding and head; what is
-left belongs to the root. Stage 3 frees a unit's parameters after its forward; stages 1 and 2 keep
-them until the step's last backward, and stage 1 also reduces gradients only then. Where there is nobody to share with,
-there is no FSDP2."""
+"""The shard axis: ZeRO-1, 2 and 3 through FSDP2. Each unit is one FSDP2 module, and so are embedding and head; the
+remaining parameters belong to the root. Stage 3 frees a unit's parameters after its forward. Stages 1 and 2 keep them
+until the step's last backward, and stage 1 also reduces gradients only then. A rank alone does not use FSDP2."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from phalanx.parallel.groups import Groups
 from phalanx.parallel.tiers import apply_tiers
 
 MASTER_DTYPE = {"fp8": torch.float32, "bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-# With fp8 all but the operands of the blocks' products is in bf16.
+# With fp8, everything but the operands of the blocks' products is in bf16.
 COMPUTE_DTYPE = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def alone(groups: Groups) -> bool:
-    """Whether this rank holds all of its stage's parameters."""
+    """Return whether this rank holds all of its stage's parameters."""
     return groups.state.size() == 1 and (groups.experts is None or groups.experts["edp"].size() == 1)
 
 
@@ -31,7 +30,8 @@ def apply_shard(
     ends: list[nn.Module],
     groups: Groups,
 ) -> None:
-    """`experts` are inside the units, and sharded over the ranks that hold the same ones."""
+    """Shard the model with FSDP2. `experts` lie inside units, and are sharded over the ranks that hold the same
+    ones."""
     if alone(groups):
         return
     precision, zero, prefetch = job.train.precision, job.layout.zero, job.train.prefetch
@@ -48,7 +48,7 @@ def apply_shard(
     for module in (*ends, model):
         fully_shard(module, mesh=groups.state, mp_policy=policy, reshard_after_forward=False)
     for module in ends:
-        # Left to itself, FSDP2 gathers what ran before this in a forward: in a pipeline, of another micro-batch.
+        # By default FSDP2 gathers what ran before this in a forward: in a pipeline, of another micro-batch.
         module.set_modules_to_backward_prefetch([module])
     apply_tiers(model, groups.tiers)
     # A unit and the experts inside it are gathered together.
@@ -61,7 +61,7 @@ def apply_shard(
 
 
 def set_micro_batch(model: nn.Module, zero: int, exact: bool, last: bool) -> None:
-    """What FSDP2 does at the end of the coming backward."""
+    """Set what FSDP2 frees and reduces at the end of the next backward."""
     if not isinstance(model, FSDPModule):
         return
     if zero < 3:
@@ -71,8 +71,8 @@ def set_micro_batch(model: nn.Module, zero: int, exact: bool, last: bool) -> Non
 
 
 def set_half(model: nn.Module, zero: int, half: str, last: bool) -> None:
-    """The same for a backward in two halves: the first reduces nothing, the second has nothing to free
-    unless the parameters were kept for the step."""
+    """Set the same for a backward in two halves. The first half reduces nothing; the second has parameters to free only
+    if they were kept for the step."""
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(half == "weights")
@@ -80,7 +80,7 @@ def set_half(model: nn.Module, zero: int, half: str, last: bool) -> None:
 
 
 def end_forward(model: nn.Module) -> None:
-    """After passes without a backward: free what was gathered, which the next update makes stale, and forget the order
+    """Free what passes without a backward have gathered, because the next update makes it stale. Also forget the order
     of the units, by which FSDP2 would prefetch in the next backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

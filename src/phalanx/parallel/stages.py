@@ -1,6 +1,6 @@
-"""Which stage of the pipeline has which modules: units in runs of nearly equal cost, what the family
-calls first and last at the ends. Modules of other stages are replaced by ones that pass on what they
-get, so the names of parameters do not depend on the cut."""
+"""Assign modules to the stages of the pipeline: units in runs of nearly equal cost, and what the family calls first and
+last at the ends. Modules of other stages are replaced by ones that pass their input on, so the names of parameters do
+not depend on the cut."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from phalanx.core.layout import Layout
 from phalanx.core.shape import ModelConfig, balance
 from phalanx.model.family import Family
 
-EMBEDDING_COST = 0.1  # of a matrix of its size: it is looked up, not multiplied, but updated all the same
+EMBEDDING_COST = 0.1  # of a matrix of its size: it is looked up instead of multiplied, but it is updated too
 
 
 class Absent(nn.Module):
-    """Stands for a module of another stage."""
+    """Stands in for a module of another stage."""
 
     def forward(self, x: Any, *_: Any) -> Any:
         return x
 
 
 def cost(model: nn.Module, family: Family, config: ModelConfig, name: str) -> float:
-    """Cost a module, in matrix parameters that each token meets."""
+    """Return a module's cost, in matrix parameters that each token uses."""
     total = 0.0
     for inner, child in model.get_submodule(name).named_modules(prefix=name):
         share = EMBEDDING_COST if isinstance(child, nn.Embedding) else 1.0
@@ -36,7 +36,7 @@ def cost(model: nn.Module, family: Family, config: ModelConfig, name: str) -> fl
 
 
 def cut_stages(family: Family, model: nn.Module, config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Module name -> stage, for every unit and every module of the two ends."""
+    """Map the name of every unit and of every module of the two ends to its stage."""
     units, num = family.names(model, family.units), layout.num_stages
     if num == 1:
         return {}
@@ -72,8 +72,8 @@ def stage_of(param: str, stages: dict[str, int]) -> int:
 
 
 def end_modules(family: Family, model: nn.Module) -> list[nn.Module]:
-    """The modules before and after the units that have a matrix to themselves, so embedding and head unless they are
-    tied: gathered and reduced by themselves, the head's gradient crosses while the units' are computed."""
+    """Return the modules before and after the units that have a matrix to themselves: embedding and head, unless tied.
+    They are gathered and reduced by themselves, so that the head's gradient travels while the units' are computed."""
     owners: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):

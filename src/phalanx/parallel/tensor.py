@@ -1,9 +1,9 @@
-"""Tensor parallelism with sequence parallelism, on plain tensors. Between blocks a rank
-holds a slice of the sequence; a block gathers it, works on a slice of the features, and scatters the
-sum back. The styles are those of `phalanx.model.family`.
+"""Tensor parallelism with sequence parallelism, on plain tensors. Between blocks a rank holds a slice of the sequence;
+a block gathers the sequence, works on a slice of the features, and scatters the sum back. The styles are those of
+`phalanx.model.family`.
 
-Written out rather than through DTensor: sizes that the degree does not divide (an odd vocabulary, an
-odd FFN) are then plain arithmetic, FSDP2 sees ordinary parameters, and no dispatch is paid per op.
+This is written out rather than built on DTensor: sizes that the degree does not divide (an odd vocabulary, an odd FFN)
+are then plain arithmetic, FSDP2 sees ordinary parameters, and no op pays for dispatch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _GatherFeatures(torch.autograd.Function):
-    """Put the ranks' features together; each rank's use of them has a share in their gradient."""
+    """Gathers the ranks' features; each rank's use of them contributes to their gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -73,7 +73,7 @@ class _Sum(torch.autograd.Function):
 
 
 class OpenLinear(nn.Linear):
-    """A linear layer with a door for another product: in fp8, or with the weight's gradient put off."""
+    """A linear layer whose product can be replaced: by one in fp8, or one that defers the weight's gradient."""
 
     multiply = staticmethod(F.linear)
 
@@ -83,7 +83,7 @@ class OpenLinear(nn.Linear):
 
 
 class RowLinear(OpenLinear):
-    """Input features split. The bias, if any, is added once, after the sum."""
+    """A Linear whose input features are split. The bias, if any, is added once, after the sum."""
 
     tp: dist.ProcessGroup
 
@@ -96,7 +96,7 @@ class RowLinear(OpenLinear):
 
 
 class InputLinear(RowLinear):
-    """The same for raw features, which every rank has whole: it reads [start, start + columns) of them."""
+    """A RowLinear for raw features, which every rank has whole: it reads [start, start + columns) of them."""
 
     start: int
 
@@ -105,7 +105,7 @@ class InputLinear(RowLinear):
 
 
 class SummedNorm(SplitNorm):
-    """Features split; the squares of all of them count."""
+    """A norm whose features are split; it sums the squares of all of them."""
 
     tp: dist.ProcessGroup
 
@@ -114,8 +114,8 @@ class SummedNorm(SplitNorm):
 
 
 class SharedKeys(Attention):
-    """More ranks than key/value heads. A head's projection is split over the ranks that need it, like any other; what
-    comes out is put together, and each rank takes the head that its queries look at."""
+    """Attention with more ranks than key/value heads. A head's projection is split over the ranks that need it, like
+    any other. The outputs are gathered, and each rank takes the head that its queries look at."""
 
     tp: dist.ProcessGroup
 

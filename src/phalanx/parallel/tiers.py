@@ -1,6 +1,5 @@
-"""The groups that a rank talks over along one axis, for every algorithm that the policy may choose, and
-FSDP2's two collectives over them. One level is left to FSDP2's own group; with one node nothing here is
-formed or called."""
+"""The groups over which a rank communicates along one axis, for every algorithm that the policy may choose, and FSDP2's
+two collectives over them. A single level is left to FSDP2's own group; one node needs nothing here."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from phalanx.core.job import CollectivesConfig
 from phalanx.parallel.algorithms import ALGORITHMS, Nodes, Stage, choose, order, possible, runs
 from phalanx.parallel.tree import Node, Part, TreeSum, exchange, join
 
-Form = Callable[[str, list[int], int], Any]  # name, positions, own position: a process group
+Form = Callable[[str, list[int], int], Any]  # (name, positions, own position) -> process group
 
 # torch 2.13 renamed these; 2.11 has only the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +27,7 @@ def size_bytes(tensor: Tensor) -> int:
 
 
 class Way:
-    """One algorithm, its groups formed: stage after stage down, and back up."""
+    """One algorithm with its groups: stage after stage down, and back up."""
 
     def __init__(self, name: str, stages: list[Stage], me: int, form: Form):
         self._mine = [next(group for group in stage if me in group) for stage in stages]
@@ -43,7 +42,7 @@ class Way:
         return len(self._mine)
 
     def group(self, stage: int) -> Any:
-        """Fetch the groups for one call. Do not keep them: a reference to a group keeps its sockets open."""
+        """Return the group of a stage for one call. Do not keep it: a reference to a group keeps its sockets open."""
         if not self._groups:
             raise RuntimeError("the groups of this axis are closed")
         return self._groups[stage]
@@ -75,7 +74,7 @@ class Way:
         return part
 
     def tree(self, parts: list[Part], nodes: Sequence[Sequence[Node]]) -> TreeSum:
-        """`down`, in the fixed order of the exact tree; `nodes[p]` are those of the parts that position p brings."""
+        """Do `down` in the fixed order of the exact tree. `nodes[p]` are those of the parts that position p brings."""
         merged = TreeSum()
         for stage, reach in enumerate(self._reach):
             group = self.group(stage)
@@ -86,11 +85,11 @@ class Way:
         return merged
 
     def sorted_in(self, flat: Tensor) -> Tensor:
-        """Slices in the order of ranks, put into the order in which `down` hands them out."""
+        """Reorder slices from the order of ranks to that in which `down` hands them out."""
         return self._pick(flat, "in", self._order).view(-1)
 
     def sorted_out(self, gathered: Tensor, out: Tensor) -> None:
-        """What `up` has gathered, written back in the order of ranks."""
+        """Write what `up` has gathered to `out`, in the order of ranks."""
         positions = [self._order.index(p) for p in range(len(self._order))]
         self._pick(gathered, "out", positions, out.view(len(positions), -1))
 
@@ -101,13 +100,13 @@ class Way:
         return torch.index_select(flat.view(len(positions), -1), 0, self._index[key], out=out)
 
     def count(self, buffer: Tensor, group: Any, times: int = 1) -> None:
-        """Bytes this rank puts on the wire, by the algorithm: (w-1)/w of the buffer each time."""
+        """Count the bytes that this rank sends by the algorithm: (w-1)/w of the buffer each time."""
         width = group.size()
         self.sent_bytes += times * size_bytes(buffer) * (width - 1) // width
 
 
 def _add_up(part: Tensor, flat: Tensor, group: Any) -> None:
-    """Gloo's own reduce-scatter is an all-reduce that throws most of its result away."""
+    """Reduce-scatter by all-to-all: Gloo's own is an all-reduce that throws most of its result away."""
     incoming = torch.empty_like(flat)
     group.alltoall_base(incoming, flat, [], []).wait()
     first, *others = incoming.view(group.size(), -1)
@@ -129,14 +128,14 @@ class Peers:
         form: Form,
         own_flat: bool = True,
     ):
-        """`own_flat`: form a group for one level too; else there is one already."""
+        """`own_flat`: form a group for one level too; otherwise it exists already."""
         self.axis, self.nodes, self.config, self.backend = axis, nodes, config, backend
         self.size = sum(len(node) for node in nodes)
         names = [n for n in possible(config, backend, axis, nodes) if own_flat or n != "flat"]
         self._ways = {name: Way(name, ALGORITHMS[name](nodes), me, form) for name in names}
 
     def way(self, op: str, message: Tensor) -> Way | None:
-        """None: one level, over the group that is there already."""
+        """Return the way for `message`; None: one level, over the existing group."""
         return self._ways.get(choose(self.config, self.backend, self.axis, op, self.nodes, size_bytes(message)))
 
     @property
@@ -144,20 +143,19 @@ class Peers:
         return sum(way.sent_bytes for way in self._ways.values())
 
     def close(self) -> None:
-        """The sockets close with the last reference to a group."""
+        """Drop the groups; their sockets close with the last reference."""
         for way in self._ways.values():
             way.close()
 
 
 def way_over(tiers: Mapping[str, Peers], group: Any, op: str, whole: Tensor) -> Way | None:
-    """How `whole` is reduced or gathered; `tiers` by the name of the group that spans one level. None: over
-    that group."""
+    """Return how `whole` is reduced or gathered; None: over `group`. The keys of `tiers` name groups of one level."""
     peers = tiers.get(group.group_name)
     return peers.way(op, whole) if peers else None
 
 
 class _Tiered:
-    """A collective of FSDP2, which hands in the group and wants rank r's slice at position r."""
+    """A collective of FSDP2, which passes the group and expects rank r's slice at position r."""
 
     def __init__(self, tiers: Mapping[str, Peers]):
         self._tiers = tiers

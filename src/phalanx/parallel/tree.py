@@ -21,7 +21,7 @@ def first_leaf(node: Node) -> int:
 
 
 def join(nodes: Iterable[Node]) -> list[Node]:
-    """The nodes that are left, in leaf order, once everything that may be added is added."""
+    """Return the nodes that are left, in leaf order, once everything that may be added is added."""
     out: list[Node] = []
     for level, index in sorted(nodes, key=first_leaf):
         while out and index % 2 and out[-1] == (level, index - 1):
@@ -32,7 +32,7 @@ def join(nodes: Iterable[Node]) -> list[Node]:
 
 
 def cover(leaves: Iterable[int]) -> list[Node]:
-    """The fewest nodes that are the sums of these leaves and no others, in leaf order."""
+    """Return the fewest nodes that sum these leaves and no others, in leaf order."""
     return join((0, leaf) for leaf in leaves)
 
 
@@ -54,7 +54,7 @@ class TreeSum:
         return parts
 
     def compact(self) -> None:
-        """Let go of receive buffers of which only one row is still needed."""
+        """Free receive buffers when only one of their rows is still needed."""
         self.parts = [
             (node, t.clone() if t.untyped_storage().nbytes() > t.numel() * t.element_size() else t)
             for node, t in self.parts
@@ -74,8 +74,8 @@ def merge(parts: Iterable[Part]) -> TreeSum:
 
 
 def fold(parts: Sequence[Part]) -> Tensor:
-    """Add what is left of a number of leaves that is not a power of two, from the right. The parts stay as they are;
-    the sum of a single one is that part itself."""
+    """Add the parts that are left when the number of leaves is not a power of two, from the right. The parts are not
+    changed; the sum of a single one is that part itself."""
     total = parts[-1][1]
     for i, (_, value) in enumerate(reversed(parts[:-1])):
         total = total.add_(value) if i else total + value
@@ -83,9 +83,9 @@ def fold(parts: Sequence[Part]) -> Tensor:
 
 
 def exchange(parts: Sequence[Part], nodes: Sequence[Sequence[Node]], group: Any) -> TreeSum:
-    """Reduce-scatter by tree. Each of the group's w ranks brings the parts `nodes[r]`, each a flat tensor of w equal
-    slices, and leaves with its own slice of the sum of all of them. Moves (w-1)/w of a rank's parts, as a ring does,
-    when each rank brings one."""
+    """Reduce-scatter in tree order. Each of the group's w ranks brings the parts `nodes[r]`, each a flat tensor of w
+    equal slices, and leaves with its own slice of the sum of all of them. When each rank brings one part, it sends
+    (w-1)/w of it, as in a ring."""
     width = len(nodes)
     size = parts[0][1].numel() // width
     if len(parts) == 1:

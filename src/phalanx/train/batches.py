@@ -1,6 +1,6 @@
-"""The micro-batches of a rank: a function of the job, the step and their numbers. The data service fills lanes ahead of
-time, one for every set of micro-batches that is asked for step after step. A share that grows keeps its lane, and gets
-another for the rest."""
+"""The micro-batches of a rank, which follow from the job, the step and their numbers. The data service fills lanes
+ahead of time, one for every set of micro-batches that is asked for step after step. A share that grows keeps its lane,
+and gets another for the rest."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from phalanx.model.family import Batch
 @dataclass(slots=True)
 class _Lane:
     feed: Feed
-    step: int  # the next that it has
+    step: int  # the next step that it has
 
 
 class Batches:
     def __init__(self, job: Job, connect: Callable[[list[int], int], Feed], facts: Facts | None = None):
-        """`connect` gives the feed of these micro-batches from this step on."""
+        """`connect` opens the feed of the given micro-batches from the given step on."""
         self.job, self._connect, self.facts = job, connect, facts or Facts()
         self._lanes: list[_Lane] = []
 
@@ -34,8 +34,8 @@ class Batches:
         self._choose(step, indices)
 
     def take(self, step: int, indices: list[int]) -> tuple[list[Batch], dict[str, Any]]:
-        """In the order of `indices`; and what is to be reported of how they came. A step may be asked for again, with
-        the same micro-batches or with others."""
+        """Return the micro-batches in the order of `indices`, and a report of how they were served. A step may be asked
+        for again, with the same micro-batches or with others."""
         found: dict[int, Batch] = {}
         fed = {"data_wait_s": 0.0, "data_ready": self.job.data.buffer_steps, "data_digest": f"{0:016x}", "served": {}}
         for lane in self._choose(step, indices):
@@ -43,8 +43,8 @@ class Batches:
         return [found[i] for i in indices], fed
 
     def _choose(self, step: int, indices: list[int]) -> list[_Lane]:
-        """Lanes that have the step and nothing that is not wanted, and a new one for the rest. Those that could have
-        served and were not wanted are given up."""
+        """Return the lanes that have the step and only wanted micro-batches, and a new lane for the rest. Close other
+        lanes that are not ahead of the step."""
         rest, chosen = set(indices), []
         for lane in [lane for lane in self._lanes if lane.step <= step]:
             if lane.step == step and rest.issuperset(lane.feed.indices):

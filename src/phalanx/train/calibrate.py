@@ -1,8 +1,8 @@
-"""Calibration: what the ranks of this machine really reach, in a few minutes. Matrix products by shape and precision,
-attention, memory and collectives are timed on all ranks at once, as in training, each as often as the time allows; the
-slowest rank's times are kept. A single accelerator trains a few small models besides: where power is the limit, a
-product among other work is faster than one after the other. `plan.cost.calibrated` makes a machine and a profile of
-them."""
+"""Measure in a few minutes what the ranks of this machine really reach. Matrix products by shape and precision,
+attention, memory and collectives are timed on all ranks at once, as in training, each as often as the time allows. The
+slowest rank's times are kept. A single accelerator also trains a few small models: where power is the limit, a product
+among other work is faster than products one after the other. `plan.cost.calibrated` makes a machine and a profile of
+the times."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from phalanx.plan.cost.measurements import FORMAT
 from phalanx.train.engine import Engine
 from phalanx.train.state import State
 
-SAMPLE_S = 2e-3  # a sample repeats a short call until it lasts as long: clocks and launches have a price
+SAMPLE_S = 2e-3  # a sample repeats a short call until it lasts this long: clocks and launches take time
 SAMPLES = (3, 40)  # at least, at most
-SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.05, "grouped": 0.05, "collectives": 0.35}  # of the time
+SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.05, "grouped": 0.05, "collectives": 0.35}  # shares of the time
 WARM_UP_S = 2.0  # of products on an accelerator: its clocks and its temperature are then those of training
-GROUP = 4  # query heads of a key/value head
+GROUP = 4  # query heads per key/value head
 STEPS = (3, 4)  # samples of a model, steps in each
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -49,7 +49,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is timed."""
+    """The shapes that are timed."""
 
     sides: tuple[int, ...]  # rows, columns and inner widths of products, in every combination
     sequences: tuple[int, ...]
@@ -135,7 +135,7 @@ def _grouped(number: int, rows: int, n: int, k: int, where: torch.device) -> Cal
 
 
 def _attention(shape: tuple[int, ...], backward: bool, where: torch.device) -> Callable[[], object]:
-    """Causal, in bf16, a head of keys and values for several of queries."""
+    """Prepare causal attention in bf16, with several query heads per key/value head."""
     batch, heads, length, width = shape
     few = (batch, max(1, heads // GROUP), length, width)
     sizes = (shape, few, few)
@@ -148,13 +148,13 @@ def _attention(shape: tuple[int, ...], backward: bool, where: torch.device) -> C
 
 
 def _stream(size_bytes: int, where: torch.device) -> Callable[[], object]:
-    """Two read, one written."""
+    """Prepare an addition that reads two tensors and writes one."""
     a, b, out = (torch.ones(size_bytes // 4, device=where) for _ in range(3))
     return lambda: torch.add(a, b, out=out)
 
 
 def _collective(kind: str, numel: int, ranks: int, where: torch.device) -> Callable[[], object]:
-    """As FSDP2 and the reducer call them; the whole buffer has `numel` elements."""
+    """Prepare a collective as FSDP2 and the reducer call it; the whole buffer has `numel` elements."""
     group: Any = dist.group.WORLD
     whole, other, part = (torch.zeros(n, device=where) for n in (numel, numel, numel // ranks))
     calls: dict[str, Callable[[], Any]] = {
@@ -167,7 +167,7 @@ def _collective(kind: str, numel: int, ranks: int, where: torch.device) -> Calla
 
 
 class Stopwatch:
-    """Times a call on all ranks. How often is agreed upon, since a collective waits for everybody."""
+    """Times a call on all ranks. They agree on the number of calls, since a collective waits for everybody."""
 
     def __init__(self, device: Device, ranks: int):
         self.device, self.ranks = device, ranks
@@ -199,10 +199,10 @@ class Stopwatch:
 def measure(
     device: Device, ranks: int, grid: Grid, seconds: float, tell: Callable[[str, int, int], None]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Every case, by section: what it was and how long it took."""
+    """Time every case; return by section what it was and how long it took."""
     watch, listed = Stopwatch(device, ranks), list(cases(grid, device, ranks))
     if not device.is_cpu:
-        device.choose_kernels(False)  # those of a training that is not exact
+        device.choose_kernels(False)  # those of training that is not exact
         _warm_up(device, max(grid.sides))
     found: dict[str, list[dict[str, Any]]] = {section: [] for section in SHARES}
     number = {section: sum(case.section == section for case in listed) for section in SHARES}
@@ -225,7 +225,7 @@ def _warm_up(device: Device, side: int) -> None:
 
 
 def _train(model: ModelConfig, seq: int, batch: int, micro: int, compiled: bool, device: Device) -> dict[str, Any]:
-    """Seconds of a step of this engine, in bf16: nothing recomputed, nobody looks at the loss."""
+    """Time a step of this engine in bf16, with nothing recomputed and without reading the loss."""
     family, coord = load_family(model.family), Coord(0, 0, 0)
     compiler = "inductor" if compiled else "none"
     train = TrainConfig(
@@ -264,7 +264,7 @@ def _train(model: ModelConfig, seq: int, batch: int, micro: int, compiled: bool,
 
 
 def describe(device: Device, ranks: int) -> dict[str, Any]:
-    """The machine: enough to know later which one it was."""
+    """Describe the machine well enough to know later which one it was."""
     total, units = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks, 1
     if not device.is_cpu:
         properties = torch.get_device_module(device.torch).get_device_properties(device.torch)
@@ -278,7 +278,7 @@ def describe(device: Device, ranks: int) -> dict[str, Any]:
         "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": total,  # of one rank
-        "units": units,  # that tiles of a product are dealt to
+        "units": units,  # units to which tiles of a product are dealt
         "peak_flops": peak,
         "peak_source": source,
     }
@@ -300,7 +300,7 @@ def _lines(path: str) -> list[str]:
 
 
 def probe(channel: Any, args: dict[str, Any]) -> None:
-    """How many ranks there may be."""
+    """Report how many ranks there may be."""
     refused, count = "", 0
     try:
         device = Device.pick(args["device"], 0, 1)

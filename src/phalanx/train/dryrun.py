@@ -1,6 +1,6 @@
-"""Dry run: one rank's real program, one step of it, on tensors without values and process groups without peers, at the
-full size of the world. Every collective is written down and compared with what the planner expects of this engine
-(`plan.cost.traffic`), and so are the bytes of the state: a difference is an error of the planner."""
+"""Run one step of one rank's real program on tensors without values and process groups without peers, at the full size
+of the world. Every collective is recorded and compared with what the planner expects of this engine
+(`plan.cost.traffic`), and so are the bytes of the state. A difference is an error of the planner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from phalanx.train.engine import Engine
 from phalanx.train.state import State
 
 _aten, _c10d, _functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
-# What is called, and which arguments are the group and the buffer whose bytes count.
+# The collective that is called, and which arguments are the group and the buffer whose bytes count.
 CALLS: dict[Any, tuple[str, int, int]] = {
     _c10d.allreduce_.default: ("all-reduce", 1, 0),
     _c10d._allgather_base_.default: ("all-gather", 2, 0),
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def differences(self) -> list[str]:
-        """Empty when plan and program agree."""
+        """List where plan and program differ."""
         out = []
         for key in sorted(self.seen.traffic.keys() | self.expected.traffic.keys()):
             program, plan = (side.traffic.get(key, Volume()) for side in (self.seen, self.expected))
@@ -108,8 +108,8 @@ def _readable(size_bytes: int) -> str:
 
 
 def dry_run(job: Job, rank: int = 0, most_micro: int = 0) -> Report:
-    """`most_micro` limits the micro-batches (0: all of them): every one is like the next, and takes seconds. In a
-    process of its own, or one that has no process group."""
+    """Run `rank` dry. `most_micro` limits the micro-batches (0: all of them): every one is like the next, and takes
+    seconds. The process must have no process group."""
     if not 0 <= rank < job.layout.world_size:
         raise UserError(
             f"the layout has ranks 0 to {job.layout.world_size - 1}",
@@ -124,7 +124,7 @@ def dry_run(job: Job, rank: int = 0, most_micro: int = 0) -> Report:
     assert not dist.is_initialized(), "a dry run needs torch.distributed for itself"
     start = time.perf_counter()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about itself
+        warnings.simplefilter("ignore")  # torch's warnings about itself
         try:
             seen = _run(job, coord)
         except UserError:
@@ -135,10 +135,10 @@ def dry_run(job: Job, rank: int = 0, most_micro: int = 0) -> Report:
 
 
 def _runnable(job: Job, most_micro: int) -> Job:
-    """Without what changes no collective and no byte of the state, but compiles, copies or writes files."""
+    """Leave out what changes no collective and no byte of the state, but compiles, copies or writes files."""
     micro = job.micro_per_rank
     if 0 < most_micro < micro:
-        whole_rounds = most_micro // job.layout.pp * job.layout.pp  # interleaved schedules want them
+        whole_rounds = most_micro // job.layout.pp * job.layout.pp  # interleaved schedules need them
         micro = whole_rounds or most_micro
     batch = micro * job.train.micro_batch * job.layout.data_ranks
     train = replace(job.train, compile="none", offload_activations=False, global_batch=batch)
@@ -159,7 +159,7 @@ def _run(job: Job, coord: Coord) -> Footprint:
             for way in peers._ways.values():
                 for group in way._groups:
                     group.axis = recorder.name_of(dist.distributed_c10d._resolve_process_group(group_name))
-        fake = FakeTensorMode()  # not while meshes are cut, which asks tensors for their values
+        fake = FakeTensorMode()  # not while meshes are cut, which reads values of tensors
         with fake:
             state = State.create(job, family, coord, device)
         engine = Engine(job, family, coord, groups, state, device)
@@ -198,7 +198,7 @@ def _size_bytes(what: Tensor | list[Tensor]) -> int:
 
 
 class _Values:
-    """Answers for tensors that have none: no norm is infinite, and tokens are routed evenly."""
+    """Values for tensors that have none: no norm is infinite, and tokens are routed evenly."""
 
     def __init__(self, job: Job):
         train, layout = job.train, job.layout
@@ -207,7 +207,7 @@ class _Values:
         self._next: list[int] = []
 
     def answering(self, exchange: Exchange) -> Callable[..., Any]:
-        """It asks first how many rows go to each rank, then how many come from each."""
+        """Wrap the exchange, which asks first how many rows go to each rank, then how many come from each."""
         ends = [self._routed * end // sum(exchange.sizes) for end in accumulate(exchange.sizes)]
         out = [end - start for start, end in pairwise([0, *ends])]
         into = [out[exchange.group.rank()]] * len(out)
@@ -244,7 +244,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, func: Any, args: Any) -> None:
-        """A call that is not in CALLS is written down under its own name: the plan cannot have it."""
+        """Record a call. One that is not in CALLS goes under its own name, which the plan cannot have."""
         kind, group_at, buffer_at = CALLS.get(func, (str(func), -1, 0))
         group = args[group_at]
         if isinstance(group, str):
@@ -254,7 +254,7 @@ class _Recorder(TorchDispatchMode):
         else:
             group = dist.group.WORLD
         size = _size_bytes(args[buffer_at])
-        if func is _functional.all_gather_into_tensor.default:  # whose argument is the part
+        if func is _functional.all_gather_into_tensor.default:  # its argument is the part
             size *= group.size()
         self.seen.add(Key(kind, self.name_of(group), group.size()), 1, size)
 
@@ -264,7 +264,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Standalone:
-    """A group that torch's registry does not know, and its work: there is nobody to wait for."""
+    """A group that torch's registry does not know. It is also its own work, since there is nobody to wait for."""
 
     def __init__(self, seen: Footprint, rank: int, size: int):
         self._seen, self._rank, self._size, self.axis = seen, rank, size, "replica"
@@ -296,7 +296,7 @@ class _Standalone:
 
 @dataclass(frozen=True)
 class _Nowhere(Device):
-    """Its tensors are a CPU's, since no accelerator need be there; its collectives are an accelerator's."""
+    """A device with a CPU's tensors, since there may be no accelerator, and an accelerator's collectives."""
 
     seen: Footprint = field(default_factory=Footprint)
 
@@ -305,14 +305,14 @@ class _Nowhere(Device):
 
     @property
     def of_groups(self) -> None:
-        """Nothing is connected."""
+        """None, because nothing is connected."""
 
     def standalone_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
         return _Standalone(self.seen, rank, size)
 
 
 class _AtOnce(ThreadPoolExecutor):
-    """In place of the thread that sends buckets: tensors without values share a mode, which threads must not."""
+    """Replaces the thread that sends buckets: tensors without values share a mode, which threads must not."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()

@@ -1,7 +1,6 @@
-"""The engine: one rank's wrapped model, reducer and groups around a borrowed state. It is disposable:
-after a pass that broke inside its own replica it is closed and another is built around the same state. When another
-replica is lost the pass ends as if nothing had happened; `rejoin` gives the engine new cross-replica groups, and a
-further pass computes what is missing."""
+"""The engine: one rank's wrapped model, reducer and groups around a borrowed state. It is disposable: after a pass that
+broke inside its own replica it is closed, and another is built around the same state. When another replica is lost, the
+pass ends as usual; `rejoin` gives the engine new cross-replica groups, and a further pass computes what is missing."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ class Pass(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """Tensors: nothing here waits for the device."""
+    """A step's result, in tensors, so that nothing here waits for the device."""
 
     indices: list[int]  # the micro-batches of this rank
     loss_sums: Tensor  # one for each of them, in the last stage of a pipeline
@@ -72,7 +71,7 @@ class StepResult:
     passed: Moment  # forward and backward are done; what is not reduced yet was not hidden behind them
     passes: list[Pass] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
-    clip: Tensor | None = None  # what the update multiplies them with
+    clip: Tensor | None = None  # factor by which the update multiplies them
     loads: dict[str, Tensor] = field(default_factory=dict)  # of the experts, by the name of their layer
     loss: float = math.nan  # per token of the whole batch, when it is known
     skip: str = ""  # why it must not be applied
@@ -114,8 +113,8 @@ class Engine:
         self._forget_step()
 
     def _bind(self) -> None:
-        """Make the model's parameters the very tensors of the state: slices of them where FSDP2 is there to gather
-        them, and whole otherwise."""
+        """Make the model's parameters the very tensors of the state: slices where FSDP2 gathers them, whole
+        otherwise."""
         tied: dict[int, torch.nn.Parameter] = {}
         for model in self.stages.values():
             bound = {}
@@ -139,25 +138,25 @@ class Engine:
         self._attends = {m.kind: m for m in modules if isinstance(m, Attend)}
         self._named = {name: p for model in self.stages.values() for name, p in model.named_parameters()}
         for name, param in self._named.items():
-            if isinstance(param, DTensor):  # FSDP2 pads uneven slices into its own
+            if isinstance(param, DTensor):  # FSDP2 copies uneven slices into padded ones of its own
                 self.state.params[name].data = param.to_local()
 
     @property
     def model(self) -> torch.nn.Module:
-        """This rank's first stage: without a pipeline, the model."""
+        """Return this rank's first stage: without a pipeline, the model."""
         return next(iter(self.stages.values()))
 
     # -- one step ---------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
-        """Forward, backward, reduce, clip, update."""
+        """Run a step: forward, backward, reduce, clip, update."""
         result = self.gradients(batches)
         self.mark(Phase.optimizer)
         self.update(result)
         return result
 
     def gradients(self, batches: Sequence[Batch], dealt: Deal | None = None) -> StepResult:
-        """Everything up to the gradients, reduced, in `result.grads`. Weights and optimizer are untouched until
+        """Run a step up to the reduced gradients, in `result.grads`. Weights and optimizer are untouched until
         `update`, so a step that fails here never happened. `dealt`: None at full strength."""
         dealt = dealt or deal(self.job, range(self.job.layout.replica))
         if not dealt.redo:
@@ -167,13 +166,14 @@ class Engine:
         return self.finish()
 
     def count(self, batches: Sequence[Batch]) -> Tensor:
-        """The target tokens of the whole global batch. This rank's are in these, and in what it holds of the step."""
+        """Count the target tokens of the global batch. This rank's are in `batches`, and in what it holds of the
+        step."""
         return self.reducer.sum_counts(self.device.put(torch.tensor([self._local_tokens + _tokens(batches)])))
 
     def compute(self, batches: Sequence[Batch], dealt: Deal, tokens: Tensor) -> None:
-        """Forward and backward over this rank's part of the deal: `batches[j]` is its j-th micro-batch
+        """Run forward and backward over this rank's part of the deal: `batches[j]` is its j-th micro-batch
         (`Job.micro_indices`). Gradients are added to those that this replica holds of the step. Without a redo they are
-        summed over the replicas meanwhile; if that fails the pass still ends, and `finish` says so."""
+        summed over the replicas meanwhile; if that fails, the pass still ends, and `finish` raises StepFailed."""
         if not dealt.redo:
             self._forget_step()
         self.reducer.start(dealt)
@@ -197,8 +197,8 @@ class Engine:
             self.reducer.end_pass()
 
     def finish(self) -> StepResult:
-        """Sum over the replicas. StepFailed: that was not possible. All ranks of the replica say so then, and
-        what they have computed is whole: `rejoin`, and compute what is missing."""
+        """Sum over the replicas. If that fails, all ranks of the replica raise StepFailed, and what they have computed
+        is intact: `rejoin`, and compute what is missing."""
         self.mark(Phase.reduce, step=self.state.step)
         with self.span("reduce"):
             self.reducer.finish()
@@ -214,8 +214,8 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """The summed loss of each micro-batch; none but in the last stage of a pipeline. Nothing that belongs to a step
-        is touched. All ranks of the replica must have as many batches."""
+        """Return the summed loss of each micro-batch; only the last stage of a pipeline has any. Nothing that belongs
+        to a step is touched. All ranks of the replica must pass the same number of batches."""
         one = torch.ones((), dtype=torch.float64, device=self.device.torch)
         documents = [_several(batch.documents_BL) for batch in batches]
         ready = [self._prepare(batch, several, one) for batch, several in zip(batches, documents, strict=True)]
@@ -244,12 +244,12 @@ class Engine:
         return torch.stack(sums).to(torch.float64) if sums else torch.zeros(0, dtype=torch.float64)
 
     def rejoin(self, cross: Cross | None) -> None:
-        """Go on with these replicas; what was computed of the step stays."""
+        """Continue with these replicas. What was computed of the step stays."""
         self.reducer.rejoin(cross)
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The micro-batches of this step that this replica need not compute again."""
+        """Return the micro-batches of this step that this replica need not compute again."""
         return self.reducer.held
 
     def drop(self) -> None:
@@ -266,8 +266,8 @@ class Engine:
             module.load_E = None
 
     def _sum_loads(self) -> dict[str, Tensor]:
-        """How many tokens every expert got in the step, over all ranks: integers, so the order of the
-        sum does not matter. The layers keep their own until the step is over."""
+        """Sum over all ranks how many tokens every expert got in the step: integers, so the order of the sum does not
+        matter. The layers keep their own until the step is over."""
         if not self._mixtures:
             return {}
         own = [module.load_E for module in self._mixtures.values()]
@@ -276,7 +276,7 @@ class Engine:
         return dict(zip(self._mixtures, total, strict=True))
 
     def _prepare(self, batch: Batch, documents_BL: Tensor | None, scale: Tensor) -> Batch:
-        """What this rank's stages read of it, on the device."""
+        """Return the part of a batch that this rank's stages read, on the device."""
         batch = replace(batch, documents_BL=documents_BL)
         batch = cut_batch(batch, self.job.layout, self.job.train.seq_len, self.coord.cp)
         first, last = 0 in self.stages, self.job.layout.num_stages - 1 in self.stages
@@ -323,8 +323,8 @@ class Engine:
         return scaled
 
     def _seed(self, stage: int, index: int) -> int:
-        """What a layer draws depends on the micro-batch and not on what this rank has computed before, so another
-        replica can compute it again."""
+        """Return the seed for a forward. It depends on the micro-batch and not on what this rank has computed before,
+        so another replica can draw the same numbers again."""
         place = (self.job.seed, self.state.step, index, stage, self.coord.cp, self.coord.tp)
         return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest()) >> 1
 
@@ -351,7 +351,7 @@ class Engine:
             self.reducer.clear(model)
 
     def _forget(self, stage: int, micro: int) -> None:
-        """What layers share of a micro-batch, after the last backward here: the rank's first stage comes last."""
+        """Forget what layers share of a micro-batch after the last backward here, that of the rank's first stage."""
         if stage == min(self.stages):
             self._batches[micro].cache.clear()
 
@@ -364,7 +364,7 @@ class Engine:
         self._forget_step()
 
     def _loss(self, output: Tensor | Loss, batch: Batch) -> Loss:
-        """The loss of this micro-batch's target tokens: times the step's scale, and summed."""
+        """Return the loss of this micro-batch's target tokens: scaled for the step, and summed."""
         if not isinstance(output, Tensor):
             return output
         if self.family.loss is None:
@@ -389,7 +389,8 @@ class Engine:
         return grads
 
     def _sum_over_tp(self, grads: dict[str, Tensor]) -> None:
-        """Small and rare, so gathered and added in rank order: the same bits for any sharding."""
+        """Sum the gradients of parameters that every tp rank holds whole. They are small and rare, so they are gathered
+        and added in rank order, which gives the same bits for any sharding."""
         mine = [grads[name] for name in self._summed_over_tp]
         flat = torch.cat([g.reshape(-1).to(MASTER_DTYPE[self.job.train.precision]) for g in mine])
         first, *others = all_gather(flat, 0, self.groups.tp).view(self.job.layout.tp, -1)
@@ -400,7 +401,7 @@ class Engine:
         grads |= {name: part.view_as(g) for name, g, part in zip(self._summed_over_tp, mine, parts, strict=True)}
 
     def _norm(self, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The norm of the gradients, and the factor that clips them."""
+        """Return the norm of the gradients, and the factor that clips them."""
         counted = [grads[name] for name in self._counted]
         if self.reducer.exact:
             norm = exact_norm(counted, None, counted[0], self.num_params)
@@ -410,7 +411,7 @@ class Engine:
         return norm, (limit / (norm + 1e-6)).clamp_max(1.0) if limit > 0 else None
 
     def close(self) -> None:
-        """Let go of the model and of every reference to a group."""
+        """Release the model and every reference to a group."""
         self.reducer.close()
         del self.stages, self._named, self._halves, self.reducer, self.groups
         gc.collect()
@@ -424,16 +425,15 @@ def _tokens(batches: Sequence[Batch]) -> int:
 
 
 def _several(documents_BL: Tensor | None) -> Tensor | None:
-    """The documents, if any row has more than one: otherwise there is nothing to keep apart."""
+    """Return the documents if any row has more than one; otherwise there is nothing to keep apart."""
     if documents_BL is None or bool((documents_BL == documents_BL[:, :1]).all()):
         return None
     return documents_BL
 
 
 def apply(job: Job, state: State, result: StepResult) -> None:
-    """The update, for which no group is needed. A step that is to be skipped leaves everything as it was, and does not
-    count as an update of the optimizer. Where the host has not looked, the device still applies no norm that is not
-    finite."""
+    """Update the state, for which no group is needed. A step that is to be skipped changes no weight and no moment, and
+    is not counted as an update. Where the host has not looked, the device still applies no norm that is not finite."""
     state.recent = remembered(job.train, state.recent, result.loss, bool(result.skip))
     state.step += 1
     if result.skip:

@@ -1,6 +1,6 @@
-"""Where an optimizer keeps its two moments when torch does not keep them, in parcels of equal room:
-in memory (the device's or the host's), or in a file that has no name. `Parcels` visits them in turn; what is
-not on the device comes and goes beside the work on the parcel between.
+"""Store an optimizer's two moments when torch does not, in parcels of equal size: in memory (the device's or the
+host's), or in a file without a name. `Parcels` visits them in turn. Parcels that are not on the device are read and
+written while the one between them is updated.
 
             parcel      i - 1          i          i + 1
     file or host       <-- written   updated     read -->     threads, or two side streams
@@ -25,7 +25,7 @@ from phalanx.core.errors import UserError
 from phalanx.parallel.device import Device
 
 BUFFERS = 3  # one arrives, one is worked on, one leaves
-PAGE_BYTES = 4096  # direct I/O wants lengths and addresses in these
+PAGE_BYTES = 4096  # direct I/O needs lengths and addresses in multiples of it
 
 
 class Store(Protocol):
@@ -36,10 +36,10 @@ class Store(Protocol):
         """Start to fetch parcel `i`."""
 
     def fetch(self, i: int) -> Tensor:
-        """Its bytes, to be read and written in place until `keep`."""
+        """Return its bytes, to be read and written in place until `keep`."""
 
     def keep(self, i: int, ready: torch.Event | None) -> None:
-        """They have been rewritten, or will have been when the device reaches `ready`."""
+        """Store its bytes, which have been rewritten, or will have been when the device reaches `ready`."""
 
 
 class Memory:
@@ -61,13 +61,13 @@ class Memory:
 @dataclass(slots=True)
 class Traffic:
     size_bytes: int = 0
-    seconds: float = 0.0  # in which a request was under way
+    seconds: float = 0.0  # while a request was under way
 
 
 class File:
-    """One reader and one writer thread on a file without a name, so nothing is ever left behind.
-    Direct I/O where the file system has it, so that the moments do not fill the page cache instead. It is
-    no checkpoint, so it is never synchronized."""
+    """A file without a name, so that nothing is ever left behind, with one reader and one writer thread. It uses direct
+    I/O where the file system has it, so as not to fill the page cache. It is no checkpoint, so it is never
+    synchronized."""
 
     place = "file"
 
@@ -89,7 +89,7 @@ class File:
         self._reader, self._writer = (ThreadPoolExecutor(1, f"moments-{way}") for way in ("in", "out"))
 
     def begin(self, i: int) -> None:
-        """Its buffer's last write is over, and with it, in the writer's order, any write of parcel `i`."""
+        """Start to read parcel `i`, once its buffer's last write, and so any write of the parcel, is over."""
         b = i % BUFFERS
         if write := self._writes[b]:
             write.result()
@@ -134,7 +134,7 @@ class File:
 
 
 def _nameless_file(folder: str) -> IO[bytes]:
-    """Readable by this user alone; unlinked from the start where the kernel can, at once elsewhere."""
+    """Open a file that only this user can read, unlinked from the start where the kernel can do that, else at once."""
     try:
         return tempfile.TemporaryFile(dir=folder, prefix="phalanx-moments-", buffering=0)
     except OSError as error:
@@ -155,8 +155,8 @@ def _make_direct(file: IO[bytes]) -> bool:
 
 
 class Parcels:
-    """The parcels of a store, on the device in turn. For an accelerator there are three buffers on it and
-    two streams beside the current one; on a CPU the store's own memory is worked on."""
+    """The parcels of a store, on the device in turn. An accelerator gets three buffers, and two streams beside the
+    current one. On a CPU the store's own memory is worked on."""
 
     def __init__(self, store: Store, sizes: list[int], device: Device):
         self.store, self._sizes, self._device = store, sizes, device
@@ -166,10 +166,10 @@ class Parcels:
         self._left: list[torch.Event | None] = [None] * count
         self._in, self._out = device.new_stream(), device.new_stream()
         if self._staged:
-            device.wait(self._in, device.mark())  # the buffers' memory may have been somebody's until now
+            device.wait(self._in, device.mark())  # others may have used the buffers' memory until now
 
     def held_bytes(self) -> dict[str, int]:
-        """By place, buffers included."""
+        """Return the bytes by place, buffers included."""
         held = {"device": sum(b.numel() for b in self._buffers), "host": 0, "file": 0}
         held[self.store.place] += self.store.size_bytes
         if isinstance(self.store, File):
@@ -177,20 +177,19 @@ class Parcels:
         return held
 
     def read(self, i: int) -> Tensor:
-        """Where the store has it. Waits for everything under way."""
+        """Return a parcel where the store has it, after waiting for everything under way."""
         self._device.synchronize()
         self.store.begin(i)
         return self.store.fetch(i)
 
     def visit(self) -> Iterator[tuple[int, Tensor]]:
-        """Each parcel's bytes, on the device; what the caller has put into them when it asks for the next
-        one is kept."""
+        """Yield each parcel's bytes on the device. What they hold when the caller asks for the next one is kept."""
         last = len(self._sizes) - 1
         if last < 0:
             return
         self.store.begin(0)
         if self._staged and self._out is not None:
-            self._device.wait(self._in, self._out.record_event())  # what the last step sent away is there
+            self._device.wait(self._in, self._out.record_event())  # after what the last step sent away is there
         arriving = self._bring(0)
         for i in range(len(self._sizes)):
             here, arrived = arriving

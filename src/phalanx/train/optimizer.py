@@ -1,6 +1,6 @@
-"""AdamW on a rank's local slices, so without communication. Weights in bf16 are updated with their remainders by one
-kernel (kernels/adamw.py), others by torch's. Moments lie on the device, or (`optimizer.offload`, and with torch's
-kernel `optimizer.state`) in parcels that are visited in turn; where they lie changes no bit."""
+"""AdamW on a rank's local slices, so that it needs no communication. Weights in bf16 are updated with their remainders
+by one kernel (kernels/adamw.py), others by torch's. Moments stay on the device, or (`optimizer.offload`, and with
+torch's kernel `optimizer.state`) in parcels that are visited in turn. Their place changes no bit."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Grads = Mapping[nn.Parameter, Tensor]
 
 class Optimizer(Protocol):
     def update(self, grads: Grads, lr: float, clip: Tensor | None, good: Tensor) -> None:
-        """Apply gradients times `clip`, which may be changed; unless `good` is true nothing happens."""
+        """Apply gradients times `clip`, unless `good` is false. The gradients may be overwritten."""
 
     def moments(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """Not to be written to; none if it has no element, or no step yet."""
+        """Return the moments of a parameter, not to be written to; none if it has no element, or no step yet."""
 
     def restore(self, moments: dict[nn.Parameter, dict[str, Tensor]], updates: int) -> None:
-        """Go on from these moments, after so many updates."""
+        """Continue from these moments, after `updates` updates."""
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of moments by place: device, host, file."""
+        """Return the bytes of moments by place: device, host, file."""
 
 
 class Group(NamedTuple):
@@ -49,7 +49,8 @@ class Group(NamedTuple):
 def build_optimizer(
     job: Job, params: Mapping[str, nn.Parameter], remainders: Mapping[str, Tensor], device: Device
 ) -> Optimizer:
-    """`remainders` of weights in bf16; without any, the weights are the masters. Vectors are not decayed."""
+    """Build the job's optimizer. `remainders` are those of weights in bf16; without any, the weights are the masters.
+    Vectors are not decayed."""
     c = job.optimizer
     held = [p for p in params.values() if p.numel()]
     groups = [
@@ -84,13 +85,13 @@ class Rule(Protocol):
     def moment_dtype(self, held: list[nn.Parameter]) -> torch.dtype: ...
 
     def begin(self, lr: float, clip: Tensor | None, good: Tensor, updates: int) -> bool:
-        """Before the parts of an update, after which there have been `updates`. False: there is nothing to do."""
+        """Prepare update number `updates`, before its parts. False: there is nothing to do."""
 
     def apply(self, parts: list[Part], weight_decay: float) -> None: ...
 
 
 class Joined:
-    """Weight and remainder by one kernel, which also clips and looks at the gate: the host waits for nothing."""
+    """Updates weight and remainder by one kernel, which also clips and checks the gate: the host waits for nothing."""
 
     def __init__(self, config: OptimizerConfig, remainders: Mapping[nn.Parameter, Tensor]):
         self._c, self._remainders = config, remainders
@@ -113,8 +114,8 @@ class Joined:
 
 
 class Torch:
-    """The exact reduction needs foreach: the fused kernel's result depends on where a tensor is cut. Foreach cannot
-    look at a gate on the device, so there the host does."""
+    """Updates by torch's kernels. The exact reduction needs foreach, because the fused kernel's result depends on where
+    a tensor is cut. Foreach cannot check a gate on the device, so the host does."""
 
     def __init__(self, config: OptimizerConfig, exact: bool):
         self._c, self._exact = config, exact
@@ -126,7 +127,7 @@ class Torch:
         if self._exact and not bool(good):
             return False
         self._lr, self._clip, self._updates = lr, clip, updates
-        self._bad = None if self._exact else (~good).float()  # torch's own door for this, made for gradient scalers
+        self._bad = None if self._exact else (~good).float()  # torch's own flag for this, made for gradient scalers
         return True
 
     def apply(self, parts: list[Part], weight_decay: float) -> None:
@@ -137,7 +138,7 @@ class Torch:
         if self._clip is not None:
             torch._foreach_mul_(grads, self._clip.to(wide))
         moments = [[m.to(wide) for m in (p.mean, p.square)] for p in parts]  # themselves, unless they are in bf16
-        where = torch.device("cpu") if self._exact else grads[0].device  # torch wants the count there
+        where = torch.device("cpu") if self._exact else grads[0].device  # torch needs the count there
         counts = torch.full((len(parts),), float(self._updates - 1), dtype=torch.float32, device=where)
         adamw(
             [p.param.detach().view(-1)[p.start : p.stop] for p in parts],
@@ -220,7 +221,7 @@ class Parcel:
 
 
 def cut(params: list[nn.Parameter], room: int) -> list[list[Piece]]:
-    """Into parcels of `room` elements, the last one of fewer."""
+    """Cut the parameters into parcels of `room` elements; the last one may have fewer."""
     parcels: list[list[Piece]] = []
     used = room
     for param in params:

@@ -1,4 +1,4 @@
-"""What the node says to a worker, heard by a thread of its own: the trainer may be waiting for peers that are gone."""
+"""Receive the node's commands in a thread of their own, because the trainer may be waiting for peers that are gone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from phalanx.parallel.groups import Door, break_connections
 
 
 class Halted(RuntimeError):
-    """The generation is over: the node has said so."""
+    """The node has ended the world of this replica."""
 
 
 class Commands:
-    """The last of each kind that counts, and a queue of those that are obeyed one after the other."""
+    """The latest command of each kind, and a queue of those that are obeyed one after the other."""
 
     def __init__(self, channel: Any):
         self.world = self.generation = -1  # those that the worker is in, or is entering
@@ -27,7 +27,7 @@ class Commands:
         self.halted = self.left = -1  # worlds
         self.parting = self.pausing = -1  # generations
         self.interval = (0, 0, 0)  # version, steps between durable checkpoints, and between snapshots in memory
-        self.profile: tuple[int, int, list[int]] = (0, 0, [])  # steps, from and until, and ranks that are to be traced
+        self.profile: tuple[int, int, list[int]] = (0, 0, [])  # steps, from and until, and the ranks to trace
         self._interruptible = False
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -35,12 +35,12 @@ class Commands:
         threading.Thread(target=self._listen, daemon=True, name="phalanx-commands").start()
 
     def next(self) -> dict[str, Any] | None:
-        """None: the node is gone."""
+        """Wait for the next command; None: the node is gone."""
         return self._queue.get()
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """What is done in here is in vain when the generation ends: Halted is raised in the middle of it."""
+        """Run work that is in vain when the world ends: Halted is then raised in the middle of it."""
         with self._lock:
             self._interruptible = True
         try:
@@ -70,7 +70,7 @@ class Commands:
             door.interrupt()
 
     def _lose_link(self, interface: str) -> None:
-        """Leave the groups that use it: nobody says goodbye on a cable that is gone."""
+        """Break the groups that use the interface: a lost link closes no connection by itself."""
         at = (self.world, self.generation)
 
         def insist() -> None:
@@ -83,7 +83,7 @@ class Commands:
         threading.Thread(target=insist, daemon=True).start()
 
     def _insist(self, world: int) -> None:
-        """A group may be connecting just when connections are broken, and wait on one that came later."""
+        """Break connections again for a while: a group may be connecting just now, and wait on a later connection."""
         for _ in range(20):
             time.sleep(0.25)
             if self.left >= world or self.world > world:

@@ -1,4 +1,4 @@
-"""A family under each axis, beside itself on one rank: in fp64 the gradients of every parameter agree to the last
+"""Compare a family under each axis with itself on one rank. In fp64 the gradients of every parameter agree to the last
 digits, or the family does something that the axis cannot split. Two processes, forked from this one, run each axis."""
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from phalanx.train.engine import Engine
 from phalanx.train.state import State
 
 BAR = 1e-10
-SMALLEST = 1e-6  # of the whole gradient: a parameter whose own is smaller is held against this much
+SMALLEST = 1e-6  # of the whole gradient: the least that the error of a parameter is compared with
 MICRO, SEQ = 4, 32
-STD = 0.02  # of first values at the least: what starts as zeros would hide what comes after it
+STD = 0.02  # the least of first values: zeros would hide what comes after them
 MOST_PARAMS = 20_000_000
 LIMIT_S, GRACE_S = 120.0, 5.0  # for one axis; for the other rank after the first has failed
 _FORKED = multiprocessing.get_context("fork")
@@ -69,7 +69,7 @@ class Finding:
     axis: str
     verdict: str  # right | refused | wrong | broken
     why: str = ""
-    error: float = math.nan  # the largest of a parameter, relative to its gradient
+    error: float = math.nan  # the largest error of a parameter, relative to its gradient
 
 
 def parity(job: Job, family: Family, axes: Axes = AXES) -> Iterator[Finding]:
@@ -92,7 +92,7 @@ def parity(job: Job, family: Family, axes: Axes = AXES) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class _Noisy:
-    """First values of a family, none of them all alike."""
+    """First values of a family, with noise in every parameter."""
 
     family: Family
 
@@ -102,7 +102,7 @@ class _Noisy:
 
 
 def _small(job: Job, family: Family) -> Job:
-    """One step of a few short sequences, with nothing beside the model."""
+    """Return a job of one step of a few short sequences, with nothing beside the model."""
     image = ImageShape.of(job.model.options) if job.model.family == "image" else None
     train = TrainConfig(
         steps=1,
@@ -157,7 +157,7 @@ def _try(job: Job, family: Family, layout: Layout, hint: str) -> Finding:
 
 
 def _run(job: Job, family: Family, folder: Path) -> list[dict[str, Any]]:
-    """What each rank has to say; a rank that says nothing in time hangs."""
+    """Run all ranks and return what each reports. A rank that reports nothing in time hangs."""
     ranks: list[tuple[BaseProcess, Connection]] = []
     for rank in range(job.layout.world_size):
         ours, theirs = _FORKED.Pipe(duplex=False)
@@ -191,7 +191,7 @@ def _heard(pipe: Connection) -> dict[str, Any]:
 
 def _main(job: Job, family: Family, rank: int, folder: Path, pipe: Connection) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):  # what torch says of peers that are gone
+    for stream in (sys.stdout, sys.stderr):  # torch's messages about peers that are gone
         with suppress(OSError, ValueError):
             os.dup2(nowhere, stream.fileno())
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -204,7 +204,7 @@ def _main(job: Job, family: Family, rank: int, folder: Path, pipe: Connection) -
 
 
 def _squares(job: Job, family: Family, rank: int, folder: Path) -> dict[str, tuple[float, float]]:
-    """By parameter: the squared norms of the difference to one rank's gradient and of that, on this rank's slice."""
+    """Return two squared norms by parameter, on this rank's slice: of the error, and of one rank's own gradient."""
     want, _ = _gradients(replace(job, layout=Layout()), family, 0, folder / f"alone-{rank}")
     got, state = _gradients(job, family, rank, folder / "together")
     out = {}
@@ -232,7 +232,7 @@ def _gradients(job: Job, family: Family, rank: int, meeting: Path) -> tuple[dict
 
 
 def _batch(job: Job, family: Family, index: int) -> Batch:
-    """A micro-batch, the same in every layout: random tokens in documents of random lengths, or random features."""
+    """Make a micro-batch, the same in every layout: random tokens in random documents, or random features."""
     random = torch.Generator().manual_seed(job.seed * 1000 + index)
     shape, vocab = (job.train.micro_batch, job.train.seq_len), job.model.vocab_size
     tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=random)

@@ -1,5 +1,5 @@
-"""What a checkpoint has learned, as text: the whole model on one device, one token after the other. Plain on purpose,
-without a cache of keys and values: it is for looking, not for serving."""
+"""Generate text from a checkpoint: the whole model on one device, one token after the other. It is plain on purpose,
+without a cache of keys and values, because it is for looking and not for serving."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ ONE_THREAD_NUMEL = (
 
 
 class Sampler:
-    """`path`: of a checkpoint. `tokenizer`: `byte`, the path of a tokenizer.json, or "" for that of its data."""
+    """The model of the checkpoint at `path`. `tokenizer` is `byte`, a path of a tokenizer.json, or "" for its
+    data's."""
 
     def __init__(self, path: str, tokenizer: str = ""):
         place, _, name = path.rstrip("/").rpartition("/")
@@ -62,7 +63,7 @@ class Sampler:
 
     @torch.no_grad()
     def write(self, prompt: str, count: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0) -> Iterator[str]:
-        """The continuation of the prompt, token by token: the text that each adds. It ends where a document does."""
+        """Continue the prompt token by token, and yield the text that each adds, until a document ends."""
         eos = self.tokenizer.vocabulary.eos
         ids = self.tokenizer.encode([prompt.encode()], [False]).astype(np.int64).tolist() or [eos]
         dice, written, shown = torch.Generator().manual_seed(seed), list[int](), ""
@@ -102,7 +103,7 @@ def _draw(logits_V: Tensor, temperature: float, top_k: int, dice: torch.Generato
 
 
 def _tokenizer_of(job: dict[str, dict[str, str]], path: str) -> Tokenizer:
-    """That of the data set which the job names; text is made into bytes."""
+    """Return the tokenizer of the data set that the job names; a plain text is made into bytes."""
     source = job.get("data", {}).get("source", "")
     remedy = "name one: --tokenizer byte, or --tokenizer path/to/tokenizer.json"
     if is_remote(source) or (Path(source) / MANIFEST).is_file():

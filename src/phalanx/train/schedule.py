@@ -8,8 +8,8 @@ from phalanx.core.job import OptimizerConfig
 
 
 def learning_rate(c: OptimizerConfig, step: int, total: int) -> float:
-    """Rate of step 0, 1, … total-1: linear warm-up, then a cosine to the end of the run, or a
-    plateau and a final linear decay (wsd); never below min_lr_ratio."""
+    """Return the rate of step 0, 1, … total-1: linear warm-up, then a cosine to the end of the run, or a plateau and a
+    final linear decay (wsd); never below min_lr_ratio."""
     warmup = c.warmup(total)
     if step < warmup:
         return c.lr * (step + 1) / warmup

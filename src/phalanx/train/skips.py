@@ -1,6 +1,6 @@
-"""Which steps are not applied: those whose loss or gradient norm is not finite, and, if the job asks for it, those
-whose loss stands far out of the latest ones (as OLMo-core's SkipStepOptimizer does). All ranks judge by the same
-numbers, and what they remember travels with the state, so the judgement survives recovery and resume."""
+"""Decide which steps are not applied: those whose loss or gradient norm is not finite and, if the job asks for it,
+those whose loss is far above the latest ones (as OLMo-core's SkipStepOptimizer does). All ranks judge by the same
+numbers, and the latest losses travel with the state, so the judgement survives recovery and resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Recent = list[float | None]  # losses of the latest steps; None: it was not appl
 
 
 def why_skip(train: TrainConfig, recent: Recent, loss: float, norm: float) -> str:
-    """ "": apply the step."""
+    """Return why the step must be skipped; an empty string: apply it."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return f"the loss is {loss:.6g} and the gradient norm {norm:.6g}"
     known = [each for each in recent if each is not None]
@@ -29,7 +29,7 @@ def why_skip(train: TrainConfig, recent: Recent, loss: float, norm: float) -> st
 
 
 def remembered(train: TrainConfig, recent: Recent, loss: float, skipped: bool) -> Recent:
-    """After the step: what the next is judged by. Six digits, since it is written into every checkpoint."""
+    """Return the losses by which the next step is judged, to six digits, since every checkpoint contains them."""
     if skipped:
         return [*recent, None][-WINDOW:]
     if train.spike > 0:
@@ -38,7 +38,7 @@ def remembered(train: TrainConfig, recent: Recent, loss: float, skipped: bool) -
 
 
 def in_a_row(recent: Recent) -> int:
-    """Steps that were skipped up to now."""
+    """Count the latest steps that were skipped in a row."""
     count = 0
     for each in reversed(recent):
         if each is not None:
@@ -48,7 +48,8 @@ def in_a_row(recent: Recent) -> int:
 
 
 def suspects(losses: Sequence[float], parts: int) -> list[int]:
-    """The micro-batches whose loss is not finite; if all are, the one with the greatest. `parts`: of each."""
+    """Return the micro-batches, of `parts` losses each, whose sum is not finite; if all are, the one with the
+    greatest."""
     sums = [sum(losses[i : i + parts]) for i in range(0, len(losses), parts)]
     bad = [i for i, loss in enumerate(sums) if not math.isfinite(loss)]
     return bad or [max(range(len(sums)), key=sums.__getitem__)]

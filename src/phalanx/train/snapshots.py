@@ -1,6 +1,6 @@
-"""When a rank takes a snapshot, and what it starts from. All ranks must take one after the same update. The interval
-that was announced last holds from the next durable checkpoint on, if the votes for that step say that all ranks have
-heard of it."""
+"""Take a rank's snapshots, and load the state that it starts from. All ranks must take a snapshot after the same
+update. The interval that was announced last holds from the next durable checkpoint on, if the votes for that step show
+that all ranks have received it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from phalanx.observe.progress import Phase
 from phalanx.parallel.device import Device
 from phalanx.train.state import State
 
-FIRST_STEP = 10  # early, so that what it costs is known soon; then twice as far each time, until an interval is agreed
+FIRST_STEP = 10  # early, so that its cost is known soon; then the distance doubles until an interval is agreed
 
 
 class Saver:
-    """`heard.interval` is what was announced last: its version, and steps between checkpoints and between snapshots."""
+    """`heard.interval` is the latest announcement: its version, and steps between checkpoints and between snapshots."""
 
     def __init__(
         self, job: Job, coord: Coord, state: State, device: Device, channel: Any, args: Any, heard: Any, facts: Facts
@@ -59,7 +59,7 @@ class Saver:
         self._under_way = 0  # the step of the snapshot whose stall is not reported yet
 
     def begin(self, generation: int) -> None:
-        """All ranks begin at the same step, and know nothing of what was agreed on before."""
+        """Begin a generation: all ranks at the same step, and without what was agreed on before."""
         self.snapshots.generation, self._began = generation, self.state.step
         self._to_disk = -1  # the last step of this generation whose snapshot is to be durable
         self.every = self.job.checkpoint.every_steps
@@ -68,12 +68,12 @@ class Saver:
         self.next_memory = self._after(self.state.step, self.memory_every)
 
     def _after(self, step: int, every: int) -> int:
-        """Return the step of the next snapshot. Those of an interval are its multiples, whenever the generation began:
-        generations that are shorter than it would never take any."""
+        """Return the step of the next snapshot. With an interval it is one of its multiples, no matter when the
+        generation began: generations shorter than the interval would otherwise never take any."""
         return step - step % every + every if every else step + max(FIRST_STEP, step - self._began)
 
     def before_update(self) -> dict[str, Any]:
-        """For the step's report: what is held in memory, and what the last snapshot has cost."""
+        """Return for the step's report what is held in memory, and what the last snapshot has cost."""
         held = {"held": self.snapshots.held()}
         if not self._under_way:
             return held
@@ -85,7 +85,7 @@ class Saver:
         return held | said
 
     def after_update(self, norm: torch.Tensor, known: bool) -> None:
-        """`known`: all ranks have heard of the same interval, as their votes for the step said."""
+        """Take a snapshot if one is due. `known`: the votes for the step show that all ranks know the same interval."""
         step, last, v = self.state.step, self.state.step >= self.job.train.steps, self.job.validation
         durable = last or step >= self.next_durable or (v.keep_best and v.is_due(step, self.job.train.steps))
         if not durable and step < self.next_memory:
@@ -102,20 +102,20 @@ class Saver:
         self.next_memory = self._after(step, self.memory_every)
 
     def save(self, step: int) -> None:
-        """Now, unless it is on its way. (One that stays in memory is not.)"""
+        """Save now, unless that is under way. (A snapshot that stays in memory does not count.)"""
         if self._to_disk != step:
             self.snapshots.wait()
             self.snapshots.begin(step, durable=True, about=self._about())
             self._under_way = self._to_disk = step
 
     def _about(self) -> dict[str, Any]:
-        """What the manifest says of the step; all ranks must say the same."""
+        """Return what the manifest says of the step; all ranks must say the same."""
         cursor = self.facts.cursor(self.state.step, self.job.train.global_batch)
         state = self.state
         return {"cursor": cursor, "ledger": state.ledger, "updates": state.updates, "recent": state.recent}
 
     def close(self) -> None:
-        """When what is under way is written."""
+        """Close the line when what is under way is written."""
         self.snapshots.close()
 
 
@@ -129,7 +129,7 @@ def resume(
     local_ranks: int = 1,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Go on from a checkpoint of any layout. Returns what is said about it. BadCheckpoint; OSError."""
+    """Load a checkpoint of any layout, and return the message about it. Raise BadCheckpoint or OSError."""
     reader = Reader(open_store(url), name, local_ranks=local_ranks)
     m, size = reader.manifest, 0
 
@@ -147,7 +147,7 @@ def resume(
     rank = job.layout.rank(coord)
     if m.layout == job.layout and (rng := reader.file(rank).rng):
         set_rng_state(device, rng)
-    else:  # other ranks than those that had drawn numbers
+    else:  # these are not the ranks that had drawn numbers
         key = hashlib.blake2b(f"{job.seed}/{m.step}/{rank}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(key, "little"))
     return {"type": "resumed", "checkpoint": name, "step": m.step, "bytes_read": size}
@@ -164,7 +164,7 @@ def resume_from_checkpoint(
     lineage: str = "",
     progress: Callable[[], object] = lambda: None,
 ) -> None:
-    """Go on from the checkpoint that this run made of `step` in that generation."""
+    """Load the checkpoint that this run made of `step` in that generation."""
     store = open_store(url)
     for found in Catalog(store).good():
         if (found.place, found.lineage) == ((generation, step), lineage):
@@ -174,8 +174,8 @@ def resume_from_checkpoint(
 
 
 def resume_from_memory(layout: Layout, coord: Coord, state: State, device: Device, slot: Slot) -> int:
-    """Go on from a snapshot of this rank, or of its peer in another replica; returns its step. `layout` and `coord`:
-    in which it was made."""
+    """Load a snapshot of this rank, or of its peer in another replica, and return its step. `layout` and `coord` are
+    those in which it was made."""
     header = slot.header()
     if header is None:
         raise BadCheckpoint("there is no whole snapshot in memory")

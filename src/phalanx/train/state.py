@@ -1,5 +1,5 @@
 """A worker's state: its local slices of the weights and of the optimizer, the step, and the head of the ledger. It
-lives outside the engine, which is thrown away after a failure; engines borrow these tensors."""
+lives outside the engine, which is discarded after a failure; engines borrow these tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIGEST_LIMIT_BYTES = 1 << 28
 class State:
     infos: list[Held]
     params: dict[str, nn.Parameter]  # local slices, as the model computes with them
-    remainders: dict[str, Tensor]  # what the masters of weights in bf16 have beyond them (kernels/adamw.py)
+    remainders: dict[str, Tensor]  # the rest of the masters of weights in bf16 (kernels/adamw.py)
     optimizer: Optimizer
     buffers: dict[str, Tensor]  # whole on every rank of the stage
     entries: list[Entry]  # of a checkpoint: what all ranks together hold
@@ -45,7 +45,7 @@ class State:
     def create(
         job: Job, family: Family, coord: Coord, device: Device, progress: Callable[[], object] = lambda: None
     ) -> State:
-        """Draw first values: the same whole weights on any layout. `progress` is called now and then."""
+        """Draw first values, the same whole weights on any layout. `progress` is called now and then."""
         everywhere = describe(family, job.model, job.layout)
         infos = [i for i in everywhere if i.held_by(job.layout, coord)]
         dtype = MASTER_DTYPE[job.train.precision]
@@ -58,7 +58,7 @@ class State:
             draw_all(job.seed, slices, device.use, progress)
         params, remainders = dict[str, nn.Parameter](), dict[str, Tensor]()
         slices.reverse()
-        while slices:  # one by one, so that there is never room for all twice
+        while slices:  # one by one, so that memory never holds all of them twice
             name, _, _, _, _, local = slices.pop()
             if COMPUTE_DTYPE[job.train.precision] == torch.bfloat16:
                 local, remainders[name] = split(local)
@@ -74,18 +74,18 @@ class State:
         return State(infos, params, remainders, optimizer, buffers, entries)
 
     def master(self, name: str) -> Tensor:
-        """A parameter in the precision in which it is updated, not to be written to."""
+        """Return a parameter in the precision in which it is updated. Do not write to it."""
         param = self.params[name].detach()
         return join(param, self.remainders[name]) if name in self.remainders else param
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """The optimizer's moments of one parameter, wherever they are kept."""
+        """Return the optimizer's moments of one parameter, from where they are kept."""
         return self.optimizer.moments(self.params[name])
 
-    # -- what a checkpoint has of it
+    # -- what checkpoints save and load
 
     def get(self, name: str) -> Tensor:
-        """This rank's slice of one of the `entries`."""
+        """Return this rank's slice of one of the `entries`."""
         kind, _, what = name.partition("/")
         if kind == "weights":
             return self.master(what)
@@ -108,8 +108,9 @@ class State:
         return out
 
     def restore(self, fill: Callable[[Callable[[str], Tensor]], object], step: int, updates: int) -> None:
-        """Go on from a checkpoint of `step`, after so many updates of the optimizer: `fill` is given this rank's slices
-        by name, to be written to. Without updates the checkpoint has no moments, and the optimizer starts anew."""
+        """Continue from a checkpoint of `step`, after `updates` updates of the optimizer. `fill` gets a function that
+        returns this rank's slices by name, and writes to them. Without updates the checkpoint has no moments, and the
+        optimizer starts anew."""
         moments: dict[nn.Parameter, dict[str, Tensor]] = {}
         masters = {name: torch.empty(self.params[name].shape) for name in self.remainders}  # on the host
         dtypes = {e.held.name: getattr(torch, e.dtype) for e in self.entries}
@@ -135,8 +136,8 @@ class State:
         self.step, self.updates = step, updates
 
     def digest(self) -> dict[str, str] | None:
-        """SHA-256 of the bytes of the local weights, and of the optimizer's moments. None for more
-        than DIGEST_LIMIT_BYTES: hashing on the host would hold up a large run's end."""
+        """Return the SHA-256 of the local weights, and of the optimizer's moments. None for more than
+        DIGEST_LIMIT_BYTES: hashing on the host would hold up a large run's end."""
         if sum(p.numel() * p.element_size() for p in self.params.values()) > DIGEST_LIMIT_BYTES:
             return None
         weights, moments = hashlib.sha256(), hashlib.sha256()

@@ -20,7 +20,7 @@ class Timed:
     saved_s: float  # waited for a snapshot, or took one
 
     def phases(self, between: Callable[[Moment, Moment], float]) -> Phases:
-        """Seconds by phase: see `observe.phases`. The device must have done all of it."""
+        """Return the seconds by phase (see `observe.phases`). The device must have finished the step."""
         began, passed, reduced, updating, updated = self.marks
         spent = {Phase.forward: 0.0, Phase.backward: 0.0}
         for each in self.passes:

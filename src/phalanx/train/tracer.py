@@ -1,4 +1,4 @@
-"""Tracer: torch's profiler over some steps of this rank, when somebody asks for it. Otherwise it costs a comparison."""
+"""Run torch's profiler over some steps of this rank when somebody asks for it. Otherwise it costs a comparison."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-LONGEST_S = 300.0  # a trace that did not come to its last step by then ends
-PART_BYTES = 192 * 1024  # of a message
-MOST_BYTES = 64 << 20  # of one rank, compressed
+LONGEST_S = 300.0  # a trace that has not reached its last step by then ends
+PART_BYTES = 192 * 1024  # size of a message
+MOST_BYTES = 64 << 20  # size of one rank's trace, compressed
 Asked = tuple[int, int, list[int]]  # steps from and until, ranks
 
 
@@ -32,19 +32,19 @@ class Tracer:
         self._done: Asked | None = None
 
     def begin(self, step: int, asked: Asked) -> None:
-        """Before a step."""
+        """Start the profiler before `step`, if this rank was asked to trace it."""
         if self._profiler is None and asked[0] <= step < asked[1] and asked != self._done and self.rank in asked[2]:
             self._asked, self._done, self._until = asked, asked, time.monotonic() + LONGEST_S
             profiler = torch.profiler.profile(activities=torch.profiler.supported_activities())
             try:
                 profiler.start()
-            except RuntimeError as error:  # another profiler is on, or the driver does not let it
+            except RuntimeError as error:  # another profiler is running, or the driver refuses
                 self._send({**self._about(asked), "error": str(error)[:300]})
             else:
                 self._profiler = profiler
 
     def end(self, step: int) -> None:
-        """After a step that counted."""
+        """End the trace after a step that counted, if it was the last one asked for or the time is up."""
         if self._profiler is not None and (step + 1 >= self._asked[1] or time.monotonic() > self._until):
             profiler, self._profiler = self._profiler, None
             try:
@@ -56,7 +56,7 @@ class Tracer:
             tell.start()
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        """Name what is done in here, if it is traced."""
+        """Name the enclosed work, if it is traced."""
         return torch.profiler.record_function(name) if self._profiler is not None else nullcontext()
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""A state, from a worker that has it to one that takes a place at the same coordinate: over a proven connection
-(`gate.peers`) come the step, the random numbers and the bytes of every tensor, each followed by its hash.
+"""Send a state from a worker that has it to one that takes a place at the same coordinate. Over a proven connection
+(`gate.peers`) come the step, the random state and the bytes of every tensor, each followed by its hash.
 
-The giver's thread reads the state while the giver forms its groups. It is `offered` from the moment at which it is that
-of the step that the generation continues from, until `withdraw`, before the next update.
+The giver's thread reads the state while the giver forms its groups. The state is on offer as soon as it is that of the
+step from which the generation continues, until `withdraw`, before the next update.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from phalanx.gate.peers import PIECE_BYTES, TIMEOUT_S, Peers, Stream
 from phalanx.parallel.device import Device
 from phalanx.train.state import State
 
-PATIENCE_S = 10.0  # until the giver has the step
-NAMES_BYTES = 1 << 24  # of the tensors
+PATIENCE_S = 10.0  # how long to wait until the giver has the step
+NAMES_BYTES = 1 << 24  # of the reply that names the tensors
 
 
 class Giver:
@@ -40,7 +40,7 @@ class Giver:
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """When nobody reads it any more."""
+        """Withdraw the offer, and wait until nobody reads it any more."""
         with self._changed:
             self._offer = None
             self._changed.wait_for(lambda: not self._giving, TIMEOUT_S)
@@ -88,7 +88,8 @@ def take(
     device: Device,
     progress: Callable[[], object] = lambda: None,
 ) -> int:
-    """Fill `state` with that of `address`, which is at `step`. Returns how many bytes came. BadCheckpoint; OSError."""
+    """Fill `state` with that of `address`, which is at `step`, and return the number of bytes received. Raise
+    BadCheckpoint or OSError."""
     received = 0
     with peers.dial(address) as conn:
         conn.send({"generation": generation, "step": step})
@@ -122,11 +123,11 @@ def take(
 
 
 def digest_of(state: State) -> str:
-    """Hash everything that a rank holds: the same for the same coordinate of all replicas."""
+    """Hash everything that a rank holds. The hash is the same for the same coordinate of all replicas."""
     out = hashlib.blake2b(str(state.step).encode(), digest_size=16)
     for name in state.names():
         data = as_bytes(state.get(name).detach())
-        # A device adds up faster than its memory could be read from here.
+        # A device sums its memory faster than the host could read it.
         out.update(xxhash.xxh3_128_digest(data.numpy()) if data.is_cpu else _pack(content_sum(data)))
     return out.hexdigest()
 

@@ -1,7 +1,7 @@
-"""Validation in a worker: its share of the sequences, forward only. Replicas divide the micro-batches of a set among
-them and exchange nothing; each rank reports what it has summed, in integers, so that the total is the same in any
-order (`observe.fold`). Ranks of a replica need as many passes as each other, so a share is filled up with sequences
-that do not count."""
+"""Validation in a worker: forward passes over its share of the sequences. Replicas divide the micro-batches of a set
+among them and exchange nothing. Each rank reports its sums as integers, so that the total is the same in any order
+(`observe.fold`). Ranks of a replica need the same number of passes, so shares are padded with sequences that do not
+count."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.model.family import Batch
 from phalanx.observe.fold import LOSS_UNITS
 from phalanx.train.engine import Engine
 
-PASSES = 4  # micro-batches, times the stages, between two looks at whether to go on
+PASSES = 4  # micro-batches, times the stages, between two checks whether to continue
 
 
 class Validator:
@@ -30,14 +30,14 @@ class Validator:
         self.job, self.coord = job, coord
         self._sets = [ValidationSet.from_dict(said) for said in sets]
         self._on_event = on_event
-        self._kept: dict[str, tuple[list[int], list[Batch]]] = {}  # by set: the share, and what it is
+        self._kept: dict[str, tuple[list[int], list[Batch]]] = {}  # by set: the share, and its batches
 
     def is_due(self, step: int) -> bool:
         return bool(self._sets) and self.job.validation.is_due(step, self.job.train.steps)
 
     def run(self, engine: Engine, replicas: Sequence[int], may_go_on: Callable[[], bool]) -> dict[str, Any] | None:
-        """What this rank reports. None: `may_go_on`, which all ranks of the replica ask at the same points and are told
-        the same, said no."""
+        """Return what this rank reports; None: `may_go_on` said no. All ranks of the replica ask it at the same points
+        and get the same answer."""
         began, rng = time.perf_counter(), rng_state(engine.device)
         sums, tokens = dict[str, int | None](), dict[str, int]()
         at_once = PASSES * self.job.layout.num_stages
@@ -48,7 +48,7 @@ class Validator:
                     return None
                 part = batches[first : first + at_once]
                 losses = engine.evaluate(part).tolist() if part else []
-                if self.coord.tp == 0:  # its peers have the same losses; cp ranks parts of them
+                if self.coord.tp == 0:  # tp peers have the same losses; cp ranks have parts of them
                     sums[each.name] = _add(sums[each.name], losses)
                 if not (self.coord.tp or self.coord.cp or self.coord.pp):
                     tokens[each.name] += sum(int(b.weights_BL.sum()) for b in part)
@@ -81,7 +81,7 @@ class Validator:
 
 
 def _add(total: int | None, losses: list[float]) -> int | None:
-    """In units of the fold's; None: one of them is not finite."""
+    """Add losses in the units of `observe.fold`; None: one of them is not finite."""
     if total is None or not all(map(math.isfinite, losses)):
         return None
     return total + sum(round(loss * LOSS_UNITS) for loss in losses)

@@ -1,8 +1,7 @@
-"""A worker: one rank of one job, for as long as its process lives. It is told by its node to build the world of its
-replica (`build`: groups and engine), which generation of the gang it belongs to (`form`), and trains until the job is
-done, a pause was agreed on, or other replicas are gone. Then its replica parts from the generation, whole: it keeps its
-world, its engine and the gradients that it has computed, and waits for the next. Only what breaks inside its own
-replica costs the world.
+"""A worker: one rank of one job, for as long as its process lives. Its node tells it to build the world of its replica
+(`build`: groups and engine) and to enter a generation of the gang (`form`). It trains until the job is done, a pause
+was agreed on, or other replicas are gone. Then its replica leaves the generation intact: it keeps its world, its engine
+and the gradients that it has computed, and waits for the next. Only what breaks inside its own replica costs the world.
 
 A step is computed, voted for by all ranks, and only then applied, without any communication: a rank that has not seen
 all votes keeps the gradients, and the next generation decides whether the step counts (`control.member`).
@@ -61,11 +60,11 @@ def main(channel: Any, args: dict[str, Any]) -> None:
 
 
 def prepare() -> None:
-    """In the zygote, once: what each worker would have to find out anew."""
+    """Find out once, in the zygote, what each worker would have to find out anew."""
     avoid_broken_amx()
 
 
-SOURCE_ERRORS = (BadCheckpoint, OSError, ValueError)  # the state that was to be had is not there, or not to be trusted
+SOURCE_ERRORS = (BadCheckpoint, OSError, ValueError)  # the state at the source is missing, or cannot be trusted
 
 
 class Worker:
@@ -76,7 +75,7 @@ class Worker:
         self.local_ranks = int(args["local_ranks"])
         self.facts = document.make(Facts, args["facts"])
         seat, ranks = int(args["local_rank"]), self.local_ranks
-        if args["shared"]:  # all ranks of the job are on this machine, whichever nodes it plays
+        if args["shared"]:  # all ranks of the job are on this machine, even if it plays several nodes
             seat, ranks = self.rank, job.layout.world_size
         torch.set_num_threads(num_threads(job, ranks))
         torch.manual_seed(job.seed)
@@ -104,10 +103,10 @@ class Worker:
         self.told_facts = False
 
     def _move(self) -> None:
-        """Note that it does something, while it starts or restores."""
+        """Show progress while the worker starts or restores."""
         self.channel.progress.mark(self._quiet)
 
-    # -- what it is told
+    # -- messages from the node
 
     def serve(self) -> None:
         self._quiet = Phase.idle
@@ -153,7 +152,7 @@ class Worker:
         self._agree_to_enter(generation, entered)
 
     def _is_out(self, error: Exception, generation: int) -> bool:
-        """It could not enter the generation, and says why unless others are the cause. False: its world is gone too."""
+        """Report why the generation could not be entered, unless others are the cause. False: the world is gone too."""
         m = self.member
         if self.commands.halted >= m.world:
             self._leave_by(error)
@@ -164,14 +163,14 @@ class Worker:
         print(f"generation {generation} was not entered: {text}", flush=True)
         traceback.clear_frames(error.__traceback__)  # they hold groups, and so their sockets
         groups = not isinstance(error, SOURCE_ERRORS)
-        takes = not groups and m.step < 0  # only the source can be the cause, also where it refuses a connection
+        takes = not groups and m.step < 0  # only the source can be the cause, even if it refuses a connection
         if self.commands.parting < generation and (takes or not is_echo(type(error).__name__, str(error))):
             m.lack(text, damaged=isinstance(error, BadCheckpoint), groups=groups)
             self._say()
         return True
 
     def _agree_to_enter(self, generation: int, entered: bool) -> None:
-        """All ranks of the replica, or none."""
+        """Enter with all ranks of the replica, or with none."""
         m = self.member
         assert self.groups
         try:
@@ -192,7 +191,7 @@ class Worker:
         return torch.tensor([int(value) for value in values], dtype=torch.int64, device=self.device.torch)
 
     def _depart(self, generation: int, held: tuple[int, int, int], kept: bool = False) -> None:
-        """The whole replica has left the generation. Its world stands."""
+        """Leave the generation with the whole replica. Its world stays."""
         self._shut_door()
         if self.member.part(generation, held, kept):
             self.channel.progress.mark(Phase.idle)
@@ -200,15 +199,15 @@ class Worker:
             self._say()
 
     def _shut_door(self) -> None:
-        """Close the groups with other replicas: those that wait there for this rank fail at once."""
+        """Close the groups with other replicas, so that peers that wait there for this rank fail at once."""
         self.giver.withdraw()
         self.commands.door = None
         if self.engine and (link := self.engine.reducer.link):
             link.cross.close()
 
     def _leave_by(self, error: Exception) -> None:
-        """An error inside the replica has ended its world for this rank. After a halt any error is a consequence of it.
-        Otherwise those of groups are survived; all others are this process's own, and end it."""
+        """Leave the world after an error inside the replica. After a halt any error is a consequence of it. Otherwise
+        the process survives errors of groups; all others are its own, and end it."""
         m, halted = self.member, self.commands.halted >= self.member.world
         if not (halted or survivable(error)):
             raise error
@@ -222,12 +221,12 @@ class Worker:
         self._say()
 
     def _say(self) -> None:
-        """Where it stands."""
+        """Send where this worker stands."""
         if said := self.member.standing():
             self.channel.send(said)
 
     def _on_serve(self, message: dict[str, Any]) -> None:
-        """It has no place in the next generation, but somebody who does takes its state from here."""
+        """Offer the state to a worker that enters the next generation, in which this one has no place."""
         generation, step = int(message["generation"]), int(message["step"])
         if not self.member.may_serve(generation):
             return
@@ -236,9 +235,9 @@ class Worker:
             self.giver.offer(generation, step, self.state)
 
     def _on_part(self, message: dict[str, Any]) -> None:
-        """While it waits. (In a step the thread that hears has ended its waits for others.)"""
+        """Leave the generation while waiting. (In a step, the command thread has ended the waits for others.)"""
         m, generation = self.member, int(message["generation"])
-        if m.phase == "built" and generation > m.generation:  # its peers in the replica may have heard of that one
+        if m.phase == "built" and generation > m.generation:  # its peers in the replica may know of that one
             m.generation = generation
             self._agree_to_enter(generation, False)
         elif m.phase == "built":
@@ -261,7 +260,7 @@ class Worker:
     # -- a generation
 
     def _build(self, world: int, store: str) -> None:
-        """The groups and the engine of the replica, which last until something breaks in it."""
+        """Build the groups and the engine of the replica, which last until something breaks in it."""
         self._leave_world()
         layout, coord = self.job.layout, self.job.layout.coord(self.rank)
         with contextlib.closing(MeetingStore(store, (f"replica {coord.replica}", world))) as meeting:
@@ -272,7 +271,7 @@ class Worker:
         self._make_engine()
 
     def _choose_rail(self, groups: str, store: Any, scope: str, me: int, size: int) -> None:
-        """Agree with those who will be in the groups on a network that all of them have, the preferred first."""
+        """Agree with the other members of the groups on a network that all of them have, the preferred first."""
         if len(self.args["rails"]) > 1:
             interface = rails.choose(self.args["rails"], dist.PrefixStore(scope, store), me, size)
             self.commands.interfaces[groups] = interface
@@ -324,7 +323,7 @@ class Worker:
         self.channel.send({"type": "entered", "generation": generation, "source": from_, **took})
 
     def _form_cross(self, store: str, generation: int, coord: Coord, replicas: list[int]) -> Cross | None:
-        """In a thread of its own: the store has a connection per thread."""
+        """Form the groups with other replicas, in a thread of their own: the store has a connection per thread."""
         self.device.use()
         layout = self.job.layout
         with contextlib.closing(MeetingStore(store, ("gang", generation))) as meeting:
@@ -334,8 +333,8 @@ class Worker:
             return form_cross(meeting, generation, layout, coord, self.device, self.job.collectives, replicas)
 
     def _compare(self, replicas: list[int], kept: bool) -> None:
-        """The state with that of the other replicas. Most are right; if as many say one as the other, those that kept
-        what they had. A rank that is wrong ends."""
+        """Compare the state with that of the other replicas. The majority is right; in a tie, those that kept what they
+        had. A rank that is wrong ends."""
         assert self.engine and self.engine.reducer.link
         link = self.engine.reducer.link
         me, mine = replicas.index(self.job.layout.coord(self.rank).replica), transfer.digest_of(self.state)
@@ -350,7 +349,7 @@ class Worker:
             raise AssertionError("has another state than its peers")
 
     def _deal(self, replicas: list[int], kept: list[int]) -> None:
-        """The same batch, divided among those that are there; of the first step, only what nobody has."""
+        """Divide the same batch among the replicas that are present; of the first step, only what nobody has."""
         before = self.redo or self.dealt
         held = {r: before.whole(r) for r in kept} if before and kept else None
         self.redo = deal(self.job, replicas, held) if held else None
@@ -362,18 +361,19 @@ class Worker:
         self.source.prepare(self.state.step, self._indices(self.redo or self.dealt))
 
     def _as_saved(self, replicas: list[int], coord: Coord) -> tuple[Job, Coord]:
-        """As checkpoints see this rank: those that are there divide the work of writing, so they are counted."""
+        """Return the job and the coordinate as checkpoints see them: only replicas that are present count, since they
+        divide the work of writing."""
         layout = dataclasses.replace(self.job.layout, replica=len(replicas))
         place = dataclasses.replace(coord, replica=replicas.index(coord.replica))
         return dataclasses.replace(self.job, layout=layout), place
 
     def _indices(self, dealt: Deal) -> list[int]:
-        """The micro-batches that this rank is to compute of a step."""
+        """Return the micro-batches of a step that this rank is to compute."""
         coord = self.job.layout.coord(self.rank)
         return self.job.micro_indices(coord, dealt.todo[coord.replica])
 
     def _settle(self, step: int, keep: bool = False) -> None:
-        """Apply the step that was voted for if it counts; else it never happened. ValueError: it has not got `step`.
+        """Apply the step that was voted for if it counts; else it never happened. ValueError: this worker lacks `step`.
         `keep`: what was computed of the next one stays."""
         prepared = self.result
         if self.member.settle(step):
@@ -421,7 +421,7 @@ class Worker:
         torch.manual_seed(self.job.seed)
 
     def _peers(self, replicas: list[int]) -> int:
-        """Ranks of this node that work on the same micro-batches, itself included."""
+        """Count the ranks of this node that work on the same micro-batches, this one included."""
         layout, own = self.job.layout, self.job.layout.coord(self.rank)
         here = range(layout.world_size)
         if self.local_ranks < layout.world_size:
@@ -432,7 +432,8 @@ class Worker:
         return sum((c.replica, c.shard) == (own.replica, own.shard) for c in coords if c.replica in replicas)
 
     def _keep_line(self, job: Job, coord: Coord, generation: int) -> None:
-        """To the keeper of checkpoints; a new one when the rank writes other parts of the state than before."""
+        """Open a line to the keeper of checkpoints; a new one when the rank writes other parts of the state than
+        before."""
         keeper = self.args.get("keeper")
         if not keeper or "address" not in keeper:  # checkpoints are switched off
             return
@@ -494,8 +495,8 @@ class Worker:
                 result = engine.gradients(batches, dealt)
                 reduced = self.device.moment()
             self.report = self._tell_of(step, result, fed) | self._phases()
-            self.report["time_s"] = time.perf_counter() - began  # if its commit is only known when all have parted
-        except StepFailed:  # all ranks of the replica say so
+            self.report["time_s"] = time.perf_counter() - began  # in case its commit is only known when all have parted
+        except StepFailed:  # on all ranks of the replica
             self._depart_with(dealt)
             return
         may = not channel.progress.lease_ended and self.commands.parting < m.generation
@@ -531,7 +532,7 @@ class Worker:
         self.timed = Timed(step, fed["data_wait_s"], result.passes, marks, saved_s)
         self.report["time_s"] = time.perf_counter() - began
         if state.step >= self.job.train.steps:
-            self._validate()  # before anybody hears that the last step is done: the run may end then
+            self._validate()  # before anybody knows that the last step is done: the run may end then
         channel.send(self.report)
         if not go_on:
             channel.progress.mark(Phase.idle)
@@ -540,8 +541,8 @@ class Worker:
             self._say()
 
     def _validate(self) -> None:
-        """If it is time to. It ends early when the generation does, or is to: then the first step of the next one is
-        where to begin again."""
+        """Validate if it is due. This ends early when the generation does, or is to; the next one then begins it
+        again."""
         m, step = self.member, self.state.step
         if not self.validator.is_due(step):
             return
@@ -566,20 +567,21 @@ class Worker:
         self._depart(m.generation, (step, prepared, made), bool(keeps))
 
     def _total(self, values: torch.Tensor) -> list[int] | None:
-        """Summed over all ranks; None: other replicas are lost."""
+        """Sum over all ranks; None: other replicas are lost."""
         assert self.groups and self.engine
         link = self.engine.reducer.link
         return self.groups.total(values, link.does if link else lambda work: True)
 
     def _phases(self) -> dict[str, Any]:
-        """Seconds of the last step's phases. This one's are not over on the device, and nobody is to wait for them."""
+        """Return the seconds of the last step's phases. This step's are not over on the device, and nobody is to
+        wait."""
         last, self.timed = self.timed, None
         if last is None or last.step != self.state.step - 1:
             return {}
         return {"phases": last.phases(self.device.seconds_between)}
 
     def _enter_ledger(self) -> None:
-        """The step that was just applied, in the chain of those before it."""
+        """Add the step that was just applied to the chain of those before it."""
         assert self.record
         record = dataclasses.replace(self.record, previous=self.state.ledger)
         self.state.ledger = record.hash()
@@ -587,8 +589,8 @@ class Worker:
             self.report["whole"]["record"] = record.to_line()
 
     def _tell_of(self, step: int, result: StepResult, fed: dict[str, Any]) -> dict[str, Any]:
-        """What is reported of the step. All ranks exchange their losses, each bit pattern in a place of its own, so
-        that whoever is left of the gang can report the whole of a step that counts."""
+        """Return the report of the step. All ranks exchange their losses, each bit pattern in a place of its own, so
+        that any rank that is left of the gang can report the whole of a step that counts."""
         engine = self.engine
         assert engine
         job, coord = engine.job, engine.coord
@@ -596,7 +598,7 @@ class Worker:
         mine = mine.to(self.device.torch)
         if not (coord.tp or coord.cp or coord.pp):  # its peers have had the same samples
             mine[0] = _signed(int(fed["data_digest"], 16))
-        if coord.tp == 0 and result.loss_sums.numel():  # its peers have the same losses; cp ranks parts of them
+        if coord.tp == 0 and result.loss_sums.numel():  # tp peers have the same losses; cp ranks parts of them
             places = torch.tensor([1 + i * cp + coord.cp for i in result.indices], device=self.device.torch)
             mine[places] = result.loss_sums.to(torch.float64).view(torch.int64)
         if (told := self._total(mine)) is None:
@@ -625,7 +627,7 @@ class Worker:
             rng="",
             skipped=result.skip,
         )
-        speaks = job.layout.inside(coord) == 0  # for its replica
+        speaks = job.layout.inside(coord) == 0  # reports for its replica
         return {
             "type": "step",
             "step": step,
@@ -641,7 +643,7 @@ class Worker:
         }
 
     def _skipped(self, step: int, reason: str, losses: list[float]) -> dict[str, Any]:
-        """What is said of a step that is not applied: why, and the places of the samples that are suspected."""
+        """Return the report of a step that is not applied: why, and the places of the suspected samples."""
         train, layout = self.job.train, self.job.layout
         if in_a_row(self.state.recent) >= train.max_skips:
             raise FloatingPointError(
@@ -669,23 +671,23 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def num_threads(job: Job, local_ranks: int) -> int:
-    """CPU threads of a rank. A matrix product's last bits depend on them, so the exact reduction does
-    not let them follow the number of ranks."""
+    """Return the CPU threads of a rank. A matrix product's last bits depend on them, so the exact reduction does not
+    let them follow the number of ranks."""
     if job.run.threads or job.train.reduction == "exact":
         return job.run.threads or 1
     return max(1, num_cores() // local_ranks)
 
 
 def survivable(error: Exception) -> bool:
-    """Whether the process and its state are sound after it: what torch raises of groups whose members are gone or
-    cannot meet. Gloo raises a bare RuntimeError, so one of the model's own counts too: it will come again, and end the
-    run."""
+    """Return whether the process and its state are sound after it: torch raises such errors when members of a group are
+    gone or cannot meet. Gloo raises a bare RuntimeError, so one of the model's own counts too: it will come again, and
+    end the run."""
     return type(error) in (RuntimeError, StepFailed, Halted) or isinstance(error, dist.DistError)
 
 
 def why(error: Exception, at: Reading) -> dict[str, Any]:
-    """What is reported of an error that ended the generation. That peers are gone all ranks say alike, so that their
-    reports can be merged."""
+    """Return the report of an error that ended the generation. All ranks report lost peers in the same words, so that
+    their reports can be merged."""
     if is_echo(type(error).__name__, str(error)):
         return {"text": "it has lost its peers"}
     return {"kind": type(error).__name__, "text": str(error)[:500], "phase": at.phase.name, "step": at.step}
@@ -704,7 +706,7 @@ def _facts(job: Job, engine: Engine, device: Device) -> dict[str, Any]:
 
 
 def _balance(loads: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Find the layer that spreads its tokens least evenly: those of its busiest expert over the mean, and how many
+    """Find the layer that spreads its tokens least evenly: its busiest expert's load over the mean, and how many of its
     experts had none."""
     if not loads:
         return {}
