@@ -119,3 +119,13 @@ def test_a_fence_that_was_meant_for_an_earlier_incarnation_ends_nothing():
     assert not agent.take() and not agent.fenced
     agent.obey(S, Fence("n", 1))
     assert [action.number for action in agent.take() if isinstance(action, End)] == [1, 2] and agent.fenced
+
+
+def test_a_worker_that_has_ended_is_not_started_again_because_its_launch_is_repeated():
+    agent = an_agent()
+    agent.ended(S, 2, Failure(signal="SIGKILL"))
+    assert [post.event.worker for post in agent.take() if isinstance(post, Post)] == [2]
+    agent.obey(2 * S, Launch("n", 1, {1: 2}))
+    said = agent.take()
+    assert [post.event.worker for post in said if isinstance(post, Post)] == [2], "the word of it may be lost"
+    assert not [action for action in said if isinstance(action, Spawn)]

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from phalanx import control
 from phalanx.control.gang import Gang
-from phalanx.control.liveness import DEAD, SEEN, Edge, Roster
+from phalanx.control.liveness import DEAD, SEEN, Edge, Liveness, Roster
 from phalanx.control.member import Member, in_common
 from phalanx.control.messages import (
     Ask,
     Build,
     Built,
+    Commit,
     Cost,
     DeviceWarning,
     Drain,
@@ -167,6 +168,19 @@ def test_a_replica_speaks_only_for_the_world_that_is_in_the_generation():
     assert crew.gang.phase == "parting" and crew.gang.gen.left == {0, 2}
 
 
+def test_a_world_stands_when_all_have_built_this_one():
+    crew = Crew(replicas=2)
+    crew.mute = Build
+    ended = crew.gang.worlds.replicas[1].world
+    crew.say(crew.dies(1), crew.parted(0, 4))
+    found = crew.gang.worlds.replicas[1]
+    built = Built(("n1",), (1,), ((crew.worker(1),),), ended)
+    crew.say(built)
+    assert found.phase == "building" and found.world > ended
+    crew.say(replace(built, world=found.world))
+    assert found.phase == "built"
+
+
 def test_a_generation_runs_when_all_its_replicas_have_formed():
     crew = Crew(replicas=3)
     crew.mute = Form
@@ -208,6 +222,13 @@ def test_the_last_step_is_saved_by_a_generation_of_which_nobody_is_lost():
     assert of(Save, crew.say(crew.parted(0, 6))) == [Save(2, 6, EVERYONE)]
 
 
+def test_a_manifest_is_written_by_another_node_when_the_one_that_was_to_write_it_is_lost():
+    crew = Crew(replicas=2, steps=9)
+    files = [Written(f"n{rank}", 1, "step-4", 4, 1, 2, {rank: (1, "root")}, "seal", 0) for rank in range(2)]
+    assert [commit.node for commit in of(Commit, crew.say(StepsDone(1, 4), *files))] == ["n0"]
+    assert [commit.node for commit in of(Commit, crew.say(crew.dead(0)))][:1] == ["n1"]
+
+
 def test_a_node_is_taken_over_from_at_a_step_boundary_and_not_before():
     crew = Crew(replicas=2, spares=1)
     crew.say(StepsDone(1, 4))
@@ -244,6 +265,13 @@ def test_an_aggregator_does_not_speak_for_a_node_that_has_moved_to_another():
     assert not roster.take("h0", Edge(*about, 1, DEAD).to_item()) and roster.home("n0") == "h1"
     assert not roster.take("h0", Edge(*about, 1, SEEN).to_item()), "it comes late"
     assert roster.take("h1", Edge(*about, 2, DEAD).to_item()) and roster.home("n0") == ""
+
+
+def test_only_the_connection_that_the_controller_knows_of_is_given_a_lease():
+    live = Liveness(S)
+    (first,), (second,) = live.beat("n0", 1, 1, 0), live.beat("n0", 1, 2, S)
+    assert live.confirm(first.to_item()) == "" and live.lease("n0", 9 * S) == 0
+    assert live.confirm(second.to_item()) == "n0" and live.lease("n0", 9 * S) == 9 * S
 
 
 def test_a_stranger_is_not_listened_to():
@@ -519,6 +547,15 @@ def test_a_worker_enters_a_generation_only_from_the_world_that_is_in_it():
     member.built()
     assert not member.form(4, 1, None) and not member.form(4, 3, None)
     assert (member.phase, member.generation) == ("built", 0)
+
+
+def test_a_late_order_to_part_does_not_take_a_worker_out_of_the_next_generation():
+    member = Member(1, steps=9)
+    assert member.build(1)
+    member.built()
+    assert member.form(5, 1, None) and member.formed(3)
+    assert not member.part(4) and member.phase == "running"
+    assert member.part(5) and member.phase == "built"
 
 
 def test_a_state_that_was_taken_counts_like_the_steps_of_its_generation():
