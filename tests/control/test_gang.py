@@ -238,6 +238,19 @@ def test_a_node_is_taken_over_from_at_a_step_boundary_and_not_before():
     assert [halt.node for halt in of(Halt, crew.say(crew.parted(0, 5), crew.parted(1, 5)))] == ["n1"]
 
 
+def test_an_order_to_kill_is_no_proof_that_nobody_votes_any_more():
+    crew = Crew(replicas=1)
+    crew.mute = (Form, Halt, Kill)
+    crew.say(crew.parted(0, 4))
+    crew.fire("form")
+    crew.fire("form")
+    stuck = crew.worker(0)
+    crew.fire("park")
+    assert of(Kill, crew.fire("leave")) == [Kill("n0", (stuck,))] and crew.gang.phase == "fencing"
+    crew.say(WorkerDied("n0", 1, stuck, Failure(signal="SIGKILL")))
+    assert crew.gang.phase != "fencing"
+
+
 def test_a_kill_is_said_again_until_the_end_is_confirmed():
     crew = Crew(replicas=2, shards=2)
     crew.mute = (Halt, Kill)
