@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx.control.agent import Agent, Alarm, End, Post, Send, Service
+from phalanx.control.agent import Agent, Alarm, End, Post, Send, Service, Spawn, Tell
 from phalanx.control.commits import Commits
 from phalanx.control.desk import Desk
-from phalanx.control.messages import Build, Halt, Launch, Parked, Profile, Written
+from phalanx.control.messages import Build, Failure, Fence, Halt, Launch, Leave, Parked, Profile, Written
 from phalanx.control.policy import Policy
 from phalanx.control.sources import Lineage
 from phalanx.runtime.controller import body_of
@@ -87,3 +87,45 @@ def test_a_checkpoint_of_very_many_ranks_is_committed_in_pieces_that_fit_a_frame
         agent.obey(S, command)
     (order,) = [action.body for action in agent.take() if isinstance(action, Send)]
     assert order["files"] == [[*files[rank]] for rank in range(ranks)] and order["type"] == "commit"
+
+
+def test_a_process_that_outlives_sigkill_is_reported_and_its_rank_waits_until_it_is_gone():
+    agent = an_agent()
+    agent.hung(S, [2], "stands still")
+    ends, alarm = agent.take()
+    assert ends == End(2) and alarm == Alarm("ended 2", 11 * S)
+    agent.fire(11 * S, alarm.name)
+    (told,) = agent.take()
+    assert told.event.worker == 2 and told.event.failure.hang == "stands still"
+    assert "did not end in 10 s after SIGKILL" in told.event.failure.text
+    agent.obey(12 * S, Launch("n", 1, {1: 3}))
+    assert not [action for action in agent.take() if isinstance(action, Spawn)]
+    agent.ended(13 * S, 2, Failure(signal="SIGKILL"))
+    assert [action.number for action in agent.take() if isinstance(action, Spawn)] == [3]
+
+
+def test_a_process_that_outlives_sigkill_does_not_keep_its_node_from_leaving():
+    agent = an_agent()
+    agent.obey(S, Leave("done", ("n",)))
+    agent.ended(2 * S, 1, Failure(code=0))
+    agent.fire(21 * S, "leave")
+    agent.fire(31 * S, "ended 2")
+    assert Tell({"type": "left", "reason": "done"}) in agent.take()
+
+
+def test_a_fence_that_was_meant_for_an_earlier_incarnation_ends_nothing():
+    agent = an_agent()
+    agent.obey(S, Fence("n", 0))
+    assert not agent.take() and not agent.fenced
+    agent.obey(S, Fence("n", 1))
+    assert [action.number for action in agent.take() if isinstance(action, End)] == [1, 2] and agent.fenced
+
+
+def test_a_worker_that_has_ended_is_not_started_again_because_its_launch_is_repeated():
+    agent = an_agent()
+    agent.ended(S, 2, Failure(signal="SIGKILL"))
+    assert [post.event.worker for post in agent.take() if isinstance(post, Post)] == [2]
+    agent.obey(2 * S, Launch("n", 1, {1: 2}))
+    said = agent.take()
+    assert [post.event.worker for post in said if isinstance(post, Post)] == [2], "the word of it may be lost"
+    assert not [action for action in said if isinstance(action, Spawn)]

@@ -48,6 +48,11 @@ def rank(world, number):
     return next(proc for proc in world.procs() if proc.rank == number)
 
 
+def kill_all(node):
+    for proc in [*node.procs.values()]:
+        proc.die("SIGKILL")
+
+
 # -- the cases
 
 
@@ -101,6 +106,26 @@ def a_replica_whose_sums_break():
     world.frail.add(rank(world, 1).node.name)
     assert end(world).ok
     assert (0, 2, 3) in {form.replicas for form in world.controller.forms}
+
+
+def ranks_that_hang_as_they_start():
+    """On several nodes, one after the other, so that there is always one that starts."""
+    world = world_of(replicas=4, nodes=4, steps=40, min_replicas=4)
+    for number in range(4):
+        world.after(number * 11 * S, world.duds.add, f"n{number}")
+        world.after(number * 11 * S, kill_all, world.nodes[f"n{number}"])
+    ended = end(world)
+    assert not ended.ok and "0 replicas are whole" in ended.reason
+
+
+def a_rank_that_hangs_and_cannot_be_killed():
+    """The kernel holds it. The others do without it, and its place gets another node."""
+    world = world_of(replicas=2, nodes=3, steps=100)
+    held = rank(world, 1)
+    world.undead.add(held.node.name)
+    held.hang()
+    assert end(world).ok and held.alive
+    assert world.gang.form.replicas == (0, 1) and world.gang.worlds.replicas[1].nodes == ("n2",)
 
 
 def sums_that_break_everywhere():
@@ -327,7 +352,7 @@ def an_error_that_trying_again_cannot_mend():
     assert ended.failure.kind == "UserError" and "too small" in ended.reason and world.gang.generation == 1
 
 
-CASES = [value for name, value in list(globals().items()) if callable(value) and value.__module__ == __name__][3:]
+CASES = [value for name, value in list(globals().items()) if callable(value) and value.__module__ == __name__][4:]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
@@ -385,6 +410,14 @@ PLANTED = {
     "the same memory is asked for ever": (
         every_memory_fails,
         lambda m: (unlimited(m), m.setattr(Finder, "fail", lambda self, source, step, damaged: None)),
+    ),
+    "a rank that starts is waited for, however often it has hung": (
+        ranks_that_hang_as_they_start,
+        lambda m: m.setattr(Staff, "is_hopeful", property(lambda self: bool(self.starting))),
+    ),
+    "a process that does not end is waited for": (
+        a_rank_that_hangs_and_cannot_be_killed,
+        lambda m: m.setattr(Agent, "_outlived", lambda self, number: None),
     ),
     "groups are formed again for ever": (groups_that_cannot_form, unlimited),
     "no other node is tried": (

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from phalanx import control
 from phalanx.control.gang import Gang
+from phalanx.control.liveness import DEAD, SEEN, Edge, Liveness, Roster
 from phalanx.control.member import Member, in_common
 from phalanx.control.messages import (
     Ask,
     Build,
     Built,
+    Commit,
     Cost,
     DeviceWarning,
     Drain,
@@ -157,12 +159,132 @@ def test_late_words_change_nothing():
     assert crew.gang.to_bytes() == before
 
 
+def test_a_replica_speaks_only_for_the_world_that_is_in_the_generation():
+    crew = Crew(replicas=3)
+    before = crew.parted(1, 4)
+    crew.say(replace(before, worlds=(before.worlds[0] + 90,)))
+    assert crew.gang.phase == "running" and crew.gang.gen.left == {0, 1, 2}
+    crew.say(before)
+    assert crew.gang.phase == "parting" and crew.gang.gen.left == {0, 2}
+
+
+def test_a_world_stands_when_all_have_built_this_one():
+    crew = Crew(replicas=2)
+    crew.mute = Build
+    ended = crew.gang.worlds.replicas[1].world
+    crew.say(crew.dies(1), crew.parted(0, 4))
+    found = crew.gang.worlds.replicas[1]
+    built = Built(("n1",), (1,), ((crew.worker(1),),), ended)
+    crew.say(built)
+    assert found.phase == "building" and found.world > ended
+    crew.say(replace(built, world=found.world))
+    assert found.phase == "built"
+
+
+def test_a_generation_runs_when_all_its_replicas_have_formed():
+    crew = Crew(replicas=3)
+    crew.mute = Form
+    crew.say(*(crew.parted(replica, 4) for replica in range(3)))
+    form = crew.gang.form
+    crew.say(Formed(form.replicas[:2], form.worlds[:2], form.generation))
+    assert crew.gang.phase == "forming" and crew.gang.gen.waiting == {2}
+    crew.say(Formed(form.replicas[2:], form.worlds[2:], form.generation))
+    assert crew.gang.phase == "running"
+
+
+def test_a_checkpoint_of_steps_that_were_abandoned_does_not_count():
+    """Its manifest may come late: as the last step of the run it would end it with another state."""
+    crew = Crew(replicas=2, steps=6)
+    crew.say(StepsDone(1, 6), crew.dead(0), crew.dead(1))
+    crew.say(NodeJoined("n0", 2, "rack"), NodeJoined("n1", 2, "rack"))
+    crew.fire("ask")
+    form = crew.gang.form
+    assert form.branch and form.step == 0
+    crew.say(Durable(6, 1))
+    assert not crew.gang.commits.has(6) and crew.gang.commits.last == -1
+
+
+def test_files_of_steps_that_were_abandoned_are_not_waited_for():
+    crew = Crew(replicas=2, steps=9)
+    crew.say(StepsDone(1, 6), Written("n0", 1, "step-6", 6, 1, 2, {0: (1, "root")}, "seal", 0))
+    assert [draft.step for draft in crew.gang.commits.drafts.values()] == [6]
+    crew.say(crew.dies(0), crew.dies(1))
+    crew.fire("ask")
+    assert crew.gang.form.branch and crew.gang.form.step == 0 and not crew.gang.commits.drafts
+
+
+def test_the_last_step_is_saved_by_a_generation_of_which_nobody_is_lost():
+    """Each rank writes a part."""
+    crew = Crew(replicas=2, steps=6)
+    crew.mute = Launch
+    told = crew.say(StepsDone(1, 6), crew.parted(0, 6), crew.dies(1))
+    assert not of(Save, told) and of(Form, told)[0].replicas == (0,) and crew.gang.phase == "running"
+    assert of(Save, crew.say(crew.parted(0, 6))) == [Save(2, 6, EVERYONE)]
+
+
+def test_a_manifest_is_written_by_another_node_when_the_one_that_was_to_write_it_is_lost():
+    crew = Crew(replicas=2, steps=9)
+    files = [Written(f"n{rank}", 1, "step-4", 4, 1, 2, {rank: (1, "root")}, "seal", 0) for rank in range(2)]
+    assert [commit.node for commit in of(Commit, crew.say(StepsDone(1, 4), *files))] == ["n0"]
+    assert [commit.node for commit in of(Commit, crew.say(crew.dead(0)))][:1] == ["n1"]
+
+
+def test_a_node_is_taken_over_from_at_a_step_boundary_and_not_before():
+    crew = Crew(replicas=2, spares=1)
+    crew.say(StepsDone(1, 4))
+    told = crew.say(Drain("n1"))
+    assert [launch.node for launch in of(Launch, told)] == ["n2"] and of(Pause, told)
+    assert not of(Halt, told) and crew.gang.phase == "running"
+    assert [halt.node for halt in of(Halt, crew.say(crew.parted(0, 5), crew.parted(1, 5)))] == ["n1"]
+
+
+def test_an_order_to_kill_is_no_proof_that_nobody_votes_any_more():
+    crew = Crew(replicas=1)
+    crew.mute = (Form, Halt, Kill)
+    crew.say(crew.parted(0, 4))
+    crew.fire("form")
+    crew.fire("form")
+    stuck = crew.worker(0)
+    crew.fire("park")
+    assert of(Kill, crew.fire("leave")) == [Kill("n0", (stuck,))] and crew.gang.phase == "fencing"
+    crew.say(WorkerDied("n0", 1, stuck, Failure(signal="SIGKILL")))
+    assert crew.gang.phase != "fencing"
+
+
+def test_a_kill_is_said_again_until_the_end_is_confirmed():
+    crew = Crew(replicas=2, shards=2)
+    crew.mute = (Halt, Kill)
+    stuck = crew.worker(0)
+    crew.say(crew.parted(1, 4))
+    crew.fire("park")
+    crew.say(replace(crew.parked(1, 4), made=1))
+    crew.fire("leave")
+    assert Kill("n0", (stuck,)) in crew.gang.outstanding()
+    crew.say(WorkerDied("n0", 1, stuck, Failure(signal="SIGKILL")))
+    assert not of(Kill, crew.gang.outstanding())
+
+
 def test_a_node_that_was_declared_dead_is_fenced_and_an_old_incarnation_ignored():
     crew = Crew(replicas=2)
     crew.say(crew.dead(1), crew.parted(0, 4))
     assert crew.say(NodeJoined("n1", 1, "rack"), WorkersUp("n1", 1, (2,), (2,))) == [Fence("n1", 1)] * 2
     assert crew.say(NodeJoined("n1", 2, "rack"))[0] == Welcome("n1", 2)
     assert crew.say(WorkersUp("n1", 1, (2,), (2,)), died("n1", 3), NodeJoined("n1", 1, "rack")) == []
+
+
+def test_an_aggregator_does_not_speak_for_a_node_that_has_moved_to_another():
+    roster, about = Roster(), ("n0", 1)
+    assert roster.take("h0", Edge(*about, 1, SEEN).to_item()) and roster.take("h1", Edge(*about, 2, SEEN).to_item())
+    assert not roster.take("h0", Edge(*about, 1, DEAD).to_item()) and roster.home("n0") == "h1"
+    assert not roster.take("h0", Edge(*about, 1, SEEN).to_item()), "it comes late"
+    assert roster.take("h1", Edge(*about, 2, DEAD).to_item()) and roster.home("n0") == ""
+
+
+def test_only_the_connection_that_the_controller_knows_of_is_given_a_lease():
+    live = Liveness(S)
+    (first,), (second,) = live.beat("n0", 1, 1, 0), live.beat("n0", 1, 2, S)
+    assert live.confirm(first.to_item()) == "" and live.lease("n0", 9 * S) == 0
+    assert live.confirm(second.to_item()) == "n0" and live.lease("n0", 9 * S) == 9 * S
 
 
 def test_a_stranger_is_not_listened_to():
@@ -430,6 +552,23 @@ def test_who_moves_is_waited_for_and_who_does_not_begins_again_and_nobody_is_end
 
 
 # -- what a rank holds
+
+
+def test_a_worker_enters_a_generation_only_from_the_world_that_is_in_it():
+    member = Member(1, steps=9)
+    assert member.build(2)
+    member.built()
+    assert not member.form(4, 1, None) and not member.form(4, 3, None)
+    assert (member.phase, member.generation) == ("built", 0)
+
+
+def test_a_late_order_to_part_does_not_take_a_worker_out_of_the_next_generation():
+    member = Member(1, steps=9)
+    assert member.build(1)
+    member.built()
+    assert member.form(5, 1, None) and member.formed(3)
+    assert not member.part(4) and member.phase == "running"
+    assert member.part(5) and member.phase == "built"
 
 
 def test_a_state_that_was_taken_counts_like_the_steps_of_its_generation():

@@ -20,6 +20,7 @@ GATHER_NS = 2_000_000  # in which reports that are alike become one event
 WRITTEN_NS = 20_000_000  # the same for files of a checkpoint
 HALT_NS = 8 * S  # from "halt" to "parked"
 LEAVE_NS = 20 * S  # from "leave" to the exit
+END_NS = 10 * S  # from SIGKILL to the end of a process
 AGAIN_NS = (S // 10, 5 * S)  # before a service that died is started again: first, and at most
 REASON_CHARS = 1000
 Body = dict[str, Any]
@@ -141,6 +142,7 @@ class Agent:
     host: str = ""
     halt_ns: int = HALT_NS
     leave_ns: int = LEAVE_NS
+    end_ns: int = END_NS
     incarnation: int = 0
     now_ns: int = 0
     alarms: dict[str, int] = field(default_factory=dict)
@@ -196,6 +198,8 @@ class Agent:
             self._serve(about)
         elif kind == "leave":
             self._end(self.mates, "did not leave in time")
+        elif kind == "ended":
+            self._outlived(int(about))
         elif kind == "lease":
             self._lapse()
         elif kind == "redial" and self.linked:
@@ -425,7 +429,7 @@ class Agent:
         for number in numbers:
             if number in self.mates:
                 self.mates[number].hang = self.mates[number].hang or reason
-                self._do(End(number))
+                self._kill_process(number)
 
     def warn(self, sign: str, count: int) -> None:
         self._post(messages.DeviceWarning(self.name, self.incarnation, sign, count))
@@ -443,6 +447,7 @@ class Agent:
         if name:
             self._lost(name, how)
         self.living.discard(number)
+        self.alarms.pop(f"ended {number}", None)
         mate = self.mates.pop(number, None)
         if mate:
             kind, text = mate.error
@@ -479,7 +484,23 @@ class Agent:
         for number in list(numbers):
             if number in self.mates:
                 self.mates[number].why = self.mates[number].why or why
-                self._do(End(number))
+                self._kill_process(number)
+
+    def _kill_process(self, number: int) -> None:
+        self._do(End(number))
+        if f"ended {number}" not in self.alarms:
+            self._alarm(f"ended {number}", self.end_ns)
+
+    def _outlived(self, number: int) -> None:
+        """A process that was killed is still there: the kernel holds it, and what it would do next it never does. Its
+        peers need not wait for it; its rank cannot start here before it is gone."""
+        mate = self.mates.get(number)
+        if mate:
+            text = f"did not end in {self.end_ns / S:g} s after SIGKILL: a driver or a file system may hold it"
+            failure = Failure(text=text, hang=mate.hang)
+            self._post(messages.WorkerDied(self.name, self.incarnation, number, failure))
+        if self.left:
+            self._tell_left()
 
     # -- what the controller says
 
@@ -505,7 +526,7 @@ class Agent:
         self.alarms.pop("lease", None)
         self.mates.clear()
         for number in sorted(self.living):
-            self._do(End(number))
+            self._kill_process(number)
         if not self.living:
             self.fenced = False
             self._do(Reboot())

@@ -110,7 +110,7 @@ class Forming:
         least = self._policy.min_replicas
         if len(chosen) < least:
             vacant = f"; {len(members.vacant)} places have no node" if members.vacant else ""
-            if (not staff.starting and not worlds.astir) or members.vacant:
+            if members.vacant or not (worlds.astir or staff.is_hopeful):
                 self._desk.hold(f"{len(chosen)} replicas are whole, and {least} must be{vacant}")
             return []
         return chosen

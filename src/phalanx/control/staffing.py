@@ -389,6 +389,12 @@ class Staff:
         if later_ns := next((at_ns for at_ns in late.values() if at_ns > now_ns), 0):
             self._desk.look_after(later_ns - now_ns)
 
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether ranks start on a node that has not failed again and again."""
+        nodes, workers, most = self._members.nodes, self._members.workers, self._policy.deaths
+        return any(len(nodes[workers[number].node].deaths) < most for number in self.starting)
+
     def _is_to_leave(self, name: str) -> bool:
         """Return whether the node is to leave its place also if its ranks are up."""
         node = self._members.nodes[name]

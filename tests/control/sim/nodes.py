@@ -29,7 +29,8 @@ class Node:
     def power_on(self):
         self.alive = True
         services = {name: Service() for name in a.SERVICES}
-        self.agent = Agent(self.name, self.domain, services, Pace(fixed_ns=20 * S), host=self.name, halt_ns=4 * S)
+        limits = dict(halt_ns=4 * S, end_ns=6 * S)
+        self.agent = Agent(self.name, self.domain, services, Pace(fixed_ns=20 * S), host=self.name, **limits)
         self.posted, self.outbox, self.unsent = 0, {}, []
         self.agent.begin(self.world.now)
         self.act()
@@ -105,6 +106,9 @@ class Node:
             return
         if incarnation != self.incarnation or line != self.line:
             return
+        if self.name in self.world.unthanked and self.world.rng.random() < 0.3:
+            self.hang_up()  # the word that it was heard is lost with the connection
+            return
         self.busy = -1
         self.unsent.remove(number)
         del self.outbox[number]
@@ -113,6 +117,8 @@ class Node:
 
     def receive(self, command):
         world = self.world
+        if self.name in world.unreached:
+            return False
         if not self.connected or self.name in world.cut or world.rng.random() < world.set.breaks:
             return False
         self.obey(self.line, command)
@@ -146,7 +152,7 @@ class Node:
             home.beat(self.name, incarnation, visits, sent)
 
     def renew(self, line, until):
-        if self.alive and line == self.line and self.name not in self.world.cut:
+        if self.alive and line == self.line and not {self.name} & (self.world.cut | self.world.unreached):
             self.agent.renew(self.world.now, until)
             self.act()
 
@@ -218,7 +224,12 @@ class Node:
             self.procs[number].hear(body)
 
     def kill(self, agent, number):
-        if self.alive and agent is self.agent and number in self.procs:
+        if not self.alive or agent is not self.agent or number not in self.procs:
+            return
+        if self.name in self.world.undead:  # the kernel holds it
+            self.procs[number].stuck = True
+            self.world.after(S, self.kill, agent, number)
+        else:
             self.procs[number].die("SIGKILL")
 
     def heard(self, number, body):
@@ -250,7 +261,7 @@ class Node:
             world.after(world.ms(50, 400), self.commit, self.agent, body)
 
     def say(self, body):
-        if self.alive and self.agent.services["keeper"].said is not None:
+        if self.alive and self.name not in self.world.mum and self.agent.services["keeper"].said is not None:
             self.agent.keeper_said(self.world.now, body)
             self.act()
 
@@ -344,12 +355,13 @@ class Proc:
 
     def start_up(self):
         """While it starts, it makes progress."""
-        if self.alive and not self.up:
+        if self.alive and not self.up and not self.stuck:
             self.moves += 1
             self.world.after(S, self.start_up)
 
     def come_up(self):
-        if self.alive:
+        self.stuck = self.stuck or self.node.name in self.world.duds
+        if self.alive and not self.stuck:
             self.up = True
             self.moves += 1
             if not self.world.ledger.slots[self.rank].owner:
@@ -698,7 +710,7 @@ class Proc:
         return any(votes is not None for votes in seen)
 
     def applied(self, generation, step, pause):
-        if not self.alive:
+        if not self.alive or self.stuck:
             return
         self.applying = False
         world, m = self.world, self.member

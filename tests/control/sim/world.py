@@ -28,6 +28,7 @@ from phalanx.control.messages import (
 )
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
+from phalanx.runtime.aggregator import merged
 from phalanx.twin.agenda import Agenda
 from tests.control.sim.ledger import Ledger, must
 from tests.control.sim.nodes import Meeting, Node
@@ -81,6 +82,11 @@ class World(Agenda):
         self.walled = set()  # nodes whose ranks wait for other replicas in vain
         self.mute = set()  # nodes whose ranks do not enter, and do not say why
         self.frail = set()  # nodes whose ranks lose the other replicas in each sum
+        self.duds = set()  # nodes on which no worker comes up, and nobody is told why
+        self.undead = set()  # nodes whose workers do not end when they are killed
+        self.mum = set()  # nodes whose keeper does not answer
+        self.unthanked = set()  # nodes that do not hear that they were heard
+        self.unreached = set()  # nodes that are heard, and hear nothing
         self.unreadable = set()  # durable steps that cannot be loaded; -1: what the run began from
         self.kills_left = setting.point_kills
         self.faults = []
@@ -387,8 +393,8 @@ class Aggregator:
             self.edge(Edge(node, incarnation, visit, GONE))
 
     def pass_up(self, item):
-        """Whether the controller has it."""
-        return self.reaches and self.world.controller.take("reports", {"from": self.name, "items": [item]})
+        """Whether the controller has it. In the form in which many say the same, if it has one."""
+        return self.reaches and self.world.controller.take("reports", {"from": self.name, "items": merged([item])})
 
     def pass_down(self, node, command):
         if self.alive and self.world.nodes[node].home == self.name:
