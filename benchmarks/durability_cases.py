@@ -24,7 +24,7 @@ from phalanx.core.store import Folder
 from phalanx.run import start as start_of
 
 catalog.THREADS = files.BUCKET_THREADS = 1  # one request per actor at a time, so that a seed determines the history
-files.RETRY_S = ()
+files.RETRY_S = catalog.PAUSES_S = ()
 LAYOUT, KEEP = Layout(shard=2), 2
 ENTRIES = [Entry(Held("weights/w", (6, 5)), "float32"), Entry(Held("exp_avg/w", (6, 5)), "float32")]
 PLANS = [Plan.of(ENTRIES, LAYOUT, LAYOUT.coord(rank)) for rank in range(2)]

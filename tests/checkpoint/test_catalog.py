@@ -31,6 +31,7 @@ from phalanx.core.checkpoint import (
     checkpoint_name,
     file_name,
 )
+from phalanx.core.errors import UserError
 from phalanx.core.held import Held
 from phalanx.core.layout import Layout
 from phalanx.core.store import Folder, ObjectStore, open_store
@@ -128,12 +129,49 @@ def test_a_bucket_knows_what_was_begun_before_it_was_committed(tmp_path):
     assert names(Catalog(store)) == [checkpoint_name(8, "aa")] and store.read(CATALOG) == written
 
 
+def test_a_catalog_that_names_nothing_is_not_believed(tmp_path):
+    """Or a run would begin from its start, and the next checkpoint would hide those before it for good."""
+    store = ObjectStore(f"memory://{tmp_path.name}-emptied")
+    made = [make(store, step) for step in (8, 9)]
+    store.write(CATALOG, b'{"format": 1, "checkpoints": {}}')
+    assert names(Catalog(store)) == made[::-1]
+    made.append(make(store, 10))
+    assert names(Catalog(store)) == made[::-1]
+
+
+def test_what_may_not_be_read_is_neither_loaded_nor_removed_nor_in_the_way(folder, events, monkeypatch):
+    """A checkpoint that another user has copied there, or a disk that answers with errors for some of its files."""
+    made = [make(folder, step) for step in (10, 20, 30)]
+    closed(folder, monkeypatch, made[2])
+    catalog = Catalog(folder)
+    assert names(catalog, "unreadable") == [made[2]] and names(catalog) == [made[1], made[0]]
+    ((name, faults),) = catalog.verify(f for f in catalog.to_try() if f.status == "unreadable")
+    assert name == made[2] and [fault.damage for fault in faults] == [False]
+    assert catalog.try_open(made[2], events.append) is None
+    assert [e["type"] for e in events] == ["checkpoint_unreadable"]
+    assert catalog.retain(1, on_event=events.append) == [made[0]]
+    assert len(os.listdir(folder.path)) == 2
+
+
+def closed(folder, monkeypatch, *closed_names):
+    """Those of a folder may not be read any more."""
+    for operation in ("read", "size", "open"):
+        real = getattr(Folder, operation)
+
+        def refused(self, name, *args, real=real):
+            if name.split("/")[0] in closed_names:
+                raise PermissionError(errno.EACCES, "Permission denied", name)
+            return real(self, name, *args)
+
+        monkeypatch.setattr(Folder, operation, refused)
+
+
 def test_a_damaged_catalog_is_not_an_empty_one(tmp_path):
     """Or a run would begin from its start, and say nothing."""
     store = ObjectStore(f"memory://{tmp_path.name}-damaged")
     name = make(store, 8)
     store.write(CATALOG, b"{")
-    with pytest.raises(BadCheckpoint, match="phalanx checkpoint reindex"):
+    with pytest.raises(UserError, match="phalanx checkpoint reindex"):
         Catalog(store).newest_good()
     assert [*Catalog(store).index.rebuild()] == [name] and Catalog(store).newest_good().name == name
 

@@ -93,14 +93,14 @@ def test_verify_names_what_is_bad(folder):
     (folder.path / names[1] / file_name(1)).unlink()
     done = phalanx("verify", folder.path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    missing, first, second, verdict, _ = done.stdout.splitlines()
+    missing, first, second, verdict, _, away, _ = done.stdout.splitlines()
     assert missing == f"{names[1]}/{file_name(1)}: is missing"
     for line, rank, start in ((first, 0, CHUNK_BYTES), (second, 1, 0)):
         where = f"chunk {start // CHUNK_BYTES}, bytes {start} to {start + CHUNK_BYTES} "
         assert line.startswith(f"{names[0]}/{file_name(rank)}: {where}")
         found, want = line.split("xxh3 ")[1].split(" instead of ")
         assert len(found) == len(want) == 32 and found != want
-    assert verdict == f"2 BAD: {names[1]}, {names[0]}"
+    assert verdict == f"1 BAD: {names[0]}" and away == f"1 CANNOT BE READ NOW: {names[1]}"
     assert good("verify", folder.path / names[2]).startswith("good")
     assert good("show", folder.path / names[0])  # nothing was marked
 

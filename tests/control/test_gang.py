@@ -688,6 +688,17 @@ def test_a_checkpoint_that_fails_when_a_newer_one_is_durable_is_no_loss(overtake
     assert len(told) == (0 if overtaken else crew.gang.policy.save_tries + 1)
 
 
+def test_what_was_given_up_is_told_once_however_often_it_is_answered():
+    """A journal that found room again sent every order of an hour, and each answer was another failure."""
+    crew = Crew(replicas=2)
+    crew.say(StepsDone(1, 40))
+    told = []
+    for _ in range(3):
+        for step in range(1, 41):
+            told += crew.say(Unwritten("n0", 1, "", step, 1, 0, "no snapshot of it is in memory any more", True))
+    assert len([r for r in of(Report, told) if r.about == "checkpoint_failed"]) == 40
+
+
 def test_an_interval_is_said_again_to_those_who_may_have_missed_it():
     crew = Crew()
     assert not of(Interval, crew.gang.outstanding())

@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import MANIFEST, Field, manifest_name
-from phalanx.core.store import Folder, open_store
+from phalanx.core.store import Busy, Folder, open_store
 from phalanx.data.address import open_set
 from phalanx.data.cache import Cache
 from phalanx.data.fetch import Corrupt, Fetcher, read_manifest
@@ -503,3 +503,23 @@ def test_addresses(tmp_path):
     assert open_store("memory:///x").read("a") == b"1"
     with pytest.raises(UserError, match="there is no store 'ftp'"):
         open_store("ftp://x/y")
+
+
+def test_a_bucket_that_is_busy_for_a_minute_does_not_refuse_a_start(made, monkeypatch):
+    store, _, version = made
+    busy, read = [60.0], store.read
+
+    def sleep(seconds):
+        busy[0] -= seconds
+
+    def refused(name):
+        if busy[0] > 0:
+            raise Busy(f"{name}: 503")
+        return read(name)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(store, "read", refused)
+    assert read_manifest(store)[1] == version
+    busy[0] = 1e9
+    with pytest.raises(UserError, match=r"(?s)cannot be read: .*503.*remedy"):
+        read_manifest(store)

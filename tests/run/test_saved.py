@@ -141,7 +141,7 @@ def stopped_meanwhile(*_):
 def test_a_stop_while_it_looks_for_checkpoints_is_heard_at_once(job, monkeypatch):  # noqa: F811
     monkeypatch.setattr(training, "find_start", stopped_meanwhile)
     with pytest.raises(KeyboardInterrupt):
-        run_job(job, {}, SimpleNamespace())
+        run_job(job, {}, SimpleNamespace(note=print))
 
 
 def test_a_stop_while_it_looks_for_an_older_checkpoint_is_heard_at_once(run, monkeypatch):

@@ -15,11 +15,11 @@ from phalanx.core.checkpoint import file_name
 from phalanx.core.errors import UserError
 from phalanx.core.job import CheckpointConfig, Job, RunConfig, TrainConfig
 from phalanx.core.lease import Lease, read
-from phalanx.core.store import Folder, ObjectStore
+from phalanx.core.store import Busy, Folder, ObjectStore
 from phalanx.run.start import AUTO, NEW, check_room, find_start, next_generation, take_place
 from phalanx.run.training import _Run
 from tests.checkpoint.conftest import second_reader_here  # noqa: F401
-from tests.checkpoint.test_catalog import flip, make
+from tests.checkpoint.test_catalog import closed, flip, make
 
 A, B = "aaaaaaaa", "bbbbbbbb"
 
@@ -130,6 +130,66 @@ def test_auto_does_not_begin_anew_when_the_record_knows_of_checkpoints(job):
     (record / "events.jsonl").write_text(json.dumps({"type": "checkpoint", "step": 10}) + "\n")
     with pytest.raises(UserError, match="they are not there"):
         find_start(AUTO, job, print)
+
+
+def test_a_bucket_that_does_not_answer_for_a_minute_is_waited_for(job, tmp_path, monkeypatch):
+    """At the beginning, and when the ranks load: no older checkpoint is taken for it."""
+    store = ObjectStore(f"memory://{tmp_path.name}-silent")
+    made = [save(store, step) for step in (10, 20)]
+    job, waits, events, real = with_dir(job, store.url), [], [], ObjectStore.read
+    silent = [0.0]
+
+    def read(self, name):
+        if silent[0] > 0:
+            raise Busy(f"{name}: 503 Service Unavailable")
+        return real(self, name)
+
+    def sleep(seconds):
+        silent[0] -= seconds
+
+    monkeypatch.setattr(ObjectStore, "read", read)
+    monkeypatch.setattr(ObjectStore, "read_tagged", lambda self, name: (read(self, name), "tag"))
+    monkeypatch.setattr("time.sleep", sleep)
+    silent[0] = 60.0
+    start = find_start(AUTO, job, events.append, waits.append)
+    assert start.reader.name == made[1] and waits and silent[0] <= 0 and not events
+    silent[0] = 60.0
+    again = start.next(f"Unreadable: {made[1]}/{file_name(0)}: it cannot be read: 503", events.append)
+    assert again.reader.name == made[1] and {e["type"] for e in events} == {"checkpoint_waits"}
+    silent[0] = 1e9
+    with pytest.raises(UserError, match=r"(?s)cannot be read.*remedy"):
+        find_start(AUTO, job, events.append, waits.append)
+    with pytest.raises(UserError, match=r"(?s)checkpoint\.dir.*503.*remedy"):
+        check_room(None, job, "")
+
+
+def test_a_newer_checkpoint_that_is_away_is_missed_by_name(job, tmp_path):
+    """It is the steps after it that would be trained again without a word."""
+    record, store = run_of(job, "20260101T000000Z")
+    made = [save(store, step) for step in (10, 20)]
+    (record / "events.jsonl").write_text(
+        "".join(json.dumps({"type": "checkpoint", "checkpoint": name}) + "\n" for name in made)
+    )
+    events = []
+    assert find_start(AUTO, job, events.append).reader.name == made[1] and events == []
+    os.rename(store.path / made[1], tmp_path / made[1])
+    assert find_start(AUTO, job, events.append).reader.name == made[0]
+    assert [(e["type"], e["checkpoint"]) for e in events] == [("checkpoint_unreadable", made[1])]
+    assert record.name in events[0]["reason"]
+
+
+def test_a_checkpoint_that_may_not_be_read_is_told_and_the_one_before_it_taken(job, tmp_path, monkeypatch):
+    store = Folder(tmp_path / "c")
+    made = [save(store, step) for step in (10, 20)]
+    job, events = with_dir(job, store.url), []
+    closed(store, monkeypatch, made[1])
+    assert find_start(AUTO, job, events.append).reader.name == made[0]
+    assert [(e["type"], e["checkpoint"]) for e in events] == [("checkpoint_unreadable", made[1])]
+    closed(store, monkeypatch, made[0])
+    with pytest.raises(UserError, match="none of them can be loaded"):
+        find_start(AUTO, job, print)
+    with pytest.raises(UserError, match=r"checkpoint\.dir.*step 20"):
+        check_room(None, job, "")
 
 
 def test_a_folder_with_another_runs_checkpoints_is_not_taken_without_a_word(job, tmp_path):

@@ -13,7 +13,7 @@ from phalanx.observe import fold
 from phalanx.observe.fold import fold_of
 from phalanx.observe.steps import StepTable
 from phalanx.runtime import reports
-from phalanx.runtime.cluster import Cluster, Entries
+from phalanx.runtime.cluster import TROUBLED, WELL, Cluster, Entries
 from phalanx.runtime.log_tail import write
 from phalanx.runtime.reports import Folder, Recorder, Relay, Reporter
 from phalanx.runtime.secret import Identity, load_secret
@@ -199,6 +199,14 @@ def test_a_message_that_is_not_understood_is_told_and_ends_nothing(tmp_path):
     cluster._heard({**about, "body": {}})
     cluster._heard({**about, "body": {"type": "checkpoints_removed"}})
     assert told == ["node", "checkpoints_removed"]
+
+
+def test_a_controller_that_waits_for_its_disk_is_told_once(tmp_path):
+    told = []
+    cluster = Cluster(Job(), tmp_path, Entries("x:y", "x:y"), told.append, lambda: False)
+    for text in ("full; 3 entries wait", "full; 9 entries wait", "", ""):
+        cluster._decided({"type": "trouble", "text": text})
+    assert [event["what"] for event in told] == [f"{TROUBLED}full; 3 entries wait", WELL]
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(tmp_path):

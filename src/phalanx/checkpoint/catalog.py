@@ -38,7 +38,7 @@ from phalanx.core.checkpoint import (
     lineage_of,
     place_of,
 )
-from phalanx.core.store import Folder, Store, sync_folder
+from phalanx.core.store import PAUSES_S, Folder, Store, sync_folder
 
 QUARANTINED = "quarantined.json"
 OWNER = "owner.json"  # a lease: the run that writes there
@@ -56,10 +56,11 @@ def ignore(*_: Any) -> None: ...
 class Found:
     store: Store
     name: str
-    status: str  # good | quarantined | incomplete
+    status: str  # good | quarantined | incomplete | unreadable
     since: float  # seconds since 1970
     quarantine: dict[str, Any]  # why and since when; empty: it is not
     num_files: int = 0  # in a bucket
+    why: str = ""  # it cannot be read
 
     @property
     def place(self) -> Place:
@@ -86,6 +87,7 @@ class Catalog:
         self._bad: dict[str, str] = {}  # quarantined here, for when that could not be written
         self._aside: dict[str, str] = {}  # not to be tried again by this process: why
         self._doubted: set[str] = set()  # that a second reader found good
+        self._pauses = [] if self.store.is_local else [*PAUSES_S]  # while a bucket does not answer, all in all
 
     # -- what there is
 
@@ -102,6 +104,16 @@ class Catalog:
         """Those that may be loaded, the newest first."""
         return [found for found in self.all() if found.status == "good"]
 
+    def find(self, place: Place, lineage: str) -> list[Found]:
+        """The good ones of a step and generation. Looks at no other: every rank of a gang may ask at once."""
+        names = [(name, known) for name, known in self._names().items() if place_of(name) == place]
+        found = [self._look(name, *known) for name, known in names if lineage_of(name) == lineage]
+        return [each for each in found if each and each.status == "good"]
+
+    def to_try(self) -> list[Found]:
+        """The good ones, and those of which it cannot be seen now whether they are, the newest first."""
+        return [found for found in self.all() if found.status in ("good", "unreadable")]
+
     def _names(self) -> dict[str, tuple[float, int]]:
         """Since when, and of how many files; of a folder that is seen later."""
         if self.index:
@@ -110,14 +122,18 @@ class Catalog:
 
     def _look(self, name: str, since: float, num_files: int) -> Found | None:
         """None: it has been removed since."""
-        why = self._quarantine_of(name)
-        is_there = self._has(name)
-        status = "incomplete" if not is_there else "quarantined" if why else "good"
-        if isinstance(self.store, Folder):
-            try:
+        try:
+            why = self._quarantine_of(name)
+            is_there = self._has(name)
+            if isinstance(self.store, Folder):
                 since = (self.store.path / name / (MANIFEST if is_there else "")).stat().st_mtime
-            except FileNotFoundError:
-                return None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if not self.store.is_local:  # it is the bucket that does not answer
+                raise
+            return Found(self.store, name, "unreadable", since, {}, num_files, f"cannot be read: {error.strerror}")
+        status = "incomplete" if not is_there else "quarantined" if why else "good"
         return Found(self.store, name, status, since, why, num_files)
 
     def _has(self, name: str) -> bool:
@@ -126,6 +142,12 @@ class Catalog:
         except FileNotFoundError:
             return False
         return True
+
+    def _is_gone(self, name: str) -> bool:
+        try:
+            return not self._has(name)
+        except OSError:
+            return False
 
     def _quarantine_of(self, name: str) -> dict[str, Any]:
         try:
@@ -171,6 +193,10 @@ class Catalog:
         """Whether to try it again, after a reader has refused it. What a second reader finds damaged too is put into
         quarantine; what is found good is tried once more; what cannot be read is left as it is."""
         faults = second.look(self.store, name, reason)
+        while faults and all(fault.no_answer for fault in faults) and self._pauses:
+            on_event({"type": "checkpoint_waits", "checkpoint": name, "reason": faults[0].text})
+            time.sleep(self._pauses.pop(0))
+            faults = second.look(self.store, name, reason)
         damage = [fault.text for fault in faults if fault.damage]
         if damage:
             self._condemn(name, told(damage), on_event)
@@ -178,7 +204,7 @@ class Catalog:
         if not faults and name not in self._doubted:
             self._doubted.add(name)
             return True
-        if faults and not self._has(name):
+        if faults and self._is_gone(name):
             return False  # removed meanwhile
         self._aside[name] = faults[0].text if faults else f"{reason} (a second reader found it good)"
         on_event({"type": "checkpoint_unreadable", "checkpoint": name, "reason": self._aside[name]})
@@ -238,13 +264,13 @@ class Catalog:
         on_progress(0, total)
         for name, reader in readers:
             wrong = reader.verify(add) if isinstance(reader, Reader) else [reader]
-            if not wrong or self._has(name):
+            if not wrong or not self._is_gone(name):
                 yield name, wrong
 
     def scrub(self, on_progress: OnProgress = ignore, on_event: OnEvent = ignore) -> dict[str, list[Fault]]:
         """Read every byte of the good ones and quarantine what is damaged; what is wrong with each, by name."""
         report = {}
-        for name, wrong in self.verify(self.good(), on_progress):
+        for name, wrong in self.verify(self.to_try(), on_progress):
             report[name] = wrong
             if wrong:
                 self.judge(name, "; ".join(fault.text for fault in wrong), on_event)

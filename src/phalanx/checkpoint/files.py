@@ -39,6 +39,7 @@ HASH_BYTES = 16
 RUN_CHUNKS = 8  # read at once
 BUCKET_THREADS = 16
 WRITE_BYTES = 8 << 20  # written at once
+UNREAD = "cannot be read: "  # of what may be there
 RETRY_S = (0.1, 0.4, 1.6, 6.4)  # pauses, when a bucket does not answer
 
 
@@ -204,6 +205,11 @@ class Fault(NamedTuple):
 
     text: str
     damage: bool
+
+    @property
+    def no_answer(self) -> bool:
+        """Whether it is not known that anything is missing: whoever was asked did not answer."""
+        return not self.damage and UNREAD in self.text
 
     @property
     def error(self) -> BadCheckpoint:
@@ -373,7 +379,7 @@ class Reader:
 def _unreadable(name: str, error: OSError, what: str = "it") -> Fault:
     if isinstance(error, FileNotFoundError):
         return Fault(f"{name}: is missing", False)
-    return Fault(f"{name}: {what} cannot be read: {error.strerror or error}", False)
+    return Fault(f"{name}: {what} {UNREAD}{error.strerror or error}", False)
 
 
 def _runs(wanted: list[Request]) -> list[tuple[int, int, list[Request]]]:

@@ -1,5 +1,6 @@
 """Which checkpoints a bucket has: `catalog.json`, since a bucket is not listed. Writers replace it only if nobody else
-has, so that none loses another's names. It may name what does not exist. If it is gone, the bucket is listed."""
+has, so that none loses another's names. It may name what does not exist. If it is gone, or names nothing, the bucket is
+listed."""
 
 from __future__ import annotations
 
@@ -36,8 +37,7 @@ class Index:
         self.store = store
 
     def names(self) -> dict[str, Known]:
-        known = self._read()[0]
-        return self._listed() if known is None else known
+        return self._read()[0] or self._listed()
 
     def add(self, name: str, num_files: int) -> None:
         """Before the first file is written: then the files can be found after a crash."""
@@ -79,7 +79,7 @@ class Index:
             return None, ""
         try:
             body = json.loads(data)
-            document.check_version({"format": FORMAT, **body}, FORMAT, CATALOG)
+            document.check_version({"format": FORMAT, **body}, FORMAT, f"{self.store.url}/{CATALOG}")
             return {name: Known.of(of) for name, of in body["checkpoints"].items()}, tag
         except UserError:
             raise
@@ -87,14 +87,13 @@ class Index:
             if mend:
                 return {}, tag
             url = self.store.url
-            raise BadCheckpoint(
-                f"{url}/{CATALOG}: is damaged; `phalanx checkpoint reindex {url}` makes it anew"
-            ) from None
+            remedy = f"`phalanx checkpoint reindex {url}` makes it anew; nothing else is damaged by it"
+            raise UserError(f"{url}/{CATALOG} is damaged", remedy=remedy) from None
 
     def _update(self, change: Callable[[dict[str, Known]], dict[str, Known]], mend: bool = False) -> None:
         for attempt in range(TRIES):
             known, tag = self._read(mend)
-            wanted = change(self._listed() if known is None else known)
+            wanted = change(known or self._listed())
             if wanted == known:
                 return
             checkpoints = {name: {"files": of.files, "since": of.since} for name, of in wanted.items()}

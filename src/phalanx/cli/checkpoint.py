@@ -31,7 +31,7 @@ def ls_command(path: Place) -> None:
     """List the checkpoints, the newest first."""
     from phalanx.checkpoint.best import Best
     from phalanx.control.interval import time_text
-    from phalanx.core.checkpoint import BadCheckpoint
+    from phalanx.core.checkpoint import BadCheckpoint, Unreadable
 
     with _edge(path):
         catalog, found = _found(path, everything=True)
@@ -46,7 +46,7 @@ def ls_command(path: Place) -> None:
                     m = f.manifest
                     size, ranks, layout = _size(m.size_bytes), f"{len(m.files):,}", _layout(m)
                 except BadCheckpoint as bad:
-                    state = f"{state}, BAD: {bad}"
+                    state = f"{'unreadable' if isinstance(bad, Unreadable) else 'BAD'}: {bad}"
             state += f": {f.quarantine['reason']}" if f.status == "quarantined" else ""
             state += ", best" if best and (best.step, best.lineage) == (f.step, f.lineage) else ""
             age = time_text(max(0, int((time.time() - f.since) * 1e9)))
@@ -92,10 +92,10 @@ def show_command(
 def verify_command(path: Place) -> None:
     """Read every byte and compare its hash. Nothing is changed."""
     with _edge(path):
-        catalog, found = _found(path)
+        catalog, found = _found(path, wanted=("good", "unreadable"))
         with _bar("verifying") as told:
             report = dict(catalog.verify(found, lambda done, total: told(done, total, "")))
-        _print_report(report, "remedy: bring back what is missing; `phalanx checkpoint scrub` marks what is damaged")
+        _print_report(report, "remedy: restore what is damaged; `phalanx checkpoint scrub` puts it aside")
 
 
 @checkpoint_app.command("scrub")
@@ -106,7 +106,7 @@ def scrub_command(path: Place) -> None:
         if name:
             remedy = "name the folder that it is in; to read this one alone, use `phalanx checkpoint verify`"
             raise _error("a scrub reads all checkpoints of a folder", path, remedy)
-        _found(path)
+        _found(path, wanted=("good", "unreadable"))
         with _bar("scrubbing") as told:
             report = catalog.scrub(lambda done, total: told(done, total, ""))
         _print_report(report, "what is damaged is in quarantine: the next older good one is loaded instead")
@@ -139,14 +139,18 @@ def reindex_command(path: Place) -> None:
 
 
 def _print_report(report: dict[str, list[Fault]], remedy: str) -> None:
-    bad = {name: wrong for name, wrong in report.items() if wrong}
-    for wrong in bad.values():
+    bad = [name for name, wrong in report.items() if any(fault.damage for fault in wrong)]
+    away = [name for name, wrong in report.items() if wrong and name not in bad]
+    for wrong in report.values():
         for fault in wrong:
             print(fault.text)
-    print(f"{len(bad)} BAD: {', '.join(bad)}" if bad else f"good: all bytes of {', '.join(report)}")
     if bad:
-        print(f"  {remedy}")
+        print(f"{len(bad)} BAD: {', '.join(bad)}\n  {remedy}")
+    if away:
+        print(f"{len(away)} CANNOT BE READ NOW: {', '.join(away)}\n  remedy: bring back what is missing")
+    if bad or away:
         raise typer.Exit(1)
+    print(f"good: all bytes of {', '.join(report)}")
 
 
 @checkpoint_app.command("why")
@@ -240,11 +244,11 @@ def newest(path: str) -> str:
         return f"{catalog.store.url}/{found[0].name}"
 
 
-def _found(path: str, everything: bool = False) -> tuple[Catalog, list[Found]]:
+def _found(path: str, everything: bool = False, wanted: tuple[str, ...] = ("good",)) -> tuple[Catalog, list[Found]]:
     """The checkpoint that it names; or the good ones, the newest first; or all that is there."""
     catalog, name = _locate(path)
     all_of_it = catalog.all()
-    found = [f for f in all_of_it if (f.name == name if name else everything or f.status == "good")]
+    found = [f for f in all_of_it if (f.name == name if name else everything or f.status in wanted)]
     if name and found and found[0].status == "incomplete" and not everything:
         remedy = f"name another: `phalanx checkpoint ls {catalog.store.url}` lists them"
         raise _error("it was never committed: it has no manifest", path, remedy)

@@ -17,6 +17,7 @@ from phalanx.control.sources import Lineage
 
 KEPT = 4  # checkpoints to fall back to
 MOST_OPEN = 8
+MOST_LOST = 64  # remembered: each may be asked for, and answered, more than once
 PIECE = 20_000  # files in a command: 1.6 MB, and a frame holds 8
 PAUSE_NS, MOST_PAUSE_NS = S, 20 * S
 
@@ -149,7 +150,7 @@ class Commits:
         key = _key(draft.step, draft.generation)
         del self.drafts[key]
         self.lost[key] = reason
-        for old in list(self.lost)[:-MOST_OPEN]:
+        for old in list(self.lost)[:-MOST_LOST]:
             del self.lost[old]
         if draft.step > self.last:
             self._desk.say(messages.Note(-1, f"the checkpoint of step {draft.step} was given up: {reason}"))

@@ -45,7 +45,7 @@ class Policy:
     backoff_ns: int = S // 4  # before the third attempt; doubled for each one after it
     backoff_most_ns: int = 10 * S
     save: bool = True  # a checkpoint at the end
-    save_tries: int = 6  # of one checkpoint
+    save_tries: int = 8  # of one checkpoint: for longer than a minute
     save_ns: int = 120 * S  # without progress, of the last checkpoint
     buddies: bool = False  # each node keeps a copy of another's snapshots
     failures: int = FAILURES_PER_MILLION_NODE_DAYS  # expected before the run has seen any of its own

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -36,6 +36,10 @@ T = TypeVar("T")
 
 class Changed(OSError):
     """Somebody else has written the object meanwhile."""
+
+
+class Busy(OSError):
+    """A bucket answers that it cannot do it now (429, 5xx)."""
 
 
 class Store(Protocol):
@@ -66,6 +70,20 @@ class Store(Protocol):
     def size(self, name: str) -> int: ...
     def refresh(self, name: str) -> None:
         """Forget what is kept of it, so that the next read sees what is there now."""
+
+
+PAUSES_S = (2.0, 4.0, 8.0, 16.0, 32.0)
+
+
+def patiently(call: Callable[[], T], on_wait: Callable[[str], None], pauses_s: Sequence[float] = PAUSES_S) -> T:
+    """Call again, for a minute, while a bucket is busy. `on_wait` hears of every pause, and may raise."""
+    for pause_s in pauses_s:
+        try:
+            return call()
+        except Busy as error:
+            on_wait(f"{error}: trying again in {pause_s:g} s")
+            time.sleep(pause_s)
+    return call()
 
 
 def is_remote(url: str) -> bool:
@@ -389,7 +407,7 @@ def _translated(name: str, call: Callable[[], T]) -> T:
         senseless = isinstance(error, exceptions.NotSupportedError | exceptions.InvalidPathError)
         if denied or senseless or (400 <= status < 500 and status not in _MAYBE_LATER) or "redirect" in text:
             raise PermissionError(f"{name}: {text}") from None
-        raise OSError(f"{name}: {text}") from None
+        raise (Busy if status == 429 or status >= 500 else OSError)(f"{name}: {text}") from None
 
 
 def _text(error: Exception) -> str:

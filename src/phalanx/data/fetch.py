@@ -17,13 +17,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from phalanx.core.errors import UserError
 from phalanx.core.manifest import HASH_BYTES, MANIFEST, Manifest, manifest_name
-from phalanx.core.store import File, Folder, Store
+from phalanx.core.store import File, Folder, Store, patiently
 from phalanx.data.address import reach, restore, versions
 from phalanx.data.cache import Cache
 from phalanx.data.shard_file import fast_hash, root_of, version_of
@@ -54,7 +55,7 @@ def read_manifest(
     name = manifest_name(version) if version else MANIFEST
     for attempt in range(TRIES):
         try:
-            data = store.read(name)
+            data = patiently(partial(store.read, name), lambda text: None)
             if not version_of(data).startswith(version):
                 raise ValueError(f"its hash is {version_of(data)}, not {version}")
             manifest = Manifest.decode(data)

@@ -75,7 +75,8 @@ def _check_extends(store: Store, manifest: Manifest, version: str, served: str, 
             f"its version {version[:16]} does not contain what the checkpoint was trained on, version {served[:16]}",
             field=field,
             value=value,
-            remedy="name the data of the checkpoint, or a version that `phalanx data build --append` made from it",
+            remedy="name the data of the checkpoint (text: with its data.max_mb), or a version that `phalanx data "
+            "build --append` made from it",
         )
 
 

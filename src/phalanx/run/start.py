@@ -11,10 +11,10 @@ from typing import Any
 from phalanx.checkpoint.catalog import OWNER, Catalog, Found
 from phalanx.checkpoint.files import Reader
 from phalanx.core import lease
-from phalanx.core.checkpoint import NAME, BadCheckpoint, Manifest
+from phalanx.core.checkpoint import NAME, BadCheckpoint, Manifest, lineage_of, place_of
 from phalanx.core.errors import UserError, together
 from phalanx.core.job import Job
-from phalanx.core.store import Store, open_store
+from phalanx.core.store import Store, open_store, patiently
 from phalanx.observe.record import RunRecord, run_folders
 
 FOLDER = "checkpoints"
@@ -49,26 +49,34 @@ class Start:
         return _first(self.others, self.job, on_event)
 
 
-def find_start(asked: str, job: Job, on_event: OnEvent) -> Start | None:
+def find_start(
+    asked: str, job: Job, on_event: OnEvent, on_wait: Callable[[str], None] = lambda text: None
+) -> Start | None:
     """Find where to begin. `asked`: auto, new, or the path of a checkpoint, of a run, or of a folder or bucket of
     checkpoints. A run that continues nothing begins with checkpoint.start. None: with fresh weights."""
     if asked == AUTO:
-        found = _find(lambda: _auto(job, on_event), "--resume", asked)
+        found = _find(lambda: _auto(job, on_event), "--resume", asked, on_wait)
         if found:
             return found
     elif asked not in ("", NEW):
-        return _find(lambda: _named(asked, job, on_event), "--resume", asked)
+        return _find(lambda: _named(asked, job, on_event), "--resume", asked, on_wait)
     start = job.checkpoint.start
-    return _find(lambda: _named(start, job, on_event), "checkpoint.start", start) if start else None
+    return _find(lambda: _named(start, job, on_event), "checkpoint.start", start, on_wait) if start else None
 
 
-def _find(find: Callable[[], Start | None], field: str, value: str) -> Start | None:
+def _find(find: Callable[[], Start | None], field: str, value: str, on_wait: Callable[[str], None]) -> Start | None:
     try:
-        return find()
+        return patiently(find, on_wait)
     except FileNotFoundError:
         remedy = "name a checkpoint, a run's folder, or `auto` for the newest of this job; `phalanx checkpoint ls`"
         raise UserError("there is no good checkpoint", field=field, value=value, remedy=remedy) from None
-    except (BadCheckpoint, OSError) as error:
+    except OSError as error:
+        remedy = (
+            "make it readable (is it mounted? are the credentials right?), or name a checkpoint elsewhere, or begin "
+        )
+        remedy += "anew with --resume new, which deletes nothing"
+        raise UserError(f"it cannot be read: {error}", field=field, value=value, remedy=remedy) from None
+    except BadCheckpoint as error:
         remedy = "name another, or a run's folder, whose newest good one is taken; `phalanx checkpoint ls` lists them"
         raise UserError(f"it cannot be loaded: {error}", field=field, value=value, remedy=remedy) from None
 
@@ -99,21 +107,38 @@ def _auto(job: Job, on_event: OnEvent) -> Start | None:
 
     start = _first([*_candidates(first), *_candidates(others)], job.name, noticed)
     if start:
+        _tell_missing(start, records, catalogs, on_event)
         return start
     for catalog in catalogs:
         for found in catalog.newest_first():
             if found.status == "quarantined" and _is_of(found, job.name):
                 refused.append(f"{found.name} is in quarantine: {found.quarantine['reason']}")
-    refused = refused or [f"{record} says so, but they are not there" for record in records if _has_saved(record)]
+    refused = refused or [f"{record} says so, but they are not there" for record in records if _saved_names(record)]
     if refused:
         raise UserError(
             f"the job has checkpoints, and none of them can be loaded: {'; '.join(refused[:3])}",
             field="--resume",
             value=AUTO,
             remedy="bring their files back (is everything mounted?); `phalanx checkpoint verify` reads them, `release` "
-            "takes a good one out of quarantine; or begin anew with --resume new, which deletes none of them",
+            "takes a good one out of quarantine, `reindex` finds what a bucket has; or begin anew with --resume new, "
+            "which deletes none of them",
         )
     return None
+
+
+def _tell_missing(start: Start, records: list[Path], catalogs: list[Catalog], on_event: OnEvent) -> None:
+    """Report a newer checkpoint of this lineage that a record says was saved, and that is missing."""
+    m = start.manifest
+    for record in records:
+        names = [name for name in _saved_names(record) if NAME.fullmatch(name) and lineage_of(name) == m.lineage]
+        if not names:
+            continue
+        newest = max(names, key=place_of)
+        there = {found.name for catalog in catalogs for found in catalog.all() if found.status != "incomplete"}
+        if place_of(newest) > (m.generation, m.step) and newest not in there:
+            reason = f"{record} says that it was saved, and it is not there"
+            on_event({"type": "checkpoint_unreadable", "checkpoint": newest, "reason": reason})
+        return
 
 
 def _candidates(catalogs: list[Catalog]) -> list[Candidate]:
@@ -121,7 +146,7 @@ def _candidates(catalogs: list[Catalog]) -> list[Candidate]:
     within a lineage the newest comes first."""
     groups: dict[tuple[int, str], list[Candidate]] = {}
     for number, catalog in enumerate(catalogs):
-        for found in catalog.good():
+        for found in catalog.to_try():
             groups.setdefault((number, found.lineage), []).append((catalog, found))
     owners = [lease.read(catalog.store, OWNER).get("lineage") for catalog in catalogs]
 
@@ -148,24 +173,26 @@ def _is_of(found: Found, job: str) -> bool:
         return True
 
 
-def _has_saved(run: Path) -> bool:
-    """Return True if the record of a run mentions checkpoints."""
+def _saved_names(run: Path) -> list[str]:
+    """Return the checkpoints that the run made, according to its record."""
     try:
-        return any(event["type"] == "checkpoint" for event in RunRecord.open(run).events())
+        events = RunRecord.open(run).events()
+        return [str(event.get("checkpoint")) for event in events if event["type"] == "checkpoint"]
     except (OSError, ValueError, KeyError):
-        return False
+        return []
 
 
-def check_room(start: Start | None, job: Job, asked: str) -> None:
+def check_room(start: Start | None, job: Job, asked: str, on_wait: Callable[[str], None] = lambda text: None) -> None:
     """Refuse a place that has a newer checkpoint of this lineage, or for a new lineage any checkpoint, unless the run
     is to start over."""
     if not job.checkpoint.dir or job.checkpoint.every_steps < 0 or asked == NEW:
         return
     lineage = start.manifest.lineage if start else None
     try:
-        found = [f for f in Catalog(_open(job)).good() if not start or f.lineage == lineage]
+        found = patiently(lambda: Catalog(_open(job)).to_try(), on_wait)
     except (BadCheckpoint, OSError) as error:
         raise _unreachable(job, error) from None
+    found = [f for f in found if not start or f.lineage == lineage]
     begins = (start.manifest.generation, start.manifest.step) if start else (0, 0)
     if found and found[0].place > begins:
         raise UserError(
@@ -186,7 +213,7 @@ def take_place(store: Store, job: Job, lineage: str, run: str, on_wait: Callable
         )
 
     try:
-        mine.take(on_wait=wait)
+        patiently(lambda: mine.take(on_wait=wait), on_wait)
     except lease.Held as held:
         who = f"process {held.body.get('pid')} on {held.body.get('host')}"
         raise UserError(
@@ -217,7 +244,8 @@ def _unreachable(job: Job, error: Exception) -> UserError:
         f"no checkpoint can be written there: {error}",
         field="checkpoint.dir",
         value=job.checkpoint.dir,
-        remedy="name a folder that you may write to, or a bucket that is there, with the right credentials",
+        remedy="name a folder that you may write to, on a disk with room, or a bucket that is there, with the right "
+        "credentials",
     )
 
 

@@ -45,7 +45,7 @@ from phalanx.run.planned import Forecast, rates
 from phalanx.run.start import AUTO, FOLDER, NEW, Start, check_fits, check_room, find_start, next_generation, take_place
 from phalanx.run.stop import Stop
 from phalanx.run.validations import Validations, told
-from phalanx.runtime.cluster import Begin, Cluster, Entries, Shared, Superseded
+from phalanx.runtime.cluster import TROUBLED, WELL, Begin, Cluster, Entries, Shared, Superseded
 from phalanx.runtime.joining import WAITING
 from phalanx.runtime.journal import JournalError
 from phalanx.runtime.launch import Adapter, Local
@@ -104,14 +104,14 @@ def run_job(
         noticed: list[dict[str, Any]] = []
         continues = shared is not None and shared.kept is not None
         with stop.at_once():
-            start = None if continues else find_start(resume, job, noticed.append)
+            start = None if continues else find_start(resume, job, noticed.append, listener.note)
         if start and resume == AUTO and start.manifest.step == job.train.steps:
             listener.note(f"{start.place['url']}/{start.reader.name} is of the last step: nothing is left to do")
             return {"status": "done", "steps": 0}
         if start:
             check_fits(start, job)
         if not continues:
-            check_room(start, job, resume)
+            check_room(start, job, resume, listener.note)
         record = _create_record(job, origins, forecast)
         write_head(record.path, adapter.reference())
         starter = Starter()
@@ -181,7 +181,7 @@ def _create_record(job: Job, origins: dict[str, str], forecast: Forecast | None)
         return RunRecord.create(Path(job.run.dir), job.name, meta, {"job": job.to_dict(), "origins": origins})
     except OSError as error:
         raise UserError(
-            f"no run record can be made there: {error.strerror} ({error.filename})",
+            f"no run record can be made there: {error.strerror} ({error.filename or job.run.dir})",
             field="run.dir",
             value=job.run.dir,
             remedy="name a folder that you may write to, on a disk with space left",
@@ -537,6 +537,8 @@ class _Run:
             elif event["type"] == "node" and event["what"] == "joined":
                 for text in warnings(event):
                     self.listener.note(text)
+            elif event["type"] == "node" and event["what"].startswith((TROUBLED, WELL)):
+                self.listener.note(f"the controller {event['what']}")
             elif event["type"] == "node" and event["what"].startswith(WAITING):
                 self.listener.note(f"node {event['node']} has {event['what']}")
             elif event["type"] == "listening" and not self.adapter.is_one_machine:
@@ -594,6 +596,8 @@ class _Run:
             self.listener.note(f"recovery from memory is {self.memory}")
         elif kind == "checkpoint_quarantined":
             self.listener.note(f"checkpoint {event['checkpoint']} is DAMAGED and was put aside: {event['reason']}")
+        elif kind == "checkpoint_waits":
+            self.listener.note(f"checkpoint {event['checkpoint']} is waited for: {event['reason']}")
         elif kind == "checkpoint_unreadable":
             self.listener.note(
                 f"checkpoint {event['checkpoint']} CANNOT BE READ and is left as it is: {event['reason']}"

@@ -51,6 +51,7 @@ MOST_DEATHS = 8  # of the controller, or of a node process before the run has be
 SOON_S = 30.0
 FAR_S = 30.0  # between two attempts to start an agent on a host that is lost
 SILENT_S = 10.0  # a controller that gives no sign of life for so long is ended and started again
+TROUBLED, WELL = "waits: ", "can write again"  # what is said of a controller that cannot write its journal
 LAST_WORDS_S = 5.0  # from an orderly stop to the last word of all agents
 LEAVE_LIMIT_S = 60.0  # from the end of the run to the last word of all ranks
 LOG_BYTES = 64 << 10  # of an agent's log, in one look
@@ -536,9 +537,10 @@ class Cluster:
         if kind == "alive":
             return
         if kind == "trouble":
-            since = self._trouble[0] if self._trouble[1] else time.monotonic()
-            self._trouble = (since, said["text"])
-            self._tell_node("controller", said["text"] or "can write again")
+            since, before = self._trouble
+            self._trouble = (since if before else time.monotonic(), said["text"])
+            if bool(before) != bool(said["text"]):  # how many entries wait changes all the time
+                self._tell_node("controller", f"{TROUBLED}{said['text']}" if said["text"] else WELL)
             return
         if kind == "report":
             self.on_event({"rank": -1, **said["body"], "type": said["about"]})

@@ -18,7 +18,7 @@ from phalanx.checkpoint.files import Reader
 from phalanx.checkpoint.keeper import Line
 from phalanx.checkpoint.memory import Slot
 from phalanx.checkpoint.torch_state import Snapshotter, load, load_slot, set_rng_state
-from phalanx.core.checkpoint import BadCheckpoint, Facts, Manifest, Plan
+from phalanx.core.checkpoint import BadCheckpoint, Facts, Manifest, Place, Plan
 from phalanx.core.job import Job
 from phalanx.core.layout import Coord, Layout
 from phalanx.core.ledger import GENESIS
@@ -166,10 +166,9 @@ def resume_from_checkpoint(
 ) -> None:
     """Load the checkpoint that this run made of `step` in that generation."""
     store = open_store(url)
-    for found in Catalog(store).good():
-        if (found.place, found.lineage) == ((generation, step), lineage):
-            resume(job, coord, state, device, url, found.name, progress=progress)
-            return
+    for found in Catalog(store).find(Place(generation, step), lineage):
+        resume(job, coord, state, device, url, found.name, progress=progress)
+        return
     raise BadCheckpoint(f"there is no checkpoint of step {step}, generation {generation}, at {url}")
 
 
