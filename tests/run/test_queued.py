@@ -138,7 +138,7 @@ def test_a_node_that_is_silent_is_dead(quiet):
     agent = queue.agents.agents["n1"]
     os.kill(agent.pid, signal.SIGSTOP)
     turn_until(queue, lambda: "no heartbeat" in said_of(queue, "n1"))
-    assert agent.process.poll() == -signal.SIGKILL, "it may go on"
+    assert agent.process.wait(60) == -signal.SIGKILL, "it may go on"
 
 
 def test_a_node_that_died_while_no_queue_looked_is_down(quiet):
