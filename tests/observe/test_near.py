@@ -91,7 +91,7 @@ def test_what_was_dropped_is_told_to_who_reads_the_record(tmp_path):
 
 def test_what_cannot_be_kept_is_dropped_and_counted_and_nobody_waits(tmp_path):
     near = NearTables(tmp_path, "one")
-    near.close()  # nobody takes from the queue any more
+    near.close()  # the queue has no reader any more
     for step in range(300):
         near.take(node_folds(0, step)[0])
     assert near.dropped == 300 - 256

@@ -37,7 +37,7 @@ class StepTable:
         self._since = (0, 0)  # the generation, and the step that it continues from
         self._next: int | None = None  # the first step without a row
         self._owed: dict[int, Fold | None] = {}  # steps that counted but whose loss has not been reported yet
-        self._held: list[Row] = []  # rows that come after those
+        self._held: list[Row] = []  # rows of later steps
 
     @property
     def unrecorded(self) -> Collection[tuple[int, int]]:

@@ -39,7 +39,7 @@ class Plan:
     site: str
     profile: str
     chips: int  # of the cluster
-    used: int  # by the layout; the others stand by
+    used: int  # by the layout; the others are spares
     layout: dict[str, Any]
     compiled: bool  # fused kernels are assumed: `train.compile`
     global_batch: int  # samples

@@ -16,7 +16,7 @@ def settings(plan: Plan, kept: Collection[str] = ()) -> Iterator[tuple[str, Any]
     at = plan.layout
     for axis in ("replica", "shard", "tp", "pp", "cp", "ep"):
         yield f"layout.{axis}", at[axis]
-    yield "layout.zero", max(1, at["zero"])  # the stages do not differ over one rank
+    yield "layout.zero", max(1, at["zero"])  # over one rank all ZeRO stages are the same
     if at["pp"] > 1:
         yield "layout.schedule", at["schedule"]
         yield "layout.chunks", at["vpp"]

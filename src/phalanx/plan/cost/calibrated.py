@@ -34,7 +34,7 @@ K_HALVES = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 HALVES = tuple((length, width) for length in (0.0, 128.0, 256.0, 512.0, 768.0, 1024.0)
                for width in (0.0, 16.0, 32.0, 48.0, 64.0, 80.0, 96.0))  # fmt: skip
 LINKS = ("up", "nic", "exchange", "call_s", "up_hop_s", "out_hop_s")
-FEW_TOKENS = 2048  # a step with no more than these waits for the host
+FEW_TOKENS = 2048  # a step with at most this many tokens waits for the host
 LEAST_ERROR = 0.1  # ln: a step is more than the calls that were timed
 
 

@@ -33,7 +33,7 @@ class Record:
     chip: str
     ranks: int
     model: str
-    predicted_s: float  # without what earlier runs corrected
+    predicted_s: float  # without corrections from earlier runs
     measured_s: float
     predicted: dict[str, float]  # seconds of a step, by phase
     measured: dict[str, float] = field(default_factory=dict)

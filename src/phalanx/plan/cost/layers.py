@@ -30,8 +30,8 @@ class Layers:
     attention: Num
     elementwise: Num
     recompute: Num
-    forward: Num  # on the chip: `forward`, `backward` (input's gradient, with recomputation) and `weights` (theirs) add
-    backward: Num  # up to the four above
+    forward: Num  # `forward`, `backward` (input's gradient, with recomputation) and `weights` (their gradient) are
+    backward: Num  # times on the chip that add up to the four above
     weights: Num
     head_f: Num
     head_b: Num

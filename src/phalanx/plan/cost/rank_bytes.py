@@ -92,7 +92,7 @@ def sharded(c: Candidates, dense: Num, experts: Num) -> Num:
 
 
 def _logits(shape: ModelShape, c: Candidates, soft: Software) -> Num:
-    """Count the logits of a micro-batch on the last stage, and what a fused loss keeps beside them."""
+    """Return the bytes of a micro-batch's logits on the last stage, and of what a fused loss keeps besides them."""
     tokens, vocab = c.micro_batch * shape.seq / c.cp, shape.vocab / c.tp
     item = np.where(c.precision == FP32, 4.0, soft.logit_bytes)
     rows = np.maximum(1, np.floor(LOSS_BYTES / (vocab * item) / 128) * 128)  # as core.shape.loss_rows

@@ -89,7 +89,7 @@ class Validation:
     total: Score
     by_source: dict[str, Score]
     by_stratum: dict[str, Score]
-    new: Score  # rows of software that the fit has no runs of on such chips
+    new: Score  # rows whose software has no fitted runs on such chips
 
     @property
     def median_abs_error(self) -> float:
