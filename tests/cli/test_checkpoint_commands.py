@@ -1,4 +1,4 @@
-"""`phalanx checkpoint` in real processes: what a user sees of checkpoints, whole and damaged."""
+"""`phalanx checkpoint` in real processes: what it shows of whole and of damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ls(folder):
     assert "replica 1 x shard 2 x tp 1" in rows[0] and rows[0].endswith("  good")
     assert rows[1].endswith("  incomplete") and rows[2].endswith("  quarantined: it has [brackets]")
     assert "BAD" in rows[3] and "torn or damaged" in rows[3]
-    assert not (folder.path / old / "quarantined.json").exists()  # to look changes nothing
+    assert not (folder.path / old / "quarantined.json").exists()  # looking changes nothing
 
 
 def test_show(folder):
@@ -141,7 +141,7 @@ def test_reindex_finds_what_a_bucket_has(tmp_path, monkeypatch):
 
 
 def test_a_run_names_its_checkpoints(tmp_path, record):
-    """In its folder, or where its job has them."""
+    """It finds them in the run's folder, or where the job keeps them."""
     run = record()
     inside = make(Folder(run.path / "checkpoints"), 1)
     assert inside in good("ls", run.path)
@@ -200,7 +200,7 @@ def test_why_before_there_is_a_checkpoint(record):
 
 @pytest.fixture
 def trained(tmp_path):
-    """A checkpoint of a model, and its manifest."""
+    """Write a checkpoint of a model, and return it with its manifest."""
     from phalanx.checkpoint.torch_foreign import Image, entry_of, params_of
 
     model = ModelConfig(vocab_size=64, dim=16, num_layers=1, num_heads=2, ffn_dim=32)
@@ -235,7 +235,7 @@ def test_convert_to_another_precision_and_into_a_bucket(tmp_path, trained):
 
 @pytest.mark.parametrize("place", ["folder", "memory://with-assets"])
 def test_what_is_not_weights_comes_back(tmp_path, trained, place, capsys):
-    """Tokenizer, chat template, generation config and eos: a model that has lost them cannot talk."""
+    """A model needs its tokenizer, chat template, generation config and eos to generate text."""
     here("convert", trained[0].path, tmp_path / "hf")
     assert "no tokenizer" in capsys.readouterr().err
     files = {
@@ -262,7 +262,8 @@ def test_what_is_not_weights_comes_back(tmp_path, trained, place, capsys):
 
 
 def test_convert_says_which_way_and_writes_a_job(tmp_path, trained, capsys):
-    """Without --to: out to transformers, and in; the job that comes with it is one, and begins with the weights."""
+    """Without --to it converts to transformers or from there. The job that it writes is valid and starts from the
+    weights."""
     from phalanx.spec import load
 
     app(["convert", str(trained[0].path), str(tmp_path / "hf")], standalone_mode=False)

@@ -1,4 +1,4 @@
-"""The command itself, in real processes: quick, quiet, and plain where nobody looks at colours."""
+"""The command itself, in real processes: it is quick and quiet, and prints no colours outside a terminal."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def test_the_schema_is_json_that_describes_the_job_file():
 
 @pytest.mark.parametrize("args", ["--help", "--version", "train --explain", "spec schema"])
 def test_a_reader_that_has_gone_away_is_no_error(args):
-    """As `| head` leaves it: a pipe that nobody reads."""
+    """`| head` leaves a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
-    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # so that what is printed is only missed at the end
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # so that the lost output shows only at the end
     done = subprocess.run([PHALANX, *args.split()], stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writer)
     assert done.stderr == ""
 
 
 def in_terminal(args: list[str], columns: int, **env: str) -> str:
-    """What the command writes to a terminal of that many columns."""
+    """Return what the command writes to a terminal of that many columns."""
     parent, child = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color", **env}
     process = subprocess.Popen([PHALANX, *args], stdout=child, stderr=child, stdin=child, env=environment)
@@ -81,7 +81,7 @@ def in_terminal(args: list[str], columns: int, **env: str) -> str:
     try:
         while chunk := os.read(parent, 65536):
             written += chunk
-    except OSError:  # the other end is closed: that is how a terminal ends
+    except OSError:  # the other end is closed, which ends a terminal
         pass
     os.close(parent)
     process.wait(30)
@@ -115,7 +115,7 @@ def test_the_token_of_a_new_host_proves_its_name_and_no_other(tmp_path, monkeypa
 
 
 def test_a_run_whose_starter_is_gone_is_not_held_up_by_what_it_prints(tmp_path):
-    """Its standard error was a pipe that nobody reads any more."""
+    """Its standard error is a pipe whose reader is gone."""
     (tmp_path / "logs").mkdir()
     body = "import sys; from pathlib import Path; from phalanx.run.follow import Starter; s = Starter();"
     body += "s.show(Path(sys.argv[1])); s.let_go(Path(sys.argv[1]));"

@@ -10,7 +10,7 @@ from phalanx.core.errors import RunFailed
 
 SMALL = ("--set", "data.max_mb=0.1")
 
-# What is typed, and what must be in the answer. "{here}" is the folder in which it is typed.
+# The typed command, and what its answer must contain. "{here}" is the folder in which it is typed.
 MISTAKES = {
     "a job file that is not there": (["train", "jbo.toml"], ["job file = 'jbo.toml'", "remedy: ", "job.toml"]),
     "a folder for a job file": (["train", "."], ["job file = '.'", "cannot be read", "job.toml"]),

@@ -1,4 +1,4 @@
-"""What a sceptic tried on the planner."""
+"""Edge cases of the planner that a sceptical user tries."""
 
 from __future__ import annotations
 

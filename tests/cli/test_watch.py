@@ -59,7 +59,7 @@ def test_equal_lines_are_shown_once_and_the_odd_rank_is_named(root):
 
 @pytest.fixture
 def written(tmp_path):
-    """Return what `phalanx logs` makes of these logs, a text for each rank."""
+    """Return what `phalanx logs` prints for these logs, given one text per rank."""
 
     def fold(*logs):
         for rank, text in enumerate(logs):

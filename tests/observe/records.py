@@ -1,4 +1,4 @@
-"""Run records of runs that never were: what a test needs of one, written by the writer that real runs use."""
+"""Records of runs that never happened, for tests. The writer is the one that real runs use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A node that says nonsense about its ranks is refused; what is not refused can be merged with what others say, and
-recorded. Otherwise one node ends the process that serves hundreds."""
+"""A node's malformed report is refused, and any report that passes can be merged and recorded. Otherwise one node would
+end the process that serves hundreds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def good(kind: str, *ranks: int) -> dict:
 
 
 def places(value, path=()):
-    """Everything inside of it, by the keys that lead there."""
+    """Yield everything inside it, with the keys that lead there."""
     yield path
     for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from places(each, (*path, key))

@@ -1,4 +1,4 @@
-"""SQL over a run: what is asked is answered from the steps that count, and reaches nothing but the run."""
+"""SQL over a run: answers come from the steps that count, and a query cannot reach anything outside the run."""
 
 from __future__ import annotations
 

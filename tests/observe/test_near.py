@@ -1,4 +1,5 @@
-"""In a run of many ranks the top keeps blocks; whoever zooms into one finds its ranks in the aggregators' tables."""
+"""In a run of many ranks the top keeps only blocks; a reader that zooms into one finds its ranks in the aggregators'
+tables."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ SLOW_RANK, SLOW_STEP = 777, 13
 
 
 def node_folds(first, step):
-    """What one node says of a step, folded as an agent does."""
+    """Return what one node reports of a step, folded as an agent does."""
     whole = {"loss_sums": [1.0], "tokens": 1, "data_digest": "0"}
     said = {"type": "step", "step": step, "grad_norm": 1.0, "lr": 1e-3, "whole": whole}
     times = {rank: 0.3 if (rank, step) == (SLOW_RANK, SLOW_STEP) else 0.1 for rank in range(first, first + NODE)}
@@ -32,7 +33,8 @@ def node_folds(first, step):
 
 
 def written(tmp_path, first, last):
-    """A record with the blocks of all ranks, and two aggregators that keep those from `first` to `last`."""
+    """Write a record with blocks of all ranks, and near tables of two aggregators for the ranks from `first` to
+    `last`."""
     record = RunRecord.create(tmp_path, "many", {}, {"job": {}})
     near = [NearTables(record.path, name) for name in ("one", "two")]
     middle = (first + last) // 2 // NODE * NODE
@@ -89,7 +91,7 @@ def test_what_was_dropped_is_told_to_who_reads_the_record(tmp_path):
 
 def test_what_cannot_be_kept_is_dropped_and_counted_and_nobody_waits(tmp_path):
     near = NearTables(tmp_path, "one")
-    near.close()  # nobody takes from the queue any more
+    near.close()  # the queue has no reader any more
     for step in range(300):
         near.take(node_folds(0, step)[0])
     assert near.dropped == 300 - 256

@@ -1,4 +1,4 @@
-"""The progress record: what is marked is read elsewhere, at a cost that a step does not feel."""
+"""The progress record: other processes read what the worker marks, at a negligible cost per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StepTable: one row per step, in whatever order ranks report and however their reports were folded on the way."""
+"""StepTable: one row per step, in any order of reports and with any folding on the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.observe.steps import StepTable as Folded
 
 
 class StepTable(Folded):
-    """Takes the reports one by one."""
+    """A StepTable that takes reports one by one."""
 
     def add(self, rank, message):
         rows = super().add(fold_of(rank, message))
@@ -73,7 +73,7 @@ def test_when_ranks_are_gone_the_others_have_reported_what_counted():
 
 
 def test_reports_may_come_before_the_word_that_their_generation_has_begun():
-    """Ranks and controller speak by different ways."""
+    """Ranks and controller use different paths."""
     table = StepTable(world_size=3, tokens_per_step=1)
     table.add(0, report(step=5))  # of the step that broke
     for step in (5, 6):
@@ -86,7 +86,7 @@ def test_reports_may_come_before_the_word_that_their_generation_has_begun():
 
 
 def test_a_step_that_all_say_again_has_one_row():
-    """Their connections were lost, and nobody had told them that it was recorded."""
+    """Their connections were lost before they heard that it was recorded."""
     table = StepTable(2, 1)
     table.settle(1, 0, 2)
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_a_norm_that_differs_in_its_last_bit_is_flagged():
 
 
 def test_reports_that_are_late_by_a_generation_are_not_lost():
-    """They come by another way than the word that the next one has begun."""
+    """They take another path than the news that the next one has begun."""
     table = StepTable(world_size=2, tokens_per_step=1)
     table.settle(1, 3, world_size=2)
     assert table.settle(2, 5, world_size=1) == [], "steps 3 and 4 counted, and nobody has reported them yet"
@@ -161,7 +161,7 @@ def test_the_row_does_not_depend_on_how_reports_were_folded_on_the_way(rng):
     rng.shuffle(said)
     nodes = [folded(said[i : i + 3]) for i in range(0, 12, 3)]
     racks = [folded([fold for node in nodes[i : i + 2] for fold in node]) for i in (0, 2)]
-    racks.insert(rng.randrange(3), nodes[0])  # a node said it again, by another aggregator
+    racks.insert(rng.randrange(3), nodes[0])  # a node repeated it through another aggregator
     table, rows = Folded(12, 1, 1, 1), []
     for rack in racks:
         for each in rack:
@@ -170,7 +170,7 @@ def test_the_row_does_not_depend_on_how_reports_were_folded_on_the_way(rng):
 
 
 def test_a_slow_rank_is_told_from_those_that_wait_for_it():
-    """All ranks of a step end it together: the time of the whole step names nobody."""
+    """All ranks end a step together, so the time of the whole step identifies none of them."""
     said = [report(step=3, time_s=1.0) for _ in range(8)]
     for rank, each in enumerate(said):
         slow = rank == 5
@@ -220,10 +220,10 @@ def test_only_what_all_ranks_hold_is_safe():
 
 
 def test_what_was_recorded_elsewhere_is_not_waited_for():
-    """A controller that takes over hears of some ranks what others have told the one before it."""
+    """A controller that takes over hears only from some ranks; the others have reported to its predecessor."""
     table = StepTable(world_size=2, tokens_per_step=8)
     table.settle(3, 7, 2)
-    assert table.add(1, report(step=9, generation=3)) is None  # of the other rank it was recorded before
+    assert table.add(1, report(step=9, generation=3)) is None  # the other rank's report was recorded before
     assert table.add(0, report(step=10, generation=3)) is None and set(table.unrecorded) == {(3, 9), (3, 10)}
     assert table.add(1, report(step=10, generation=3, tokens=4, loss_sums=[2.0]))["step"] == 10
     assert not table.unrecorded

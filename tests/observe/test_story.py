@@ -1,4 +1,4 @@
-"""Story: an operator reads one line of steps, what broke and where the GPU-seconds went, come what may."""
+"""Story: an operator reads one line of steps, what broke and where the GPU-seconds went, whatever the record holds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROW = st.fixed_dictionaries(
     over=st.booleans(),
 )
 def test_every_gpu_second_is_in_exactly_one_state(**run):
-    """In any order of events, with clocks that jump: segments follow on each other and the states add up."""
+    """In any order of events and with jumping clocks, segments are contiguous and the states add up."""
     pieces = segments(Painted(**run))
     begin = round(max(0.0, run["begin"]) * NS)
     end = max(begin, round(max(0.0, run["end"]) * NS))
@@ -171,7 +171,7 @@ def test_services_controllers_and_notices_stop_nobody(tmp_path):
 
 
 def test_the_goodput_of_a_live_run_is_that_of_its_record(tmp_path):
-    """But for checkpoints; steps that are done again count once, and ranks that are out not at all."""
+    """Except for checkpoints. Repeated steps count once, and ranks that are out do not count."""
     run = broken(tmp_path)
     run.steps(30, 40)
     part = Story(run.end()).part

@@ -1,5 +1,5 @@
-"""Other tools read what a run was: each is sent the steps and incidents of a record, and asked for them by its own
-reader. `make test-trackers` runs those that need packages of their own."""
+"""Other tools receive the steps and incidents of a record, and each tool's own reader returns them. `make
+test-trackers` runs the tests that need extra packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_packages = pytest.mark.trackers
 
 
 class Collector(HTTPServer):
-    """An OTLP receiver: what was posted to it, by path."""
+    """An OTLP receiver that keeps what was posted to it, by path."""
 
     def __init__(self):
         self.bodies: list[tuple[str, bytes, str]] = []
@@ -83,7 +83,7 @@ def test_a_collector_has_every_step_and_every_incident(collector, tmp_path, monk
 
 
 def test_a_live_run_is_followed_to_its_end(collector, tmp_path):
-    """Steps that were abandoned are followed by those that took their place."""
+    """The steps that replace abandoned ones are sent too."""
     run = Written(tmp_path, process=provenance()["process"]).begin().steps(0, 5)
     story, turns = Story(run.path), iter([lambda: run.steps(5, 9), lambda: run.steps(3, 8, loss=1.0), run.end])
     count = send(story, open_tracker(f"otlp:{collector.url}", story), True, lambda: next(turns)())
@@ -171,7 +171,8 @@ def test_weights_and_biases_keeps_what_was_sent(tmp_path, monkeypatch):
 
 
 def _log_records(data, head=7, block=32_768):
-    """Records of a LevelDB log: pieces with checksum, length and kind (1: whole, 2 to 4: first, middle, last)."""
+    """Read the records of a LevelDB log: pieces with checksum, length and kind (1: whole, 2 to 4: first, middle,
+    last)."""
     at, parts = head, b""
     while at + 7 <= len(data):
         if block - at % block < 7:  # filled up to the next block

@@ -1,4 +1,4 @@
-"""Each line of the arithmetic of very large runs, against the figures that everybody quotes."""
+"""Each line of the arithmetic of very large runs, against the figures that everyone quotes."""
 
 from __future__ import annotations
 

@@ -40,6 +40,6 @@ def test_no_pipeline_no_bubble(name):
 def test_the_last_stage_carries_the_head():
     layers, head = stage_layers(np.array([80.0]), np.array([4.0]), np.array([5.0]), np.array([1.2]))
     assert layers[0] == 20 and head[0] == 1
-    # 126 layers on 8 ranks: 16 on most, and the last ones give up a place for embedding and head.
+    # 126 layers on 8 ranks: 16 on most, and one fewer on the ranks that have embedding and head.
     layers, head = stage_layers(np.array([126.0]), np.array([8.0]), np.array([8.0]), np.array([0.8]))
     assert layers[0] == 16 and head[0] == 0

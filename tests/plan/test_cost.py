@@ -1,5 +1,5 @@
-"""Properties of the whole cost model: what must hold whatever the constants. A search over a model that breaks one of
-them finds nonsense."""
+"""Properties of the whole cost model that hold for any constants. If the model breaks one of them, a search over it
+returns nonsense."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -58,8 +58,8 @@ def test_every_term_is_there_finite_and_not_negative(shape, layout):
 @given(shapes, layouts, st.sampled_from(["nic_bytes_per_s", "up_bytes_per_s", "memory_bytes_per_s", "peak"]))
 def test_faster_hardware_is_never_slower(shape, layout, what):
     better = replace(MACHINE, **{what: 2 * getattr(MACHINE, what)})
-    # Where the host is the slowest, a third of its lateness counts as forward, whatever that gained. The gradients of
-    # weights fill a zero bubble, and quicker ones fill less of what communication leaves.
+    # If the host is slowest, a third of its delay counts as forward, even if forward got faster. Weight gradients fill
+    # a zero bubble, and faster ones fill less of what communication leaves.
     most = 1.03 if layout["schedule"] in ZERO_BUBBLE else 1.001
     assert costs(shape, layout, better).step_s[0] <= costs(shape, layout).step_s[0] * most
 
@@ -77,7 +77,7 @@ def test_more_memory_never_unfits(shape, layout):
 @given(shapes, layouts)
 def test_recomputing_more_saves_memory_and_costs_time(shape, layout):
     none, selective, full = (costs(shape, layout | {"recompute": mode}) for mode in RECOMPUTE)
-    most = 1.01  # where the host is the slowest a little more to compute is free, and hides more of a reduction
+    most = 1.01  # if the host is slowest, a little more compute is free and hides more of a reduction
     assert none.step_s[0] <= selective.step_s[0] * most and selective.step_s[0] <= full.step_s[0] * most
     assert none.memory["activations"][0] >= selective.memory["activations"][0]
 
@@ -93,7 +93,7 @@ def test_a_higher_zero_stage_never_holds_more_state(shape, layout):
 
 
 def test_rows_do_not_depend_on_their_neighbours():
-    """One by one, in a chunk and across chunks: the same figures."""
+    """The figures are the same one by one, in a chunk and across chunks."""
     rng = np.random.default_rng(3)
     many = Candidates.of(
         tp=2 ** rng.integers(0, 4, 25_000), pp=2 ** rng.integers(0, 4, 25_000), zero=rng.integers(0, 4, 25_000),
@@ -149,8 +149,8 @@ def test_communicator_set_up():
 
 
 def test_a_short_ring_is_slow():
-    """Pieces of a sequence are short and every hop merges a part: this engine's ring forward took 3.0 times its share
-    of the whole at cp 4, and 3.7 times at cp 8. So context parallelism is not free."""
+    """Context parallelism is not free, because pieces of a sequence are short and every hop merges a part: this
+    engine's ring forward took 3.0 times its share of the whole at cp 4, and 3.7 times at cp 8."""
     shape = replace(LLAMA_70B, attention_layers=80)
     spent = {}
     for cp in (1, 4, 8):
@@ -212,13 +212,13 @@ def test_tensor_parallelism_that_leaves_the_node_runs_at_the_cards_rate():
 @settings(max_examples=40, deadline=None)
 @given(shapes, layouts)
 def test_fp32_moves_and_keeps_twice_the_bytes_of_bf16(shape, layout):
-    """Or a plan in fp32 does not fit, and waits for messages that are twice as long as planned."""
+    """Otherwise a plan in fp32 would not fit, and would wait for messages twice as long as planned."""
     bf16, fp32 = (costs(shape, layout | {"precision": p}) for p in ("bf16", "fp32"))
     for name in ("activations", "gathered"):
         assert fp32.memory[name][0] == pytest.approx(2 * bf16.memory[name][0])
     quiet = replace(PROFILE, call_s=0.0, up_hop_s=0.0, out_hop_s=0.0, hides_tp=0.0, hides_ep=0.0, interference=1.0)
     still = replace(MACHINE, tier_latency_s=np.zeros_like(MACHINE.tier_latency_s))
-    for term, more in (("tp", {"pp": 1}), ("ep", {"pp": 1}), ("pp", {})):  # stages are cut by what their layers take
+    for term, more in (("tp", {"pp": 1}), ("ep", {"pp": 1}), ("pp", {})):  # stages are cut by the cost of their layers
         both = [Candidates.of(**layout | more | {"precision": p}) for p in ("bf16", "fp32")]
         bf16, fp32 = (evaluate(shape, still, c, 4096, quiet) for c in both)
         assert fp32.seconds[term][0] == pytest.approx(2 * bf16.seconds[term][0]), term

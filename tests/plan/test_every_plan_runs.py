@@ -1,5 +1,5 @@
-"""Every plan runs: what `phalanx plan` prints, the engine's rules accept, for every preset, number of chips and pin;
-and what it cannot plan, it says why. Plans that the engine refuses are worse than none."""
+"""Every plan runs: the engine's rules accept what `phalanx plan` prints, for every preset, number of chips and pin.
+Where there is no plan, it says why. A plan that the engine refuses is worse than none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ questions = st.fixed_dictionaries({
 
 
 def check(model: str, gpus: int, hardware: str, seq: int | None, batch: int | None, pins: dict) -> bool:
-    """Whether there is a plan; if so, the engine takes it, and it keeps every pin."""
+    """Return whether there is a plan, after checking that the engine accepts it and that it keeps every pin."""
     text = ",".join(f"{name}={value}" for name, value in pins.items())
     try:
         plan = ask(Options(model, gpus, hardware, seq=seq, global_batch=batch, pin=text)).plan
@@ -82,14 +82,14 @@ def test_what_is_printed_the_engine_takes_at_length(question):
 @pytest.mark.parametrize("gpus", [24, 96, 384])
 @pytest.mark.parametrize("model", ["llama3-8b", "llama3-70b"])
 def test_numbers_of_chips_that_a_batch_does_not_divide_over_have_an_answer(model, gpus):
-    """24, 96 and 384 chips with a batch of 512: three stages, or chips that stand by."""
+    """24, 96 and 384 chips with a batch of 512 give three stages, or spare chips."""
     if model == "llama3-70b" and gpus == 24:
         pytest.skip("too large")
     assert check(model, gpus, "h100", 8192, 512, {})
 
 
 def test_tied_embeddings_are_planned_as_the_engine_takes_them(monkeypatch):
-    """Without a pipeline as long as the engine refuses one; the day it does not, with one."""
+    """Plans have no pipeline as long as the engine refuses one, and use one as soon as it does not."""
     tied = [name for name in DECODERS if PRESETS[name].get("tied")]
     assert tied
     plan = ask(Options("gpt3-175b", 1024, "h100")).plan
@@ -104,7 +104,7 @@ def test_tied_embeddings_are_planned_as_the_engine_takes_them(monkeypatch):
 
 
 def test_a_schedule_that_is_given_is_not_dropped():
-    """It asks for a pipeline; without one it is an error, not a layout without it."""
+    """It asks for a pipeline. If there is none, the answer is an error rather than a layout without the schedule."""
     assert ask(Options("llama3-8b", 16, "h100", pin="schedule=1f1b")).plan.layout["pp"] > 1
     with pytest.raises(UserError):
         ask(Options("llama3-8b", 16, "h100", pin="schedule=1f1b,pp=1"))
@@ -139,7 +139,7 @@ def test_a_printed_plan_runs_dry(question):
 
 @pytest.mark.slow
 def test_the_printed_lines_are_a_job_that_runs_dry(tmp_path):
-    """`plan --explain` prints sections of a job file; `train --dry-run` takes them at once."""
+    """`plan --explain` prints sections of a job file that `train --dry-run` accepts unchanged."""
     command = [
         PHALANX,
         "plan",

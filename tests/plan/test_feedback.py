@@ -1,5 +1,5 @@
-"""Finished runs correct the next plan: by how much they were off, less where there are few of them, and never so that a
-memory that was seen would not fit."""
+"""Finished runs correct the next plan by their error, less if there are few of them. The memory interval always
+contains the peaks that were measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_a_machine_that_is_slower_is_planned_slower(tmp_path):
-    """Three runs at 1.3 times the prediction: the next prediction is most of the way there, and surer."""
+    """After three runs at 1.3 times the prediction, the next one is most of the way there, with a narrower interval."""
     file = tmp_path / "feedback.jsonl"
     spans, paces = [], []
     for _ in range(3):
@@ -66,14 +66,15 @@ def test_every_peak_that_was_seen_lies_inside_the_interval(tmp_path):
 
 
 def test_small_jobs_say_nothing_of_memory(tmp_path):
-    """What every process holds would be taken for the model's, and a large one be called fitting that does not."""
+    """Otherwise the memory that every process holds would count as the model's, and a large model that does not fit
+    would be called fitting."""
     file = tmp_path / "feedback.jsonl"
     append(replace(run(1.0, 0.3), predicted_bytes=2e9, measured_bytes=0.6e9), file)
     assert learned(PROFILE, "h100", file).memory_interval == PROFILE.memory_interval
 
 
 def test_one_run_is_no_measure_of_scatter(tmp_path):
-    """Where little was known before, one run leaves the interval wide."""
+    """If little was known before, one run leaves the interval wide."""
     file = tmp_path / "feedback.jsonl"
     append(run(2.0), file)
     low, high = learned(replace(PROFILE, error=(-1.0, 1.0)), "h100", file).interval(False, "bf16")

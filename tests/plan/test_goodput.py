@@ -1,4 +1,4 @@
-"""Goodput, recovery and the bill: against published effective times, and by their limits."""
+"""Goodput, recovery and the bill, compared with published effective times and in their limits."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_what_the_catalogue_does_not_know_stays_unknown(catalogue):
 
 
 def test_llama_405b_takes_about_what_it_took(found):
-    """30.84 M H100-hours for 15.6 T tokens (model card of Llama 3.1 405B), a part of them with longer sequences and
+    """30.84 M H100-hours for 15.6 T tokens (model card of Llama 3.1 405B), part of which used longer sequences and
     fewer GPUs than here."""
     ask = replace(found.ask, profile=default_profile(found.ask.cluster.node.chip, "megatron"), contains=False)
     request = Request("llama3-405b", ask, 15.6e12)

@@ -37,7 +37,7 @@ def test_all_reduce_across_nodes():
 
 
 def test_a_ring_sends_what_the_requirements_say():
-    """2(N-1)/N of the data each; without latency, over the slower of link and cards."""
+    """Each rank sends 2(N-1)/N of the data; without latency, over the slower of link and cards."""
     one = group("a100-80", 8, 8)
     assert one.gather_s(8e12)[0] == pytest.approx(7 / 8 * 8e12 / (300e9 * PROFILE.up), rel=1e-3)
     many = group("h100", 64, 8, stride=8)  # one rank in each of 8 nodes: one card each
@@ -45,7 +45,7 @@ def test_a_ring_sends_what_the_requirements_say():
 
 
 def test_latency_grows_with_the_log_where_trees_are():
-    """A tree between nodes: a million ranks pay little more hops than a thousand."""
+    """With a tree between nodes, a million ranks pay for few more hops than a thousand."""
     small = [group("h100", gpus, gpus).reduce_s(1.0)[0] for gpus in (1024, 1_048_576)]
     assert small[1] < 4 * small[0] < 4e-3
 

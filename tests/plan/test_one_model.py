@@ -1,6 +1,6 @@
-"""One model of the engine: on links that carry a byte a second and hide nothing, the cost model's seconds are the bytes
-that the closed form counts, which the dry run proves against the program. If they part, a plan costs another engine
-than the one that runs."""
+"""One model of the engine: on links that carry a byte a second and hide nothing, the cost model's seconds equal the
+bytes of the closed form, which the dry run checks against the program. If they differ, a plan costs another engine than
+the one that runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def byte_a_second() -> tuple[Machine, Profile]:
 
 
 def counted(model: ModelConfig, layout: Layout, recompute: str) -> dict[str, float]:
-    """Bytes that a rank in the middle of the pipeline sends in a step, by axis, as a ring sends them."""
+    """Count the bytes that a rank in the middle of the pipeline sends in a step, by axis, as in a ring."""
     job = Job(
         model=model, layout=layout,
         train=TrainConfig(seq_len=SEQ, global_batch=BATCH, micro_batch=MICRO, precision="bf16", recompute=recompute,
@@ -62,14 +62,14 @@ def predicted(model: ModelConfig, layout: Layout, recompute: str) -> dict[str, f
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
 def test_tensor_parallel_bytes(model, recompute):
-    """But for gradients of norms, which are a few bytes."""
+    """They match except for gradients of norms, which are a few bytes."""
     layout = Layout(tp=4, pp=3, shard=2, zero=1)
     assert predicted(model, layout, recompute)["tp"] == pytest.approx(counted(model, layout, recompute)["tp"], rel=5e-3)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_ring_bytes(recompute):
-    """Keys and values forward, again when recomputed, and back with gradients in fp32."""
+    """Keys and values travel forward, a second time when recomputed, and back with gradients in fp32."""
     layout = Layout(cp=4, pp=3, shard=2, zero=1)
     assert predicted(DENSE, layout, recompute)["cp"] == pytest.approx(counted(DENSE, layout, recompute)["cp"], rel=1e-6)
 
@@ -82,8 +82,8 @@ def test_bytes_to_the_experts_and_back(recompute):
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_bytes_of_state(zero):
-    """Weights in bf16, gradients in fp32; once a step, or with every micro-batch. (The cost model gives every stage a
-    matrix of the vocabulary, so the vocabulary is small here.)"""
+    """Weights are sent in bf16 and gradients in fp32, once a step or with every micro-batch. The cost model gives every
+    stage a vocabulary matrix, so the vocabulary is small here."""
     model = replace(DENSE, vocab_size=8)
     layout = Layout(shard=8, pp=3, zero=zero)
     seconds = predicted(model, layout, "none")

@@ -1,5 +1,5 @@
-"""Bytes of a rank against the papers the formulas are from, and against peaks that runs published. A planner that calls
-a run impossible that ran, or fitting that did not, is not asked again."""
+"""Bytes of a rank, compared with the papers that the formulas come from and with published peaks. Users do not trust a
+planner that rejects a run that worked, or accepts one that did not fit."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ MANY = ModelShape.of(4, 2048, 16, 2816, 32768, 4096, experts=64, top_k=6, expert
     ],
 )  # fmt: skip
 def test_peaks_of_this_engine(shape, micro, number, mode, precision, peak_gb):
-    """Allocated on one H200, `number` micro-batches of `micro` samples (in fp8 with moments in bf16): within 3 %."""
+    """Bytes allocated on one H200 for `number` micro-batches of `micro` samples (fp8: moments in bf16): within 3 %."""
     layout = Candidates.of(micro_batch=micro, recompute=mode, precision=precision)
     profile = replace(H100, software=software("phalanx", reserve=1.0))
     memory = evaluate(shape, load().cluster("h200", 1), layout, micro * number, profile).memory
@@ -112,13 +112,14 @@ def test_runs_that_do_not_fit_are_refused():
     profile = replace(H100, software=Software(attention="scores", sequence_parallel=False), memory_error=(0.0, 0.0))
     costs = evaluate(GPT_530B, cluster, layout, 280, profile)
     assert costs.fits(profile).tolist() == [False, True]
-    # And a model whose state alone is too much.
+    # And a model whose state alone does not fit.
     costs = evaluate(LLAMA_405B, load().cluster("h100", 64), Candidates.of(tp=8, shard=8, zero=3), 64, H100)
     assert costs.memory_interval(H100)[0] > costs.capacity_bytes
 
 
 def test_in_flight_micro_batches_by_schedule():
-    """On the first stage: 1f1b p, gpipe all, interleaved a little more than 1f1b, and never more than there are."""
+    """The first stage holds p with 1f1b, all with gpipe, a little more than 1f1b if interleaved, and never more than
+    there are."""
     cluster = load().cluster("h100", 64)
     names = ["1f1b", "gpipe", "interleaved", "zb-h2", "dualpipe"]
     layout = Candidates.of(tp=8, pp=8, vpp=[1, 1, 2, 1, 1], schedule=names)
@@ -129,7 +130,7 @@ def test_in_flight_micro_batches_by_schedule():
 
 
 def test_fitting_means_that_the_upper_end_fits():
-    """A middle that would just fit is not called fitting."""
+    """A layout is not called fitting if only the middle of its prediction fits."""
     layout = Candidates.of(shard=8, zero=3, recompute="full")
     costs = evaluate(LLAMA_8B, load().cluster("h100", 8), layout, 8, H100)
     low, high = costs.memory_interval(H100)

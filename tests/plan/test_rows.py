@@ -1,4 +1,4 @@
-"""Reading published runs: what a row says, what it leaves open, and what is wrong with it."""
+"""Reading published runs: the facts of a row, what it leaves open, and its errors."""
 
 import csv
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_conventions_differ_as_the_notes_say(tmp_path):
 
 
 def test_columns_win_over_words(tmp_path):
-    """A table that has the fact columns is read by them alone."""
+    """In a table with the fact columns, only these are read."""
     columns = (*COLUMNS, *FACTS)
     row = {"software": "nemo", "flops": "causal", "graphs": "full", "notes": "torchtitan, eager, full-attention FLOPs"}
     (run,), bad = read_runs(table(tmp_path, row, columns=columns), CATALOGUE)
@@ -75,7 +75,7 @@ def test_columns_win_over_words(tmp_path):
 
 
 def test_words_become_columns_once():
-    """Facts of prose, and of the recipe that a release of NVIDIA's container has for a model on a chip."""
+    """Facts come from the prose, and from the recipe in NVIDIA's container release for a model on a chip."""
     old = {"source": "Megatron-Bridge [26.04 NeMo Container; x]", "model": "Qwen3_30B_a3B", "gpu": "GB200",
            "precision": "MXFP8", "notes": "MoE 128 experts top-8; CAUSAL-halved"}  # fmt: skip
     now = facts(dict.fromkeys(COLUMNS, "") | old)
@@ -86,7 +86,7 @@ def test_words_become_columns_once():
 
 
 def test_a_table_of_words_alone_reads_like_the_packaged_one(tmp_path):
-    """Somebody's file has the 28 columns and prose: the same runs come out."""
+    """A file with only the 28 columns and prose gives the same runs."""
     with packaged().open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     own, _ = read_runs(packaged(), CATALOGUE)
@@ -201,7 +201,7 @@ def test_a_bad_file_is_the_users_mistake(tmp_path):
 
 
 def test_a_table_nobody_has_seen(tmp_path):
-    """Other sources, chips and gaps: sane figures, none missing."""
+    """Other sources, chips and gaps give sane figures, and none is missing."""
     rows = [
         {"gpu": "MI300X", "source": "a blog"}, {"gpu": "H200", "precision": "fp8", "step_time_s": "8"},
         {"gpu": "Gaudi3", "step_time_s": "20"}, {"gpu": "NVIDIA GH200 96GB", "vpp": "", "micro_batch": ""},

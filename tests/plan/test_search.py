@@ -1,4 +1,4 @@
-"""The search: it finds the best there is, says so deterministically, and keeps to what was asked."""
+"""The search finds the best layout, deterministically, and keeps to the question."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asked(catalogue: Catalogue, model: str = "llama3-8b", gpus: int = 64, hardwa
 
 
 def everything(ask: Ask) -> tuple[Candidates, np.ndarray]:
-    """All layouts of a small space, none left out."""
+    """Return all layouts of a small space, without leaving any out."""
     found, batch = children(ask, *cores(ask))
     parts = [
         Candidates(
@@ -58,7 +58,7 @@ def test_nothing_in_the_whole_space_is_better(catalogue, model, gpus):
 
 @pytest.mark.parametrize("model, gpus", [("llama3-70b", 256), ("mixtral-8x7b", 64), ("llama3-8b", 131072)])
 def test_no_child_is_below_the_bound_of_its_core(catalogue, model, gpus):
-    """What the search leaves out unseen rests on this."""
+    """The search relies on this when it skips layouts without costing them."""
     ask = asked(catalogue, model, gpus)
     core, batch = cores(ask)
     bound, least = _bounds(ask, Machine.of(ask.cluster), core, batch)
@@ -146,7 +146,7 @@ def test_cost_takes_fewer_chips_and_keeps_the_deadline(catalogue):
 
 
 def test_a_million_chips_are_searched(catalogue):
-    """Seconds are in benchmarks/planner_speed.py; here, that all of it is looked at and the answer is sane."""
+    """The whole space is covered and the answer is sane. benchmarks/planner_speed.py measures the seconds."""
     shape = ModelShape.of(128, 25600, 160, 68096, 51200, 8192)
     cluster = catalogue.cluster("h100", 1_000_000)
     ask = Ask(shape, cluster, default_profile(cluster.node.chip), usual_batch(1_000_000, 8192))

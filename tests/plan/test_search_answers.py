@@ -1,4 +1,4 @@
-"""What a user hears of a search: refusals that say by how much and what would help, the quality of picks, pictures."""
+"""What a user sees of a search: refusals that say by how much and what would help, the quality of picks, pictures."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_pins_are_read():
 
 
 def test_the_pick_among_published_layouts_is_within_five_percent():
-    """With the source left out of the fit."""
+    """The fit leaves out the source."""
     found = picks(packaged(), load_packaged())
     assert len(found) >= 5 and min(p.spread for p in found) > 0.05
     assert max(p.regret for p in found) <= 0.05

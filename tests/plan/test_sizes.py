@@ -1,5 +1,5 @@
-"""The arithmetic of models against what their papers and NVIDIA's recipes publish: a planner that miscounts these is
-wrong everywhere."""
+"""The arithmetic of models, compared with their papers and NVIDIA's recipes. A planner that miscounts these is wrong
+everywhere."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_parameters_of_expert_models(name, total, active):
     [(LLAMA_8B, 4.74e14), (LLAMA_70B, 3.94e15), (LLAMA_405B, 2.17e16), (GPT3, 2.20e15)],
 )
 def test_flops_of_a_sequence_as_nvidia_counts_them(shape, flops):
-    """NVIDIA/dgxc-benchmarking: attention in full. (Its 1.01e16 for Nemotron-4 340B counts a gate too many.)"""
+    """NVIDIA/dgxc-benchmarking counts attention in full. Its 1.01e16 for Nemotron-4 340B counts a gate too many."""
     assert float(shape.flops_per_token("full") * shape.seq) == pytest.approx(flops, rel=0.011)
 
 
@@ -61,7 +61,7 @@ def test_flops_of_a_sequence_as_nvidia_counts_them(shape, flops):
     ],
 )
 def test_causal_flops_per_token(shape, gflops):
-    """DeepSeek-V3 and Llama 405B as DeepSeek publishes them for 4,096 tokens."""
+    """They match what DeepSeek publishes for DeepSeek-V3 and Llama 405B at 4,096 tokens."""
     assert float(shape.flops_per_token("causal")) / 1e9 == pytest.approx(gflops, rel=0.015)
 
 
@@ -96,7 +96,7 @@ def test_the_engines_own_models_count_alike():
 
 
 def test_a_window_leaves_few_keys():
-    """Twice what a token sees on average, as without a window twice L / 2 is counted."""
+    """The count is twice what a token sees on average, as it is without a window (twice L / 2)."""
     whole, cut = ModelConfig(num_layers=4), ModelConfig(num_layers=4, window=64, full_every=2)
     seen = 2 * sum(min(at + 1, 64) for at in range(4096)) / 4096
     ratio = (2 * seen + 2 * 4096) / (4 * 4096)

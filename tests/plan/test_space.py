@@ -1,4 +1,4 @@
-"""Which layouts are looked at."""
+"""The layouts that the search considers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.plan.search.space import Ask, Limits, chunk_counts
 
 @pytest.mark.parametrize(("model", "layers"), [("llama2-70b", 80), ("deepseek-v3", 61)])
 def test_only_chunks_that_cut_the_layers_evenly_are_looked_at_unless_one_is_pinned(model, layers):
-    """Uneven ones stall in ways that the bubble's formula does not know: 12 % of a step for 126 layers in 112."""
+    """Uneven ones stall in ways that the bubble formula does not cover: 12 % of a step for 126 layers in 112."""
     shape = published_shape(model, 4096)
     assert int(shape.layers) == layers
     h100 = cluster("h100", 1024)

@@ -1,5 +1,5 @@
-"""The planner's picture of the engine: the same tensors, groups that add up, and calls that can be counted by hand.
-tests/train/test_dryrun.py holds it against the program itself."""
+"""The planner's model of the engine: the same tensors, groups that add up, and calls that can be counted by hand.
+tests/train/test_dryrun.py compares it with the program itself."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ LAYOUTS = st.builds(
     ("model", "pp"), [(DENSE, 1), (DENSE, 3), (MOE, 1), (MOE, 3), (dataclasses.replace(DENSE, tied=True), 1)]
 )
 def test_tensors_are_those_of_the_model(model, pp):
-    """Else every byte of a plan is that of another model, or of other stages."""
+    """Otherwise every byte of a plan would belong to another model, or to other stages."""
     layout = Layout(pp=pp, schedule="interleaved")
     assert tensors(model, layout) == describe(load_family(model.family), model, layout)
 
@@ -59,7 +59,7 @@ def test_a_group_is_the_ranks_that_differ_in_its_axis_alone(layout, data):
 
 
 def test_figures_of_the_engine_that_the_plan_repeats():
-    """The planner has no torch, so it cannot read them there."""
+    """The planner cannot read them from the engine because it does not import torch."""
     assert (engine.PARCEL_NUMEL, engine.PARCEL_ALIGN) == (optimizer.PARCEL_NUMEL, optimizer.ALIGN_NUMEL)
     assert (engine.CODEC_BLOCK, units.EMBEDDING_COST) == (cross.BLOCK, stages.EMBEDDING_COST)
     assert {p: dtype.itemsize for p, dtype in shard.MASTER_DTYPE.items()} == engine.MASTER_BYTES
@@ -83,9 +83,9 @@ def make_job(model=DENSE, micro=1, train=None, optimizer=None, **layout):
 
 
 def test_calls_and_bytes_counted_by_hand():
-    """Layer: 4 matrices of 4 x 4, 2 norms of 4, 3 matrices of 4 x 6: 144 elements. Beside it: 2 matrices of 8 x 4 and a
-    norm, each by itself: 68. A layer is gathered twice in 2 bytes, the others once; gradients go in 4 bytes; then two
-    sums of 8 bytes."""
+    """A layer has 4 matrices of 4 x 4, 2 norms of 4 and 3 matrices of 4 x 6: 144 elements. Outside it are 2 matrices of
+    8 x 4 and a norm, each by itself: 68. A layer is gathered twice in 2 bytes and the others once; gradients take 4
+    bytes; then come two sums of 8 bytes."""
     model = ModelConfig(vocab_size=8, dim=4, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=6)
     job = make_job(model, shard=2)
     got = expect(job, job.layout.coord(1))
@@ -116,7 +116,7 @@ def test_zero_stages_and_micro_batches():
 
 @pytest.mark.parametrize("schedule", sorted(CHUNKS))
 def test_what_is_sent_is_received(schedule):
-    """Along a whole pipeline; the two ends of the model have no further neighbour."""
+    """This holds along a whole pipeline; the two ends of the model have no further neighbour."""
     job = make_job(micro=4, pp=4, tp=2, schedule=schedule)
     layout, sums = job.layout, {"send": 0, "receive": 0}
     for pp in range(layout.pp):
@@ -129,7 +129,7 @@ def test_what_is_sent_is_received(schedule):
 
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
 def test_no_weight_is_lost_or_held_twice(model):
-    """But for those that every tp rank holds whole."""
+    """Weights that every tp rank holds whole are the exception."""
     job = make_job(model, replica=2, shard=3, tp=2, pp=2, cp=2, ep=3 if model is MOE else 1)
     held = sum(expect(job, job.layout.coord(rank)).weight_bytes for rank in range(job.layout.world_size))
     copies = {h.name: 2 if h.tp_dim is None and not h.experts else 1 for h in tensors(model, job.layout)}
@@ -151,7 +151,8 @@ MIXTRAL = dataclasses.replace(LLAMA, family="moe", vocab_size=32000, num_experts
     ],
 )
 def test_the_cost_model_counts_the_state_of_the_fullest_rank(model, layout):
-    """12 bytes a parameter: master weight and moments. Less would call a layout fitting that does not fit."""
+    """Master weight and moments take 12 bytes per parameter. With fewer, a layout that does not fit would be called
+    fitting."""
     job = make_job(model, **layout)
     where, columns = job.layout, Candidates.of(**layout)
     ranks = [expect(job, where.coord(pp * where.stage_size)) for pp in range(where.pp)]
@@ -171,8 +172,8 @@ def test_a_bucket_is_sent_when_it_is_full():
 
 
 def test_the_head_crosses_before_the_layers_and_the_embedding_after_them():
-    """Else the two largest matrices of a model would both wait for the end of the backward. Tied, they are one, which
-    has no gradient before that."""
+    """Otherwise the two largest matrices of a model would both wait for the end of backward. If tied, they are one
+    matrix, which has no gradient before that."""
     layers = [f"layers.{i}" for i in reversed(range(DENSE.num_layers))]
     for ranks, tied, order in (
         (1, False, ["head", "rest", *layers, "embed"]),

@@ -1,5 +1,5 @@
-"""The bars on the project's own copy of the published runs, every row predicted with its source left out of the fit.
-They fail when a change makes the model worse, or when fitted.toml was not written after one."""
+"""Accuracy bars on the project's own copy of the published runs, with every row's source left out of the fit. They fail
+if a change makes the model worse, or if fitted.toml was not rewritten after a change."""
 
 import csv
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_no_run_that_ran_is_called_impossible(result):
 
 
 def test_the_numbers_are_where_a_fit_of_this_model_stops(runs):
-    """A fit that begins at the shipped numbers gains nothing worth a step."""
+    """A fit that starts from the shipped numbers gains nothing worth a step."""
     table = RunTable.of(runs)
     left = table.log_step(values()) - table.published
     logs = np.log([values()[name] for name in fitting.NAMES])
@@ -77,14 +77,14 @@ def test_the_numbers_are_where_a_fit_of_this_model_stops(runs):
 
 
 def test_stored_predictions_are_not_stale(runs):
-    """`left_out.csv` was written by this code and these numbers; if not, everything is fitted afresh."""
+    """`left_out.csv` was written by this code and these numbers; otherwise everything is refitted."""
     from phalanx.plan.lab.validate import STALE, _stored
 
     assert np.abs(_stored()[:, 0] - RunTable.of(runs).log_step(values())).max() < STALE
 
 
 def test_a_left_out_source_has_no_part_in_its_prediction(runs, monkeypatch):
-    """Figures of a source may say anything: predictions of it stay the same. Nothing leaks."""
+    """Changing a source's figures does not change the predictions of it, so nothing leaks."""
     monkeypatch.setattr(fitting, "ROUNDS", 2)
     few = [run for run in runs if run.engine in ("torchtitan", "megascale", "megatron-2023", "deepspeed")]
     groups = np.array([run.source for run in few])
@@ -101,7 +101,7 @@ def test_the_stored_left_out_predictions_are_those_of_a_fit(runs):
 
 
 def test_intervals_widen_with_lack_of_evidence():
-    """Software that nobody published runs of, then a chip without any: each wider than the last."""
+    """Software without published runs widens them, and a chip without any widens them further."""
     catalogue = load_packaged()
     for kind in ("dense", "fp8"):
         seen, unseen, no_chip = interval(kind, True), interval(kind, False), interval(kind, False, chip_known=False)
@@ -133,8 +133,8 @@ def test_rows_that_the_fit_has_not_seen_are_predicted_by_the_shipped_numbers(tmp
 
 
 def test_a_node_that_no_fit_has_seen(tmp_path):
-    """vTrain's runs of small GPTs on one node of A100 (every sixth of 1,440), none of them in the fit and their
-    recomputation not stated."""
+    """vTrain's runs of small GPTs on one node of A100 (every sixth of 1,440). None of them is in the fit, and their
+    recomputation is not stated."""
     with (Path(__file__).parent / "data" / "vtrain_a100_single_node.csv").open() as file:
         rows = list(csv.DictReader(file))[::6]
     path = tmp_path / "runs.csv"
@@ -167,8 +167,8 @@ def test_the_pages_are_those_that_the_code_writes():
 
 
 def test_plans_stand_beside_the_layouts_of_twelve_teams():
-    """The plan is no slower by prediction than the team's layout wherever that fits by the model; each difference has a
-    reason."""
+    """By prediction, the plan is no slower than the team's layout wherever the model says that the latter fits; each
+    difference has a reason."""
     from phalanx.plan.lab.teams import compared
 
     found = compared()

@@ -1,1 +1,1 @@
-"""Thin commands. Heavy imports happen inside them, so that help answers at once."""
+"""The commands, kept thin. Heavy imports happen inside them, so that help answers at once."""

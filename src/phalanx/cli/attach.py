@@ -1,5 +1,5 @@
-"""The process of a run is not the one that the user started, where the run is on other hosts or `--detach` asks for it:
-that one only shows it, as `phalanx attach` does. `phalanx stop` ends a run."""
+"""Start a run in a process of its own, show it and end it. On other hosts, or with `--detach`, the process that the
+user started only shows the run, as `phalanx attach` does. `phalanx stop` ends a run."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from phalanx.core.job import Job
     from phalanx.engines.table import Submission
 
-LEAVE_S = 30.0  # for the process of a run that is over
+LEAVE_S = 30.0  # for the process of a finished run to end
 RUN = "A folder, a name in RUNS_DIR, the beginning of one, or last; or ENGINE:ID, as kubernetes:default/four-3f2a."
 Run = Annotated[str, typer.Argument(metavar="RUN", help=RUN)]
 
 
 def is_apart() -> bool:
-    """Whether this is the process of a run that another command has started, and shows."""
+    """Return whether this is the process of a run that another command has started and shows."""
     from phalanx.run.follow import STARTER
 
     return STARTER in os.environ
 
 
 def run_apart(arguments: list[str], detach: bool) -> None:
-    """Run the same command in a session of its own, which outlives this process and its terminal, and show it. Ctrl-C
-    and SIGTERM are passed on: they ask the run to save and to end. `detach`: return as soon as it has begun."""
+    """Run the same command in its own session, which outlives this process and its terminal, and show it. Ctrl-C and
+    SIGTERM are passed on and ask the run to save and end. `detach`: return as soon as it has begun."""
     from phalanx.run.follow import LAUNCHED, REFUSED, STARTER
 
     reader, writer = os.pipe()
@@ -49,7 +49,7 @@ def run_apart(arguments: list[str], detach: bool) -> None:
     pass_on = lambda *_: child.send_signal(signal.SIGTERM)  # noqa: E731
     for number, do in ((signal.SIGINT, pass_on), (signal.SIGTERM, pass_on), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that runs this in the background
-            signal.signal(number, do)  # when the terminal is gone, only this process has to do with it
+            signal.signal(number, do)  # the loss of the terminal concerns only this process
     with open(reader) as said:
         folder = Path(said.readline().rstrip("\n"))
         if folder.name and detach and said.readline().strip() == LAUNCHED:
@@ -68,7 +68,7 @@ def run_apart(arguments: list[str], detach: bool) -> None:
 
 
 def again(arguments: list[str]) -> str:
-    """The command that continues a run which was started with these arguments."""
+    """Return the command that continues a run started with these arguments."""
     kept, rest = list[str](), iter(arguments)
     for each in rest:
         if each == "--resume":
@@ -79,7 +79,7 @@ def again(arguments: list[str]) -> str:
 
 
 def _show(folder: Path) -> int | None:
-    """Until the run is over: its exit code. None: it is left alone, because of Ctrl-C or because nobody reads."""
+    """Show a run until it is over and return its exit code; None after Ctrl-C, or if the output is closed."""
     from phalanx.observe.record import RunRecord
     from phalanx.run.follow import follow, head_of
 
@@ -98,12 +98,12 @@ def _how_to(run: Path) -> str:
 
 
 def submit(submission: Submission, job: Job, on: str, detach: bool) -> None:
-    """Hand a run to an engine, and show what it does. Ctrl-C leaves it alone."""
+    """Submit a run to an engine and show it. Ctrl-C leaves the run alone."""
     from phalanx.run.follow import follow_submitted
 
     Path(job.run.dir).mkdir(parents=True, exist_ok=True)
     reference = {"on": on, "id": submission.send()}
-    if on != "kubernetes":  # which has said so, and keeps the record in a pod
+    if on != "kubernetes":  # it has printed this itself, and keeps the record in a pod
         print(f"submitted: {on} job {reference['id']}; its record will be in {job.run.dir}", flush=True)
     if detach or submission.is_array:
         return
@@ -149,7 +149,7 @@ def stop(
         remedy = "is it over, or does another host keep it?"
         text = "no process of this machine keeps its record, and no job of an engine"
         raise UserError(text, field="RUN", value=str(folder), remedy=remedy)
-    with contextlib.suppress(OSError):  # or a run that others could continue would be handed over
+    with contextlib.suppress(OSError):  # without this file, a run that others can continue would be handed over
         (folder / "control" / STOP).touch()
     head.ask_to_stop(now)
     print(f"the run is asked to {'end' if now else 'save and end'}; see phalanx attach {folder}")

@@ -1,5 +1,5 @@
-"""`phalanx calibrate`: measures this machine with real processes on all of its accelerators, or on its cores, and
-writes down what the planner needs to know of it."""
+"""`phalanx calibrate`: measure this machine with real processes on all its accelerators, or on its cores, and write
+what the planner needs to know about it to a file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 
 STORE, PROBE = -1, -2
-CPU_RANKS = 4  # at most: they share the cores and the memory
+CPU_RANKS = 4  # at most, because they share the cores and the memory
 LONGEST_MINUTES = 60.0
-Tell = Callable[[str, int, int], None]  # section, cases done, of how many
+Tell = Callable[[str, int, int], None]  # section, cases done, cases in total
 
 
 def calibrate(
@@ -72,7 +72,7 @@ def _check(out: Path, minutes: float, ranks: int) -> None:
 
 
 def _run(device: str, ranks: int, seconds: float, tell: Tell) -> dict[str, Any]:
-    """What rank 0 found; RunFailed with the log of the process that failed."""
+    """Return what rank 0 measured. Raise RunFailed with the log of the process that failed."""
     from phalanx.core.errors import UserError
     from phalanx.runtime.bare import BareClient, Together
     from phalanx.runtime.cluster import environment
@@ -98,7 +98,7 @@ def _run(device: str, ranks: int, seconds: float, tell: Tell) -> dict[str, Any]:
 
 
 def _message(gang: Any, kind: str, tell: Tell) -> dict[str, Any]:
-    """The next one of this kind; progress on the way is told."""
+    """Return the next message of this kind, reporting progress while it waits."""
     while True:
         event = gang.next(1.0)
         body = event["body"] if event and event["type"] == "message" else {}
@@ -109,7 +109,7 @@ def _message(gang: Any, kind: str, tell: Tell) -> dict[str, Any]:
 
 
 def _write(out: Path, found: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the whole file or nothing."""
     from phalanx import __version__
 
     found["versions"]["phalanx"] = __version__
@@ -119,7 +119,7 @@ def _write(out: Path, found: dict[str, Any]) -> None:
 
 
 def _dumped(found: dict[str, Any]) -> str:
-    """A line for each measurement."""
+    """Format as JSON with one line for each measurement."""
     parts = []
     for key, value in found.items():
         text = json.dumps(value)
@@ -130,7 +130,7 @@ def _dumped(found: dict[str, Any]) -> str:
 
 
 def summary(found: Any) -> list[str]:
-    """The best of each, and what the planner makes of all."""
+    """Summarise the best of each measurement, and the interval that the planner derives from all of them."""
     from phalanx.plan.cost.calibrated import profile_from
     from phalanx.plan.cost.intervals import interval
     from phalanx.run.console import flops

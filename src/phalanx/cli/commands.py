@@ -1,4 +1,4 @@
-"""What `phalanx` can be asked to do. Heavy imports happen inside a command, so that help answers at once."""
+"""The commands of `phalanx`. Heavy imports happen inside a command, so that help answers at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ORDER = (  # of first use
 
 
 class InOrder(typer.core.TyperGroup):
-    """Commands in the order in which one needs them; those that nobody has placed come last."""
+    """Commands in the order in which a user needs them; those not in ORDER come last."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
@@ -106,7 +106,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-OUTLIVED = "ssh"  # where the run outlives the command; a scheduler sees to that itself, and one machine ends with it
+OUTLIVED = "ssh"  # here the run has to outlive the command; a scheduler ensures that, and a local run ends with it
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="[JOB.toml]", help="The job file; without one, the quickstart.")
 ]

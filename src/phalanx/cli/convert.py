@@ -1,5 +1,5 @@
-"""`phalanx convert`: weights from and to Hugging Face's folders and torch's distributed checkpoints. Heavy imports
-happen inside the command."""
+"""`phalanx convert`: convert weights from and to Hugging Face's folders and torch's distributed checkpoints. Heavy
+imports happen inside the command."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _write_job(path: Path, made: Manifest, name: str, target: str, data: str) ->
     from phalanx.spec.written import job_text
 
     def from_here(place: str) -> str:
-        """Paths in a job file start from its folder."""
+        """Return the path relative to the job file's folder, as job files require."""
         return place if is_remote(place) else os.path.relpath(os.path.abspath(place), path.absolute().parent)
 
     plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)

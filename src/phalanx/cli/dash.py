@@ -44,7 +44,7 @@ def dash(
 
 
 def _end_with_input() -> None:
-    """Leave when the process that started this one has closed its end."""
+    """Exit when the process that started this one closes its end of stdin."""
     import os
     import sys
     import threading

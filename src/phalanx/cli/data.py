@@ -1,4 +1,4 @@
-"""`phalanx data`: build, import, look at and verify data sets. Heavy imports happen inside a command."""
+"""`phalanx data`: build, import, inspect and verify data sets. Heavy imports happen inside a command."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _cores() -> int:
 
 
 def _open(url: str, version: str) -> tuple[Any, Any, str]:
-    """Store, manifest and version, which may be named by its first digits."""
+    """Open a data set: return store, manifest and version, which may be given by its first digits."""
     from phalanx.core.errors import UserError
     from phalanx.data.address import open_set
     from phalanx.data.fetch import read_manifest
@@ -228,7 +228,7 @@ def _refuse_memory(out: str) -> None:
 
 
 def _labelled(text: str, label: str) -> tuple[str, str]:
-    """LABEL=PATH, unless there is a file of that very name."""
+    """Split LABEL=PATH, unless a file of that exact name exists."""
     import re
 
     found = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)", text)
@@ -292,13 +292,13 @@ def _print_info(url: str, manifest: Any, version: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Say now what would otherwise look as if nothing happened."""
+    """Print at once why the command waits, so that it does not look stuck."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _stopped(text: str) -> Iterator[None]:
-    """Says a word when Ctrl-C ends it."""
+    """Print `text` if Ctrl-C ends the block."""
     try:
         yield
     except KeyboardInterrupt:
@@ -309,8 +309,8 @@ def _stopped(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar(name: str) -> Iterator[Callable[[int, int | None, str], None]]:
-    """A progress bar in a terminal, a line now and then elsewhere: call it with what is done, of how much, and a
-    word."""
+    """Show a progress bar in a terminal, or an occasional line elsewhere. Yield a function that takes the amount done,
+    the total and a text."""
     import time
 
     from phalanx.run.console import PLAIN_EVERY_S, PlainConsole

@@ -66,7 +66,7 @@ def demo(
 
 
 def _write(run: Path) -> None:
-    """A few lines by the model."""
+    """Print a few lines that the model writes."""
     from phalanx.cli.checkpoint import newest
     from phalanx.observe.words import printable
     from phalanx.train.sampler import Sampler
@@ -113,7 +113,7 @@ def _run(job: Path | None, sets: list[str], kill: bool) -> Path:
 
 
 def _kill_one(folder: Path, steps: int, note: Any) -> None:
-    """Wait until half of the steps are done, and kill the worker of the last rank."""
+    """Wait until half of the steps are done, then kill the worker of the last rank."""
     from phalanx.observe.tail import Tail
 
     metrics, events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")

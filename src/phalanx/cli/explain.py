@@ -1,4 +1,4 @@
-"""`phalanx train --explain`: the resolved job, each value with its origin."""
+"""`phalanx train --explain`: print the resolved job, each value with its origin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.core.job import Job
 from phalanx.run.console import PlainConsole
 from phalanx.spec import Resolved, explain
 
-WIDE = 110  # columns from which on the meaning of each field has its place
+WIDE = 110  # columns needed to show the meaning of each field too
 
 
 def print_explanation(resolved: Resolved) -> None:

@@ -1,4 +1,4 @@
-"""`phalanx family`: a model of your own, tried under every axis before a cluster is."""
+"""`phalanx family`: check a model of your own under every axis before it uses a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx firewall`: rules that keep strangers off the hosts of a run."""
+"""`phalanx firewall`: print rules that keep other hosts away from the hosts of a run."""
 
 from __future__ import annotations
 

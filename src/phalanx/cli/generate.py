@@ -1,4 +1,4 @@
-"""`phalanx generate`: let a checkpoint continue a text."""
+"""`phalanx generate`: continue a text with a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx hardware`: the catalogue of chips, nodes, fabrics and sites, and where its figures come from."""
+"""`phalanx hardware`: show the catalogue of chips, nodes, fabrics and sites, and the sources of its figures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _print_json(what: Any) -> None:
 
 
 def _print_table(lines: list[list[str]]) -> None:
-    """Columns side by side; a terminal folds the cells that are too wide for it, a file gets one line each."""
+    """Print aligned columns. A terminal folds cells that are too wide for it; a file gets one line per row."""
     from rich.table import Table
 
     from phalanx.run.console import PlainConsole

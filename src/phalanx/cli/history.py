@@ -1,4 +1,4 @@
-"""What the record of a run says of its failures and of how long things took in it, for the twin to play it again."""
+"""Read from a run's record its failures and how long things took, so that the twin can replay the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.observe.incidents import Event
 from phalanx.observe.story import Part
 from phalanx.twin.past import LONGEST_S, Durations, Mishap, Past
 
-WARM_UP = 3  # first steps of a run and of a generation are longer
+WARM_UP = 3  # first steps of a run and of each generation, which take longer
 
 
 def past_of(folder: Path) -> Past:
@@ -58,7 +58,7 @@ def _spares(part: Part) -> int:
 
 
 def _mishaps(part: Part) -> Iterable[Mishap]:
-    """Yield what failed while the run trained. A hung rank is ended: its end is no failure of its own."""
+    """Yield what failed while the run trained. A hung rank is killed, and that exit is not a failure of its own."""
     homes: dict[int, str] = {}  # rank -> node
     ended, hung, began = set[int](), set[int](), part.incidents.ready
     over = part.rows[-1]["time"]
@@ -87,7 +87,8 @@ def _mishaps(part: Part) -> Iterable[Mishap]:
 
 
 def _launch(later: list[Event], rank: int) -> float:
-    """Return how long it took until a process ran as the rank again, on a node that was there; 0: it never did."""
+    """Return how long it took until a process ran as the rank again, not counting the wait for its node to join; 0: it
+    never did."""
     at = float(later[0]["time"])
     up = next((e for e in later if _starts(e, {rank})), None)
     if up is None:
@@ -101,7 +102,7 @@ def _joins(event: Event, name: str) -> bool:
 
 
 def _durations(part: Part) -> Durations:
-    """Read how long each part of a recovery took, as medians."""
+    """Return how long each part of a recovery took, as medians."""
     events, incidents = part.events, part.incidents
     stopped = [one for one in incidents.all if one.stops and one.decided]
     starts = {e.get("generation"): e["time"] for e in events if e.get("type") == "control started"}

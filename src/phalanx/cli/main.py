@@ -1,6 +1,6 @@
-"""The `phalanx` command, from its first instruction to its exit code. A user's mistake prints one
-message with the remedy and exits with 2, a failed run exits with 1, Ctrl-C and SIGTERM with 130; a
-traceback is always a bug of ours. The commands themselves are in `commands`."""
+"""The `phalanx` command, from its first instruction to its exit code. A user's mistake prints one message with the
+remedy and exits with 2, a failed run exits with 1, Ctrl-C and SIGTERM with 130. A traceback is always a bug in Phalanx.
+The commands themselves are in `commands`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _command() -> None:
 
 
 def _flush() -> None:
-    """Drop output that nobody reads any more (`| head`); the interpreter would complain about it."""
+    """Drop output whose reader is gone (`| head`), about which the interpreter would complain."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,5 +1,5 @@
-"""`phalanx agent`: be a node of a run. `phalanx aggregator`, `phalanx relay`: stand between many of them and its top.
-`phalanx nodes`, `phalanx scale`: change a run while it goes."""
+"""`phalanx agent`: run a node. `phalanx aggregator` and `phalanx relay`: relay between many nodes and the top of a run.
+`phalanx nodes` and `phalanx scale`: change a live run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`phalanx plan`: a layout for a model on a cluster, with what it needs and costs; the arithmetic behind it, and how
-well the predictions do on published runs."""
+"""`phalanx plan`: find a layout for a model on a cluster, with its needs and costs. Subcommands show the arithmetic
+behind it, its scaling, and how well predictions match published runs."""
 
 from __future__ import annotations
 

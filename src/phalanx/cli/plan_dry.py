@@ -1,5 +1,5 @@
-"""Dry runs: one rank of a job, its real program on tensors without values, compared with what the planner counts. Of a
-plan (`phalanx plan --dry-run`) or of a job (`phalanx train --dry-run`)."""
+"""Dry runs of a plan (`phalanx plan --dry-run`) or a job (`phalanx train --dry-run`): run one rank's real program on
+tensors without values, and compare it with what the planner counts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from phalanx.core.job import Job
 from phalanx.plan.planner import Plan
 from phalanx.plan.settings import settings
 
-MICRO = 2  # micro-batches: they are alike
+MICRO = 2  # micro-batches; more would only repeat these
 
 
 def planned_job(plan: Plan, model: str) -> Job:
-    """The job that a plan is for; the engine's rules are checked."""
+    """Return the job that a plan is for, checked against the engine's rules."""
     from phalanx.spec import PRESETS, load
 
     path = Path(model) if model.endswith(".toml") or Path(model).is_file() else None
@@ -28,7 +28,7 @@ def planned_job(plan: Plan, model: str) -> Job:
 
 
 def dry(job: Job, to_stderr: bool = False) -> bool:
-    """Print the report; whether plan and program agree."""
+    """Print the report, and return whether plan and program agree."""
     from phalanx.train.dryrun import dry_run
 
     report = dry_run(job, job.layout.world_size // 2, MICRO)

@@ -1,4 +1,4 @@
-"""How good the predictions are, on a screen: the headline first, then by kind of run and by source."""
+"""Print how good the predictions are: by kind of run, by source, and in total."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan on a screen: bars beside the terms of memory and of a step, then goodput, the bill and advice."""
+"""Print a plan: bars beside the terms of memory and of a step, then goodput, the bill and advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.plan.report.answer import Answer
 from phalanx.plan.settings import ENGINE_PRECISIONS, job_lines
 from phalanx.run.console import PlainConsole
 
-BAR = 30  # characters of a bar that is the whole
+BAR = 30  # characters of a full bar
 
 
 def print_answer(answer: Answer, explain: bool) -> None:
@@ -99,7 +99,7 @@ def _trade(plan: Plan, other: Plan) -> list[str]:
 
 
 class Lines:
-    """Tables fold to a terminal; a file gets one line for each row."""
+    """A printer of lines, bars and tables. A terminal folds tables; a file gets one line per row."""
 
     def __init__(self) -> None:
         self.console = PlainConsole()

@@ -1,4 +1,4 @@
-"""`phalanx queue`: share the nodes of this machine among jobs. `phalanx why`: what a job waits for."""
+"""`phalanx queue`: share the nodes of this machine among jobs. `phalanx why`: say what a job waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx schedule`: what a queueing policy would have done with a trace of jobs."""
+"""`phalanx schedule`: show what a queueing policy would have done with a trace of jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx simulate`: a fleet of up to a million GPUs with failures, driven by the control plane that trains."""
+"""`phalanx simulate`: simulate a fleet of up to a million GPUs with failures, driven by the real control plane."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def simulate(
 
 
 def _run_folder(name: str) -> Path | None:
-    """Return the folder of a finished run; None: it is a scenario or a job."""
+    """Return the folder of a run; None if the name is a scenario or a job."""
     from phalanx.cli.runs import find_folder
     from phalanx.twin.scenario import shipped
 
@@ -135,7 +135,7 @@ def _relive(folder: Path, as_json: bool, others: Any) -> None:
 
 
 def _find(name: str, gpus: int, hardware: str) -> tuple[Scenario, int]:
-    """The scenario, and the steps that a job file asks for; 0: it is none."""
+    """Return the scenario, and the steps that a job file asks for (0: it is no job file)."""
     from phalanx.core.errors import UserError
     from phalanx.twin.scenario import load
 
@@ -155,7 +155,7 @@ def _is_scenario(path: Path) -> bool:
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
-        return True  # its own error says what is wrong
+        return True  # loading it as a scenario reports what is wrong
     return bool({"step_s", "base", "gpus"} & table.keys())
 
 
@@ -168,7 +168,7 @@ def _of_job(name: str, gpus: int, hardware: str) -> tuple[Scenario, int]:
 
 
 def _tell(scenario: Scenario, done: float, seeds: int) -> None:
-    """`done`: seeds, and the share of the days of the one under way."""
+    """Show progress. `done`: the finished seeds, plus the share of days of the current one."""
     if sys.stderr.isatty():
         filled, end = int(30 * done / seeds), "\n" if done == seeds else ""
         day = f", day {done % 1 * scenario.days:.3g} of {scenario.days:g}" if done < seeds else ""
@@ -209,7 +209,7 @@ def _text(results: list[Result], steps: int) -> list[str]:
 
 
 def _date(days: float) -> str:
-    """When so many days from now have passed."""
+    """Format the time this many days from now."""
     from datetime import datetime, timedelta
 
     try:
@@ -225,7 +225,7 @@ def _dollars(value: float | None) -> str:
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
-    """The first column to the left, the others to the right."""
+    """Align the first column to the left and the others to the right."""
     width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         row[0].ljust(width[0]) + "".join("  " + cell.rjust(w) for cell, w in zip(row[1:], width[1:], strict=True))

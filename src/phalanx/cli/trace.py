@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from phalanx.observe.story import Story
 
 MOST_RANKS = 16
-AHEAD = 5  # steps from now on, where none are named
+AHEAD = 5  # steps from now, if none are named
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A folder, a name in RUNS_DIR, the beginning of one, or last.")]
 
 
@@ -97,7 +97,7 @@ def _steps(text: str, story: Story) -> tuple[int, int]:
 
 
 def _ranks(text: str, story: Story) -> list[int]:
-    """Those that are named; else the first, and those that worked longest in the last step."""
+    """Return the named ranks, or the first four and those that worked longest in the last step."""
     from phalanx.core.errors import UserError
 
     world = story.part.layout.world_size
@@ -113,7 +113,7 @@ def _ranks(text: str, story: Story) -> list[int]:
 
 
 def _await(story: Story, folder: Path, ranks: list[int], wait_s: float) -> tuple[dict[int, Path], dict[int, str]]:
-    """Until all have sent theirs, the run is over, or it has been long enough."""
+    """Wait until all ranks have sent their traces, the run is over, or `wait_s` has passed."""
     from phalanx.observe import traces
 
     deadline = time.monotonic() + wait_s

@@ -1,4 +1,4 @@
-"""`phalanx top` and `phalanx logs`: a run in the terminal."""
+"""`phalanx top` and `phalanx logs`: watch a run in the terminal."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _screen(story: Story, width: int) -> RenderableType:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The largest of each piece, as bars: a spike stays visible."""
+    """Draw the maximum of each piece as bars, so that a spike stays visible."""
     pieces = [values[i * len(values) // width : max(i * len(values) // width + 1, (i + 1) * len(values) // width)]
               for i in range(min(width, len(values)))] if len(values) > width else [[v] for v in values]  # fmt: skip
     tops = [max(piece) for piece in pieces]

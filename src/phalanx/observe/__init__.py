@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows while it goes: progress, step rows, the run record. No torch."""
+"""Observe a run, live or afterwards: progress, step rows, the run record. Nothing here needs torch."""

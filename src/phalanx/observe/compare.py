@@ -1,4 +1,4 @@
-"""Compare: the first step where two runs part, and everything that differs between them."""
+"""Compare two runs: find the first step at which they part, and everything that differs between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.core.ledger import from_bits
 from phalanx.observe.story import Story, read_json
 from phalanx.observe.tail import Tail
 
-#: What the ledger says of a step, in the order of cause and effect.
+#: Fields of a ledger record, in the order of cause and effect.
 FIELDS = {
     "data_version": "they read other data sets",
     "samples": "they trained on other samples",
@@ -20,7 +20,7 @@ MISSING = "(not there)"
 
 
 def ledger(story: Story) -> dict[int, dict[str, Any]]:
-    """The records that count, by step: a later record of a step takes the place of an abandoned one."""
+    """Return the records that count, by step. A later record of a step replaces an abandoned one."""
     out: dict[int, dict[str, Any]] = {}
     for part in story.parts:
         for record in Tail(part.path / "ledger.jsonl").read():
@@ -31,7 +31,7 @@ def ledger(story: Story) -> dict[int, dict[str, Any]]:
 
 
 def compare(a: Story, b: Story) -> dict[str, Any]:
-    """`part`: where they part, or None; `same`: steps that are equal to the bit before that."""
+    """Compare two runs. `part`: where they part, or None; `same`: the number of bit-identical steps before that."""
     one, other = ledger(a), ledger(b)
     common = sorted(one.keys() & other.keys())
     parting, same = None, 0
@@ -93,7 +93,7 @@ def _identity(story: Story) -> dict[str, Any]:
 
 
 def _differences(a: Any, b: Any, name: str = "") -> list[dict[str, Any]]:
-    """Fields that are not the same, by their full names."""
+    """List the fields that differ, by their full names."""
     if isinstance(a, dict) and isinstance(b, dict):
         out = []
         for key in sorted({*a, *b}):

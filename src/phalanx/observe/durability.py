@@ -1,4 +1,4 @@
-"""Durability: which step is safe where, and what is lost if more and more of the machines are."""
+"""Durability: the step that each tier of storage keeps safe, and what is lost as more of the machines fail."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TIERS = {
 
 
 def place(story: Story) -> str:
-    """Where checkpoints of this run go: a tier."""
+    """Return the tier to which this run writes its checkpoints."""
     checkpoint = story.part.settings.get("checkpoint")
     url = str(checkpoint.get("dir", "")) if isinstance(checkpoint, dict) else ""
     return "store" if "://" in url and not url.startswith("file://") else "disk"
 
 
 def tiers(story: Story) -> list[Row]:
-    """The newest step that each tier holds, since when, and the steps that would be done again from there."""
+    """Return, for each tier, the newest step that it holds, since when, and the steps to redo from there."""
     last: Row = story.rows[-1] if story.rows else {}
     done, out = story.done, list[Row]()
 
@@ -36,7 +36,7 @@ def tiers(story: Story) -> list[Row]:
     if done and forms and len(forms[-1].get("replicas") or ()) > 1 and story.part.state == "running":
         add("live", done, float(last.get("time") or 0.0))
     held = last.get("held")
-    if story.part.state == "running" and isinstance(held, dict):  # what was in memory is gone with its processes
+    if story.part.state == "running" and isinstance(held, dict):  # state in memory ends with its processes
         for tier in ("memory", "buddy"):
             if isinstance(held.get(tier), int):
                 add(tier, held[tier], _since(story, tier, held[tier]))
@@ -60,7 +60,7 @@ def headline(found: list[Row], done: int) -> str:
 
 
 def _since(story: Story, tier: str, step: int) -> float:
-    """When the tier was first said to hold the step."""
+    """Return when the tier was first reported to hold the step."""
     at = 0.0
     for row in reversed(story.rows):
         held = row.get("held")

@@ -15,7 +15,7 @@ KINDS = (".csv", ".json", ".parquet", ".tfevents")
 
 
 def write_steps(story: Story, out: Path) -> None:
-    """Write the steps that count. The ending of the name says how."""
+    """Write the steps that count, in the format that the suffix of `out` names."""
     if out.suffix not in KINDS:
         raise UserError("the ending says no format", field="--out", value=str(out), remedy=f"use {', '.join(KINDS)}")
     rows = [flat(row) for row in story.rows]
@@ -38,7 +38,7 @@ def write_steps(story: Story, out: Path) -> None:
 
 
 def flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Give each value of a nested row a name of its own: phases.reduce."""
+    """Give each value of a nested row its own name, such as phases.reduce."""
     out: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, dict):
@@ -49,7 +49,7 @@ def flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_parquet(out: Path, rows: list[dict[str, Any]]) -> None:
-    """One column for each name that any row has."""
+    """Write one column for each name that any row has."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     try:
         import pyarrow

@@ -1,6 +1,6 @@
-"""Folds what many ranks say alike into one message, so that what a step costs the process that keeps the record does
-not grow with the ranks. A node folds what its ranks say, an aggregator what its nodes say. Folding what was folded
-gives the same as folding all at once, except that step times are counted in bins of 1 %, from which the median comes.
+"""Fold the similar reports of many ranks into one message, so that the record keeper's cost per step does not grow with
+the number of ranks. A node folds the reports of its ranks, an aggregator those of its nodes. Folding in several levels
+gives the same result as folding all at once; only step times are counted in bins of 1 %, which give the median.
 
 `ranks` of a fold are spans: [[first, after the last], ...], ascending."""
 
@@ -16,12 +16,12 @@ Fold = dict[str, Any]
 Spans = list[list[int]]
 Times = list[Any]  # ranks of a block, and the longest time in each: [1, {"rank": seconds}]
 BIN = math.log(1.01)
-MOST_NORMS = 16  # different ones that are told apart
-LOSS_UNITS = 2**48  # of validation losses in a nat: they are summed as integers, in which the order does not matter
-MOST_TIMES = 256  # ranks, or blocks of ranks, whose times are kept one by one
-BLOCKS = 4  # as many ranks or blocks become one, where there are more
+MOST_NORMS = 16  # distinct norms that are kept apart
+LOSS_UNITS = 2**48  # units per nat: validation losses are summed as integers, so that the order does not matter
+MOST_TIMES = 256  # ranks, or blocks of ranks, whose times are kept individually
+BLOCKS = 4  # ranks or blocks that are joined into one when there are more
 SLOWEST = 4  # ranks that are named
-LAST = (("ago_s", min), ("at", max))  # a step is over when the last rank says so
+LAST = (("ago_s", min), ("at", max))  # the last report of a rank ends a step
 
 
 def spans(ranks: Iterable[int]) -> Spans:
@@ -51,7 +51,7 @@ def overlap(a: Spans, b: Spans) -> bool:
 
 
 def fold_of(rank: int, said: Fold, read: dict[str, float] | None = None) -> Fold | None:
-    """What a rank said, as a fold of one; None: it is not of a kind that is folded. `read`: by its node."""
+    """Return a rank's report as a fold of one, or None if its kind is not folded. `read`: its node's readings."""
     make = _MAKE.get(str(said.get("type")))
     if make is None:
         return None
@@ -60,8 +60,9 @@ def fold_of(rank: int, said: Fold, read: dict[str, float] | None = None) -> Fold
 
 
 def folded(items: Iterable[Fold]) -> list[Fold]:
-    """Merge the folds that can be merged, each into the first of its kind; everything else stays as it is. Steps come
-    in their order: one that was said by a node that is ahead does not overtake those that others say only now."""
+    """Merge the folds that can be merged, each into the first of its kind; leave everything else unchanged. Steps are
+    put in order, so that a step from a node that is ahead does not overtake earlier ones that others report only
+    now."""
     out, at = list[Fold](), dict[tuple[Any, ...], int]()
     for item in items:
         if "ranks" not in item:
@@ -81,7 +82,7 @@ def folded(items: Iterable[Fold]) -> list[Fold]:
 
 
 def merged(a: Fold, b: Fold) -> Fold:
-    """Two folds of one kind. What was sent again is in the other one already."""
+    """Merge two folds of one kind. A fold that was sent again is already part of the other one."""
     whole = size(union(a["ranks"] + b["ranks"]))
     for each in (a, b):
         if size(each["ranks"]) == whole:
@@ -94,12 +95,12 @@ def merged(a: Fold, b: Fold) -> Fold:
 
 
 def aged(item: Fold, by_s: float) -> Fold:
-    """A step that has waited on its way: `ago_s` says for how long, since clocks of hosts differ."""
+    """Add to a step's `ago_s` the time that it waited on its way. Durations are sent because clocks of hosts differ."""
     return {**item, "ago_s": round(item.get("ago_s", 0.0) + by_s, 4)} if item["type"] == "step" else item
 
 
 def heard(item: Fold, now: float) -> Fold:
-    """A step, with when it was over by the clock of who hears of it."""
+    """Add to a step the time at which it ended, by the receiver's clock."""
     return {**item, "at": now - item.get("ago_s", 0.0)} if item["type"] == "step" else item
 
 
@@ -169,7 +170,7 @@ def _merge_steps(a: Fold, b: Fold) -> Fold:
 
 
 def _fuller(a: Fold, b: Fold) -> Fold:
-    """Choose the fuller of the mixtures of two pipeline stages. (All replicas report the same.)"""
+    """Choose the fuller of the mixtures of two pipeline stages. All replicas report the same."""
     return max(a, b, key=lambda each: (each.get("load", 0.0), each.get("layer", "")))
 
 
@@ -177,7 +178,7 @@ def merged_times(a: Times, b: Times) -> Times:
     """Merge the times of both by rank; with many ranks, by block, keeping the longest time of each block."""
     if (a[0], len(a[1])) < (b[0], len(b[1])):
         a, b = b, a
-    block, longest = a[0], dict(a[1])  # the larger one as it is: a step is folded from many small ones
+    block, longest = a[0], dict(a[1])  # copy the larger one whole: a step is folded from many small ones
     _add_blocks(longest, b[1], block // b[0])
     while len(longest) > MOST_TIMES:
         block, finer, longest = block * BLOCKS, longest, {}
@@ -186,7 +187,7 @@ def merged_times(a: Times, b: Times) -> Times:
 
 
 def block_of(ranks: int) -> int:
-    """How many ranks a block has when all of so many are folded."""
+    """Return the number of ranks in a block when this many ranks are folded."""
     block = 1
     while -(-ranks // block) > MOST_TIMES:
         block *= BLOCKS
@@ -194,7 +195,7 @@ def block_of(ranks: int) -> int:
 
 
 def in_blocks(item: Fold, block: int) -> Fold:
-    """Return a step with times of blocks no smaller than this: the record keeps no others."""
+    """Return a step with its times in blocks of at least this size, since the record keeps no smaller ones."""
     if item["type"] != "step" or item["times"][0] >= block:
         return item
     return {**item, "times": merged_times([block, {}], item["times"])}
@@ -210,7 +211,7 @@ def _sum(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
     return {**a, **{key: a.get(key, 0) + count for key, count in b.items()}}
 
 
-# -- what each rank says once, or once in a generation
+# -- reports that each rank sends once, or once per generation
 
 
 def _facts(rank: int, said: Fold) -> Fold:
@@ -235,7 +236,7 @@ def _done(rank: int, said: Fold) -> Fold:
 
 
 def _merge_done(a: Fold, b: Fold) -> Fold:
-    """Replicas hold the same, so there are as many digests as a replica has ranks."""
+    """Merge two ends of a run. Replicas hold the same, so there are as many digests as ranks in a replica."""
     digests = [[digest, list(ranks)] for digest, ranks in a["digests"]]
     for digest, ranks in b["digests"]:
         same = next((each for each in digests if each[0] == digest), None)
@@ -265,7 +266,7 @@ def _merge_validations(a: Fold, b: Fold) -> Fold:
 
 
 def loss_of(fold: Fold, name: str) -> float:
-    """Nats per token of one set; NaN: some rank's was not finite."""
+    """Return the nats per token of one set; NaN if some rank's loss was not finite."""
     total, tokens = fold["sums"].get(name), fold["tokens"].get(name)
     return math.nan if total is None or not tokens else total / (LOSS_UNITS * tokens)
 

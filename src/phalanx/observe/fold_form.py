@@ -1,6 +1,6 @@
-"""What a fold must look like that a node sends (`observe.fold`). Aggregators merge it with what other nodes say, and
-the record's keeper computes with it. A fold of another form is refused where it arrives: it must not end a process
-that others need."""
+"""Check the form of the folds that nodes send (`observe.fold`). Aggregators merge them with those of other nodes, and
+the record keeper computes with them. A malformed fold is refused on arrival, because it must not end a process that
+others need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOAT, _NUMBERS, _TEXT = {float}, {float, int}, {str}
 
 
 def check(fold: Fold, most_ranks: int) -> None:
-    """ValueError: it is no fold of at most so many ranks, with what is wrong."""
+    """Raise a ValueError that says what is wrong if this is no valid fold of at most `most_ranks` ranks."""
     known = FORMS.get(str(fold.get("type")))
     if known is None:
         raise ValueError(f"type = {fold.get('type')!r:.200}: expected one of {sorted(FORMS)}")
@@ -37,7 +37,7 @@ def check(fold: Fold, most_ranks: int) -> None:
 
 
 def _named(fold: Fold) -> Iterator[tuple[str, Iterable[int]]]:
-    """The ranks that are named in its fields."""
+    """Yield each field that names ranks, with those ranks."""
     if fold["type"] == "step":
         yield "norms", _members(fold["norms"].values())
         yield "slowest", (rank for _, rank in fold["slowest"])
@@ -83,7 +83,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_spans(value: Any) -> bool:
-    """Ascending, apart from each other, and not empty."""
+    """Check that spans are ascending, disjoint and not empty."""
     last = -1
     for span in value if type(value) is list else [None]:
         if type(span) is not list or len(span) != 2 or not all(map(_is_count, span)):
@@ -107,14 +107,14 @@ def _dict_of(are_right: Check, are_keys: Check = _are_texts) -> Check:
 
 
 def _exactly(*checks: Check) -> Check:
-    """A list of as many values."""
+    """Accept a list with one value for each check."""
     return lambda value: (
         type(value) is list and len(value) == len(checks) and all(ok(v) for ok, v in zip(checks, value, strict=True))
     )
 
 
 def _fields(**checks: Check) -> Check:
-    """A dictionary with these keys, and perhaps others."""
+    """Accept a dictionary that has these keys, and possibly others."""
     return lambda value: type(value) is dict and all(name in value and ok(value[name]) for name, ok in checks.items())
 
 
@@ -135,7 +135,7 @@ def _is_bin(text: Any) -> bool:
 
 
 def _is_reading(value: Any) -> bool:
-    """Count, sum, least, its rank, most, its rank."""
+    """Check a reading: count, sum, least, its rank, most, its rank."""
     if type(value) is not list or len(value) != 6 or not _are_numbers(value):
         return False
     count, _, _, low_at, _, high_at = value
@@ -143,7 +143,7 @@ def _is_reading(value: Any) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    """What one rank says for its replica; None: it is said by another."""
+    """Check what one rank reports for its replica; None means that another rank reports it."""
     if value is None:
         return True
     if not _WHOLE(value) or ("skipped" in value and not _SKIPPED(value["skipped"])):

@@ -1,5 +1,5 @@
-"""Goodput: puts every GPU-second of a run into exactly one state. Time is in whole nanoseconds, so the states add up
-to the run to the last one. The states are painted from left to right; what nothing claims lies between steps."""
+"""Goodput: assign every GPU-second of a run to exactly one state. Time is in whole nanoseconds, so the states add up to
+the run exactly. States are painted from left to right; unclaimed time counts as between steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NS = 1_000_000_000
-#: state -> what it means. The order is that of every table and chart.
+#: state -> what it means, in the order of every table and chart.
 STATES = {
     "productive": "steps that count",
     "start": "processes start, data and state are loaded",
@@ -34,22 +34,22 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Painted:
-    """What the account of a run is painted from, in seconds of one clock."""
+    """The inputs from which a run's account is painted, in seconds of one clock."""
 
     begin: float
     end: float
     ranks: int
-    rows: Sequence[dict[str, Any]]  # of steps, in the order in which they were written
+    rows: Sequence[dict[str, Any]]  # of steps, in the order of writing
     abandoned: frozenset[int] = frozenset()  # indices of rows
     ready: float = 0.0  # when training began
     windows: Sequence[tuple[float, float]] = ()  # in which the gang stood still
-    present: Sequence[tuple[float, int]] = ()  # from when on how many ranks take part
+    present: Sequence[tuple[float, int]] = ()  # (since when, number of ranks that take part)
     stalls: dict[int, float] | None = None  # of checkpoints, by step
     over: bool = True
 
 
 def segments(run: Painted) -> list[Segment]:
-    """Partition the run: each segment begins where the one before it ends."""
+    """Partition the run: each segment begins where the previous one ends."""
     begin = _ns(run.begin)
     end = max(begin, _ns(run.end))
     windows = _merged([(max(begin, _ns(a)), min(end, _ns(b))) for a, b in run.windows])
@@ -89,7 +89,7 @@ def segments(run: Painted) -> list[Segment]:
 
 
 def totals(pieces: Iterable[Segment], ranks: int) -> dict[str, int]:
-    """GPU-nanoseconds by state; their sum is that of the pieces times `ranks`."""
+    """Return GPU-nanoseconds by state; their sum is the length of all pieces times `ranks`."""
     out = dict.fromkeys(STATES, 0)
     for piece in pieces:
         length = piece.end_ns - piece.begin_ns
@@ -99,7 +99,7 @@ def totals(pieces: Iterable[Segment], ranks: int) -> dict[str, int]:
 
 
 def lost(pieces: Sequence[Segment], ranks: int, begin: float, end: float) -> float:
-    """GPU-seconds in a span that a failure cost: standing still, absent ranks, abandoned steps."""
+    """Return the GPU-seconds of a span lost to a failure: standing still, absent ranks, abandoned steps."""
     first, last, out = _ns(begin), _ns(end), 0
     for piece in pieces:
         length = min(last, piece.end_ns) - max(first, piece.begin_ns)
@@ -111,8 +111,8 @@ def lost(pieces: Sequence[Segment], ranks: int, begin: float, end: float) -> flo
 
 
 class Running:
-    """Estimate the goodput of a run while it goes, from its steps as they are reported. It takes no checkpoint into
-    account, nor what the parts before this one did: `segments` does."""
+    """Estimate the goodput of a live run from its steps as they are reported. Unlike `segments`, it ignores checkpoints
+    and earlier parts of the run."""
 
     def __init__(self, began: float, ranks: int):
         self._began, self._ranks, self._first, self._at = began, ranks, -1, began
@@ -162,7 +162,7 @@ def _touches(windows: list[tuple[int, int]], begin: int, end: int) -> bool:
 
 
 def _split(windows: list[tuple[int, int]], begin: int, end: int) -> Iterable[tuple[int, int, bool]]:
-    """Cut a span where windows begin and end: (from, until, inside of one)."""
+    """Cut a span where windows begin and end: (from, until, inside a window)."""
     at = max(0, bisect_left(windows, (begin, 0)) - 1)
     for a, b in windows[at:]:
         if a >= end:

@@ -1,5 +1,5 @@
-"""History: the steps of a story in Parquet beside its record, and SQL over them by DuckDB. The file is made from the
-record when somebody asks, and made again when the record has grown; training never waits for it."""
+"""History: the steps of a story as a Parquet file beside its record, and SQL over them with DuckDB. The file is made
+from the record on the first query, and again once the record has grown; training never waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = "history"
 
 
 def parquet(story: Story) -> Path | None:
-    """The file of all steps that count, as new as the record; None: nobody may write beside the record."""
+    """Return an up-to-date file of all steps that count, or None if the record's folder is not writable."""
     sizes = [_size(part.path / "metrics.jsonl") for part in story.parts]
     path = story.path / FOLDER / f"steps-{len(story.parts)}-{sum(sizes)}.parquet"
     if path.is_file():
@@ -36,13 +36,13 @@ def parquet(story: Story) -> Path | None:
 
 
 def table_rows(story: Story) -> list[dict[str, Any]]:
-    """One row a step, nested values as phases_reduce, so that SQL needs no quotes."""
+    """Return one row per step, with nested values named like phases_reduce so that SQL needs no quotes."""
     return [{name.replace(".", "_"): value for name, value in flat(flat(row)).items()} for row in story.rows]
 
 
 def connect(story: Story) -> Any:
-    """A DuckDB connection with the tables steps, events, incidents and states, which reaches nothing else. UserError:
-    a package is missing."""
+    """Return a DuckDB connection that sees only the tables steps, events, incidents and states. Raise UserError if a
+    package is missing."""
     try:
         import duckdb
         import pyarrow
@@ -74,7 +74,7 @@ def connect(story: Story) -> Any:
 
 
 def query(story: Story, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Names and rows of an answer. UserError: it is no such question."""
+    """Run a query and return column names and rows. Raise UserError if DuckDB rejects it."""
     import duckdb
 
     database = connect(story)

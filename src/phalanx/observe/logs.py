@@ -1,4 +1,4 @@
-"""Logs of many ranks as one: lines that all ranks print are shown once, with those that differ."""
+"""Merge the logs of many ranks: show a line that all ranks print once, along with the ranks that differ."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pathlib import Path
 from typing import Any
 
 RANK = re.compile(r"rank-(\d+)\.log")
-#: What differs between ranks in otherwise equal lines: numbers, addresses.
+#: The parts that differ between ranks in otherwise equal lines: numbers, addresses.
 VOLATILE = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 MOST_BYTES = 1 << 20  # read from the end of each log
 MOST_IN_ALL, LEAST_BYTES = 16 << 20, 1 << 10  # of all logs, and of each one that is read
-MOST_TEXTS = 200_000  # lines that are not equal, kept to compare ranks
+MOST_TEXTS = 200_000  # distinct lines kept to compare ranks
 MOST_LINES = 2000
-MOST_ODD = 3  # ranks that are named because their numbers are not those of the others
+MOST_ODD = 3  # ranks that are named because their numbers differ from the others'
 
 
 class _Line:
-    """Lines that are equal but for their numbers."""
+    """Lines that are equal except for their numbers."""
 
     def __init__(self) -> None:
         self.ranks: Counter[int] = Counter()
         self.texts: dict[str, list[int]] = {}  # as they are written -> ranks that wrote it
 
     def told(self, ranks: list[int]) -> list[dict[str, Any]]:
-        """As one line, and one for each text of few ranks that is not what most ranks wrote instead."""
+        """Return one line for most ranks, and one for each text that a few ranks wrote in place of the usual one."""
         usual = [text for text, those in self.texts.items() if 2 * len(those) > len(self.ranks)]
         has = Counter(rank for text in usual for rank in self.texts[text])
         own: dict[int, str] = {}
         for text, those in self.texts.items():
             for rank in those if 2 * len(those) <= len(self.ranks) else ():
-                if has[rank] < max(1, len(usual)):  # it lacks one that most have, rather than having one more
+                if has[rank] < max(1, len(usual)):  # it lacks a usual text, rather than having an extra one
                     own.setdefault(rank, text)
         varies = len(own) > MOST_ODD or not usual
         odd = [] if varies else sorted(own)
@@ -53,8 +53,8 @@ def _told(text: str, ranks: list[int], count: int, who: str) -> dict[str, Any]:
 
 
 def folded(folder: Path, grep: str = "", rank: int | None = None) -> dict[str, Any]:
-    """{"ranks": how many have a log, "lines": [{"text", "who", "ranks", "on", "count", "varies"}], "cut": what was left
-    out, in words}. Lines are in the order in which they are met first."""
+    """Return {"ranks": how many have a log, "lines": [{"text", "who", "ranks", "on", "count", "varies"}], "cut": what
+    was left out, in words}. Lines are in the order of their first occurrence."""
     seen: dict[str, _Line] = {}
     logs = find_logs(folder)
     ranks = sorted({number for number, _ in logs})
@@ -101,13 +101,13 @@ def describe(some: list[int], ranks: list[int]) -> str:
 
 
 def find_logs(folder: Path) -> list[tuple[int, Path]]:
-    """The logs of ranks, by rank. A rank that moved has one on each of its nodes."""
+    """Find the logs of ranks, sorted by rank. A rank that moved has one for each of its nodes."""
     found = [(int(match[1]), path) for path in folder.glob("*/rank-*.log") if (match := RANK.fullmatch(path.name))]
     return sorted(found)
 
 
 def _spans(numbers: list[int]) -> str:
-    """1-3, 7"""
+    """Format numbers like `1-3, 7`."""
     out: list[list[int]] = []
     for n in numbers:
         if out and n == out[-1][1] + 1:

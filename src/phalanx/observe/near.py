@@ -1,8 +1,8 @@
-"""Near tables: the step times of single ranks, kept by the aggregator that the ranks report to. The top of a large run
-keeps blocks of ranks; a reader that zooms into a block finds its ranks here (`observe.tiles.TileReader`).
+"""Near tables: step times of single ranks, kept by the aggregator to which the ranks report. The top of a large run
+keeps only blocks of ranks; a reader that zooms into a block finds its ranks here (`observe.tiles.TileReader`).
 
-The aggregator only hands over what nodes said: a thread writes, and what it cannot keep up with is dropped and counted.
-Times are shown against the median of the ranks that report to this aggregator."""
+A separate thread writes what the aggregator hands over, and drops and counts what it cannot keep up with. Times are
+shown relative to the median of the ranks that report to this aggregator."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from phalanx.observe.tiles import FOLDER, NEAR, SHARD, TileWriter
 
 HELD = 4  # steps that wait for nodes that are late
 WAITING = 256  # messages
-DROPPED = "dropped"  # file with their count
-ALIGN = 4096  # steps: tables begin at a multiple, so that those of all aggregators have the same blocks
+DROPPED = "dropped"  # file with the count of dropped ones
+ALIGN = 4096  # steps: tables begin at a multiple of it, so that all aggregators have the same blocks
 
 
 class NearTables:
-    """In `folder`/ranks/near/NAME, `folder` being the record of the run. A new one of the same name begins anew beside
-    the old one's tables."""
+    """Tables in ranks/near/NAME.N below `folder`, the record of the run. A new aggregator of the same name starts new
+    tables beside the old ones."""
 
     def __init__(self, folder: Path, name: str):
         at = folder / FOLDER / NEAR
@@ -30,27 +30,27 @@ class NearTables:
         lives = sum(path.name.rpartition(".")[0] == name for path in at.iterdir())
         self.folder, self.dropped, self._told = at / f"{name}.{lives}", 0, 0
         self._open: dict[tuple[int, int], dict[int, float]] = {}  # generation and step -> rank -> seconds
-        self._done = (0, -1)  # the last that was written
+        self._done = (0, -1)  # the last one written
         self._writers: dict[int, TileWriter] = {}  # by the first rank
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._run, name="near tables", daemon=True)
         self._thread.start()
 
     def take(self, fold: dict[str, Any]) -> None:
-        """A fold of steps, as a node sent it. Never waits."""
+        """Take a fold of steps as a node sent it, without ever waiting."""
         try:
             self._queue.put_nowait(fold)
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what is held, and leave."""
+        """Write what is held and stop the thread."""
         self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while (fold := self._queue.get()) is not None:
-            with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # a fold of another version
                 self._gather(fold)
         while self._open:
             self._write(min(self._open))
@@ -83,14 +83,14 @@ class NearTables:
             except OSError:
                 self.dropped += 1
         if self.dropped != self._told:
-            with contextlib.suppress(OSError):  # a disk that is full hears it with a later step
+            with contextlib.suppress(OSError):  # the disk is full: a later step writes the count
                 self.folder.mkdir(exist_ok=True)
                 (self.folder / DROPPED).write_text(str(self.dropped))
                 self._told = self.dropped
 
 
 def dropped(record: Path) -> int:
-    """Return how many messages and rows the aggregators of a run could not keep, as far as they have told."""
+    """Return how many messages and rows the aggregators of a run have reported as dropped."""
     count = 0
     for file in (record / FOLDER / NEAR).glob(f"*/{DROPPED}"):
         with contextlib.suppress(OSError, ValueError):  # it is being written

@@ -1,5 +1,5 @@
-"""The phases of a step: their names, and how those of many ranks become one. Some are a rank's own work; in the others
-it waits for its peers, so the time of the rank that waits least is what the phase takes."""
+"""The phases of a step: their names, and how those of many ranks are merged. Some are a rank's own work. In the others
+it waits for its peers, so the shortest wait among the ranks is the time of the phase itself."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ WAITS = frozenset({"gaps", "reduce", VOTE})  # for other ranks
 
 
 def merged(a: Phases, b: Phases) -> Phases:
-    """Merge two groups of ranks: the longest work and the shortest wait, which together are about the step."""
+    """Merge two groups of ranks: keep the longest work and the shortest wait, which roughly add up to the step."""
     if not a or not b:
         return a or b
     return {name: (min if name in WAITS else max)(a[name], b[name]) for name in a if name in b}
 
 
 def work_s(phases: Phases) -> float:
-    """What a rank did itself. Ranks of a step end it together, so this tells the slow one from those that wait."""
+    """Return the time that a rank worked itself. Ranks end a step together, so only this identifies the slow one."""
     return sum(seconds for name, seconds in phases.items() if name not in WAITS)
 
 
 def as_planned(phases: Phases) -> Phases:
-    """By the terms that a plan predicts; data and checkpoints are in none of them."""
+    """Group phases by the terms that a plan predicts; data and checkpoints belong to none and keep their names."""
     terms = dict.fromkeys(("forward", "backward", "gaps"), "passes") | {"vote": "between"}
     out: Phases = {}
     for name, seconds in phases.items():

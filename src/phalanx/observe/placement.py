@@ -1,4 +1,4 @@
-"""Fleet: which node holds which ranks, and how each of them does, folded from the events of a run."""
+"""Fleet: the ranks that each node holds and the state of each node, derived from the events of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.observe.fold import Spans, spans
 from phalanx.observe.story import Part, Row
 
-#: state of a node -> what it means. The order is from good to bad.
+#: state of a node -> what it means, from good to bad.
 STATES = {
     "part": "its ranks take part",
     "spare": "stands by: it holds no rank",
@@ -21,16 +21,16 @@ NOT_ABOUT = ("time", "type", "node", "what", "incarnation", "pid")
 @dataclass(slots=True)
 class Node:
     name: str
-    since: float = 0.0  # when its state was told last
+    since: float = 0.0  # when its state was last reported
     alive: bool = True
     ranks: set[int] = field(default_factory=set)
     deaths: int = 0  # of the node, and of ranks on it
     why: str = ""  # of the last death
-    about: Row = field(default_factory=dict)  # what it said of itself when it joined
+    about: Row = field(default_factory=dict)  # what it reported about itself when it joined
 
 
 def fleet(part: Part) -> Row:
-    """The nodes of a run and their ranks, as the last events have them."""
+    """Return the nodes of a run and their ranks, as of the last events."""
     nodes = _nodes(part.events)
     size, forms = part.layout.replica_size, part.incidents.forms
     present = {int(replica) for replica in (forms[-1].get("replicas") or ())} if forms else set()

@@ -1,5 +1,5 @@
-"""Progress: where a worker stands, as one 64-byte record in shared memory that it writes at every
-phase change and anybody may read without asking it. Behind it the node writes until when the worker may train."""
+"""Progress: a worker's position as one 64-byte record in shared memory. The worker writes it at every phase change, and
+any process may read it without asking. After the worker's fields the node writes until when the worker may train."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 RECORD_BYTES = 64
 _RECORD = struct.Struct("=QQIIQ")  # counter, step, micro, phase, time_ns: the worker's
-_LEASE = struct.Struct("=Q")  # until when it may train, by CLOCK_MONOTONIC; 0: no limit. Behind the record: the node's
+_LEASE = struct.Struct("=Q")  # until when it may train, by CLOCK_MONOTONIC; 0: no limit. The node writes it
 
 
 class Phase(IntEnum):
@@ -24,7 +24,7 @@ class Phase(IntEnum):
     done = 7
 
 
-#: Phases in which standing still is no sign of trouble.
+#: Phases in which a lack of progress is no sign of trouble.
 QUIET = frozenset({Phase.starting, Phase.idle, Phase.done})
 
 
@@ -49,7 +49,7 @@ class Progress:
         self._counter, self._step, self._micro, _, _ = _RECORD.unpack_from(self._buffer)
 
     def mark(self, phase: Phase, step: int | None = None, micro: int | None = None) -> None:
-        """Say that a phase begins. What is left out stays as it was."""
+        """Record that a phase begins. A step or micro that is left out keeps its value."""
         if step is not None:
             self._step = step
         if micro is not None:
@@ -58,7 +58,7 @@ class Progress:
         _RECORD.pack_into(self._buffer, 0, self._counter, self._step, self._micro, phase, time.monotonic_ns())
 
     def lease(self, until_ns: int) -> None:
-        """By the node: the worker may vote until then."""
+        """Set, as the node, until when the worker may vote."""
         _LEASE.pack_into(self._buffer, _RECORD.size, until_ns)
 
     @property
@@ -67,8 +67,8 @@ class Progress:
         return 0 < until_ns < time.monotonic_ns()
 
     def read(self) -> Reading:
-        # The writer takes no lock, so a reader may meet a half-written record: two equal looks are a whole one.
-        # A writer that outruns a few looks is moving, which is all that matters then.
+        # The writer takes no lock, so a record may be half-written; two equal reads are a whole one. A writer that
+        # changes it between every two reads is making progress, which is all that matters then.
         last = bytes(self._buffer[: _RECORD.size])
         for _ in range(8):
             look = bytes(self._buffer[: _RECORD.size])

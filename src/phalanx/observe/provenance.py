@@ -1,4 +1,4 @@
-"""Provenance: what a run record says about the code, the libraries and the machine, so that the run can be repeated."""
+"""Provenance: the part of a run record that describes code, libraries and machine, so that the run can be repeated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_DIFF_BYTES = 1 << 20
 
 
 def provenance() -> dict[str, Any]:
-    """Describe this process: who runs what, on what, and which code it is."""
+    """Describe this process: command, user, machine, libraries and code."""
     return {
         "command": sys.argv,
         "folder": os.getcwd(),
@@ -32,7 +32,7 @@ def provenance() -> dict[str, Any]:
 
 
 def code(folder: Path) -> dict[str, Any]:
-    """The commit of the code in `folder`, what was changed since, and which files git does not know."""
+    """Return the commit of the code in `folder`, the changes since, and the untracked files."""
     commit = _git(folder, "rev-parse", "HEAD").strip()
     if not commit:
         return {}

@@ -1,5 +1,5 @@
-"""How busy, how full and how hot the hosts and devices of a run are: the names of what nodes read, and how readings of
-many nodes become one. They travel with the steps (`observe.fold`), so they cost no message of their own."""
+"""Readings of hosts and devices (load, memory, power, heat, errors): their names, and how those of many nodes are
+merged. They travel with the steps (`observe.fold`), so they need no messages of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READINGS = {
 
 
 def of_rank(rank: int, values: dict[str, float]) -> Readings:
-    """What the node of a rank has read."""
+    """Return the readings of a rank's node as those of one rank."""
     return {name: [1, value, value, rank, value, rank] for name, value in values.items() if name in READINGS}
 
 
@@ -49,7 +49,7 @@ def merged(a: Readings, b: Readings) -> Readings:
 
 
 def row_of(readings: Readings) -> dict[str, dict[str, Any]]:
-    """For the run record."""
+    """Format readings as a row of the run record."""
     return {
         name: {"mean": total / count, "min": low, "min_rank": int(low_at), "max": high, "max_rank": int(high_at)}
         for name, (count, total, low, low_at, high, high_at) in readings.items()
@@ -57,6 +57,6 @@ def row_of(readings: Readings) -> dict[str, dict[str, Any]]:
 
 
 def worst(row: dict[str, Any], name: str) -> float | None:
-    """The reading that tells of trouble first, of a row of the record."""
+    """Return the extreme of a reading at which trouble shows first, from a row of the record."""
     found = (row.get("readings") or {}).get(name)
     return found[READINGS[name].worst] if found else None

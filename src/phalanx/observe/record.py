@@ -1,5 +1,5 @@
-"""RunRecord: the directory that a run leaves behind. Plain JSON, appended line by line, readable while the run
-goes and after a crash; the summary exists only when the run came to its end."""
+"""RunRecord: the directory that a run leaves behind. It is plain JSON, appended line by line, and readable during the
+run and after a crash. The summary exists only if the run came to its end."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from phalanx.observe.tiles import TileWriter
 
 Row = dict[str, Any]
-MOST_WAITING = 10_000  # lines that wait for a disk that is full; after that the oldest are dropped
-#: Errors of a disk that may be over in a while, those of a network disk among them.
+MOST_WAITING = 10_000  # lines that wait for a full disk; beyond that the oldest are dropped
+#: Disk errors that may pass, including those of a network disk.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT}
 
 
 class RunRecord:
     """job.json, meta.json, metrics.jsonl and ledger.jsonl (a line per step), events.jsonl, ranks/ (the step times of
-    each rank), logs/, summary.json. A disk that is full never stops the run: lines wait for room, and if there are too
-    many, `dropped` counts those that are lost."""
+    each rank), logs/, summary.json. A full disk never stops the run: lines wait for room, and `dropped` counts those
+    that are lost if too many wait."""
 
     def __init__(self, path: Path, writable: bool = False):
         self.path = path
@@ -43,7 +43,8 @@ class RunRecord:
 
     @staticmethod
     def create(root: Path, name: str, meta: Row, job: Row | None = None) -> RunRecord:
-        """`job`: the resolved job and where each value came from; `meta`: versions, host, promise."""
+        """Create the directory. `job`: the resolved job and the origin of each value; `meta`: versions, host,
+        promise."""
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         path = Path(root) / f"{_safe(name)}-{stamp}-{secrets.token_hex(2)}"
         path.mkdir(parents=True)
@@ -69,7 +70,7 @@ class RunRecord:
         self._append("events", {"time": time.time(), **event})
 
     def rank_times(self, step: int, times: fold.Times, ranks: int) -> None:
-        """Keep how long each rank, or block of ranks, took; those that did not report are shown as absent."""
+        """Keep the time of each rank or block of ranks; those that did not report are shown as absent."""
         from phalanx.observe.tiles import FOLDER, TileWriter
 
         block = fold.block_of(ranks)
@@ -84,11 +85,11 @@ class RunRecord:
 
     @property
     def dropped(self) -> int:
-        """Lines and rows that were lost because the disk was full."""
+        """Number of lines and rows lost because the disk was full."""
         return self._lost + (self._ranks.dropped if self._ranks else 0)
 
     def take_dropped(self) -> int:
-        """Return what was lost since the last call, once the disk takes everything again; before that 0."""
+        """Return the number lost since it was last reported, once the disk accepts everything again; until then 0."""
         seen, self._seen = self._seen, self.dropped
         if self._seen != seen or any(self._waiting.values()):
             return 0
@@ -108,7 +109,7 @@ class RunRecord:
             self._flush(name)
             self._lost += len(self._waiting[name])
         for fd in self._files.values():
-            with contextlib.suppress(OSError):  # a network disk says only now that it was full
+            with contextlib.suppress(OSError):  # a network disk may report only now that it is full
                 os.close(fd)
         self._files.clear()
         if self._ranks:
@@ -125,7 +126,7 @@ class RunRecord:
 
     @property
     def summary(self) -> Row | None:
-        """None: the run is going on, or it crashed."""
+        """Contents of summary.json; None while the run is in progress, or if it crashed."""
         file = self.path / "summary.json"
         return json.loads(file.read_bytes()) if file.exists() else None
 
@@ -136,7 +137,7 @@ class RunRecord:
         return _read(self.path / "events.jsonl")
 
     def _append(self, name: str, row: Row) -> None:
-        # One write on a file opened for appending: a reader sees whole lines, a crash can tear the last one only.
+        # One write on a file opened for appending: readers see whole lines, and a crash can tear only the last one.
         self._append_line(name, _json(row))
 
     def _append_line(self, name: str, text: str) -> None:
@@ -144,7 +145,7 @@ class RunRecord:
         waiting.append((text + "\n").encode())
         self._flush(name)
         if len(waiting) > MOST_WAITING:
-            del waiting[1]  # of the first, a part may be written
+            del waiting[1]  # the first may be partly written
             self._lost += 1
 
     def _flush(self, name: str) -> None:
@@ -152,7 +153,7 @@ class RunRecord:
         try:
             while waiting:
                 taken = os.write(self._files[name], waiting[0])
-                if taken < len(waiting[0]):  # the disk is full, which only the next write is told
+                if taken < len(waiting[0]):  # the disk is full; only the next write raises
                     waiting[0] = waiting[0][taken:]
                 else:
                     waiting.popleft()
@@ -177,7 +178,7 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no NaN and no infinity, and neither do its readers: they become null."""
+    """Replace NaN and infinity by null, since JSON and its readers have neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -188,7 +189,7 @@ def _plain(value: Any) -> Any:
 
 
 def _write(path: Path, value: Row) -> None:
-    """All of it or nothing, also when the machine loses power."""
+    """Write the whole file or nothing, even if the machine loses power."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "w") as f:
         f.write(_json(value, indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""StepTable: the rows of the run record, one per committed step, from the folds of what ranks said about it
-(`observe.fold`). What is said and what the controller decides come by different ways: a report may be late by a
-generation. Memory holds the steps that some ranks have not reported yet, nothing else."""
+"""StepTable: the rows of the run record, one per committed step, made from the folded reports of its ranks
+(`observe.fold`). Reports and the controller's decisions arrive by different paths, so a report may be late by a
+generation. Memory holds only the steps that some ranks have not reported yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.observe.fold import Fold, median, members, merged, size
 from phalanx.observe.readings import row_of
 
 Row = dict[str, Any]
-PATIENCE_S = 60.0  # that rows are held back for an older one, which nobody may be left to report
+PATIENCE_S = 60.0  # how long rows wait for an older one, since no rank may be left to report it
 NOBODY: dict[str, Any] = {"loss_sums": [math.nan], "tokens": 0, "data_digest": "0"}
 
 
@@ -29,24 +29,24 @@ class StepTable:
         peak_flops: float = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._clock, self._owed_at = clock, 0.0  # since when something is owed
+        self._clock, self._owed_at = clock, 0.0  # since when a row is owed
         self.world_size, self.tokens_per_step = world_size, tokens_per_step
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
-        self.events: list[Row] = []  # what was noticed on the way; the caller takes them out
+        self.events: list[Row] = []  # for the caller to take out
         self._open: dict[tuple[int, int], Fold] = {}  # by generation and step
         self._since = (0, 0)  # the generation, and the step that it continues from
         self._next: int | None = None  # the first step without a row
-        self._owed: dict[int, Fold | None] = {}  # steps that counted, and whose loss nobody has told yet
-        self._held: list[Row] = []  # rows that come after those
+        self._owed: dict[int, Fold | None] = {}  # steps that counted but whose loss has not been reported yet
+        self._held: list[Row] = []  # rows of later steps
 
     @property
     def unrecorded(self) -> Collection[tuple[int, int]]:
-        """Generations and steps that some ranks have reported, and that have no row yet."""
+        """Generations and steps that some ranks have reported but that have no row yet."""
         return self._open.keys()
 
     def settle(self, generation: int, step: int, world_size: int) -> list[Row]:
-        """Continue from `step` in a new generation, with so many ranks. Steps before it count, also if somebody who is
-        gone has not reported them; what earlier generations said of later steps never happened."""
+        """Continue from `step` in a new generation of `world_size` ranks. Steps before it count, even if a rank that is
+        gone has not reported them. Later steps of earlier generations never happened."""
         self.world_size, self._since = world_size, (generation, step)
         out: list[Row] = []
         for at in range(step if self._next is None else self._next, step):
@@ -64,11 +64,11 @@ class StepTable:
         return out
 
     def complete(self) -> list[Row]:
-        """Rows of the new generation whose reports were there before anybody said that it had begun."""
+        """Return the rows of the new generation whose reports arrived before the news that it had begun."""
         return [row for key in sorted(self._open) if key in self._open for row in self._close(key)]
 
     def add(self, fold: Fold) -> list[Row]:
-        """Take reports of a step. Returns the rows that they complete."""
+        """Take reports of a step and return the rows that they complete."""
         key = (fold["generation"], fold["step"])
         if key[1] in self._owed and key[0] < self._since[0]:
             known = self._owed[key[1]]
@@ -76,13 +76,13 @@ class StepTable:
             self._owed[key[1]] = fold
             return self._pay(key[1]) if fold["whole"] else []
         if key < (self._since[0], self._next or 0):
-            return []  # it has its row, or never happened; who did not hear that it was recorded says it again
+            return []  # it has its row, or never happened; a node that did not hear of its recording repeats it
         known = self._open.get(key)
         self._open[key] = merged(known, fold) if known else fold
         return self._close(key)
 
     def finish(self) -> list[Row]:
-        """Nothing more will come."""
+        """Return the rows still owed, with what is known of them, because no more reports will come."""
         return [row for at in sorted(self._owed) for row in self._pay(at)]
 
     def _close(self, key: tuple[int, int]) -> list[Row]:
@@ -90,12 +90,12 @@ class StepTable:
             return []
         self._next = key[1] + 1
         row = self._emit(self._open.pop(key))
-        # Ranks say steps in their order: an older one that is still open here was recorded elsewhere.
+        # Ranks report steps in order: an older one that is still open here was recorded elsewhere.
         self._open = {k: fold for k, fold in self._open.items() if k[0] != key[0] or k[1] > key[1]}
         return row
 
     def _emit(self, fold: Fold) -> list[Row]:
-        """In the order of the steps, as far as those before it can be had."""
+        """Return the step's row, or hold it back while an earlier one is owed, for PATIENCE_S at most."""
         row = self._row(fold)
         if not self._owed:
             return [row]
@@ -115,7 +115,7 @@ class StepTable:
         self._compare_norms(fold)
         whole = fold["whole"] or NOBODY
         tokens, time_s = whole["tokens"], fold["time_s"]
-        tokens_per_s = self.tokens_per_step / time_s if time_s > 0 else math.nan  # nobody was left to tell
+        tokens_per_s = self.tokens_per_step / time_s if time_s > 0 else math.nan  # no rank was left to report
         usual = max(fold["norms"], key=lambda norm: size(fold["norms"][norm]))
         return {
             **({"time": fold["at"]} if "at" in fold else {}),
@@ -146,7 +146,7 @@ class StepTable:
         }
 
     def _nobody(self, at: int) -> Row:
-        """A step that counted, and that nobody who is left has reported."""
+        """Return the row of a step that counted but that no remaining rank has reported."""
         empty: Row = {
             "norms": {"nan": []},
             "bins": {},
@@ -162,7 +162,7 @@ class StepTable:
         return self._row({"step": at, "generation": self._since[0], **empty, **times})
 
     def _compare_norms(self, fold: Fold) -> None:
-        """All ranks compute the same norm, to the bit. One that does not has gone its own way."""
+        """Report ranks whose norm differs. All ranks compute the same norm to the bit, unless one has diverged."""
         norms = fold["norms"]
         if len(norms) > 1:
             usual = max(norms, key=lambda norm: size(norms[norm]))

@@ -1,5 +1,5 @@
-"""Tail: reads the lines that were appended to a JSON-lines file since the last look. A reader of a live run must not
-fail: a damaged line is counted and passed over."""
+"""Tail: read the lines appended to a JSON-lines file since the last read. A reader of a live run must not fail, so a
+damaged line is counted and skipped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 64 << 20  # of one look; the rest comes with the next
+MOST_BYTES = 64 << 20  # read at once
 
 
 class Tail:

@@ -1,5 +1,5 @@
-"""An event file for TensorBoard, written without it: records of TFRecord, each an Event message. The fields are those
-of its event.proto and summary.proto: Event(wall_time 1, step 2, file_version 3, summary 5), Value(tag 1,
+"""Write an event file for TensorBoard without its package: TFRecords that each hold an Event message. The field numbers
+are those of event.proto and summary.proto: Event(wall_time 1, step 2, file_version 3, summary 5), Value(tag 1,
 simple_value 2)."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def event_file(rows: list[dict[str, Any]]) -> bytes:
-    """The numbers of each row, as scalars of its step."""
+    """Encode the numbers of each row as scalars of its step."""
     out = [_tfrecord(_double(1, rows[0]["time"] if rows else 0.0) + _bytes(3, b"brain.Event:2"))]
     for row in rows:
         scalars = {name: value for name, value in row.items() if isinstance(value, float) and name != "time"}
@@ -24,7 +24,7 @@ def _tfrecord(data: bytes) -> bytes:
 
 
 def _masked(data: bytes) -> int:
-    """CRC-32C, rotated and shifted as TFRecord wants it."""
+    """Return the CRC-32C, masked as TFRecord requires."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _CRC[(crc ^ byte) & 0xFF] ^ (crc >> 8)

@@ -1,6 +1,6 @@
-"""Traces: what ranks recorded of some steps, kept beside the run, and merged with what the control plane did into one
-file for Perfetto or chrome://tracing. Clocks of hosts are aligned by the vote, which all ranks of a step leave within a
-message's time of each other."""
+"""Traces: keep what ranks recorded of some steps beside the run, and merge it with the events of the control plane into
+one file for Perfetto or chrome://tracing. The vote aligns the clocks of hosts, because all ranks of a step leave it
+within the time of one message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.observe.story import Story
 FOLDER = "traces"
 NAME = re.compile(r"(\d+)-(\d+)")
 MOST_PARTS, MOST_STEPS = 1024, 100
-NEAR_S = 60.0  # events of the control plane that are shown before and after the steps
+NEAR_S = 60.0  # before and after the steps: the events of the control plane that are shown
 COLLECTIVE = re.compile(r"^(gloo|nccl|c10d|rccl|xccl):")
 Event = dict[str, Any]
 
@@ -29,7 +29,7 @@ def folder_of(run: Path, first: int, last: int) -> Path:
 
 
 def receive(run: Path, rank: int, body: dict[str, Any]) -> None:
-    """Keep a part of what a rank recorded. OSError; ValueError: it is no such part."""
+    """Keep a part of a rank's recording. Raise ValueError if it is no such part, OSError if it cannot be written."""
     first, last, part, of = (int(body[name]) for name in ("first", "last", "part", "of"))
     if not (0 <= first < last <= first + MOST_STEPS and 0 <= part <= of <= MOST_PARTS and rank >= 0):
         raise ValueError(f"no part of a trace: {first}:{last}, {part} of {of}")
@@ -48,13 +48,13 @@ def receive(run: Path, rank: int, body: dict[str, Any]) -> None:
 
 
 def received(folder: Path) -> tuple[dict[int, Path], dict[int, str]]:
-    """The files of ranks, and what went wrong at others."""
+    """Return the files of ranks, and the errors of ranks that failed to record."""
     files = {_rank(path): path for path in sorted(folder.glob("rank-*.json.gz"))}
     return files, {_rank(path): path.read_text(errors="replace") for path in sorted(folder.glob("rank-*.error"))}
 
 
 def merged(story: Story, folder: Path) -> dict[str, Any]:
-    """One trace of all ranks that were received, and of the control plane. ValueError: a file is no trace."""
+    """Merge all received ranks and the control plane into one trace. Raise ValueError if a file is no trace."""
     files, _ = received(folder)
     traces = {rank: _read(path) for rank, path in files.items()}
     hosts = {rank: (folder / f"rank-{rank:07d}.host").read_text(errors="replace") for rank in files}
@@ -80,7 +80,8 @@ def write(trace: dict[str, Any], out: Path) -> None:
 
 
 def collectives(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Calls of each collective, over all ranks: how many, how long, and on which rank longest. The most time first."""
+    """Return, for each collective over all ranks, its calls, their time and the rank of the longest, most time
+    first."""
     on_host: dict[str, list[tuple[float, int]]] = {}
     on_device: dict[str, list[tuple[float, int]]] = {}  # where there is one, the host only enqueues
     for event in trace["traceEvents"]:
@@ -98,8 +99,8 @@ def collectives(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def offsets(votes: dict[int, list[float]], hosts: dict[int, str]) -> dict[str, float]:
-    """Microseconds to add to the clock of each host, so that the ends of votes fall together. The host of the lowest
-    rank is the reference; ranks of one host share its clock."""
+    """Return the microseconds to add to each host's clock so that the ends of votes coincide. The reference is the host
+    of the lowest rank that has votes; ranks of one host share its clock."""
     ranks = sorted(votes)
     reference = next((rank for rank in ranks if votes[rank]), None)
     out = dict.fromkeys(hosts.values(), 0.0)
@@ -118,7 +119,7 @@ def _rank(path: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A trace of torch's profiler, with times in microseconds since 1970."""
+    """Read a trace of torch's profiler, and convert its times to microseconds since 1970."""
     try:
         trace = json.loads(gzip.decompress(path.read_bytes()))
         base = float(trace.get("baseTimeNanoseconds", 0)) / 1e3
@@ -131,13 +132,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _votes(trace: dict[str, Any]) -> list[float]:
-    """When each vote ended."""
+    """Return when each vote ended."""
     found = [e for e in trace["traceEvents"] if e.get("name") == VOTE and e.get("ph") == "X" and "ts" in e]
     return sorted({e["ts"] + e.get("dur", 0) for e in found if e.get("cat") == "user_annotation"})
 
 
 def _renamed(rank: int, host: str, trace: dict[str, Any], moved: float) -> list[Event]:
-    """Events of a rank under process numbers of its own."""
+    """Return a rank's events under process numbers of its own."""
     numbers: dict[Any, int] = {}
     out: list[Event] = []
     for event in trace["traceEvents"]:
@@ -162,7 +163,7 @@ def _renamed(rank: int, host: str, trace: dict[str, Any], moved: float) -> list[
 
 
 def _control(story: Story, begin: float, end: float) -> list[Event]:
-    """What the control plane did meanwhile: incidents by phase, checkpoints, generations, nodes."""
+    """Return the control plane's events in the span: incidents by phase, checkpoints, generations, nodes."""
     out: list[Event] = [{"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "control plane"}}]
     tracks = ("incidents", "checkpoints", "generations", "nodes")
     for number, track in enumerate(tracks):

@@ -1,5 +1,5 @@
-"""Trackers: the steps and incidents of a story, sent to another tool while the run trains or after it. They read the
-record, as the dashboard does, so a slow or dead tracker cannot hold up a step.
+"""Trackers: send the steps and incidents of a story to another tool, during the run or after it. They read the record,
+as the dashboard does, so a slow or dead tracker cannot hold up a step.
 
     mlflow:URI      MLflow's own client: a server, or a folder
     wandb:PROJECT   Weights & Biases' own client; WANDB_MODE=offline keeps the run on this host
@@ -27,12 +27,12 @@ from phalanx.observe.story import Story
 
 Numbers = dict[str, float]
 BATCH = 200  # steps of one message
-MLFLOW_METRICS, MLFLOW_PARAMS, MLFLOW_CHARS = 1000, 100, 500  # that a server takes at once, and of a value
+MLFLOW_METRICS, MLFLOW_PARAMS, MLFLOW_CHARS = 1000, 100, 500  # limits of a server: per request, and per value
 ENDS = {"done": "FINISHED", "failed": "FAILED", "lost": "FAILED", "stopped": "KILLED"}
 
 
 class Tracker(Protocol):
-    """`sent`: the first step that it does not have yet."""
+    """A tool that takes steps and incidents. `sent`: the first step that it does not have yet."""
 
     sent: int
 
@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
 
 def open_tracker(to: str, story: Story) -> Tracker:
-    """UserError: there is no such tracker, or its package is not installed."""
+    """Open a tracker. Raise UserError if there is none of this name, or if its package is not installed."""
     kind, _, target = to.partition(":")
     if kind not in KINDS or (kind == "otlp" and not target.startswith(("http://", "https://"))):
         remedy = f"name one of {', '.join(f'{name}:…' for name in KINDS)}; otlp takes a URL such as http://HOST:4318"
@@ -61,11 +61,11 @@ def open_tracker(to: str, story: Story) -> Tracker:
 
 
 def send(story: Story, tracker: Tracker, follow: bool, pause: Callable[[], object] = lambda: time.sleep(1.0)) -> int:
-    """Send what the tracker does not have yet; with `follow`, until the run ends. Returns how many steps were sent."""
+    """Send what the tracker does not have yet; with `follow`, until the run ends. Return the number of steps sent."""
     count, branches, told = 0, len(story.branches), set[int]()
     while True:
         running = story.part.state == "running"
-        if len(story.branches) > branches:  # the steps that took the place of abandoned ones are sent as well
+        if len(story.branches) > branches:  # the steps that replaced abandoned ones are sent too
             tracker.sent = min([tracker.sent, *(branch.step for branch in story.branches[branches:])])
             branches = len(story.branches)
         fresh = story.rows[bisect_left(story.rows, tracker.sent, key=lambda row: row["step"]) :]
@@ -90,7 +90,7 @@ def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def numbers(row: dict[str, Any], before: str = "") -> Numbers:
-    """The finite numbers of a row; those of nested objects as phases.reduce."""
+    """Return the finite numbers of a row; those of nested objects are named like phases.reduce."""
     out: Numbers = {}
     for name, value in row.items():
         if isinstance(value, dict):
@@ -101,7 +101,7 @@ def numbers(row: dict[str, Any], before: str = "") -> Numbers:
 
 
 def settings(story: Story) -> dict[str, str]:
-    """The resolved job, flat, as text."""
+    """Return the resolved job, flat, as text."""
 
     def walk(value: dict[str, Any], before: str) -> Iterator[tuple[str, str]]:
         for name, each in value.items():
@@ -114,7 +114,7 @@ def settings(story: Story) -> dict[str, str]:
 
 
 def identity(story: Story) -> dict[str, str]:
-    """What names a run in another tool."""
+    """Return the labels that identify a run in another tool."""
     meta = story.part.meta
     code = meta.get("code") or {}
     known = {
@@ -166,12 +166,12 @@ class Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """MLflow takes letters, digits and a few signs in a name."""
+    """Replace the characters that MLflow does not allow in a name."""
     return re.sub(r"[^A-Za-z0-9_\-. /]", "_", name)[:250]
 
 
 class Wandb:
-    """Its own count of steps only grows, so a step is a value of its own, which the charts have as their axis."""
+    """Weights & Biases' own step count only grows, so the step is logged as a value and serves as the charts' axis."""
 
     def __init__(self, target: str, story: Story):
         import wandb
@@ -269,7 +269,7 @@ def _attributes(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _id(text: str, size: int) -> str:
-    """The same for the same thing: what is sent twice is one."""
+    """Derive an id from the text, so that something sent twice is the same."""
     return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 

@@ -1,5 +1,5 @@
-"""A model by its name and the sizes that are known of it: the registry of published models (models.toml), what notes
-say about experts, and a usual shape where there is no more than a parameter count."""
+"""Find a model's shape from its name and its known sizes. The sizes come from the registry of published models
+(models.toml) and from notes about experts; a bare parameter count gets a typical shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _registry() -> list[dict[str, Any]]:
 
 @cache
 def published() -> dict[str, str]:
-    """Name -> where its sizes come from."""
+    """Map each registered name to the source of its sizes."""
     return {model["name"]: model["source"] for model in _registry()}
 
 
@@ -30,7 +30,7 @@ def published_shape(name: str, seq: int) -> ModelShape:
 
 
 def known_model(name: str) -> dict[str, Any]:
-    """Sizes of a published model, empty if there is none of that name."""
+    """Return the sizes of a published model, or nothing if no entry matches the name."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     for entry in _registry():
         if re.search(entry["match"], plain):
@@ -41,8 +41,8 @@ def known_model(name: str) -> dict[str, Any]:
 def shape_of(
     name: str, sizes: dict[str, int], params_b: float | None, routed: dict[str, Any], seq: int
 ) -> ModelShape | None:
-    """`sizes` are those known (0: not) and `routed` those of experts; they win over the registry's. None: too little is
-    known."""
+    """Combine the known `sizes` (0: unknown) and the experts' (`routed`) with the registry's, which they override.
+    Return None if too little is known."""
     known = known_model(name)
     known_layers = known.get("layers", 0)
     known.pop("name", None)
@@ -65,7 +65,7 @@ def shape_of(
                 if key in more:
                     more[key] = round(more[key] * more["layers"] / known_layers)
     window = more.pop("window", 0)
-    if window:  # every other layer sees so many tokens
+    if window:  # every other layer sees only this many tokens
         more["attended"] = (seq + min(seq, 2 * window)) / 2
     if "gated" in more:
         return ModelShape.of(**more, seq=seq)
@@ -79,14 +79,14 @@ def shape_of(
 
 
 def _counts(name: str) -> tuple[float, float]:
-    """Parameters and active ones in a name like "30B-A3B", "7b" or "350m"; 0 where there are none."""
+    """Read total and active parameters from a name like "30B-A3B", "7b" or "350m"; 0 if the name has none."""
     found = re.findall(r"(?<![A-Za-z0-9.])(a?)(\d+(?:\.\d+)?)(b|m)(?![a-z0-9])", name.lower().replace("_", " "))
     sizes = {bool(active): float(size) * (1e9 if unit == "b" else 1e6) for active, size, unit in reversed(found)}
     return sizes.get(False, 0.0), sizes.get(True, 0.0)
 
 
 def _usual(params: float) -> dict[str, int]:
-    """GPT-3's proportions: hidden 128 x layers, heads of 128, FFN of four times hidden: N = 12 L h^2."""
+    """Return sizes in GPT-3's proportions: hidden 128 x layers, heads of 128, FFN 4 x hidden, so N = 12 L h^2."""
     hidden = max(128, round((params * 128 / 12) ** (1 / 3) / 128) * 128)
     layers = max(1, round(params / (12 * hidden**2)))
     return {
@@ -100,8 +100,9 @@ def _usual(params: float) -> dict[str, int]:
 
 
 def _usual_experts(params: float, active: float) -> dict[str, int]:
-    """Proportions of DeepSeek-V3 and Qwen3: 60 layers, 8 experts and a shared one for a token, hidden growing with
-    the square root of the active parameters; experts as wide, and as many, as the two counts leave."""
+    """Return sizes in the proportions of DeepSeek-V3 and Qwen3: 60 layers, 8 routed experts and a shared one per token,
+    and a hidden size that grows with the square root of the active parameters. The two counts determine the width and
+    the number of experts."""
     layers, vocab, top_k = 60, 131072, 8
     hidden = max(512, round(7168 * (active / 37e9) ** 0.5 / 128) * 128)
     left = max(active - 2 * vocab * hidden - 2.5 * layers * hidden**2, 0.3 * active)

@@ -1,5 +1,5 @@
-"""A plan: the chosen layout with its predicted memory, step time, goodput and bill, each with its interval. Immutable,
-JSON, hashed; what the search, the cost model and the catalogue say, put together."""
+"""A plan: the chosen layout with its predicted memory, step time, goodput and bill, each with its interval. It combines
+the results of the search, the cost model and the catalogue; it is immutable, hashed and exported as JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Plan:
     site: str
     profile: str
     chips: int  # of the cluster
-    used: int  # by the layout; the others stand by
+    used: int  # by the layout; the others are spares
     layout: dict[str, Any]
     compiled: bool  # fused kernels are assumed: `train.compile`
     global_batch: int  # samples
@@ -56,7 +56,7 @@ class Plan:
     capacity_bytes: float
     mfu: dict[str, float]  # by FLOP convention; "full" is what a run of `phalanx train` prints
     evidence: str  # what the intervals rest on
-    pace: float  # by which runs on such chips here scaled the prediction; 1: none
+    pace: float  # factor that earlier runs on such chips applied to the prediction; 1: none
     tokens_per_s: float  # of the job, while it trains
     goodput: dict[str, float]
     goodput_low: float  # with the high failure rate and the slower recovery
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def margin(self) -> float:
-        """Share of the memory that stays free at P95."""
+        """Return the share of the memory that stays free at P95."""
         return 1 - self.memory_high_bytes / self.capacity_bytes
 
     @property
@@ -88,7 +88,7 @@ class Request:
 
 
 def usual_batch(chips: int, seq: int) -> int:
-    """In samples, a power of two: the nearest to the usual number of tokens."""
+    """Return the batch in samples: the power of two nearest to the usual number of tokens."""
     samples = max(LEAST_TOKENS, TOKENS_PER_CHIP * chips) / seq
     return 2 ** max(0, round(math.log2(samples)))
 
@@ -98,19 +98,19 @@ def usual_tokens(shape: ModelShape) -> float:
 
 
 def find(request: Request, ask: Ask | None = None, slack: float = SLACK) -> Found:
-    """The best layouts, or those of a changed question."""
+    """Find the best layouts for the request, or for `ask` in place of its question."""
     return best(ask or request.ask, request.objective, slack, request.days * 86_400 / request.tokens)
 
 
 def costed(ask: Ask, given: Candidates) -> Found:
-    """Layouts that are given, whether they fit or not, as if they had been found."""
+    """Cost the given layouts, whether or not they fit, and return them as if the search had found them."""
     batch = np.full(len(given), ask.batch)
     costs = evaluate(ask.shape, ask.cluster, given, batch, ask.profile)
     return Found(ask, given, batch, costs, np.asarray(costs.step_s), len(given), len(given), (given, batch))
 
 
 def plan_of(request: Request, found: Found, row: int = 0) -> Plan:
-    """The plan of one layout that was found."""
+    """Build the plan of one layout that was found."""
     ask, c, costs = found.ask, found.candidates.take([row]), _row(found, row)
     cluster, profile = ask.cluster, ask.profile
     usual = goodput(cluster, c, costs, ask.contains, rate=ask.failures)
@@ -121,7 +121,7 @@ def plan_of(request: Request, found: Found, row: int = 0) -> Plan:
     early, late = profile.interval(bool(ask.shape.experts), str(found.candidates.row(row)["precision"]))
     memory_low, memory_high = (float(b[0]) for b in costs.memory_interval(profile))
     rate = float(costs.tokens[0]) / step
-    # Two causes of a longer run, unrelated: their logarithms add up in squares.
+    # The two causes of a longer run are independent: the squares of their logarithms add up.
     worse = math.exp(math.hypot(late, math.log(max(share, 1e-300) / max(low_share, 1e-300))))
     start = float(usual.start_s[0])
     p50 = bill(cluster, request.tokens, rate * share, start)
@@ -162,7 +162,7 @@ def plan_of(request: Request, found: Found, row: int = 0) -> Plan:
 
 
 def _row(found: Found, row: int) -> Any:
-    """Costs of one row, as columns of length one."""
+    """Return the costs of one row, as columns of length one."""
     parts = {}
     for f in dataclasses.fields(found.costs):
         value = getattr(found.costs, f.name)

@@ -1,4 +1,4 @@
-"""A plan as settings of a job: everything that the prediction assumed, so that the run is the one that was planned."""
+"""Turn a plan into settings of a job: everything that the prediction assumed, so that the run matches the plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ENGINE_PRECISIONS = ("bf16", "fp32")
 
 
 def settings(plan: Plan, kept: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Field and value of a job file; but those of [train] that are `kept`."""
+    """Yield each field of a job file with its value, except the [train] fields named in `kept`."""
     at = plan.layout
     for axis in ("replica", "shard", "tp", "pp", "cp", "ep"):
         yield f"layout.{axis}", at[axis]
-    yield "layout.zero", max(1, at["zero"])  # over one rank it is all the same
+    yield "layout.zero", max(1, at["zero"])  # over one rank all ZeRO stages are the same
     if at["pp"] > 1:
         yield "layout.schedule", at["schedule"]
         yield "layout.chunks", at["vpp"]
@@ -35,7 +35,7 @@ def settings(plan: Plan, kept: Collection[str] = ()) -> Iterator[tuple[str, Any]
 
 
 def job_lines(plan: Plan) -> list[str]:
-    """The same as sections of a job file."""
+    """Return the settings as the lines of a job file, by section."""
     lines: list[str] = []
     for field, value in settings(plan):
         section, name = field.split(".")

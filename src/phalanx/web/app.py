@@ -1,7 +1,7 @@
-"""The HTTP API and the pages. Everything is read-only: there is no request that changes a run or a file.
+"""The HTTP API and the pages. Everything is read-only: no request changes a run or a file.
 
-On a loopback address the server answers only requests that were sent to one, so that no web site can reach it through a
-name of its own. On any other address it answers only those that know the token."""
+On a loopback address the server answers only requests whose Host is a loopback address, so that no web site can reach
+it through a name of its own. On any other address it answers only requests with the token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-# A report is a page that was written to a file: no script of it runs, and it reaches nothing.
+# A report is a page from a file: its scripts do not run, and it cannot reach anything.
 REPORT_HEADERS = {
     "Content-Security-Policy": "sandbox allow-popups; default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -45,7 +45,7 @@ LIVE_S, BEAT_S = 1.0, 10.0
 
 
 class Guard:
-    """Refuse requests from elsewhere, and add the headers that every answer has."""
+    """Refuse requests that are not allowed, and add the common headers to every answer."""
 
     def __init__(self, app: ASGIApp, token: str):
         self.app, self.token = app, token
@@ -71,7 +71,7 @@ class Guard:
 
 
 def create_app(shelf: Shelf, token: str = "") -> FastAPI:
-    """`token`: what a request must know; "": it must have been sent to a loopback address."""
+    """Create the app. `token`: required in every request; "": requests must be sent to a loopback address instead."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)
 
@@ -186,7 +186,7 @@ def create_app(shelf: Shelf, token: str = "") -> FastAPI:
 
 
 def _compressed(request: Request, made: bytes) -> Response:
-    """Send JSON as it is kept, to those that can read it."""
+    """Send the stored gzip to clients that accept it, and decompress it for the others."""
     headers = {"Vary": "Accept-Encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):
         headers["Content-Encoding"] = "gzip"
@@ -196,7 +196,7 @@ def _compressed(request: Request, made: bytes) -> Response:
 
 
 async def _live(shelf: Shelf, run: str, request: Request) -> AsyncIterator[str]:
-    """Send the overview whenever it changes, and a sign of life in between."""
+    """Send the overview whenever it changes, and a heartbeat in between."""
     sent, silent = -1, 0.0
     while not await request.is_disconnected():
         try:

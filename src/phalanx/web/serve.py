@@ -17,13 +17,13 @@ from phalanx.web.shelf import Shelf
 
 PORT = 7474
 LESS_URGENT = 10
-MOST_OPEN = 256  # connections at once; the others are told to come back
-START_S, LEAVE_S = 20.0, 5.0  # that a run waits for its dashboard
+MOST_OPEN = 256  # connections at once; others are asked to try again
+START_S, LEAVE_S = 20.0, 5.0  # how long a run waits for its dashboard
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(root: Path, host: str, port: int, price: float | None, say: Callable[[str], None]) -> None:
-    """`port` 0: any free one; PORT or, if that is taken, any free one, where the caller names none."""
+    """Serve until the process ends. `port` 0: any free port; below 0: PORT, or any free one if that is taken."""
     try:
         import uvicorn
 
@@ -48,7 +48,7 @@ def serve(root: Path, host: str, port: int, price: float | None, say: Callable[[
 
 
 def _give_way() -> None:
-    """Let ranks of this machine go first. The kernel may share its cores among sessions; `nice` counts within one."""
+    """Let ranks on this machine go first. The kernel may divide cores among sessions, and `nice` works within one."""
     os.nice(LESS_URGENT)
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):
@@ -57,8 +57,8 @@ def _give_way() -> None:
 
 @contextlib.contextmanager
 def beside(root: Path) -> Iterator[str]:
-    """Serve from a process of its own, which ends with this one, and give the address; "": it did not start in time. No
-    run waits for it, however it hangs."""
+    """Serve from a separate process that ends with this one, and yield the address; "": it did not start in time. A run
+    never waits longer than START_S and LEAVE_S for it."""
     command = [sys.executable, "-P", "-m", "phalanx.cli.main", "dash", str(root), "--port", str(-1), "--until-closed"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

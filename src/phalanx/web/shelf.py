@@ -1,5 +1,5 @@
-"""Shelf: the runs of one folder, each read once and kept up to date for all who look. Names come from the network, so
-a run is found only by the name of a record that is really in the folder."""
+"""Shelf: the runs of one folder, each read once and kept up to date for all viewers. Names come from the network, so a
+run is found only by the name of a record that is really in the folder."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from phalanx.observe.tiles import FOLDER, TileReader
 from phalanx.observe.words import describe, unreadable
 from phalanx.web.series import Columns
 
-LOOK_S = 1.0  # a record is read no more often than that, however many look at it
-COST = 10  # and no more often than this many times as long as it takes
-WHOLE = 1024  # of the last steps, everything is kept; of older ones, what columns do not have
+LOOK_S = 1.0  # least time between two reads of a record, for any number of viewers
+COST = 10  # and at least this many times the cost of the last one
+WHOLE = 1024  # last steps that are kept whole; older ones keep only what the columns lack
 MOST_OPEN = 16  # runs whose steps are kept in memory
 MOST_ANSWERS = 32  # of one version of a run
-LITTLE = 3  # of zlib's nine levels: half the time of the usual one, a tenth more bytes
+LITTLE = 3  # zlib level: half the time of the default, a tenth more bytes
 MOST_SEGMENTS = 2000
 REPORTS = "reports"  # folder beside the runs
 REPORT, TRACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.html"), re.compile(r"\d+-\d+\.json\.gz")
-LAST = 16  # steps that the map of ranks looks back
+LAST = 16  # recent steps that the map of ranks shows
 Stamp = tuple[float, ...]
 
 
 @dataclass
 class Open:
-    story: Story = field(init=False)  # read by the first who looks
+    story: Story = field(init=False)  # read for the first viewer
     columns: Columns = field(default_factory=Columns)
     lock: threading.Lock = field(default_factory=threading.Lock)
     looked: float = 0.0
-    cost_s: float = 0.0  # of the last look
+    cost_s: float = 0.0  # of the last overview
     version: int = 0
     about: dict[str, Any] | None = None
     state: str = ""
-    answers: dict[tuple[Any, ...], bytes] = field(default_factory=dict)  # of this version: many look at one run
-    making: threading.Lock = field(default_factory=threading.Lock)  # an answer, for all who wait for it
+    answers: dict[tuple[Any, ...], bytes] = field(default_factory=dict)  # of this version, shared by all viewers
+    making: threading.Lock = field(default_factory=threading.Lock)  # so that an answer is made once
 
 
 class Shelf:
@@ -66,17 +66,18 @@ class Shelf:
         return [path.name for path in find_runs(self.root)]
 
     def runs(self) -> list[dict[str, Any]]:
-        """The overview of each run, the newest first."""
+        """Return the overview of each run, the newest first."""
         return [self._listed(path) for path in find_runs(self.root)]
 
     def _listed(self, path: Path) -> dict[str, Any]:
-        """A run that is over is read again only when its files change. One that cannot be read hides no other."""
+        """Return a run's overview. A run that is over is read again only if its files change, and one that cannot be
+        read does not hide the others."""
         stamp = _stamp(path)
         if (known := self._known.get(path.name)) and known[0] == stamp:
             return known[1]
-        try:  # of a run that is over the steps are not kept
+        try:  # the steps of a run that is over are not kept
             about = describe(Story(path, self.price)) if known or stamp[0] else self.about(path.name)
-        except Exception as error:  # whatever may be in a file
+        except Exception as error:  # a file may contain anything
             about = unreadable(path, error)
         self._known.pop(path.name, None)
         if about["state"] != "running":
@@ -84,7 +85,7 @@ class Shelf:
         return about
 
     def get(self, name: str) -> Open:
-        """KeyError: there is no such run."""
+        """Return a run, read again if it is due. Raise KeyError if there is no such run."""
         path = self.root / name
         if not NAME.fullmatch(name) or not (path / "meta.json").is_file():
             raise KeyError(name)
@@ -98,7 +99,7 @@ class Shelf:
             self._open.move_to_end(name)
             one = self._open[name]
         with one.lock:
-            if not one.version:  # here, for a long run takes a while, and only those who look at it are to wait
+            if not one.version:  # under this run's lock: a long run takes a while, and only its viewers should wait
                 one.story = Story(path, self.price)
             now = time.monotonic()
             if now - one.looked >= max(LOOK_S, COST * one.cost_s):
@@ -120,7 +121,7 @@ class Shelf:
             return {**one.about, "version": one.version}
 
     def whole(self, name: str) -> dict[str, Any]:
-        """Everything of a run but its series and its record."""
+        """Return everything about a run except its series and its record."""
         about, one = self.about(name), self.get(name)
         with one.lock:
             story = one.story
@@ -139,15 +140,16 @@ class Shelf:
             }
 
     def record(self, name: str) -> dict[str, Any]:
-        """What was written when the run began and when it ended: the changes to its code may have a megabyte."""
+        """Return what was written when the run began and ended. It is separate because the diff of its code may have a
+        megabyte."""
         one = self.get(name)
         with one.lock:
             part = one.story.part
             return {"job": part.job, "meta": part.meta, "summary": part.summary}
 
     def answer(self, name: str, kind: str, *about: Any) -> bytes:
-        """What `whole`, `record` or `series` says, as compressed JSON: made once for all who ask the same of the same
-        version."""
+        """Return the result of `whole`, `record` or `series` as compressed JSON, made once for all requests for the
+        same version."""
         one, key = self.get(name), (kind, *about)
         with one.making:
             answers = one.answers
@@ -160,7 +162,7 @@ class Shelf:
             return answers[key]
 
     def fleet(self, name: str) -> dict[str, Any]:
-        """The nodes and ranks of a run, with how slow each rank was over the last steps."""
+        """Return the nodes and ranks of a run, with how slow each rank was in the last steps."""
         import base64
 
         one = self.get(name)
@@ -182,7 +184,7 @@ class Shelf:
             return mixture(one.story)
 
     def traces(self, name: str) -> list[dict[str, Any]]:
-        """Merged traces of a run: see `phalanx trace`."""
+        """List the merged traces of a run (see `phalanx trace`)."""
         folder = self.get(name).story.path / traces.FOLDER
         return _files(folder, TRACE)
 
@@ -190,14 +192,14 @@ class Shelf:
         return _inside(self.get(name).story.path / traces.FOLDER, file, TRACE)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Pages that `phalanx plan --html` and `phalanx simulate --html` have written beside the runs."""
+        """List the pages that `phalanx plan --html` and `phalanx simulate --html` have written beside the runs."""
         return sorted(_files(self.root / REPORTS, REPORT), key=lambda one: -one["time"])
 
     def report(self, file: str) -> Path:
         return _inside(self.root / REPORTS, file, REPORT)
 
     def incident(self, name: str, number: int) -> dict[str, Any]:
-        """KeyError: there is no such incident."""
+        """Return an incident. Raise KeyError if there is none of this number."""
         one = self.get(name)
         with one.lock:
             found = [each for each in one.story.incidents() if each.number == number]
@@ -213,7 +215,7 @@ class Shelf:
     def heat(
         self, name: str, ranks: tuple[int, int], steps: tuple[int, int], height: int, width: int
     ) -> dict[str, Any] | None:
-        """A picture of the ranks' step times, with the times of its columns; None: this run has none."""
+        """Return a picture of the ranks' step times, with the times of its columns; None if this run has none."""
         import base64
 
         import numpy as np
@@ -242,7 +244,7 @@ class Shelf:
 
 
 def _stamp(path: Path) -> Stamp:
-    """Return when the summary was written (0: it was not), and the sizes of the files that grow."""
+    """Return when the summary was written (0: not yet), and the sizes of the files that grow."""
     found: list[os.stat_result | None] = []
     for name in ("summary.json", "metrics.jsonl", "events.jsonl"):
         try:
@@ -254,7 +256,7 @@ def _stamp(path: Path) -> Stamp:
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
-    """Those of the folder itself whose names are of a kind."""
+    """List the files directly in the folder whose names match."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
@@ -265,7 +267,7 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
 
 
 def _inside(folder: Path, name: str, pattern: re.Pattern[str]) -> Path:
-    """A file of the folder itself. KeyError: there is none of this name."""
+    """Return a file directly in the folder. Raise KeyError if there is none of this name."""
     path = folder / name
     if not pattern.fullmatch(name) or path.is_symlink() or not path.is_file():
         raise KeyError(name)
@@ -279,8 +281,8 @@ def brief(one: Incident) -> dict[str, Any]:
 
 
 def segments(story: Story) -> list[list[Any]]:
-    """[begin, end, state, present, ranks] of the run, neighbours of one state joined; short ones give way where there
-    are too many to draw. Ranks: of the part's layout, which a resumed run may have changed."""
+    """Return [begin, end, state, present, ranks] of the run, joining neighbours of one state. If there are too many to
+    draw, short ones are joined too. `ranks` is that of the part's layout, which a resumed run may have changed."""
     pieces: list[list[Any]] = [
         [s.begin_ns / NS, s.end_ns / NS, s.state, s.present, part.layout.world_size]
         for part, s in story.segments()

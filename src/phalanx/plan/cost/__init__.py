@@ -1,1 +1,1 @@
-"""What a layout costs: seconds of a step and bytes of a rank, in closed form."""
+"""The cost of a layout: seconds of a step and bytes of a rank, in closed form."""

@@ -1,5 +1,5 @@
-"""Pipeline schedules: the bubble, how many micro-batches' activations a rank holds, and how much of its time the
-slowest stage takes. Sources: PipeDream-flush and interleaving arXiv:2104.04473; zero bubble arXiv:2401.10241;
+"""Pipeline schedules: the bubble, the number of micro-batches whose activations a rank holds, and the layers of the
+slowest stage. Sources: PipeDream-flush and interleaving arXiv:2104.04473; zero bubble arXiv:2401.10241;
 ZB-V arXiv:2405.15362; DualPipe arXiv:2412.19437."""
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ GPIPE, F1B, INTERLEAVED, INTERLEAVED_ZB, ZBV, ZB_H1, ZB_H2, DUALPIPE = range(len
 
 
 def divides(parts: Num, whole: Num) -> Num:
-    """Whether; much faster than a remainder."""
+    """Return whether `parts` divides `whole`; much faster than a remainder."""
     return np.floor(whole / parts) * parts == whole
 
 
 def bubble_s(schedule: Num, pp: Num, vpp: Num, micro_batches: Num, f: Num, d: Num, w: Num) -> Num:
-    """Idle seconds of a rank in a step, `f`, `d`, `w` being its forward, input-gradient and weight-gradient seconds per
-    micro-batch. 1f1b (p-1)(F+D+W); interleaved a v-th of it, and when p does not divide m the last round waits."""
+    """Return the idle seconds of a rank in a step. `f`, `d` and `w` are its forward, input-gradient and weight-gradient
+    seconds per micro-batch. 1f1b: (p-1)(F+D+W); interleaved: 1/v of that, plus the wait of a last round that is not
+    full when p does not divide m."""
     ramp = pp - 1
     whole = f + d + w
     left = micro_batches - np.floor(micro_batches / pp) * pp
@@ -35,7 +36,7 @@ def bubble_s(schedule: Num, pp: Num, vpp: Num, micro_batches: Num, f: Num, d: Nu
 
 
 def in_flight(schedule: Num, pp: Num, vpp: Num, micro_batches: Num) -> Num:
-    """Micro-batches whose activations (of all of a rank's layers) the fullest rank holds."""
+    """Return the number of micro-batches whose activations (of all its layers) the fullest rank holds."""
     m = micro_batches
     held = np.select(
         [schedule == GPIPE, schedule == INTERLEAVED, schedule == INTERLEAVED_ZB, schedule == ZB_H2,
@@ -47,9 +48,9 @@ def in_flight(schedule: Num, pp: Num, vpp: Num, micro_batches: Num) -> Num:
 
 
 def stage_layers(layers: Num, pp: Num, vpp: Num, head: Num) -> tuple[Num, Num]:
-    """Layers of the rank that takes longest, and whether it has the head too; `head` is the head's time in layers.
-    Where the stages divide the layers, all get as many and the last one the head on top. Else the first and the last
-    stage get fewer, and the longest rank none of the head."""
+    """Return the layers of the slowest rank, and whether it also has the head; `head` is the head's time in layers.
+    Where the stages divide the layers, all get the same number and the last one has the head on top. Otherwise the
+    first and the last stage get fewer, and the slowest rank does not have the head."""
     even = divides(pp * vpp, layers)
     most = np.ceil((layers + np.where(pp > 1, np.minimum(head, 1.0), 0.0)) / pp)
     uneven = np.maximum(most, (layers + head) / pp)

@@ -1,7 +1,7 @@
-"""Calibrated: what `phalanx calibrate` measured, as the planner's nouns. `machine_from` is that very machine, one node;
-`profile_from` refits the few constants that the measurements show, for it or for a cluster of the catalogue that it is
-a part of; the rest stays as published runs have it. The file is written by `train.calibrate`, and read by
-`measurements`."""
+"""Turn the measurements of `phalanx calibrate` into a machine and a profile for the planner. `machine_from` describes
+the measured node itself. `profile_from` refits the few constants that the measurements determine, for that node or for
+a catalogue cluster that contains it; the others keep their values from published runs. `train.calibrate` writes the
+file; `measurements` reads it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ K_HALVES = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 HALVES = tuple((length, width) for length in (0.0, 128.0, 256.0, 512.0, 768.0, 1024.0)
                for width in (0.0, 16.0, 32.0, 48.0, 64.0, 80.0, 96.0))  # fmt: skip
 LINKS = ("up", "nic", "exchange", "call_s", "up_hop_s", "out_hop_s")
-FEW_TOKENS = 2048  # of a step that waits for the host
+FEW_TOKENS = 2048  # a step with at most this many tokens waits for the host
 LEAST_ERROR = 0.1  # ln: a step is more than the calls that were timed
 
 
 def known_profile(cluster: Cluster, engine: str = OWN, **facts: Any) -> Profile:
-    """For a cluster that was not measured here: this engine as a calibration of such a chip in the catalogue has it,
-    else as published runs lead to expect. Links, and how wrong a plan for several chips is, stay as published."""
+    """Return the profile for a cluster that was not measured here. This engine takes the catalogue's calibration of the
+    chip, if it has one; anything else is predicted from published runs. Links, and the error of a plan for more chips
+    than were calibrated, always come from published runs."""
     default, file = default_profile(cluster.node.chip, engine, **facts), _stored(cluster.node.chip.name)
     if engine != OWN or not file.is_file():
         return default
@@ -58,7 +59,8 @@ def _stored(chip: str) -> Any:
 
 
 def machine_from(calibration: Calibration) -> Machine:
-    """One node, its ranks the chips. Each figure is what was reached at best, or the published peak if that is more."""
+    """Return the measured node as a machine with one chip per rank. Each figure is the best that was measured; for
+    products the published peak replaces it if it is higher."""
     c, node = calibration, calibration.machine
     best = {p: max((x.flops / x.median_s for x in c.matmul if x.dtype == p), default=0.0) for p in PRECISIONS}
     rates = np.array([best[p] or best["bf16"] for p in PRECISIONS])
@@ -83,11 +85,11 @@ def machine_from(calibration: Calibration) -> Machine:
 
 
 def profile_from(path: str | Path, machine: Machine | None = None, **facts: Any) -> Profile:
-    """For plans on `machine`, which the calibrated node is a part of; None: on that node alone. Each share is the one
-    with which half of the calls take longer than predicted, and half less; calls that mostly wait for launches and hops
-    tell nothing of it. The inner width at which products reach half of their speed is fitted too (on a CPU it is not
-    what it is on tiles of an accelerator), and so are length and head of attention. `facts` of the software are those
-    of the job."""
+    """Fit a profile for plans on `machine`, which contains the calibrated node; None: that node alone. Each share is
+    chosen so that half of the calls take longer than predicted and half take less; calls that mostly wait for launches
+    and hops are left out. Also fitted are the inner width at which products reach half of their speed (a CPU differs
+    from the tiles of an accelerator), and the length and head width at which attention does. `facts` are the job's
+    facts about the software."""
     c = read(path)
     machine = machine or machine_from(c)
     soft = software(OWN, **facts)
@@ -105,7 +107,8 @@ def profile_from(path: str | Path, machine: Machine | None = None, **facts: Any)
 
 
 def _scatter(c: Calibration, machine: Machine, profile: Profile, length: float, width: float) -> float:
-    """How far attention lies from the best share, with these lengths and widths at half of the speed."""
+    """Return how far attention scatters around its best share if it reaches half of its speed at this length and
+    width."""
     profile, off = replace(profile, length_half=length, width_half=width), 0.0
     for backward in (False, True):
         rows = [x for x in c.attention if x.backward == backward]
@@ -115,8 +118,9 @@ def _scatter(c: Calibration, machine: Machine, profile: Profile, length: float, 
 
 
 def _trained(c: Calibration, machine: Machine, profile: Profile, fused: bool, asked: Profile) -> Profile:
-    """What steps of small models show beside the calls that they are made of, for compiled code: how fast products are
-    among other work, the passes of experts, and the host's time. Then, if it is `asked`, eager code."""
+    """Fit what only whole steps of small models show. Compiled steps give the speed of products among other work, the
+    passes of experts and the host's time; unless the job is `fused`, eager steps then refit the passes and the host's
+    time."""
     few = [x for x in c.steps if x.seq * x.batch <= FEW_TOKENS]
     many = [x for x in c.steps if x not in few]
 
@@ -179,8 +183,8 @@ def _fitted(c: Calibration, machine: Machine, profile: Profile) -> Profile:
 
 
 def _latencies(calls: list[Call]) -> tuple[float, float]:
-    """Seconds of a hop and a collective's floor, from the smallest messages: a ring's all-reduce has twice the hops of
-    an all-gather."""
+    """Return the seconds of a hop and the fixed cost of a collective, from the smallest messages: a ring's all-reduce
+    has twice the hops of an all-gather."""
     least = min(x.size_bytes for x in calls)
     took = {x.kind: x.median_s for x in calls if x.size_bytes == least}
     hops = calls[0].ranks - 1
@@ -196,7 +200,7 @@ Change = Callable[[Profile, float], Profile]
 
 
 def _parts(c: Calibration) -> list[tuple[Change, Predict, list[Any]]]:
-    """What is fitted, in this order: products wait for memory too."""
+    """List what is fitted, in this order. Memory comes first because products wait for it too."""
     forward = [x for x in c.attention if not x.backward]
     return [
         (lambda p, share: replace(p, memory=share), _streams, c.memory),
@@ -226,8 +230,8 @@ def _with_links(profile: Profile, share: float) -> Profile:
 
 
 def _changed(profile: Profile, change: Change, predict: Predict, rows: list[Any], machine: Machine) -> Profile:
-    """With the share that makes half of the rows take longer than predicted. The larger the share, the shorter the
-    prediction, so halving finds it."""
+    """Apply the share with which half of the rows take longer than predicted. The prediction falls as the share grows,
+    so bisection finds it."""
     took = np.array([x.median_s for x in rows])
     low, high = (math.log(bound) for bound in SEARCH)
     for _ in range(HALVINGS):
@@ -244,7 +248,7 @@ def _products(rows: list[Product], machine: Machine, profile: Profile) -> NDArra
 
 
 def _attentions(rows: list[Attention], machine: Machine, profile: Profile) -> NDArray:
-    """As in chip.py."""
+    """Predict attention with the formula of chip.py."""
     chip = Chip(machine, profile, np.zeros(len(rows), dtype=int))
     rate = np.where([x.backward for x in rows], chip.attention_b / BACKWARD, chip.attention_f)
     length = np.array([x.seq for x in rows], float)
@@ -260,7 +264,8 @@ def _groups(rows: list[Grouped], machine: Machine, profile: Profile) -> NDArray:
 
 
 def _steps(rows: list[Step], machine: Machine, profile: Profile) -> NDArray:
-    """Few tokens: with what the host does once a step. Otherwise the device hides that, since nobody waited for it."""
+    """Predict whole steps. The host's fixed work once a step counts only where tokens are few; otherwise the device
+    hides it."""
     out = []
     for x in rows:
         shape = ModelShape.of(

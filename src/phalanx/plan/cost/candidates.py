@@ -1,5 +1,5 @@
-"""Candidates: many layouts at once, one numpy column per choice. Axes stand in the order of core.layout.Layout, from
-neighbours outwards: tp, cp, shard, pp, replica; experts are spread over ep of the shard x cp x tp ranks of a stage."""
+"""Many layouts at once, one numpy column per choice. The axes follow the order of core.layout.Layout, innermost first:
+tp, cp, shard, pp, replica. Experts are spread over ep of a stage's shard x cp x tp ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 RECOMPUTE = ("none", "selective", "full")
-# Those of core.layout, and published ones that the planner can judge but the engine does not run.
+# The schedules of core.layout, and published ones that the planner can judge but the engine cannot run.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv", "zb-h1", "zb-h2", "dualpipe")
 PRECISIONS = ("bf16", "fp8", "mxfp8", "nvfp4", "fp32")
 FP32 = PRECISIONS.index("fp32")
-CHUNK = 10_000  # rows that are costed together: their columns stay in cache
+CHUNK = 10_000  # rows costed together, so that their columns stay in cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Candidates:
 
     @classmethod
     def of(cls, **columns: Any) -> Candidates:
-        """From columns, numbers, or names of a recompute mode, schedule or precision; what is left out is 1, ZeRO-1,
-        no recomputation, 1f1b (interleaved where vpp > 1), bf16, buckets of 40 MB."""
+        """Build candidates from columns, numbers, or names of a recompute mode, schedule or precision. The defaults are
+        1, ZeRO-1, no recomputation, 1f1b (interleaved where vpp > 1), bf16 and buckets of 40 MB."""
         names = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "precision": PRECISIONS}
         unknown = set(columns) - {f.name for f in fields(cls)}
         assert not unknown, unknown
@@ -56,11 +56,11 @@ class Candidates:
         return len(self.tp)
 
     def take(self, rows: Any) -> Candidates:
-        """Some of them: a slice, a mask or row numbers."""
+        """Select rows by a slice, a mask or row numbers."""
         return Candidates(*(getattr(self, f.name)[rows] for f in fields(self)))
 
     def as_floats(self) -> Candidates:
-        """The same, for arithmetic without a conversion in every operation."""
+        """Convert all columns to floats once, so that no operation has to convert them again."""
         return Candidates(*(getattr(self, f.name).astype(float) for f in fields(self)))
 
     def chunks(self, size: int = CHUNK) -> Iterator[Candidates]:
@@ -72,14 +72,14 @@ class Candidates:
         return Candidates(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Candidates)))
 
     def row(self, index: int) -> dict[str, Any]:
-        """One of them, with names for codes: what `of` takes."""
+        """Return one row with names in place of codes, in the form that `of` takes."""
         out = {f.name: getattr(self, f.name)[index].item() for f in fields(self)}
         named = (("recompute", RECOMPUTE), ("schedule", SCHEDULES), ("precision", PRECISIONS))
         return out | {key: names[out[key]] for key, names in named}
 
     @property
     def item_bytes(self) -> NDArray:
-        """Bytes of an activation's element, and of a gathered weight's; products may round their operands further."""
+        """Bytes per element of activations and gathered weights; products may round their operands further."""
         return np.where(self.precision == FP32, 4.0, 2.0)
 
     @property
@@ -88,7 +88,7 @@ class Candidates:
 
     @property
     def data_ranks(self) -> NDArray:
-        """How many ranks see different samples."""
+        """Number of ranks that see different samples."""
         return self.replica * self.shard
 
 

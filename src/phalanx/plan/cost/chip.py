@@ -1,6 +1,6 @@
-"""Time on the chip: products by shape, attention, memory-bound work, for one micro-batch through all layers of a model,
-forward and backward. It depends on few distinct choices; layers.py calls it on those alone. Formulas:
-docs/planner.md."""
+"""Time on the chip: products by shape, attention and memory-bound work, for one micro-batch through all layers of a
+model, forward and backward. It depends on few choices, so layers.py calls it only for their distinct combinations.
+Formulas: docs/planner.md."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from phalanx.plan.cost.profiles import Profile
 from phalanx.plan.cost.sizes import ModelShape, Num
 
 TILE_M, TILE_N = 128, 256  # rows and columns of a product's tile (cuBLAS on Hopper)
-BACKWARD = 2.5  # attention's products backward over forward: scores are computed again
+BACKWARD = 2.5  # products of attention, backward over forward: backward computes the scores again
 KERNELS, EAGER_KERNELS = 8.0, 20.0  # elementwise kernels of a layer, forward
-CLAMPED = 3.0  # passes of biased, clamped experts over plain ones
+CLAMPED = 3.0  # passes of biased, clamped experts, relative to plain ones
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds of one micro-batch on one rank, all layers together; the head (logits and loss) apart, since one stage
-    has it alone. `d` computes the input's gradient, `w` the weights'."""
+    """Seconds of one micro-batch on one rank, all layers together. The head (logits and loss) is separate because only
+    one stage has it. `d` computes the input's gradient, `w` the weights'."""
 
     matmul_f: Num
     matmul_d: Num
@@ -36,12 +36,12 @@ class Work:
 
 
 class Chip:
-    """The speeds of a machine under a profile, for columns of candidates."""
+    """Speeds of a machine under a profile, for columns of candidates."""
 
     def __init__(self, machine: Machine, profile: Profile, precision: Num):
         bf16 = np.zeros_like(precision)
         peak, wide = machine.of_precision(machine.peak, precision), machine.of_precision(machine.peak, bf16)
-        wide = np.minimum(peak, wide)  # what is never quantised runs in bf16, or in fp32 when all does
+        wide = np.minimum(peak, wide)  # unquantised work runs in bf16, or in fp32 when everything does
         self.profile = profile
         self.matmul = peak * machine.of_precision(profile.gemm, precision)
         self.bf16 = wide * machine.of_precision(profile.gemm, bf16)
@@ -54,13 +54,14 @@ class Chip:
         self.operand_bytes = np.where(low, np.where(precision == 3, 0.5, 1.0), self.item_bytes)
 
     def gemm_s(self, m: Num, n: Num, inner: Num, groups: Num = 1.0, low: bool = True, out_bytes: Num = 0.0) -> Num:
-        """`groups` products of (m x inner) by (inner x n). Tiles are dealt to the SMs in waves, the last one not full;
-        a tile pays a prologue worth k_half of inner width; operands and result cross memory once."""
+        """Return the seconds of `groups` products of (m x inner) by (inner x n). Tiles are dealt to the SMs in waves,
+        and the last wave is not full. A tile pays a prologue worth k_half of inner width; operands and result cross
+        memory once."""
         p = self.profile
         tiles = np.ceil(m / TILE_M) * np.ceil(n / TILE_N) * groups
         waves = tiles / self.sms
         idle = 1 + p.quantised * (np.ceil(waves) / waves - 1)
-        # Of tiles that hang over an edge, as of the last wave, a part is wasted: other kernels have smaller tiles.
+        # Tiles over an edge waste only part of their work, as the last wave does: other kernels have smaller tiles.
         padded = tiles * (TILE_M * TILE_N)
         exact = groups * m * n
         flops = 2 * ((1 - p.quantised) * exact + p.quantised * padded) * (inner + p.k_half)
@@ -85,8 +86,9 @@ def work(shape: ModelShape, machine: Machine, profile: Profile, c: Candidates) -
 
 
 def _products(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, tokens: Num) -> tuple[Num, Num, Num]:
-    """Products with weights: (count, n, inner) forward; the input's gradient swaps n and inner, the weights' gradient
-    has the tokens as inner width and is read and written in fp32 where the product adds it up."""
+    """Return the seconds of products with weights: forward, input gradient, weight gradient. The table lists (count, n,
+    inner) of forward. The input's gradient swaps n and inner; the weights' gradient has the tokens as inner width, and
+    reads and writes fp32 where the product accumulates it."""
     h, t, gates = shape.hidden, c.tp, shape.matrices - 1
     latent = np.asarray(shape.kv_lora) > 0
     q_in = np.where(np.asarray(shape.q_lora) > 0, shape.q_lora, h)
@@ -119,8 +121,8 @@ def _products(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, to
     routed = np.asarray(shape.experts) > 0
     if not routed.any():
         return forward, d, w
-    # Routed experts: as many tokens as before on every rank, dealt to experts / ep groups. With sequence parallelism a
-    # rank routes its own tokens.
+    # Routed experts: every rank keeps its number of tokens, dealt to experts / ep groups. With sequence parallelism
+    # a rank routes only its own tokens.
     groups = np.maximum(shape.experts / c.ep, 1)
     rows = np.maximum(shape.imbalance * tokens / t * shape.top_k * c.etp / groups, 1)
     width, inner = np.maximum(shape.expert_ffn / c.etp, 1), np.maximum(shape.expert_width, 1)
@@ -133,8 +135,8 @@ def _products(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, to
 
 
 def _attention(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, tokens: Num) -> tuple[Num, Num]:
-    """Half of the scores when causal. A ring works on pieces of a sequence, which are short, and merges a part per
-    hop."""
+    """Return the seconds of attention and of scans, forward and backward. Causal attention computes half of the scores.
+    A ring works on short pieces of a sequence and merges one part per hop."""
     seen = shape.keys * np.where(shape.causal, 0.5, 1.0)
     scores = 2 * tokens * seen * (shape.q_width + shape.v_width) / c.tp
     piece = shape.context / np.where(c.cp > 1, 2 * c.cp, 1)
@@ -154,7 +156,8 @@ def _attention(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, t
 
 
 def _elementwise(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, tokens: Num) -> tuple[Num, Num]:
-    """Memory-bound, in bytes per token. Norm and residual: 2 x (read x and the branch, write both sums and norms)."""
+    """Return the seconds of memory-bound work, forward and backward, counted in bytes per token. Norm and residual:
+    2 x (read x and the branch, write the sum and the norm)."""
     h, t, gates, soft, item = shape.hidden, c.tp, shape.matrices - 1, profile.software, c.item_bytes
     split = np.where(soft.sequence_parallel, t, 1)  # what norms and residuals are split over
     active = profile.expert_passes * np.where(shape.biased, CLAMPED, 1.0)
@@ -166,10 +169,10 @@ def _elementwise(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates,
     )
     streams = item * (streams + shape.mamba_layers * 6 * shape.mamba_inner / t)
     permuted = item * profile.permute_passes * shape.moe_layers * shape.top_k * 4 * shape.expert_width / t
-    # Scores in memory: written, softmax, dropout: fp16 and fp32 passes over s x s per head.
+    # Scores in memory are written, then pass softmax and dropout: fp16 and fp32 passes over s x s per head.
     stored = np.asarray(soft.attention) == "scores"
     scores = np.where(stored, shape.attention_layers * 2 * 8 * shape.heads / t * shape.seq, 0.0)
-    # Quantising: read 2 bytes, write 1 (twice: rows and columns), of every operand: activations in, gradients back.
+    # Quantising reads 2 bytes and writes 1 (twice: rows and columns) of every operand: activations and gradients.
     dense = shape.attention_layers * (2 * h / split + shape.v_width / t) + shape.dense_layers * (
         h / split + shape.ffn / t
     )
@@ -182,7 +185,8 @@ def _elementwise(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates,
 
 
 def _head(shape: ModelShape, chip: Chip, profile: Profile, c: Candidates, tokens: Num) -> tuple[Num, Num]:
-    """Logits as activations, loss in fp32 (write, read, exp, gradient: about 16 bytes a bf16 logit when fused)."""
+    """Return the seconds of logits and loss, forward and backward. Logits are as wide as activations; the loss is in
+    fp32 (write, read, exp, gradient: about 16 bytes per bf16 logit when fused)."""
     vocab, h, predictions = shape.vocab / c.tp, shape.hidden, 1 + shape.mtp
     loss = chip.stream_s(tokens * (4 + 2 * c.item_bytes) * vocab * profile.loss_passes, 4)
     forward = chip.gemm_s(tokens, vocab, h, low=False) + loss

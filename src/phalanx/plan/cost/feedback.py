@@ -1,5 +1,5 @@
-"""What finished runs say about the predictions: each leaves a line in a local file, predicted beside measured, by
-phase of the step too. The next plan on such a chip is corrected by them, and its interval narrows."""
+"""Correct predictions from finished runs. Each run appends a line to a local file: predicted and measured time, also by
+phase of the step. The next plan for that chip uses these lines to correct its pace and narrow its interval."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from phalanx.core.errors import UserError
 from phalanx.plan.cost.profiles import Profile
 
 FORMAT = "phalanx-feedback-2"
-NOISE = 0.04  # ln: how far two runs of one job on one machine lie apart
+NOISE = 0.04  # ln: difference between two runs of one job on one machine
 MOST = 200  # newest lines that count
-NOTICED = 0.05  # of a step: a phase that is slower by less is not named
+NOTICED = 0.05  # of a step: a phase is not named if it is slower by less
 PHASES = {"dp": "reduce", "optimizer": "optimizer", "fixed": "between"}  # of the terms; all others are passes
-TELLING_BYTES = 10e9  # a peak below says more of what every process holds than of the model
-REMAINS = 0.05  # ln: what no number of other jobs tells about this one
+TELLING_BYTES = 10e9  # a smaller peak reflects what every process holds more than the model
+REMAINS = 0.05  # ln: difference between jobs that no number of other runs removes
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One finished run. Phases: `passes` (forward and backward, with communication and waits), `reduce` (gradients:
-    what passes do not hide), `optimizer`; measured alone: `data` (the wait for samples)."""
+    """One finished run. Its phases are `passes` (forward and backward, with communication and waits), `reduce` (the
+    part of the gradient reduction that passes do not hide), `optimizer`, and `data` (the wait for samples), which is
+    measured but not predicted."""
 
     chip: str
     ranks: int
     model: str
-    predicted_s: float  # without what earlier runs corrected
+    predicted_s: float  # without corrections from earlier runs
     measured_s: float
     predicted: dict[str, float]  # seconds of a step, by phase
     measured: dict[str, float] = field(default_factory=dict)
@@ -41,11 +42,11 @@ class Record:
 
     @property
     def slower(self) -> float:
-        """ln(measured / predicted)."""
+        """Return ln(measured / predicted)."""
         return math.log(self.measured_s / self.predicted_s)
 
     def slowest_phase(self) -> tuple[str, float] | None:
-        """The phase that takes most over its plan, and by how many seconds; None: none takes much more."""
+        """Return the phase that exceeds its plan most, and by how many seconds; None if no phase is much slower."""
         excess = {name: seconds - self.predicted.get(name, 0.0) for name, seconds in self.measured.items()}
         if not excess:
             return None
@@ -54,7 +55,7 @@ class Record:
 
 
 def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
-    """A plan's terms, added up by the phase of a step that they show in."""
+    """Sum a plan's terms by the phase of a step in which they appear."""
     phases: dict[str, float] = {}
     for term, value in seconds.items():
         phase = PHASES.get(term, "passes")
@@ -63,14 +64,14 @@ def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def append(record: Record, file: Path) -> None:
-    """Add a run; the file is made if there is none."""
+    """Append a run to the file, creating it if necessary."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps({"format": FORMAT, **asdict(record)}) + "\n")
 
 
 def records(file: Path) -> list[Record]:
-    """The newest runs of the file; none if there is no file."""
+    """Return the newest runs of the file, or none if it does not exist."""
     if not file.exists():
         return []
     return list(_read(file))[-MOST:]
@@ -92,8 +93,8 @@ def _read(file: Path) -> Iterator[Record]:
 
 
 def learned(profile: Profile, chip: str, file: Path) -> Profile:
-    """The profile as runs on this chip correct it: a pace for every term, drawn towards 1 the more, the fewer runs
-    there are, and an interval that narrows with them."""
+    """Correct the profile from the runs on this chip. One pace scales every term, and is drawn towards 1 when there are
+    few runs; the interval narrows as runs accumulate."""
     mine = [record for record in records(file) if record.chip == chip]
     if not mine:
         return profile
@@ -118,9 +119,10 @@ def learned(profile: Profile, chip: str, file: Path) -> Profile:
 
 
 def _posterior(seen: NDArray, prior: float) -> tuple[float, float]:
-    """Mean of what runs here differ by, given how far predictions lie off elsewhere (`prior`), and the standard
-    deviation of the next one: what is not known of the mean, how far runs scatter, and that jobs differ."""
-    # A run says little about how far runs scatter: until there are several, half of the prior counts as one more.
+    """Return the mean difference of runs here, given the standard deviation of predictions elsewhere (`prior`), and the
+    standard deviation of the next run: from the uncertainty of the mean, the scatter of runs and the difference between
+    jobs."""
+    # One run says little about the scatter: until there are several, half of the prior counts as one more run.
     squares = (prior / 2) ** 2 + float(np.sum((seen - np.mean(seen)) ** 2))
     scatter = max(math.hypot(NOISE, REMAINS), math.sqrt(squares / len(seen)))
     weight = prior**2 / (prior**2 + scatter**2 / len(seen))

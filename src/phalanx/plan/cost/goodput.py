@@ -1,10 +1,10 @@
-"""Goodput: the share of the wall clock in which training moves on, after failures, checkpoints and recovery. Columns
-in, columns out, so that the search can rank by it. Rates and stops with their sources: failures.toml.
+"""Goodput: the share of the wall clock in which training makes progress, after failures, checkpoints and recovery. It
+takes and returns columns, so that the search can rank by it. Rates and stops, with their sources: failures.toml.
 
     M = 1 / (failures per chip and second x chips)                   mean time between failures of the job
     T = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C             checkpoint interval (Daly 2006); M if C >= 2M
     restart     g = T / (M e^(R/M) (e^((T+C)/M) - 1))                Daly's complete model: R to restart, work redone
-    contained   g = T / (T + C) x e^(-R/M) / (1 + H / (M replicas))  others go on: R until they do, H until it heals
+    contained   g = T / (T + C) x e^(-R/M) / (1 + H / (M replicas))  R until the others continue, H until it heals
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Goodput:
     mtbf_s: Num
     checkpoint_s: Num  # what one costs the training
     interval_s: Num  # between two
-    stop_s: Num  # of everybody, per failure
+    stop_s: Num  # of all ranks, per failure
     heal_s: Num  # until the replica is back; 0: all stop
     start_s: Num  # communicators, once
-    contained: Num  # replicas go on without the one that failed
+    contained: Num  # the other replicas continue without the one that failed
 
 
 def rate_per_chip_s(cluster: Cluster, which: str = "usual", per_1000_node_days: float = 0.0) -> float:
-    """Failures per chip and second; a user's own figure is for the cluster's own nodes."""
+    """Return failures per chip and second. A user's own figure refers to the cluster's own nodes."""
     if per_1000_node_days:
         return per_1000_node_days / 1000 / cluster.node.chips / DAY_S
     table = figures()
@@ -54,7 +54,7 @@ def rate_per_chip_s(cluster: Cluster, which: str = "usual", per_1000_node_days: 
 
 
 def interval_s(cost_s: Num, mtbf_s: Num) -> Num:
-    """Daly's second order optimum."""
+    """Return Daly's second-order optimum of the checkpoint interval."""
     x = cost_s / (2 * mtbf_s)
     young = np.sqrt(2 * cost_s * mtbf_s)
     return np.where(x < 1, young * (1 + np.sqrt(x) / 3 + x / 9) - cost_s, mtbf_s)
@@ -63,7 +63,7 @@ def interval_s(cost_s: Num, mtbf_s: Num) -> Num:
 def restart_share(mtbf_s: Num, stop_s: Num, cost_s: Num, every_s: Num) -> Num:
     """J. Daly, "A higher order estimate of the optimum checkpoint interval", FGCS 22 (2006), equation 20."""
     part = (every_s + cost_s) / mtbf_s
-    # 1 / (e^x - 1) as e^-x / (1 - e^-x): nothing overflows where a run never gets anywhere.
+    # 1 / (e^x - 1) as e^-x / (1 - e^-x), so that nothing overflows where a run makes no progress.
     return every_s / mtbf_s * np.exp(-stop_s / mtbf_s - part) / -np.expm1(-part)
 
 
@@ -74,21 +74,22 @@ def contained_share(mtbf_s: Num, stop_s: Num, cost_s: Num, every_s: Num, heal_s:
 def goodput(
     cluster: Cluster, c: Candidates, costs: Costs, contains: bool = True, which: str = "usual", rate: float = 0.0
 ) -> Goodput:
-    """`contains`: the software lets other replicas go on. A single replica always restarts. `which`: the usual rate and
-    stops, or the `high` ones."""
+    """Predict goodput. `contains`: the software lets the other replicas continue; a single replica always restarts.
+    `which`: the `usual` rate and stops, or the `high` ones."""
     stops = figures()["stops"]
     inside = c.tp * c.cp * c.pp * c.shard
     mtbf = 1 / (rate_per_chip_s(cluster, which, rate) * c.world)
-    # Weights and optimizer go to host memory beside the next step, which loses what sticks out and what both slow down.
+    # Weights and optimizer are copied to the host during the next step. The cost is the part of the copy that outlasts
+    # the step, plus the slowdown from interference.
     state = costs.memory["weights"] + costs.memory["optimizer"]
     copy = state / cluster.node.host_link_bytes_per_s
     cost = np.maximum(copy - costs.step_s, 0.0) + values()["interference"] * copy
     every = np.maximum(interval_s(cost, mtbf), costs.step_s)
     alone = (c.replica == 1) | (not contains)
-    # Replicas are worlds of their own: one that comes back sets up its own communicators, the others one across.
+    # Each replica is a world of its own: one that returns sets up its own communicators and one across replicas.
     start = np.where(alone, setup_s(c.world), setup_s(inside) + setup_s(c.replica))
     heal = stops["heal_s"] + setup_s(inside)
-    # All stop twice: until the others have done its part, and while it joins them and takes the state of one of them.
+    # All stop twice: until the others have done the failed replica's part, and while it rejoins and receives its state.
     join = setup_s(c.replica) + state / cluster.node.nic_bytes_per_s
     stop = stops["detect_s"] + setup_s(c.replica) + costs.step_s + join
     if which == "high":

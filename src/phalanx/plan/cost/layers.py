@@ -1,6 +1,6 @@
-"""One micro-batch through all layers of a model on one rank of its tp, cp and ep groups: time on the chip, the
-communication inside layers, and the bytes it leaves for the backward pass. All of it depends on few choices, so it is
-computed for their distinct combinations and spread over the candidates."""
+"""One micro-batch through all layers of a model, on one rank of its tp, cp and ep groups: time on the chip,
+communication inside layers, and the bytes saved for the backward pass. These depend on few choices, so they are
+computed once for each distinct combination and then spread over the candidates."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ AGAIN, AGAIN_IN_PYTHON = 4 / 3, 1.6  # of a layer's host time when its forward r
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Seconds of all layers together, and bytes; the head (logits and loss) apart, since one stage has it alone."""
+    """Seconds and bytes of all layers together. The head (logits and loss) is separate because only one stage has
+    it."""
 
     matmul: Num
     attention: Num
     elementwise: Num
     recompute: Num
-    forward: Num  # on the chip: `forward`, `backward` (input's gradient, with recomputation) and `weights` (theirs) add
-    backward: Num  # up to the four above
+    forward: Num  # `forward`, `backward` (input's gradient, with recomputation) and `weights` (their gradient) are
+    backward: Num  # times on the chip that add up to the four above
     weights: Num
     head_f: Num
     head_b: Num
@@ -57,7 +58,8 @@ def layers_of(shape: ModelShape, machine: Machine, profile: Profile, c: Candidat
 
 
 def _distinct(key: NDArray) -> tuple[NDArray, NDArray]:
-    """A row for each distinct key, and each row's number among them. By a table where keys are small: no sorting."""
+    """Return a row for each distinct key, and each row's number among them. Small keys use a table, without
+    sorting."""
     span = int(key.max()) + 1
     if span > 32 * len(key):
         _, first, back = np.unique(key, return_index=True, return_inverse=True)
@@ -81,12 +83,12 @@ def _layers(shape: ModelShape, machine: Machine, profile: Profile, c: Candidates
     backward = done.matmul_d + done.attention_b + done.elementwise_b + recompute
     around = _inside(shape, machine, c, profile, done, forward + backward + weights)
     again = np.where(np.asarray(soft.runs_ahead, bool), AGAIN_IN_PYTHON, AGAIN)
-    # A layer takes no less than the host needs to launch it; one of experts waits for its token counts besides.
+    # A layer takes at least the host's time to launch it; a layer of experts also waits for its token counts.
     host = (shape.layers * profile.layer_s + shape.moe_layers * profile.experts_s) * np.where(full, again, 1.0)
     busy = forward + backward + weights + sum(around)
     launch = np.maximum(host - busy, 0.0) + profile.stall_s * shape.moe_layers
     low = (c.precision >= 1) & (c.precision <= 3)
-    held = c.micro_batch * shape.seq / c.cp * c.item_bytes / 2  # tokens, counted as wide as in bf16
+    held = c.micro_batch * shape.seq / c.cp * c.item_bytes / 2  # tokens, scaled by their width relative to bf16
     out = (
         done.matmul_f + done.matmul_d + weights, done.attention_f + done.attention_b,
         done.elementwise_f + done.elementwise_b, recompute, forward, backward, weights, done.head_f, done.head_b,
@@ -100,17 +102,17 @@ def _layers(shape: ModelShape, machine: Machine, profile: Profile, c: Candidates
 def _inside(
     shape: ModelShape, machine: Machine, c: Candidates, profile: Profile, done: Work, busy: Num
 ) -> tuple[Num, Num, Num]:
-    """Exposed communication inside layers: tp, cp, ep. `busy`: seconds of compute that could hide it."""
+    """Return the exposed communication inside layers: tp, cp, ep. `busy`: seconds of compute that could hide it."""
     soft, tokens, item = profile.software, c.micro_batch * shape.seq / c.cp, c.item_bytes
     runs = forward_runs(c.recompute == 2)
-    # Around attention and FFN a gather and a scatter each; all-reduces where norms are not split.
+    # Attention and FFN have a gather and a scatter each, or an all-reduce where norms are not split.
     tp = Group.of(machine, c.tp, 1, profile)
     size = item * tokens * shape.hidden
     blocks = shape.attention_layers + shape.dense_layers + shape.mamba_layers
     blocks = blocks + shape.moe_layers * (np.asarray(shape.shared_ffn) > 0)
     pair = np.where(soft.sequence_parallel, 2 * tp.gather_s(size), tp.reduce_s(size))
     around = blocks * tensor_pairs(runs) * pair * (1 - profile.hides_tp)
-    # Keys and values go round the ring while attention works on the last ones; backward their gradients too.
+    # Keys and values travel round the ring while attention uses the previous ones; in backward their gradients do too.
     cp = Group.of(machine, c.cp, c.tp, profile)
     numel = 2 * tokens * np.where(np.asarray(shape.kv_lora) > 0, shape.q_width, shape.kv_heads * shape.head_dim) / c.tp
     passes = np.where((c.recompute == 1) & np.asarray(soft.reruns_ring, bool), 2, runs)  # forward
@@ -119,7 +121,7 @@ def _inside(
     backward = keys / (passes + 1) * cp.send_s(item * numel) + gradients * cp.send_s(soft.ring_grad_bytes * numel)
     ringed = hide(shape.attention_layers * forward, passes * done.attention_f, profile)
     ringed = ringed + hide(shape.attention_layers * backward, done.attention_b, profile)
-    # Every routed token to its experts and back.
+    # Every routed token travels to its experts and back.
     ep = Group.of(machine, c.ep, 1, profile)
     routed = shape.imbalance * item * tokens / c.tp * shape.top_k * shape.expert_width
     exchanged = shape.moe_layers * expert_exchanges(runs) * ep.exchange_s(routed, shape.top_k)

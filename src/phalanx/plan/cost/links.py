@@ -1,6 +1,6 @@
-"""Collectives in closed form: seconds for a group of ranks that lie `stride` apart, on a machine with a scale-up
-domain and tiers of a network between nodes. Ring, tree, hierarchical, in-switch (NVLS, SHARP), all-to-all and torus;
-the fastest that machine and software have is taken. Formulas: docs/planner.md."""
+"""Collectives in closed form: seconds for a group of ranks `stride` apart, on a machine with a scale-up domain and a
+network of several tiers between nodes. Covers ring, tree, hierarchical, in-switch (NVLS, SHARP), all-to-all and torus,
+and takes the fastest that machine and software support. Formulas: docs/planner.md."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ SHARP_SHARE = 0.9  # of the cards' rate that a reduction in the switches reaches
 
 
 def hide(sent_s: Num, window: Num, profile: Profile, interference: Num | None = None) -> Num:
-    """What communication costs beside compute that could hide it: what sticks out, and what it takes from compute."""
+    """Return the cost of communication beside compute that could hide it: the exposed part, plus what it takes from
+    compute."""
     lost = profile.interference if interference is None else interference
     return sent_s - (1 - lost) * np.minimum(sent_s, window)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Where its ranks lie, and what that gives: ranks inside one domain, domains, bandwidth and latency between."""
+    """The placement of a group: its ranks inside one domain, its domains, and the bandwidth and latency of each."""
 
     ranks: Num
     local: Num
@@ -38,8 +39,8 @@ class Group:
 
     @classmethod
     def of(cls, machine: Machine, ranks: Num, stride: Num, profile: Profile) -> Group:
-        """Ranks are neighbours in the order tp, cp, shard, pp, replica: a group's stride is the product of the axes
-        before it. Between domains all `local` ranks' network cards carry one ring each."""
+        """Place a group. Ranks are neighbours in the order tp, cp, shard, pp, replica, so a group's stride is the
+        product of the axes before it. Between domains, the network cards of all `local` ranks carry one ring each."""
         local = np.clip(np.floor(machine.domain / stride), 1, ranks)
         factor, latency = machine.tier(ranks * stride)
         return cls(
@@ -50,13 +51,14 @@ class Group:
 
     @property
     def bus(self) -> Num:
-        """Bytes/s of a rank in a ring through all ranks: the slower of the link inside and the cards of the domain."""
+        """Bytes/s of a rank in a ring through all ranks: the slower of the link inside the domain and its cards."""
         cards = np.where(self.profile.software.one_card, 1.0, self.local)
         return np.where(self.domains > 1, np.minimum(self.up, cards * self.out), self.up)
 
     def gather_s(self, size_bytes: Num, calls: Num = 1.0) -> Num:
-        """All-gather, or reduce-scatter, of `size_bytes` in all, in so many calls: (n-1)/n S/B + a hop per step. Many
-        domains go hierarchically where the software can and that is faster: between domains first, in a tree."""
+        """Return the seconds of an all-gather or reduce-scatter of `size_bytes` in total, in `calls` calls:
+        (n-1)/n S/B + a hop per step. Where the software can and it is faster, domains communicate hierarchically:
+        between domains first, in a tree."""
         n = self.ranks
         hops = (n - self.domains) * self.up_hop_s + (self.domains - 1) * self.out_hop_s
         ring = (n - 1) / n * size_bytes / self.bus + calls * hops
@@ -69,22 +71,23 @@ class Group:
         return np.where(n > 1, calls * self.profile.call_s + best, 0.0)
 
     def reduce_s(self, size_bytes: Num, calls: Num = 1.0) -> Num:
-        """All-reduce: a ring's 2(n-1)/n S/B; in the switch of a domain (NVLS) each byte goes up and down once; trees
-        between domains for latency; SHARP halves what crosses between them."""
+        """Return the seconds of an all-reduce: a ring's 2(n-1)/n S/B. In the switch of a domain (NVLS) each byte goes
+        up and down once. Between domains the latency is a tree's, and SHARP halves the bytes."""
         switched = np.logical_and(self.machine.nvls, self.local > 4)
         up_bytes = np.where(switched, (1.0 + 1.0 / self.local) / NVLS_SHARE, 2 * (self.local - 1) / self.local)
         inside = np.where(self.local > 1, up_bytes * size_bytes / self.up, 0.0)
         out_bytes = np.where(self.machine.sharp, 1 / SHARP_SHARE, 2 * (self.domains - 1) / self.domains)
         between = np.where(self.domains > 1, out_bytes * size_bytes / (self.local * self.out), 0.0)
         hops = 2 * (self.local - 1) * self.up_hop_s + 2 * np.ceil(np.log2(self.domains)) * self.out_hop_s
-        # The phases run one behind the other in pieces: between the larger of them and their sum (measured halfway).
+        # The phases are pipelined in pieces: they take between the larger of them and their sum (measured: halfway).
         both = 0.5 * (inside + between) + 0.5 * np.maximum(inside, between)
         return np.where(self.ranks > 1, calls * (self.profile.call_s + hops) + both, 0.0)
 
     def exchange_s(self, size_bytes: Num, picks: Num) -> Num:
-        """All-to-all of tokens to experts: each rank sends `size_bytes` in all, `picks` copies of every token. Of D
-        domains picks hit D (1 - (1 - 1/D)^picks) on average; DeepEP and HybridEP send a domain a token once, over the
-        sender's own card, and hand out the copies inside. Both ways at once."""
+        """Return the seconds of an all-to-all of tokens to experts: each rank sends `size_bytes` in total, `picks`
+        copies of every token. The picks hit D (1 - (1 - 1/D)^picks) of D domains on average. DeepEP and HybridEP send a
+        token to a domain once, over the sender's own card, and distribute the copies inside. Both directions run at
+        once."""
         p, m = self.profile, self.machine
         once = np.asarray(p.software.dispatcher) == "flex"
         hit = self.domains * (1 - (1 - 1 / self.domains) ** picks)
@@ -93,12 +96,12 @@ class Group:
         between = size_bytes * copies * (1 - 1 / self.domains) / out
         inside = (self.local - 1) / self.local * size_bytes / up
         hops = np.log2(self.local) * self.up_hop_s + np.log2(self.domains) * self.out_hop_s
-        # On a torus a byte crosses a quarter of each side on average, and shares the links with as many.
+        # On a torus a byte crosses a quarter of each side on average, sharing the links with as many others.
         far = np.where(m.torus, np.maximum(1.0, np.sqrt(self.local) / 4), 1.0)
         return np.where(self.ranks > 1, p.call_s + np.maximum(between, far * inside) + hops, 0.0)
 
     def send_s(self, size_bytes: Num) -> Num:
-        """To the next rank of the group; where the group leaves a domain, over the card."""
+        """Return the seconds to send to the group's next rank: over the network card if the group spans domains."""
         out = self.domains > 1
         took = size_bytes / np.where(out, self.out, self.up) + np.where(out, self.out_hop_s, self.up_hop_s)
         return np.where(self.ranks > 1, took, 0.0)

@@ -1,4 +1,4 @@
-"""Machine: the figures of a cluster that the cost model works with, flat, so that clusters can be columns too."""
+"""The figures of a cluster that the cost model uses, kept flat so that clusters can be columns too."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from phalanx.plan.cost.sizes import Num
 if TYPE_CHECKING:
     from phalanx.hardware import Cluster
 
-TIERS = 6  # a fabric with fewer repeats its last
-# Which published peak a precision computes with, the first that the chip has. Without any the matmuls stay in bf16.
+TIERS = 6  # a fabric with fewer repeats its last one
+# A precision computes at the first of these published peaks that the chip has; without any, matmuls stay in bf16.
 PEAKS = {
     "bf16": ("bf16",),
     "fp8": ("fp8", "int8"),
@@ -38,7 +38,7 @@ class Machine:
     sharp: Num  # the switches between nodes reduce
     node: Num  # chips of one node
     chips: Num
-    span_chips: Num  # within so many neighbouring chips a tier's figures hold, a row per tier
+    span_chips: Num  # the number of neighbouring chips within which a tier's figures hold, a row per tier
     tier_factor: Num
     tier_latency_s: Num
 
@@ -64,19 +64,19 @@ class Machine:
 
     @classmethod
     def stack(cls, machines: list[Machine]) -> Machine:
-        """One machine whose fields are columns (the last axis), one for each of `machines`."""
+        """Return one machine whose fields have a column (the last axis) for each of `machines`."""
         return cls(*(np.stack([np.asarray(getattr(m, f.name), float) for m in machines], -1) for f in fields(cls)))
 
     def take(self, rows: Num) -> Machine:
         return Machine(*(np.asarray(getattr(self, f.name))[..., rows] for f in fields(self)))
 
     def of_precision(self, table: Num, precision: Num) -> Num:
-        """The row of a table per precision (`peak`, a profile's) that each candidate computes with."""
+        """Look up each candidate's precision in a table with a row per precision (`peak`, or one of a profile)."""
         table = np.asarray(table)
         return table[precision] if table.ndim == 1 else np.take_along_axis(table, precision[None, :], 0)[0]
 
     def tier(self, extent: Num) -> tuple[Num, Num]:
-        """Bandwidth factor and latency (s) between nodes, for a group whose ranks lie within `extent` chips."""
+        """Return bandwidth factor and latency (s) between nodes for a group whose ranks lie within `extent` chips."""
         if self.span_chips.ndim == 1:
             index = np.searchsorted(self.span_chips[:-1], extent)
             return self.tier_factor[index], self.tier_latency_s[index]

@@ -1,5 +1,4 @@
-"""The file of a calibration: what was timed and how long it took. Written by `train.calibrate`; read and checked
-here."""
+"""Read and check a calibration file: what was timed and how long it took. `train.calibrate` writes the file."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Product(Timed):
-    """(m x k) by (k x n)."""
+    """A product of (m x k) by (k x n)."""
 
     dtype: str
     m: int
@@ -39,7 +38,7 @@ class Product(Timed):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Timed):
-    """Causal, in bf16."""
+    """Causal attention in bf16."""
 
     batch: int
     heads: int
@@ -49,12 +48,12 @@ class Attention(Timed):
 
     @property
     def forward_flops(self) -> float:
-        """Half of the scores, as chip.py counts."""
+        """FLOPs forward, with half of the scores, as in chip.py."""
         return 2.0 * self.batch * self.seq * (self.seq / 2) * 2 * self.heads * self.head_dim
 
     @property
     def flops(self) -> float:
-        """Backward computes the scores a second time."""
+        """FLOPs of the timed pass; backward computes the scores a second time."""
         return self.forward_flops * (2.5 if self.backward else 1.0)
 
 
@@ -65,7 +64,7 @@ class Stream(Timed):
 
 @dataclass(frozen=True, slots=True)
 class Grouped(Timed):
-    """(rows x k) by (k x n), with a matrix for each of the experts, which have equally many rows."""
+    """A product of (rows x k) by (k x n), with one matrix per expert and the same number of rows for each."""
 
     experts: int
     rows: int
@@ -75,7 +74,7 @@ class Grouped(Timed):
 
 @dataclass(frozen=True, slots=True)
 class Step(Timed):
-    """A step of this engine on one rank, in bf16, nothing recomputed."""
+    """A step of this engine on one rank, in bf16, without recomputation."""
 
     layers: int
     dim: int
@@ -100,21 +99,21 @@ class Call(Timed):
 
     @property
     def sent_bytes(self) -> float:
-        """By one rank in a ring."""
+        """Bytes that one rank of a ring sends."""
         return (2 if self.kind == "all-reduce" else 1) * (self.ranks - 1) / self.ranks * self.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The machine."""
+    """The calibrated machine."""
 
     device: str
     host: str
     backend: str
     ranks: int
     memory_bytes: int  # of one rank
-    units: int  # that tiles of a product are dealt to
-    peak_flops: float  # bf16, as published; 0: not
+    units: int  # to which the tiles of a product are dealt
+    peak_flops: float  # bf16, as published; 0: not published
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +124,8 @@ class Calibration:
     matmul: list[Product]
     attention: list[Attention]
     memory: list[Stream]
-    collectives: list[Call]  # none: there is one rank
-    grouped: list[Grouped]  # these and steps: on accelerators
+    collectives: list[Call]  # empty for a single rank
+    grouped: list[Grouped]  # like `steps`, measured on accelerators only
     steps: list[Step]
 
 
@@ -134,11 +133,11 @@ NAMES = {"dtype": PRECISIONS, "kind": ("all-reduce", "all-gather", "reduce-scatt
 KINDS: dict[str, Any] = {"matmul": Product, "attention": Attention, "memory": Stream, "collectives": Call}
 KINDS |= {"grouped": Grouped, "steps": Step}
 OPTIONAL = ("grouped", "steps")
-ZERO = ("peak_flops", "experts", "top_k", "expert_ffn")  # fields that may be 0: there is none
+ZERO = ("peak_flops", "experts", "top_k", "expert_ffn")  # fields that may be 0, for none
 
 
 def read(path: str | Path) -> Calibration:
-    """The file of a calibration; UserError if it is not one."""
+    """Read a calibration file; raise UserError if it is not one."""
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:

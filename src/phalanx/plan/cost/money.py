@@ -1,4 +1,4 @@
-"""What a run takes: days, dollars, megawatt-hours, tonnes of CO2. What the catalogue does not know stays None."""
+"""The bill of a run: days, dollars, megawatt-hours, tonnes of CO2. Figures that the catalogue lacks stay None."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from phalanx.core.errors import UserError
 from phalanx.hardware import Cluster
 
-# Of the node's rated power in training: arXiv:2506.14551, 8 x H100, the most intensive runs at 76 % of 10.2 kW.
 LONGEST_S = 3e11  # ten thousand years
+# Share of the node's rated power in training: arXiv:2506.14551, 8 x H100, the most intensive runs at 76 % of 10.2 kW.
 DRAWN = 0.76
 
 
@@ -22,7 +22,7 @@ class Bill:
     dollars_high: float | None
     mwh: float | None  # of the site, cooling included
     tonnes_co2: float | None
-    electricity_dollars: float | None  # part of a rented chip's price, what is paid for one's own
+    electricity_dollars: float | None  # included in a rented chip's price; paid separately for your own
 
     @property
     def days(self) -> float:
@@ -34,14 +34,14 @@ class Bill:
 
 
 def watts(cluster: Cluster) -> float | None:
-    """The power of the whole cluster while it trains, without cooling; None: not published."""
+    """Return the power of the whole cluster in training, without cooling; None if it is not published."""
     node = cluster.node
     rated = node.watts or node.chips * node.chip.watts
     return DRAWN * rated * cluster.nodes if rated else None
 
 
 def bill(cluster: Cluster, tokens: float, tokens_per_s: float, start_s: float = 0.0) -> Bill:
-    """`tokens_per_s` of the job, failures included. All chips are paid for, those that stand by too."""
+    """Compute the bill at the job's `tokens_per_s`, failures included. Spare chips are paid for too."""
     if not tokens_per_s * LONGEST_S > tokens:
         raise UserError(
             "with so many failures the run makes no progress",

@@ -1,6 +1,5 @@
-"""The numbers that no data sheet gives (numbers.toml): what is known of each before any run is seen, and the bounds
-that keep it physical. `lab.fit` fits all of them at once to published runs and writes fitted.toml; nothing else in the
-cost model is fitted."""
+"""The numbers that no data sheet gives (numbers.toml): a prior for each, and bounds that keep it physical. `lab.fit`
+fits all of them at once to published runs and writes fitted.toml; nothing else in the cost model is fitted."""
 
 from __future__ import annotations
 
@@ -40,15 +39,15 @@ def numbers() -> tuple[Number, ...]:
 
 
 def exceptions() -> dict[str, str]:
-    """Shares of a data-sheet rate that may lie outside RATE, and why."""
+    """Return the shares of a data-sheet rate that may lie outside RATE, with the reason for each."""
     return _tables("numbers.toml")["exceptions"]
 
 
 def fitted() -> dict[str, Any]:
-    """fitted.toml: `numbers` by name, and how far off predictions of sources left out were (`errors`)."""
+    """Return fitted.toml: `numbers` by name, and the errors of predictions for left-out sources (`errors`)."""
     return _tables("fitted.toml")
 
 
 def values() -> dict[str, float]:
-    """The fitted numbers by name."""
+    """Return the fitted numbers by name."""
     return fitted()["numbers"]

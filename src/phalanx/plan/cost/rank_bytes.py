@@ -1,5 +1,5 @@
-"""Bytes on the fullest rank, by term. Activations per recompute mode, state per ZeRO stage, micro-batches in flight per
-schedule, logits, gathered weights, communication buffers, allocator. Formulas and sources: docs/planner.md."""
+"""Bytes on the fullest rank, by term: activations by recompute mode, state by ZeRO stage, micro-batches in flight by
+schedule, logits, gathered weights, communication buffers and the allocator. Formulas and sources: docs/planner.md."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ TERMS = {
 
 
 def activation_bytes(shape: ModelShape, tp: Num, recompute: Num, soft: Software, low: Num) -> Num:
-    """Per token, all layers together, on a rank of its tp group (cp divides the tokens). Without dropout, flash
-    attention: inputs of norms, projections and products. With scores in memory: arXiv:2205.05198, table 2."""
+    """Return the bytes per token of all layers together, on one rank of a tp group (cp divides the tokens). With flash
+    attention (no dropout): the inputs of norms, projections and products. With scores in memory: arXiv:2205.05198,
+    table 2."""
     h, t = shape.hidden, tp
     split = np.where(soft.sequence_parallel, t, 1)
     flash = np.asarray(soft.attention) != "scores"
@@ -51,10 +52,10 @@ def activation_bytes(shape: ModelShape, tp: Num, recompute: Num, soft: Software,
     gated = np.where(np.asarray(soft.keeps_gated, bool), wide, 0.0)
     ffn = shape.dense_layers * (2 * gates + gated) * shape.ffn
     gates_only = shape.dense_layers * 2 * gates * shape.ffn
-    # A routed token's copy in, and its result for the weighted sum.
+    # The copy of a routed token that enters an expert, and its result for the weighted sum.
     routed = shape.moe_layers * (shape.top_k * (4 * shape.expert_width + (2 * gates + gated) * shape.expert_ffn))
     routed = routed + shape.moe_layers * (2 * gates + gated) * shape.shared_ffn
-    # What experts are chosen by, their scores twice, and for each choice its number, place and weight.
+    # The router's copy of the input, the scores twice, and the number, place and weight of each choice.
     chosen = shape.moe_layers * (4 * h / split + 8 * shape.experts + 48 * shape.top_k)
     kept = kept + np.where(np.asarray(soft.router_copy, bool), chosen, 0.0)
     mamba = shape.mamba_layers * 2 * 5 * shape.mamba_inner
@@ -71,27 +72,27 @@ def activation_bytes(shape: ModelShape, tp: Num, recompute: Num, soft: Software,
 
 
 def zero_stage(c: Candidates, soft: Software) -> Num:
-    """What is really sharded: where a pipeline keeps weights and gradients whole between micro-batches, zero 2 and 3
-    shard the optimizer alone; over one rank it is all the same."""
+    """Return the effective ZeRO stage. Where a pipeline keeps weights and gradients whole between micro-batches, stages
+    2 and 3 shard only the optimizer; over one rank they change nothing."""
     keeps = (c.pp > 1) & np.asarray(soft.pipeline_keeps, bool)
     return np.where(keeps | (c.shard * c.cp == 1), np.minimum(c.zero, 1), c.zero)
 
 
 def rank_params(shape: ModelShape, c: Candidates) -> tuple[Num, Num]:
-    """Parameters of a rank, outside and inside the routed experts; the first and the last stage have a matrix of the
-    vocabulary each."""
+    """Return a rank's parameters outside and inside the routed experts. The first and the last stage each have a
+    vocabulary matrix."""
     head = shape.head_params * np.where(c.pp > 1, 1.0, 2 - np.asarray(shape.tied, float))
     return (shape.dense_params / c.pp + head) / c.tp, shape.routed_params / (c.pp * c.ep * c.etp)
 
 
 def sharded(c: Candidates, dense: Num, experts: Num) -> Num:
-    """Parameters of a rank whose state is spread over all that hold the same."""
+    """Return the share of a rank's parameters that it keeps when all ranks with the same parameters split them."""
     shards = c.shard * c.cp
     return dense / shards + experts / np.maximum(1.0, c.tp * shards / (c.ep * c.etp))
 
 
 def _logits(shape: ModelShape, c: Candidates, soft: Software) -> Num:
-    """Count the logits of a micro-batch on the last stage, and what a fused loss keeps beside them."""
+    """Return the bytes of a micro-batch's logits on the last stage, and of what a fused loss keeps besides them."""
     tokens, vocab = c.micro_batch * shape.seq / c.cp, shape.vocab / c.tp
     item = np.where(c.precision == FP32, 4.0, soft.logit_bytes)
     rows = np.maximum(1, np.floor(LOSS_BYTES / (vocab * item) / 128) * 128)  # as core.shape.loss_rows
@@ -103,7 +104,8 @@ def _logits(shape: ModelShape, c: Candidates, soft: Software) -> Num:
 def memory_bytes(
     shape: ModelShape, c: Candidates, micro_batches: Num, soft: Software, saved: Num, one_layer: Num
 ) -> dict[str, Num]:
-    """`saved`: activations of a micro-batch, all layers; `one_layer`: of one layer, nothing recomputed."""
+    """Return the bytes of each term. `saved`: activations of a micro-batch, all layers; `one_layer`: those of one layer
+    without recomputation."""
     p = c.pp
     layers = np.ceil(shape.layers / p)
     part = layers / shape.layers
@@ -119,7 +121,7 @@ def memory_bytes(
     last = np.where((p > 1) & (c.schedule == F1B), once * (held - 1), 0.0)  # 1f1b: the last stage holds one
     wide = c.precision == FP32  # the weights are the masters
     logits = np.maximum(0.0, logits - last)
-    # A layer is recomputed when the logits are gone, if the loss has made its gradients; its gradients come beside it.
+    # With a fused loss the logits are freed before a layer is recomputed; the layer's gradients come on top of it.
     both = np.maximum(0.0, RECOMPUTED * one_layer - logits)
     again = np.where(np.asarray(soft.fused_loss, bool) & (p == 1), both, one_layer)
     activations = (once * held + np.where(c.recompute == 2, again, 0.0)) * on_device

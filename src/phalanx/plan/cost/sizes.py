@@ -1,6 +1,6 @@
-"""ModelShape: the sizes of a model that cost time and memory, and the arithmetic on them: parameters and FLOPs by
-convention. Every field is one number, or a column of numbers for many models at once: nothing here branches on a
-value, so that a million layouts or five hundred published runs cost one pass."""
+"""The sizes of a model that cost time and memory, and the arithmetic on them: parameters, and FLOPs by convention.
+Every field is a number, or a column of numbers for many models at once. Nothing here branches on a value, so a million
+layouts or five hundred published runs take one pass."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ModelShape:
     gated: Num = True  # SwiGLU: three matrices in the FFN and in every expert, else two
     tied: Num = False
     causal: Num = True
-    window: Num = 0  # keys that a query sees in windowed_layers of the layers that attend
+    window: Num = 0  # keys that a query sees in the windowed_layers
     windowed_layers: Num = 0
-    vectors: Num = 0  # elements of all layers that are in no matrix, beyond two norms in each
+    vectors: Num = 0  # elements of all layers outside matrices, beyond two norms per layer
     attended: Num = 0.0  # sum of squared document lengths / seq, when documents are packed; 0: seq
-    # Mixture of experts: in the layers that are not dense_layers (and have an FFN at all).
+    # Mixture of experts, in the layers with an FFN that are not dense_layers.
     experts: Num = 0
     top_k: Num = 0
     expert_ffn: Num = 0
@@ -42,12 +42,12 @@ class ModelShape:
     imbalance: Num = 1.0  # tokens of the fullest rank's experts over the mean
     biased: Num = False  # experts with biases and a clamped activation, which few kernels fuse (gpt-oss)
     latent: Num = 0  # experts work on a projection of this width; 0: hidden
-    # Multi-head latent attention (DeepSeek): head_dim is the width without position, then.
+    # Multi-head latent attention (DeepSeek); head_dim is then the width without position.
     q_lora: Num = 0
     kv_lora: Num = 0
     rope_dim: Num = 0
     v_dim: Num = 0
-    # Hybrids: how many layers attend, and how many are Mamba-2 layers of this inner width.
+    # Hybrids: the number of attention layers, and of Mamba-2 layers with this inner width.
     attention_layers: Num = 0
     mamba_layers: Num = 0
     mamba_inner: Num = 0
@@ -56,8 +56,8 @@ class ModelShape:
 
     @classmethod
     def of(cls, layers: int, hidden: int, heads: int, ffn: int, vocab: int, seq: int, **more: Num) -> ModelShape:
-        """With the usual defaults: as many kv heads as heads, head_dim hidden / heads, attention in every layer, the
-        FFN dense or, where there are experts, dense in `dense_layers` of them."""
+        """Build a shape with the usual defaults: as many kv heads as heads, head_dim hidden / heads, attention in every
+        layer, and a dense FFN in all layers, or in `dense_layers` of them if there are experts."""
         experts = more.get("experts", 0)
         dense = more.pop("dense_layers", 0 if experts else layers)
         more.setdefault("moe_layers", layers - dense if experts else 0)
@@ -70,7 +70,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: ModelConfig, seq: int) -> ModelShape:
-        """The engine's own families."""
+        """Build the shape of one of the engine's own families."""
         moe = config.family == "moe"
         return cls.of(
             config.num_layers, config.dim, config.num_heads, config.ffn_dim, config.vocab_size, seq,
@@ -86,11 +86,11 @@ class ModelShape:
 
     @classmethod
     def stack(cls, shapes: list[ModelShape]) -> ModelShape:
-        """One shape whose fields are columns, a row for each of `shapes`."""
+        """Return one shape whose fields are columns, with a row for each of `shapes`."""
         return cls(**{f.name: np.array([getattr(s, f.name) for s in shapes], dtype=float) for f in fields(cls)})
 
     def take(self, rows: Num) -> ModelShape:
-        """Some rows of the columns."""
+        """Select rows of the columns."""
         return ModelShape(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @property
@@ -100,14 +100,14 @@ class ModelShape:
 
     @property
     def keys(self) -> Num:
-        """The same, summed over all layers that attend."""
+        """`context` summed over all layers that attend, limited by the window where there is one."""
         window = np.maximum(self.window, 1)
         seen = np.minimum(window_keys(window, self.seq), self.context)
         return (self.attention_layers - self.windowed_layers) * self.context + self.windowed_layers * seen
 
     @property
     def q_width(self) -> Num:
-        """The width of all heads' queries (and keys): the scores are products of these."""
+        """Width of all heads' queries (and keys), whose products are the scores."""
         return self.heads * (self.head_dim + self.rope_dim)
 
     @property
@@ -116,7 +116,7 @@ class ModelShape:
 
     @property
     def qkv_params(self) -> Num:
-        """Projections into attention, per layer. MLA as in Megatron's FLOP count."""
+        """Parameters of the projections into attention, per layer. MLA follows Megatron's FLOP count."""
         plain = self.hidden * self.head_dim * (self.heads + 2 * self.kv_heads)
         q = np.where(
             np.asarray(self.q_lora) > 0, self.q_lora * (self.hidden + self.q_width), self.hidden * self.q_width
@@ -137,29 +137,29 @@ class ModelShape:
 
     @property
     def expert_width(self) -> Num:
-        """What goes into an expert."""
+        """Width of an expert's input."""
         return np.where(np.asarray(self.latent) > 0, self.latent, self.hidden)
 
     @property
     def expert_params(self) -> Num:
-        """The parameters of one expert."""
+        """Parameters of one expert."""
         return self.matrices * self.expert_width * self.expert_ffn
 
     @property
     def moe_fixed_params(self) -> Num:
-        """The parameters of an expert layer outside the routed experts: shared, router, projections to latent width."""
+        """Parameters of an expert layer outside its routed experts: shared, router, projections to latent width."""
         return (
             self.matrices * self.hidden * self.shared_ffn + self.hidden * self.experts + 2 * self.hidden * self.latent
         )
 
     @property
     def mamba_params(self) -> Num:
-        """The parameters of one Mamba-2 layer: in and out projection, with 8 groups of B and C."""
+        """Parameters of one Mamba-2 layer: in and out projection, with 8 groups of B and C."""
         return self.hidden * (3 * self.mamba_inner + 16 * self.mamba_state * (np.asarray(self.mamba_inner) > 0))
 
     @property
     def dense_params(self) -> Num:
-        """In all layers, outside the routed experts; norms too."""
+        """Parameters of all layers outside the routed experts, norms included."""
         return (
             self.attention_layers * (self.qkv_params + self.out_params)
             + self.dense_layers * self.matrices * self.hidden * self.ffn
@@ -187,31 +187,31 @@ class ModelShape:
 
     @property
     def active_params(self) -> Num:
-        """Those that one token uses: of the routed experts, its own."""
+        """Parameters that one token uses, with only its own routed experts."""
         return self.params - self.moe_layers * (self.experts - self.top_k) * self.expert_params
 
     @property
     def scores(self) -> Num:
-        """Elements of all layers' scores and of their use that one token has, no causality: keys x (queries +
-        values)."""
+        """Elements of one token's scores and of their products with values, in all layers and without causality:
+        keys x (queries + values)."""
         return self.keys * (self.q_width + self.v_width)
 
     @property
     def matmul_params(self) -> Num:
-        """Weights of products that one token meets: of the routed experts its own; the embedding look-up is none. Scans
-        of Mamba-2 count as theirs, in chunks of 256: state in and out, and within the chunk."""
+        """Weights that one token is multiplied with: only its own routed experts, and no embedding, which is a look-up.
+        Scans of Mamba-2 count as products in chunks of 256: state in and out, and within the chunk."""
         norms = self.layers * 2 * self.hidden + self.vectors
         layers = self.dense_params - norms + self.moe_layers * self.top_k * self.expert_params
         scans = self.mamba_layers * self.mamba_inner * (2 * self.mamba_state + 256)
         return layers * (1 + self.mtp / self.layers) + self.head_params * (1 + self.mtp) + scans
 
     def flops_per_token(self, convention: str = "full") -> Num:
-        """Training FLOPs (core.shape.training_flops)."""
+        """Return the training FLOPs per token (core.shape.training_flops)."""
         return training_flops(self.matmul_params, self.scores, self.active_params, convention)
 
 
 def hardware_flops_sc21(shape: ModelShape) -> Num:
-    """Per token, with full recomputation, as Megatron-LM counted in 2021: 96 s l h^2 (1 + s/6h + V/16lh) per sequence
-    (arXiv:2104.04473, equation 3)."""
+    """Return FLOPs per token with full recomputation, as Megatron-LM counted in 2021: 96 s l h^2 (1 + s/6h + V/16lh)
+    per sequence (arXiv:2104.04473, equation 3)."""
     h, layers = shape.hidden, shape.layers
     return 96 * layers * h**2 * (1 + shape.seq / (6 * h) + shape.vocab / (16 * layers * h))

@@ -1,7 +1,7 @@
-"""What this engine does in one step, as far as a planner can know it: every collective of a rank by kind, group, count
-and bytes, and the bytes of its weights, gradients and moments. Arithmetic on the job alone, for accelerators' libraries
-(on Gloo some collectives are made of others); `train.dryrun` runs the program itself and compares. The counts are those
-of volumes.py, which the cost model uses too."""
+"""Predict the traffic and state of a rank in one step, from the job alone: every collective by kind, group, count and
+bytes, and the bytes of weights, gradients and moments. It describes the libraries of accelerators (Gloo composes some
+collectives from others). `train.dryrun` runs the program and compares. The counts come from volumes.py, which the cost
+model uses too."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from phalanx.plan.cost.volumes import (
 
 MASTER_BYTES = {"fp8": 4, "bf16": 4, "fp32": 4, "fp64": 8}
 COMPUTE_BYTES = {"fp8": 2, "bf16": 2, "fp32": 4, "fp64": 8}
-COUNT_BYTES = 8  # what is counted is int64, what is added up over all ranks fp64
+COUNT_BYTES = 8  # counts are int64, and sums over all ranks fp64
 PARCEL_NUMEL, PARCEL_ALIGN, PARCEL_ROUND = 1 << 21, 64, 1024  # as in train/optimizer.py
 
 
 class Key(NamedTuple):
-    """A kind of call over one group. Bytes are those of the whole buffer: what is gathered, before it is scattered,
-    what a rank gives away in an all-to-all."""
+    """A kind of call over one group. Its bytes are those of the whole buffer: after a gather, before a scatter, and
+    what a rank sends in an all-to-all."""
 
     kind: str  # all-reduce | all-gather | reduce-scatter | all-to-all | send | receive
     axis: str
@@ -46,7 +46,7 @@ class Volume:
 
 @dataclass(slots=True)
 class Footprint:
-    """What a rank says and holds in a step."""
+    """What a rank communicates and holds in a step."""
 
     traffic: dict[Key, Volume] = field(default_factory=dict)
     weight_bytes: int = 0
@@ -55,7 +55,7 @@ class Footprint:
     moment_bytes: int = 0
 
     def add(self, key: Key, count: int, size_bytes: int) -> None:
-        """`size_bytes` each. A group of one says nothing to anybody."""
+        """Count calls of `size_bytes` each. A group of one rank does not communicate."""
         if key.ranks > 1 and count:
             volume = self.traffic.setdefault(key, Volume())
             volume.count += count
@@ -63,7 +63,7 @@ class Footprint:
 
 
 def expect(job: Job, coord: Coord) -> Footprint:
-    """Count for the rank that stands there, when routing is even."""
+    """Predict the footprint of the rank at `coord`, assuming even routing."""
     return _Step(job, coord).expected
 
 
@@ -93,25 +93,25 @@ class _Step:
             self.expected.add(Key(kind, self.names[ranks], len(ranks)), count, size_bytes)
 
     def _state(self) -> None:
-        """Slices as they are held, without padding."""
+        """Count the slices that a rank holds, without padding."""
         mine = [h for h in self.held if h.held_by(self.layout, self.coord)]
         shapes = [h.local_shape(self.layout, self.coord) for h in mine]
         numel = sum(math.prod(s) for s in shapes)
-        self.expected.weight_bytes = numel * self.master  # in bf16 with a remainder, together as wide
+        self.expected.weight_bytes = numel * self.master  # bf16 and its remainder together have the same width
         self.expected.gradient_bytes = numel * self.master
-        if self.micro == self.layout.replica == 1 and self._alone():  # there is nothing to add to them
+        if self.micro == self.layout.replica == 1 and self._alone():  # gradients are not added to anything
             whole = [h for h in mine if h.tp_dim is None and not h.experts] if self.layout.tp > 1 else []
-            wide = sum(math.prod(h.local_shape(self.layout, self.coord)) for h in whole)  # the tp ranks' are added up
+            wide = sum(math.prod(h.local_shape(self.layout, self.coord)) for h in whole)  # summed over the tp ranks
             self.expected.gradient_bytes = (numel - wide) * self.compute + wide * self.master
         self.expected.moment_bytes = self._moments(shapes)
 
     def _alone(self) -> bool:
-        """Whether a rank holds all parameters of its stage, as parallel/shard.py has it."""
+        """Return whether a rank holds all parameters of its stage, as parallel/shard.py decides."""
         experts = self.layout.stage_size // self.layout.ep if self.model.family == "moe" else 1
         return self.layout.shard * self.layout.cp == experts == 1
 
     def _moments(self, shapes: list[tuple[int, ...]]) -> int:
-        """Two of each; moments that are visited in turn lie in parcels, padded."""
+        """Return the bytes of both moments. Moments that are processed in turn lie in padded parcels."""
         optimizer = self.job.optimizer
         width = 2 if optimizer.state == "bf16" else self.master
         if optimizer.offload == "none" and (optimizer.state == "full" or self.compute < self.master):
@@ -145,7 +145,7 @@ class _Step:
         for layer in layers:
             pairs = 1 + (layer not in routed or c.shared_experts > 0)
             self._add("all-gather", "tp", m * pairs * tensor_pairs(runs), size)
-            # The scatter that ends a layer is not run twice if nothing in backward needs what comes after it.
+            # Recomputation skips the scatter that ends a layer if backward needs nothing that follows it.
             idle = (runs - 1) * (layer not in routed and c.norm_place == "pre")
             self._add("reduce-scatter", "tp", m * (pairs * tensor_pairs(runs) - idle), size)
             self._keys(m, runs)
@@ -164,15 +164,15 @@ class _Step:
             self._experts(m, runs)
 
     def _keys(self, times: int, runs: int) -> None:
-        """What the tp ranks tell each other inside attention: keys and values where they share heads, and sums of
-        squares where a norm spans them."""
+        """Count what tp ranks exchange inside attention: keys and values where they share heads, and sums of squares
+        where a norm spans them."""
         c, layout = self.model, self.layout
         if c.num_kv_heads % layout.tp:
             size = self.tokens * c.num_kv_heads * c.head_dim * self.compute
             self._add("all-gather", "tp", times * 2 * runs, size)
             self._add("reduce-scatter", "tp", times * 2, size)
         if c.qk_norm == "all":
-            again = 2 if self.job.train.recompute == "selective" else runs  # which keeps no all-reduce
+            again = 2 if self.job.train.recompute == "selective" else runs  # selective keeps no all-reduce
             self._add("all-reduce", "tp", times * 2 * (again + 1), self.tokens * max(4, self.compute))
 
     def _attention(self, times: int, runs: int) -> None:
@@ -180,7 +180,7 @@ class _Step:
         kv_heads = max(1, c.num_kv_heads // layout.tp)
         keys = self.tokens * kv_heads * c.head_dim  # elements of a rank's keys
         queries = self.tokens * (c.num_heads // layout.tp) * c.head_dim
-        runs = 2 if self.job.train.recompute == "selective" else runs  # it keeps no result of these
+        runs = 2 if self.job.train.recompute == "selective" else runs  # selective keeps no result of these
         if layout.cp_style == "ring":
             held, returned = ring_messages(layout.cp, runs)
             for kind in ("send", "receive"):
@@ -188,7 +188,7 @@ class _Step:
                 self._add(kind, "cp", times * int(returned), 2 * keys * max(4, self.compute))
             return
         if kv_heads % layout.cp:
-            keys = queries  # too few heads to deal out, so every query head brings its own
+            keys = queries  # too few key heads to split, so every query head brings its own
         for numel in (queries, keys, keys, queries):
             self._add("all-to-all", "cp", times * (runs + 1), numel * self.compute)
 
@@ -200,16 +200,16 @@ class _Step:
                 self._add("all-reduce", axis, times * runs, batch)
         rows, row_bytes = self.tokens // layout.tp * c.top_k, c.dim * self.compute
         first, last = even_bounds(c.num_experts, layout.ep, layout.in_stage(self.coord) % layout.ep)
-        here = rows * last // c.num_experts - rows * first // c.num_experts  # that every ep rank has for these experts
+        here = rows * last // c.num_experts - rows * first // c.num_experts  # rows of each ep rank for these experts
         self._add("all-to-all", "ep", times * runs, c.num_experts * COUNT_BYTES)
-        for given in (rows, layout.ep * here):  # out and, from the experts, back; in backward the other way round
+        for given in (rows, layout.ep * here):  # to the experts and back; backward runs the other way round
             self._add("all-to-all", "ep", times * expert_exchanges(runs) // 2, given * row_bytes)
 
     def _pipe(self, stage: int) -> None:
         layout, num = self.layout, self.layout.num_stages
         size = self.tokens // layout.tp * self.model.dim * self.compute
         here = layout.stages_of(self.coord.pp)
-        for other in (stage - 1, stage + 1):  # what goes one way has a gradient that comes back
+        for other in (stage - 1, stage + 1):  # each activation sent one way has a gradient that returns
             if 0 <= other < num and other not in here:
                 self._add("send", "pp", self.micro, size)
                 self._add("receive", "pp", self.micro, size)
@@ -217,18 +217,19 @@ class _Step:
     # -- state
 
     def _counts(self) -> None:
-        """Target tokens, before anything else."""
+        """Count the sum of target tokens, which precedes everything else."""
         self._add("all-reduce", "shard", 1, COUNT_BYTES)
         self._sum_replicas(COUNT_BYTES, COUNT_BYTES)
         self._agree()
 
     def _agree(self) -> None:
-        """Inside the replica, on what was heard of the others."""
+        """Count the agreement inside the replica on what was heard from the others."""
         self._add("all-reduce", "inside", int(self.layout.replica > 1), COUNT_BYTES)
 
     def _shards(self) -> None:
-        """ZeRO-3 gathers a layer for each forward and each backward, and what is not in a layer for both at once; the
-        others gather all once a step. Gradients are scattered every micro-batch, by ZeRO-1 once."""
+        """Count gathers of weights and scatters of gradients. ZeRO-3 gathers a layer for each forward and each
+        backward, and everything outside layers for both at once; the other stages gather once a step. Gradients are
+        scattered every micro-batch, with ZeRO-1 once."""
         zero = self.layout.zero
         mine = self.job.micro_indices(self.coord)
         for unit in units(self.held, self.layout, self.coord):
@@ -287,7 +288,8 @@ class _Step:
         where.gather(1, whole, size_bytes)
 
     def _sum_replicas(self, size_bytes: int, item_bytes: int, compress: str = "none") -> None:
-        """Inside the nodes first if there are two levels; only what crosses them is compressed."""
+        """Count a sum over replicas: inside the nodes first if there are two levels. Only the traffic between nodes is
+        compressed."""
         where = self._where("replica")
         inside, across = where.levels(size_bytes)
         if inside > 1:
@@ -315,7 +317,8 @@ class _Step:
         return _Where(self.expected, name, place, nodes, self.job.collectives, "shard")
 
     def _ends(self) -> None:
-        """After the last backward: loads of experts, gradients that every tp rank has a share of, the norm."""
+        """Count what follows the last backward: loads of experts, gradients to which every tp rank contributes, and the
+        norm."""
         c, layout = self.model, self.layout
         stages = layout.stages_of(self.coord.pp)
         if c.family == "moe":
@@ -336,8 +339,8 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """A group over which state is sharded, or the replicas: one level, or inside the nodes and across them. Which of
-    them is judged by the size before padding."""
+    """A group over which state is sharded, or the replicas. Its collectives have one level, or two (inside nodes and
+    across them); the size before padding decides."""
 
     expected: Footprint
     name: str
@@ -347,8 +350,8 @@ class _Where:
     axis: str  # of the config
 
     def levels(self, size_bytes: int) -> tuple[int, int]:
-        """Ranks inside a node and nodes, or 1 and all ranks: as parallel/algorithms.py chooses for a library that
-        knows nodes itself."""
+        """Return the ranks inside a node and the number of nodes, or 1 and all ranks, as parallel/algorithms.py chooses
+        for a library that knows nodes itself."""
         each, wanted = {len(node) for node in self.nodes}, getattr(self.config, self.axis)
         two = len(self.nodes) > 1 and len(each) == 1 and each != {1} and wanted != "flat"
         if two and wanted == "auto":
@@ -369,8 +372,8 @@ class _Where:
         self.put("reduce-scatter", across, times, size_bytes // inside)
 
     def tree(self, size_bytes: int, leaves: int, first: int, judged_bytes: int = 0) -> None:
-        """The exact sum, by all-to-all: each rank brings the tree's nodes over its own run of leaves; `first` is the
-        first leaf of the group's first rank."""
+        """Count the exact sum by all-to-all. Each rank brings the tree's nodes over its own run of leaves; `first` is
+        the first leaf of the group's first rank."""
         inside, across = self.levels(judged_bytes or size_bytes)
         start = first + self.place * leaves
         parts = num_nodes(start, start + leaves)
@@ -382,7 +385,7 @@ class _Where:
 
 
 def num_nodes(start: int, stop: int) -> int:
-    """Aligned nodes of a binary tree that cover leaves [start, stop), as parallel/tree.py cuts them."""
+    """Count the aligned nodes of a binary tree that cover leaves [start, stop), as parallel/tree.py cuts them."""
     count = 0
     while start < stop:
         size = 1 << ((stop - start).bit_length() - 1)

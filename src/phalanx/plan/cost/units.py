@@ -1,5 +1,5 @@
-"""Who talks to whom and who holds what in this engine, from the layout alone: the ranks of every group, every parameter
-of the built-in decoders, and the units in which parameters are gathered and gradients reduced."""
+"""The ranks of every group, every parameter of the built-in decoders, and the units in which this engine gathers
+parameters and reduces gradients. All of it follows from the layout and the model's sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from phalanx.core.layout import Coord, Layout
 from phalanx.core.shape import ModelConfig, balance
 
 EMBEDDING_COST = 0.1  # as in parallel/stages.py
-ENDS, REST = ("embed", "head"), "rest"  # units beside the layers; where embedding and head are tied, all in one
+ENDS, REST = ("embed", "head"), "rest"  # units beside the layers; one unit if embedding and head are tied
 AXES = ("tp", "cp", "shard", "state", "pp", "ep", "edp", "inside")
 
 
 def members(layout: Layout, coord: Coord, axis: str) -> range:
-    """The ranks of a group, numbered inside the replica. `state`: over which a stage's state is sharded; `edp`: over
-    which its experts are; `inside`: all of the replica."""
+    """Return the ranks of a group, numbered inside the replica. A stage's state is sharded over `state`, its experts'
+    state over `edp`; `inside` is the whole replica."""
     me = layout.inside(coord)
     stride, size = {
         "tp": (1, layout.tp),
@@ -36,7 +36,7 @@ def members(layout: Layout, coord: Coord, axis: str) -> range:
 
 
 def names(layout: Layout, coord: Coord, experts: bool) -> dict[range, str]:
-    """What each group of a rank is called; one that serves several axes has the names of all."""
+    """Name each group of a rank; a group that serves several axes has the names of all of them."""
     out: dict[range, str] = {}
     for axis in AXES:
         ranks = members(layout, coord, axis)
@@ -47,7 +47,7 @@ def names(layout: Layout, coord: Coord, experts: bool) -> dict[range, str]:
 
 
 def tensors(model: ModelConfig, layout: Layout) -> list[Held]:
-    """Every parameter of a built-in decoder, in the module's order, and the stage that has it."""
+    """List every parameter of a built-in decoder in the module's order, with the stage that holds it."""
     if model.family not in ("dense", "moe"):
         raise UserError(
             "the planner knows the layers of the dense and the moe family alone",
@@ -68,7 +68,7 @@ def tensors(model: ModelConfig, layout: Layout) -> list[Held]:
 
 
 def _layer(c: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...], int | None, int]]:
-    """Name, shape, the dim that TP splits, and how many experts' rows it has."""
+    """Yield name, shape, the dim that TP splits, and the number of experts whose rows it holds."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     before, after = c.norm_place != "post", c.norm_place != "pre"
     norms = {"attention_norm": before, "attention_post_norm": after, "ffn_norm": before, "ffn_post_norm": after}
@@ -113,7 +113,7 @@ def has_experts(c: ModelConfig, layer: int) -> bool:
 
 
 def _stages(c: ModelConfig, layout: Layout) -> list[int]:
-    """The stage of every layer: runs of nearly equal cost, in matrix parameters that a token meets."""
+    """Return the stage of every layer, in runs of nearly equal cost: the matrix parameters that a token uses."""
     if layout.num_stages == 1:
         return [0] * c.num_layers
     costs = []
@@ -128,15 +128,15 @@ def _stages(c: ModelConfig, layout: Layout) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is gathered and reduced in one call: a layer, its experts, embedding, head, or the rest of a stage."""
+    """Parameters gathered and reduced in one call: a layer, its experts, embedding, head, or the rest of a stage."""
 
     name: str
     stage: int
     axis: str
     parts: int  # ranks that share it
     slice_numel: int  # elements of a rank's slice, rows padded to the longest
-    whole_numel: int  # of them, those that are never compressed
-    coded_numel: int  # the others, each parameter padded to whole blocks of the codec
+    whole_numel: int  # the part that is never compressed
+    coded_numel: int  # the other part, each parameter padded to whole blocks of the codec
 
     @property
     def numel(self) -> int:
@@ -144,8 +144,8 @@ class Unit:
 
 
 def units(held: list[Held], layout: Layout, coord: Coord) -> list[Unit]:
-    """List this rank's units, in the order in which backward passes are done with them: FSDP2 comes to the rest of a
-    stage and to the embedding, whose inputs have no gradient, in the end."""
+    """List this rank's units in the order in which backward finishes them. FSDP2 finishes the rest of a stage and the
+    embedding last, because their inputs have no gradient."""
     tied = not any(h.name.startswith("head.") for h in held)
     slices: dict[tuple[int, str, str], list[Held]] = {}
     for h in held:

@@ -1,1 +1,1 @@
-"""Where the cost model is fitted and judged on published runs. Nothing here is loaded to plan."""
+"""Fit the cost model to published runs and score it on them. Planning loads nothing from here."""

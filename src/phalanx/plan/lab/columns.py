@@ -1,5 +1,5 @@
-"""Published runs as columns: all candidates of all runs in one evaluation, and each run's prediction as the weighted
-mean over what it leaves open."""
+"""Published runs as columns: one evaluation covers all candidates of all runs. A run's prediction is the weighted mean
+over the layouts that its row leaves open."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from phalanx.plan.cost.sizes import ModelShape
 from phalanx.plan.cost.software import Software
 from phalanx.plan.lab.runs import Run
 
-UNLIKELY = 0.02  # of a layout that the memory model refuses: it may be the memory model that errs
-TUNED = 0.15  # published runs were tuned: a layout that is slower by so much (ln) than the run's best is e times rarer
+UNLIKELY = 0.02  # weight of a layout that the memory model refuses: the model may be wrong
+TUNED = 0.15  # published runs were tuned: a layout slower than the run's best by this much (ln) is e times rarer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class RunTable:
         return table._weighed()
 
     def _weighed(self) -> RunTable:
-        """Weights after a look at the costs, with the numbers as they are before any run is seen: what does not fit is
-        unlikely, and so is what is slow without need. Those of a run add up to one."""
+        """Reweight the candidates by their cost under the priors: a layout that does not fit is unlikely, and so is one
+        that is needlessly slow. The weights of a run add up to one."""
         costs = self.evaluate({number.name: number.prior for number in numbers()})
         possible = self.possible(costs)
         logs = np.log(costs.step_s)
@@ -63,20 +63,20 @@ class RunTable:
         return replace(self, weight=weight / np.bincount(self.owner, weight, len(self.runs))[self.owner])
 
     def possible(self, costs: Costs) -> NDArray:
-        """Whether each candidate may fit: the lower end of what it allocates does."""
+        """Return whether each candidate may fit, judged by the lower end of its memory interval."""
         low = np.exp([memory_interval(run.engine)[0] for run in self.runs])[self.owner]
         allocated = costs.memory_bytes - costs.memory["allocator"] - costs.memory["context"]
         return np.asarray(low * allocated + costs.memory["context"] <= costs.capacity_bytes)
 
     def profile(self, numbers: Mapping[str, float]) -> Profile:
-        """A row for each candidate."""
+        """Return the profile with a row for each candidate."""
         return profile_of(self.kind, self.software, numbers).take(self.owner)
 
     def evaluate(self, numbers: Mapping[str, float]) -> Costs:
         return evaluate(self.shape, self.machine, self.candidates, self.batch, self.profile(numbers))
 
     def log_step(self, numbers: Mapping[str, float]) -> NDArray:
-        """ln of the predicted step seconds of each run: the mean over its candidates."""
+        """Return ln of each run's predicted step seconds: the weighted mean over its candidates."""
         terms = step_seconds(self.shape, self.machine, self.candidates, self.batch, self.profile(numbers))
         return np.bincount(self.owner, self.weight * np.log(sum(terms.values())), len(self.runs))
 

@@ -1,5 +1,5 @@
-"""Writes docs/planner.md and docs/how-wrong.md: the words of the pages beside this file with tables from the code and
-its data, so that a page cannot fall behind them. Run `python -m phalanx.plan.lab.docs` in the root of the
+"""Write docs/planner.md, docs/how-wrong.md and docs/plans-and-teams.md: the pages beside this file, with tables filled
+in from the code and its data so that they cannot fall behind. Run `python -m phalanx.plan.lab.docs` in the root of the
 repository."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.plan.lab.runs import STRATA
 from phalanx.plan.lab.validate import LeftOut, Score, Validation, validate
 
 FAR = 0.20
-SHARE = 0.02  # of a step: a run in which a term makes as much supports it
+SHARE = 0.02  # of a step: a run supports a term that makes up at least this much
 MOVED = 0.1  # slope of ln(step) by ln(number): 1 % for 10 %
 
 

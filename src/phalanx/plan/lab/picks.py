@@ -1,5 +1,5 @@
-"""How good the planner's pick is where runs of one model on one cluster were published with several layouts: by how
-much the layout that it would pick, with the source left out of the fit, is slower than the best that was measured."""
+"""Measure the planner's pick where runs of one model on one cluster were published with several layouts: how much
+slower the layout it would pick (with the source left out of the fit) was than the fastest one measured."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Pick:
     model: str
     chip: str
     gpus: int
-    layouts: int  # that were measured
-    spread: float  # of the slowest over the fastest of them, 0.4: 40 % slower
-    row: int  # of the file, picked
-    regret: float  # of the pick over the fastest, measured; without what was learned from this source
+    layouts: int  # number measured
+    spread: float  # the slowest over the fastest; 0.4: 40 % slower
+    row: int  # the file's row that is picked
+    regret: float  # measured time of the pick over the fastest; the pick has learned nothing from this source
 
 
 def picks(path: Path, catalogue: Catalogue) -> list[Pick]:
-    """Every group of runs that differ in their layout alone."""
+    """Pick in every group of runs that differ only in their layout."""
     runs, _ = read_runs(path, catalogue)
     groups: dict[tuple[object, ...], list[tuple[Run, RowResult]]] = defaultdict(list)
     for run, result in zip(runs, predict(runs), strict=True):
@@ -45,14 +45,14 @@ def picks(path: Path, catalogue: Catalogue) -> list[Pick]:
 
 
 def headroom(run: Run) -> float | None:
-    """How much faster than the run's own layout the best that the search finds for it is, both predicted: never below
-    0, or the search leaves out what people run. None: the row does not say all of its layout, the memory model refuses
-    it, or experts are split by tp, which the search leaves out."""
+    """Return by how much the best layout that the search finds beats the run's own, both predicted. A value below 0
+    would mean that the search leaves out layouts that people run. None: the row's layout is incomplete, the memory
+    model refuses it, or tp splits its experts, which the search does not cover."""
     layout = run.options[0].layout
     if len(run.options) > 1 or layout.get("etp", 1) != 1:
         return None
     profile = profile_of(Kind.of(run.cluster.node.chip), run.software, values())
-    profile = replace(profile, memory_error=(0.0, 0.0))  # it ran, so its middle is what is compared
+    profile = replace(profile, memory_error=(0.0, 0.0))  # it ran, so compare the middle of the memory prediction
     limits = Limits(0.0, 1.0, 0.0, False, SCHEDULES, (run.precision,), engine=False)
     ask = Ask(run.shape, run.cluster, profile, run.global_batch, limits)
     own = evaluate_rows(ask, Candidates.of(**layout), np.array([run.global_batch]))

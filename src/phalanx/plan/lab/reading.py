@@ -1,5 +1,5 @@
-"""Reads a CSV file of published runs. A row that cannot be read is reported with its reason and the others are read; a
-file without the columns is the user's mistake."""
+"""Read a CSV file of published runs. A bad row is reported with its reason and the others are still read; a file
+without the columns is a UserError."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.plan.lab.runs import COLUMNS, FACTS, BadRow, RowError, Run
 
 
 def packaged() -> Path:
-    """The project's own table."""
+    """Return the path of the project's own table."""
     return Path(str(resources.files("phalanx.plan.lab").joinpath("published_runs.csv")))
 
 

@@ -1,5 +1,5 @@
-"""Published training runs: the columns of their tables, and what a row of one becomes: a shape, a cluster, the layouts
-it may have run with, the facts of its software, and the step time it took."""
+"""Published training runs: the columns of their tables, and the run that a row becomes: a shape, a cluster, the layouts
+it may have used, the facts about its software, and its step time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = (
     "num_gpus", "tp", "pp", "vpp", "cp", "ep", "dp", "zero_stage", "micro_batch", "global_batch", "precision",
     "recompute", "tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "step_time_s", "notes",
 )  # fmt: skip
-FACTS = {  # columns that may be left out: where they are, they are read from the words of `notes` and `source` once
+FACTS = {  # optional columns; a table without them has these facts read from the prose of `notes` and `source`
     "software": "a name of cost/software.toml",
     "release": "of the software, year.month",
     "flops": "what tflops_per_gpu and mfu count: causal, full, 6N or hardware (SC21's formula, recomputation included)",
@@ -49,7 +49,7 @@ STRATA = ("dense bf16, complete", "dense bf16, incomplete", "fp8", "MoE", "TPU",
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One layout that a run may have had, and how much it counts before memory is looked at."""
+    """One layout that a run may have had, and its weight before memory is considered."""
 
     layout: dict[str, int | str | float]
     weight: float
@@ -67,7 +67,7 @@ class Run:
     cluster: Cluster
     options: tuple[Option, ...]
     global_batch: int
-    step_s: float  # as published; not a number for a run that went out of memory
+    step_s: float  # as published; NaN for a run that ran out of memory
     stratum: str
     peak_bytes: float | None  # of memory, as published
     out_of_memory: bool
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Equal for the same published figure, in whichever file it stands."""
+        """Key that is equal for the same published figure in any file."""
         return self.source, self.model, self.chip, self.cluster.num_chips, self.global_batch, round(self.step_s, 6)
 
 
@@ -90,4 +90,4 @@ class BadRow:
 
 
 class RowError(ValueError):
-    """A row that cannot be read; the others can."""
+    """A row that cannot be read. The other rows still can."""

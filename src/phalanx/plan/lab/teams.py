@@ -1,5 +1,5 @@
-"""Plans beside the layouts that well-known teams published (teams.toml): both costed by the model, with the team's
-software, chips and batch, and what the difference is made of. Written to docs/plans-and-teams.md by `lab.docs`."""
+"""Compare plans with the layouts that well-known teams published (teams.toml). The model costs both with the team's
+software, chips and batch, and lists the terms in which they differ; `lab.docs` writes docs/plans-and-teams.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Compared:
     chips: str
     published: dict[str, Any]
     published_s: float  # predicted
-    published_fits: bool  # the middle of its memory does
+    published_fits: bool  # by the middle of its memory prediction
     planned: dict[str, Any]
     planned_s: float
     terms: dict[str, float]  # seconds that the plan gains (negative: loses), largest first
@@ -56,7 +56,7 @@ def _compare(team: dict[str, Any]) -> Compared:
     )  # fmt: skip
     cluster = load_packaged().cluster(team["hardware"], team["chips"], fabric=team.get("fabric"))
     facts = software(team["software"], **team.get("facts", {}))
-    # The team's layout ran, so the middle of the memory prediction is what is compared.
+    # The team's layout ran, so the middle of the memory prediction is compared.
     profile = replace(profile_of(Kind.of(cluster.node.chip), facts, values()), memory_error=(0.0, 0.0))
     precision = team.get("precision", "bf16")
     layout = {"precision": precision, "bucket_bytes": 200e6} | team["layout"]

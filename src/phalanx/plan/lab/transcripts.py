@@ -1,6 +1,6 @@
-"""Runs the commands that a page shows and puts in what they print, and the table of picks, so that the page shows what
-was just seen. Run `python -m phalanx.plan.lab.transcripts docs/planning.md` in the root of the repository. A block
-begins with `$ phalanx`; a command ends with its line, or continues after a backslash."""
+"""Run the commands that a page shows and update their output and the table of picks in it. Run `python -m
+phalanx.plan.lab.transcripts docs/planning.md` in the root of the repository. A block begins with `$ phalanx`; a command
+ends with its line, or continues after a backslash."""
 
 from __future__ import annotations
 

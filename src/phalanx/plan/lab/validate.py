@@ -1,6 +1,6 @@
-"""Scores the cost model on published runs, honestly: a row that the fit has seen is predicted with its whole source
-left out and everything fitted without it, nested, so that nothing leaks; any other row with the shipped numbers. Beside
-each stands its interval, which is made of the errors of other sources."""
+"""Score the cost model on published runs without leaking what it was fitted to. A row that the fit has seen is
+predicted by numbers that were refitted without its whole source; any other row by the shipped numbers. Each prediction
+has an interval made from the errors of other sources."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from phalanx.plan.lab.fit import LEAST, TAIL, engine_on_chip, kinds, left_out, p
 from phalanx.plan.lab.reading import packaged, read_runs
 from phalanx.plan.lab.runs import BadRow, Run
 
-COUNTED = 0.02  # weight of a layout that the row allows, from which its memory counts
-STALE = 1e-3  # ln: a stored prediction that differs by more was made by other code or numbers
+COUNTED = 0.02  # least weight at which a layout that the row allows counts for memory
+STALE = 1e-3  # ln: a stored prediction that differs by more comes from other code or numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RowResult:
     gpus: int
     stratum: str
     engine: str
-    fitted: bool  # the row is among those that the numbers were fitted to: its source is left out
+    fitted: bool  # the numbers were fitted to this row, so its source is left out
     known: bool  # the fit has runs of this software on this generation of chips
     published_s: float
     predicted_s: float  # by numbers that have not seen the row's source, if they were fitted to it
@@ -69,7 +69,7 @@ class Score:
 
     @classmethod
     def of(cls, rows: list[RowResult]) -> Score:
-        if not rows:  # runs that went out of memory have no time
+        if not rows:  # runs that ran out of memory have no time
             nan = float("nan")
             return cls(0, nan, nan, nan, nan, None, nan, nan)
         error = np.array([row.error for row in rows])
@@ -89,7 +89,7 @@ class Validation:
     total: Score
     by_source: dict[str, Score]
     by_stratum: dict[str, Score]
-    new: Score  # rows of software that the fit has no runs of on such chips
+    new: Score  # rows whose software has no fitted runs on such chips
 
     @property
     def median_abs_error(self) -> float:
@@ -101,7 +101,7 @@ class Validation:
 
     @property
     def memory(self) -> dict[str, float | int]:
-        """How many published peaks lie inside the interval, and how far off the middle is."""
+        """Share of published peaks inside the memory interval, and the median error of its middle."""
         peaks = [row for row in self.rows if row.peak_bytes]
         inside = [row.memory_low_bytes <= row.peak_bytes <= row.memory_high_bytes for row in peaks if row.peak_bytes]
         above = sum(row.peak_bytes > row.memory_high_bytes for row in peaks if row.peak_bytes)
@@ -130,8 +130,8 @@ class Validation:
 
 
 def validate(path: Path | None = None, catalogue: Catalogue | None = None, refit: bool = False) -> Validation:
-    """`path`: a table of runs; None: the packaged one. `refit`: leave every source out afresh, which takes minutes, and
-    not as `lab.fit` last stored it."""
+    """Score the table of runs at `path` (None: the packaged one). `refit`: refit without each source, which takes
+    minutes, instead of reading what `lab.fit` last stored."""
     runs, bad = read_runs(path or packaged(), catalogue or load())
     if not runs:
         reasons = "; ".join(sorted({row.reason for row in bad})[:3]) or "the file has no rows"
@@ -189,7 +189,7 @@ class LeftOut:
 
     @classmethod
     def read(cls, refit: bool = False) -> LeftOut:
-        """As stored by `lab.fit`; made afresh if asked, or if code or numbers have changed since."""
+        """Read what `lab.fit` stored, or refit if asked or if code or numbers have changed since."""
         runs, _ = read_runs(packaged(), load_packaged())
         stored, table = _stored(), RunTable.of(runs)
         fresh = table.log_step(values())
@@ -205,23 +205,24 @@ class LeftOut:
         )  # fmt: skip
 
     def find(self, run: Run) -> int | None:
-        """The line of the packaged table, from 0; None: the fit has not seen the run."""
+        """Return the run's row in the packaged table, from 0; None if the fit has not seen it."""
         return self.lines.get(run.identity)
 
     def knows(self, run: Run, fitted: bool) -> bool:
-        """Whether other sources, or any if the row is new, have runs of its software on its generation of chips."""
+        """Return whether other sources (any source, if the row is new) have runs of its software on its generation of
+        chips."""
         same = self.engine == engine_on_chip(run)
         return bool((same & (self.source != run.source)).any() if fitted else same.any())
 
     def interval(self, kind: str, known: bool, source: str) -> tuple[float, float]:
-        """Quantiles of the errors of other sources, of one kind of run."""
+        """Return the interval for one kind of run, from quantiles of the errors of other sources."""
         error = self.errors[known][(self.kind == kind) & (self.source != source)]
         low, high = np.quantile(error, [TAIL, 1 - TAIL])
         return min(float(low), -LEAST), max(float(high), LEAST)
 
     def publisher_coverage(self) -> float:
-        """Share of the runs inside intervals that are made of the errors of other publishers, of the same kind of run
-        where those have any, each run predicted with its publisher left out."""
+        """Return the share of runs inside intervals made from the errors of other publishers, each run predicted with
+        its publisher left out. The intervals use the same kind of run where other publishers have any."""
         who, error = np.array([publisher(str(source)) for source in self.source]), self.errors[False]
         inside = []
         for i, mine in enumerate(error):
@@ -233,14 +234,13 @@ class LeftOut:
 
 
 def leave_out(table: RunTable) -> tuple[NDArray, NDArray]:
-    """ln of every run's prediction, its source left out, and its publisher."""
+    """Return ln of every run's prediction with its source left out, and with its publisher left out."""
     sources = np.array([run.source for run in table.runs])
     return left_out(table, sources), left_out(table, np.array([publisher(s) for s in sources]))
 
 
 def store(shipped: NDArray, near: NDArray, far: NDArray) -> None:
-    """Write left_out.csv: ln of each packaged run's prediction, with everything, its source and its publisher left
-    out."""
+    """Write left_out.csv: ln of each packaged run's prediction with nothing, its source, and its publisher left out."""
     lines = ["shipped,source_left_out,publisher_left_out"]
     lines += [",".join(f"{value:.5f}" for value in row) for row in zip(shipped, near, far, strict=True)]
     Path(__file__).with_name("left_out.csv").write_text("\n".join(lines) + "\n")
@@ -253,7 +253,7 @@ def _stored() -> NDArray:
 
 
 def _likely(table: RunTable) -> NDArray:
-    """The candidate of each run with the largest weight."""
+    """Return the candidate with the largest weight of each run."""
     order = np.lexsort((-table.weight, table.owner))
     _, first = np.unique(table.owner[order], return_index=True)
     return order[first]
@@ -269,13 +269,13 @@ def _spearman(rows: list[RowResult]) -> float | None:
 
 
 def _ranks(values: NDArray) -> NDArray:
-    """Mean rank among equals."""
+    """Rank the values; equal ones share their mean rank."""
     _, back, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[back]
 
 
 def _clean(value: Any) -> Any:
-    """JSON has no word for what is no number."""
+    """Replace NaN and infinity by None, since JSON has neither."""
     if isinstance(value, dict):
         return {key: _clean(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""What a plan says to people: words, pages, pictures."""
+"""Present a plan to people in words, pages and pictures."""

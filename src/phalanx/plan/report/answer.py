@@ -1,4 +1,5 @@
-"""The whole answer to "which layout": the plan, what came close, what binds, what would help, and comparisons."""
+"""The whole answer to "which layout": the plan, close alternatives, what limits it, what would help, and
+comparisons."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from phalanx.plan.planner import Plan, Request, find, plan_of
 from phalanx.plan.search.advice import Change, binds, changes, runner_up
 from phalanx.plan.search.impossible import impossible, parse_pins
 
-PARETO = 6  # of the trades between time and memory that are shown
+PARETO = 6  # trades between time and memory that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +24,14 @@ class Answer:
     pareto: tuple[Plan, ...]  # faster against less memory
     binds: tuple[str, ...]
     changes: tuple[Change, ...]
-    compared: tuple[tuple[str, Plan | UserError], ...]  # the best with those degrees, or why there is none
+    compared: tuple[tuple[str, Plan | UserError], ...]  # the best with the pinned degrees, or why there is none
     considered: int
     costed: int
     search_s: float  # of CPU time
 
 
 def answer(request: Request, catalogue: Catalogue, compare: tuple[str, ...] = ()) -> Answer:
-    """A UserError where nothing fits, with what would."""
+    """Answer the request. If nothing fits, raise a UserError that says what would."""
     asked = {text: parse_pins(text, "compare") for text in compare}
     began = time.process_time()
     found = find(request)
@@ -57,7 +58,8 @@ def answer(request: Request, catalogue: Catalogue, compare: tuple[str, ...] = ()
 
 
 def sizes(request: Request, steps: int = 3) -> list[tuple[int, dict[str, Any]]]:
-    """The best on clusters of other sizes, with the same batch: (chips, figures); left out where nothing fits."""
+    """Return (chips, figures) of the best layouts on clusters of other sizes with the same batch, omitting sizes at
+    which nothing fits."""
     from phalanx.plan.search.objective import resized
 
     cluster, out = request.ask.cluster, []

@@ -1,5 +1,5 @@
-"""The arithmetic of very large training runs, line by line with its formula: the figures that everybody estimates with,
-taken from the planner's own functions and catalogue, so that a wrong one shows."""
+"""The arithmetic of very large training runs, line by line with its formula. The figures that everyone estimates with
+come from the planner's own functions and catalogue, so that a wrong one shows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The plan as one page that needs nothing else: memory bar, waterfall of a step, pipeline, scaling curve, and the
-figures of the plan beside them."""
+"""Render the plan as one self-contained page: memory bar, waterfall of a step, pipeline, scaling curve, and the plan's
+figures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Pictures of a plan as SVG: bars, a waterfall, a pipeline, curves. Plain shapes whose colours are the page's own
-variables, so that they look right on light and on dark."""
+"""Draw a plan as SVG: bars, a waterfall, a pipeline, curves. The shapes take their colours from the page's variables,
+so that they look right on light and dark pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _box(x: float, y: float, w: float, h: float, colour: int, tip: str, css: str
 
 
 def memory_bar(parts: list[tuple[str, str, float]], limit: float) -> str:
-    """One bar of stacked terms (name, value, share of the chip's memory), a line where the margin begins, a legend."""
+    """Draw one bar of stacked terms (name, value, share of the chip's memory), a line at `limit`, and a legend."""
     left, wide, shapes, x = 0.0, float(WIDTH), [], 0.0
     shapes.append(f'<rect x="0" y="0" width="{WIDTH}" height="46" rx="4" class="trough"/>')
     for i, (name, value, share) in enumerate(parts):
@@ -45,7 +45,7 @@ def memory_bar(parts: list[tuple[str, str, float]], limit: float) -> str:
 
 
 def waterfall(rows: list[tuple[str, str, float]]) -> str:
-    """A row for each term, beginning where the one before ended."""
+    """Draw a row for each term, starting where the previous one ended."""
     left, wide, line = 110.0, WIDTH - 230.0, 24
     shapes, x = [], 0.0
     for i, (name, value, share) in enumerate(rows):
@@ -58,13 +58,14 @@ def waterfall(rows: list[tuple[str, str, float]]) -> str:
 
 
 def legend(entries: list[tuple[str, str]]) -> str:
-    """What the colours and lines of a picture mean: (CSS class or colour number, words)."""
+    """Explain the colours and lines of a picture, given as (CSS class, words)."""
     items = "".join(f'<span><i class="{mark}"></i>{escape(text)}</span>' for mark, text in entries)
     return f"<p class=legend>{items}</p>"
 
 
 def pipeline(blocks: list[Block], ranks: int, chunks: int) -> str:
-    """Ranks downwards, time to the right; forward in one colour, backward in another, chunks lighter and darker."""
+    """Draw ranks downwards and time to the right, with one colour for forward, another for backward, and a shade for
+    each chunk."""
     left, line = 60.0, 22 if ranks <= 16 else 14
     end = max(block.end for block in blocks)
     wide = (WIDTH - left - 4) / end
@@ -87,8 +88,8 @@ def pipeline(blocks: list[Block], ranks: int, chunks: int) -> str:
 
 
 def curve(points: list[tuple[float, float]], marked: float, unit: str, log: bool) -> str:
-    """Tokens by chips, on logarithmic or on linear axes; the dashed line is in proportion to the first point. Linear
-    axes begin at 0."""
+    """Draw tokens by chips on logarithmic axes, or on linear axes that begin at 0. The dashed line is in proportion to
+    the first point."""
     left, top, wide, high = 90.0, 18.0, WIDTH - 130.0, 260.0
     straight = [(x, points[0][1] * x / points[0][0]) for x, _ in points]
 
@@ -116,7 +117,7 @@ def curve(points: list[tuple[float, float]], marked: float, unit: str, log: bool
         size = 6 if x == marked else 3.5
         tip = f"<title>{x:,.0f} chips: {y:,.3g} {unit}</title>"
         shapes.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{size}" fill="var(--c0)">{tip}</circle>')
-        if px - last > 70:  # labels that do not touch
+        if px - last > 70:  # so that labels do not touch
             shapes.append(_text(px, top + high + 26, f"{x:,.0f}", "middle", "dim"))
             shapes.append(_text(px - 10, py - 8, f"{y / 1e6:,.3g} M" if y >= 1e6 else f"{y:,.0f}", "end"))
             last = px

@@ -1,5 +1,5 @@
-"""When each rank of a pipeline works on what: the schedule played through, for pictures. Forward takes one unit per
-rank and micro-batch, backward two; an interleaved rank takes its chunks in rounds of pp (arXiv:2104.04473)."""
+"""Play a pipeline schedule through to draw it. Forward takes one unit per rank and micro-batch, backward two; an
+interleaved rank takes its chunks in rounds of pp (arXiv:2104.04473)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Block(NamedTuple):
 
 
 def play(schedule: str, pp: int, vpp: int, micro_batches: int) -> list[Block]:
-    """Every piece of work with its place in time, in units of a rank's forward pass."""
+    """Return every piece of work with its start and end, in units of a rank's forward pass."""
     assert schedule in DRAWN, schedule
     todo = [_order(schedule, rank, pp, vpp, micro_batches) for rank in range(pp)]
     done: dict[tuple[bool, int, int], float] = {}  # (backward, stage, micro-batch) -> when
@@ -48,7 +48,7 @@ def play(schedule: str, pp: int, vpp: int, micro_batches: int) -> list[Block]:
 
 
 def _order(schedule: str, rank: int, pp: int, vpp: int, m: int) -> list[tuple[bool, int, int]]:
-    """What a rank does, in order: (backward, chunk, micro-batch)."""
+    """List a rank's work in order: (backward, chunk, micro-batch)."""
     count = m * vpp
     if schedule == "interleaved":
         forward = [((i % (pp * vpp)) // pp, i // (pp * vpp) * pp + i % pp) for i in range(count)]

@@ -1,5 +1,5 @@
-"""A plan in words and figures: rows for a screen, and every term with its formula. No colours, no widths: the command
-does those."""
+"""Describe a plan in words and figures: rows for a screen, and every term with its formula. The command adds colours
+and widths."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ FACTS = ("attention", "dispatcher", "graphs", "grad_bytes", "scatter_bytes", "lo
 
 
 def profile_rows(profile: Profile) -> list[list[str]]:
-    """Speeds and facts of the software that a plan assumes."""
+    """List the speeds and the facts about the software that a plan assumes."""
     products = dict(zip(PRECISIONS, np.asarray(profile.gemm).tolist(), strict=True))
     rows = [["products", f"{products['bf16']:.3g}", f"of the bf16 peak ({products['fp8']:.3g} of the fp8 peak)"]]
     rows += [[name, f"{float(getattr(profile, name)):.3g}", what] for name, what in RATES.items()]
@@ -151,7 +151,7 @@ def mfu_text(plan: Plan) -> str:
 
 
 def reason_text(best: Plan, other: Plan) -> str:
-    """Why a layout lost: which terms take longer in it."""
+    """Explain why a layout lost: the terms that take longer in it."""
     wall = (other.step_s / other.global_batch / other.goodput["share"]) / (
         best.step_s / best.global_batch / best.goodput["share"]
     ) - 1

@@ -1,1 +1,1 @@
-"""Which layout is best: every layout there is, judged by the cost model."""
+"""Find the best layout: the cost model judges every possible one."""

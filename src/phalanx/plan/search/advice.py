@@ -1,5 +1,5 @@
-"""What to make of a search: why a layout lost, what holds the best one back, and which change to the cluster would pay.
-Every figure comes from a second search, with one thing changed."""
+"""Explain the result of a search: why a layout lost, what limits the best one, and which change to the cluster or the
+batch would pay. Each gain comes from a second search with one thing changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTICED = 0.002  # gains below are not worth a line
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something about the cluster or the batch, and what it would gain: +0.04 is 4 % more tokens for the objective."""
+    """A change to the cluster or the batch and its gain: +0.04 is 4 % more tokens for the objective."""
 
     what: str
     gain: float
@@ -27,7 +27,7 @@ class Change:
 
 
 def runner_up(found: Found) -> int | None:
-    """The best layout that is another one: other degrees, not the same with another split of the data ranks."""
+    """Return the row of the best layout with other degrees, rather than another split of the same data ranks."""
     first = found.candidates.row(0)
     for row in range(1, len(found)):
         other = found.candidates.row(row)
@@ -37,7 +37,7 @@ def runner_up(found: Found) -> int | None:
 
 
 def differences(first: Plan, other: Plan) -> list[tuple[str, float]]:
-    """Seconds per step that each term takes more in `other`, per as many tokens, largest first."""
+    """Return how many more seconds per step each term takes in `other` for the same tokens, largest first."""
     scale = first.global_batch / other.global_batch
     gaps = {name: other.seconds[name] * scale - s for name, s in first.seconds.items()}
     return sorted(((n, g) for n, g in gaps.items() if abs(g) > 1e-3 * first.step_s), key=lambda item: -abs(item[1]))
@@ -48,8 +48,8 @@ def changed_axes(first: Plan, other: Plan) -> str:
 
 
 def changes(request: Request, found: Found, catalogue: Catalogue) -> list[Change]:
-    """Search clusters that are better in one thing, best gain first. Where the thing opens no new layouts,
-    among the cores that came near."""
+    """Search again with one thing improved at a time and return the changes, best gain first. A change that allows no
+    new layouts searches only the cores that came near."""
     out = []
     cheap = request.objective == "cost"
     before = float(found.value[0]) / (found.ask.cluster.num_chips if cheap else 1)
@@ -101,13 +101,13 @@ GROUPS = {  # terms of a step by what they wait for
 
 
 def shares(plan: Plan) -> dict[str, float]:
-    """The shares of a step, by what it waits for, largest first."""
+    """Return the shares of a step by what it waits for, largest first."""
     parts = {group: sum(plan.seconds[t] for t in terms) / plan.step_s for group, terms in GROUPS.items()}
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def binds(plan: Plan, found: Found, gains: list[Change]) -> list[str]:
-    """In a sentence each, what holds the plan back."""
+    """Say in one sentence each what limits the plan."""
     out = []
     limit = (1 - found.ask.limits.margin) * plan.capacity_bytes
     free = next((c.gain for c in gains if c.what.endswith("of memory")), 0.0)

@@ -1,6 +1,6 @@
-"""Finds the best layouts, exhaustively: every one is either costed in full, or stands behind a lower bound (all of its
-time but what sharding decides: gradients, gathers, optimizer) that is worse than what was found. Deterministic: among
-equals the first in the order of the axes wins."""
+"""Search all layouts exhaustively. Each is either costed in full or excluded by a lower bound that is worse than the
+best found; the bound is its time without the terms that sharding decides (gradients, gathers, optimizer). The result is
+deterministic: among equals the first in the order of the axes wins."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from phalanx.plan.cost.evaluate import Costs, _join, evaluate
 from phalanx.plan.cost.machine import Machine
 from phalanx.plan.search.space import BUCKETS, Ask, children, cores, size_of
 
-BLOCK = 30_000  # children that are costed before the incumbent is looked at again
-SLACK = 1.25  # layouts within so much of the best are kept: runners-up, and the Pareto set
+BLOCK = 30_000  # children costed before the bound is compared with the best again
+SLACK = 1.25  # layouts within this factor of the best are kept: runners-up, and the Pareto set
 KEPT = 20_000
-NEAR = 1.5  # cores whose bound is within so much of the best are kept for another look
+NEAR = 1.5  # cores whose bound is within this factor of the best are kept for later searches
 ACTIVE = ("dp", "fsdp", "optimizer", "straggler")  # terms that sharding changes: left out of the bound
 SHARED = ("activations", "logits")  # bytes that sharding does not change
 
 Space = tuple[Candidates, NDArray]  # cores, and the global batch of each
-# Value of each candidate, less is better; never below the seconds a token takes times `scale`.
+# Value of each candidate; less is better. It is never below seconds per token times `scale`.
 Value = Callable[[Ask, Candidates, Costs], NDArray]
 
 
@@ -41,17 +41,17 @@ class Found:
     costs: Costs
     value: NDArray
     considered: int  # layouts of the space
-    costed: int  # of them in full; the others are proven worse
+    costed: int  # layouts costed in full; the others are proven worse
     near: Space  # cores that come near
 
     def __len__(self) -> int:
         return len(self.candidates)
 
     def pareto(self) -> NDArray:
-        """Rows that no other beats in both value and memory, best value first."""
+        """Return the rows that no other beats in both value and memory, best value first."""
         memory = np.asarray(self.costs.memory_bytes)
         best = np.minimum.accumulate(memory)
-        # A gigabyte or more, or it is no trade.
+        # A trade has to save at least a gigabyte.
         rows, last = [], np.inf
         for row in np.flatnonzero(memory <= best):
             if memory[row] < last - 1e9:
@@ -63,7 +63,8 @@ class Found:
 def search(
     ask: Ask, value: Value = seconds_per_token, scale: float = 1.0, slack: float = SLACK, space: Space | None = None
 ) -> Found:
-    """All layouts within `slack` of the best one that fits, up to KEPT of them; of the whole space or of some cores."""
+    """Return up to KEPT layouts that fit and lie within `slack` of the best, from the whole space or from some
+    cores."""
     machine = Machine.of(ask.cluster)
     core, batch = space or cores(ask)
     considered = size_of(ask, core, batch)
@@ -105,7 +106,7 @@ def _cost(ask: Ask, machine: Machine, found: Candidates, batch: NDArray, value: 
 
 
 def evaluate_rows(ask: Ask, found: Candidates, batch: NDArray, machine: Machine | None = None) -> Costs:
-    """Every row with the batch of its own."""
+    """Evaluate every row with its own batch."""
     machine = machine or Machine.of(ask.cluster)
     starts = range(0, max(1, len(found)), CHUNK)
     parts = [
@@ -115,7 +116,7 @@ def evaluate_rows(ask: Ask, found: Candidates, batch: NDArray, machine: Machine 
 
 
 def _bounds(ask: Ask, machine: Machine, core: Candidates, batch: NDArray) -> tuple[NDArray, NDArray]:
-    """Bound each core: seconds per token and bytes that none of its children can be below."""
+    """Bound each core: return seconds per token and bytes that no child of it can undercut."""
     costs = evaluate_rows(ask, core, batch, machine)
     seconds = sum(s for name, s in costs.seconds.items() if name not in ACTIVE)
     shared = sum(costs.memory[name] for name in SHARED)
@@ -123,7 +124,7 @@ def _bounds(ask: Ask, machine: Machine, core: Candidates, batch: NDArray) -> tup
 
 
 def _tie(c: Candidates) -> tuple[NDArray, ...]:
-    """Among equals: fewer stages, less tensor parallelism, smaller shards."""
+    """Return keys that prefer, among equals, fewer stages, less tensor parallelism and smaller shards."""
     return (c.micro_batch, c.recompute, c.zero, c.shard, c.cp, c.vpp, c.tp, c.pp)
 
 
@@ -137,8 +138,8 @@ def _with_buckets(
     costed: int,
     near: Space,
 ) -> Found:
-    """The search went with the largest bucket, which is never slower by more than its last piece sticks out; here each
-    survivor gets the best of all."""
+    """Give each survivor its best bucket size. The search used the largest one, which is slower by at most the exposed
+    time of its last piece."""
     pinned = ask.limits.pins.get("bucket_bytes")
     values, tables = [], []
     for size in (float(pinned),) if pinned else BUCKETS:

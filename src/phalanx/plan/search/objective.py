@@ -1,4 +1,5 @@
-"""What "best" means: seconds of a step, time to the tokens with failures, or dollars; and the search for it."""
+"""The objectives of the search (seconds of a step, time to the tokens with failures, dollars), and the search for
+each."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ OBJECTIVES = {
 
 def wall_per_token(ask: Ask, c: Candidates, costs: Costs) -> NDArray:
     share = goodput(ask.cluster, c, costs, ask.contains, rate=ask.failures).share
-    # A run that never gets anywhere is as bad as can be, and still comparable.
+    # A run without progress ranks last, but its value stays finite.
     return np.asarray(costs.step_s / costs.tokens / np.maximum(share, 1e-300))
 
 
 def best(
     ask: Ask, objective: str = "time", slack: float = SLACK, deadline: float = math.inf, space: Space | None = None
 ) -> Found:
-    """`deadline`: the most seconds of wall clock per token that the cheapest cluster may take. `space`: of these cores
-    only."""
+    """Search by one of OBJECTIVES. `deadline`: the most wall-clock seconds per token that the cheapest cluster may
+    take. `space`: search only these cores."""
     if objective == "step":
         return search(ask, seconds_per_token, slack=slack, space=space)
     if objective == "time":
@@ -45,7 +46,7 @@ def _price(found: Found, deadline: float) -> tuple[bool, float, int]:
     chips = found.ask.cluster.num_chips
     worth = float(found.value[0]) if len(found) else math.inf
     late = worth / chips > deadline
-    return late, worth / chips if late else worth, -chips  # where all are late, the fastest
+    return late, worth / chips if late else worth, -chips  # if all are late, the fastest wins
 
 
 def _chip_seconds(ask: Ask, c: Candidates, costs: Costs) -> NDArray:
@@ -53,7 +54,7 @@ def _chip_seconds(ask: Ask, c: Candidates, costs: Costs) -> NDArray:
 
 
 def _sizes(ask: Ask) -> list[Ask]:
-    """The cluster, and halves of halves of it, down to a node."""
+    """List the cluster and its successive halves, down to one node."""
     nodes, out = ask.cluster.nodes, []
     while nodes >= 1:
         out.append(ask.at(resized(ask.cluster, nodes)))
