@@ -2,10 +2,10 @@
 lock with a trainer, and it lives on when a worker dies.
 
 A worker connects to an abstract Unix socket, sends the size of its image, and gets the descriptors of its slots. It
-fills a slot during its next forward and backward pass, seals it and reports it. The keeper verifies the slot, writes
-the rank's file, reports to its node, and commits the checkpoint when it hears that all ranks are done. An order may
-come twice: what is already written is reported again. A keeper with a buddy first sends it a copy of every sealed
-snapshot.
+fills a slot during its next forward and backward pass and reports it, sealed; what an accelerator copied the keeper
+seals. The keeper verifies the slot, writes the rank's file, reports to its node, and commits the checkpoint when it
+hears that all ranks are done. An order may come twice: what is already written is reported again. A keeper with a buddy
+first sends it a copy of every sealed snapshot.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def write_streamed(
                 fill(entry.held.name, s.r0, rows.view(s.r1 - s.r0, *entry.held.shape[1:]))
                 done += s.size
                 progress(done, total)
-            rows = torch.empty(0)  # it points into the room, which could not be freed
+            rows = torch.empty(0)  # drops the view of the room, so that it can be freed
             yield memoryview(room)[: plan.own_bytes], b""
 
     return write_whole(store, draft, images())
