@@ -1,5 +1,5 @@
-"""What the tests of faults share: a small state whose bytes follow from its step, a keeper in this process, and ways
-to damage what lies on a disk."""
+"""What the tests of faults share: a small state whose bytes depend on its step, a keeper in this process, and ways to
+damage what is on a disk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plans_of(entries, layout=LAYOUT) -> list[Plan]:
 
 
 def tensor_of(entry: Entry, step: int) -> np.ndarray:
-    """Rows of bytes; of no other tensor and step the same."""
+    """Return rows of bytes that are different for every tensor and step."""
     held = entry.held
     seed = [step, *held.name.encode()]
     shape = (held.num_rows, held.num_cols * held.inner * entry.item_bytes)
@@ -67,7 +67,7 @@ def manifest_of(entries, step, mark="aa", layout=LAYOUT, **more) -> Manifest:
 
 
 def make(store, step, entries=None, mark="aa", layout=LAYOUT) -> str:
-    """A committed checkpoint; its name."""
+    """Make a committed checkpoint, and return its name."""
     entries = entries or entries_of()
     images = ((memoryview(image_of(entries, plan, step))[: plan.own_bytes], RNG) for plan in plans_of(entries, layout))
     done = write_whole(store, manifest_of(entries, step, mark, layout), images)
@@ -76,7 +76,7 @@ def make(store, step, entries=None, mark="aa", layout=LAYOUT) -> str:
 
 
 def contents(reader: Reader) -> dict[str, bytes]:
-    """Everything, verified on the way."""
+    """Read every tensor, which verifies all of it."""
     out, wanted = {}, []
     for entry in reader.manifest.entries:
         held = entry.held
@@ -88,7 +88,7 @@ def contents(reader: Reader) -> dict[str, bytes]:
 
 
 def load_newest(catalog: Catalog, on_event=lambda event: None) -> tuple[str, dict[str, bytes]] | None:
-    """As a run that resumes does it: the newest, or the next older one when damage is found."""
+    """Load as a run that resumes does: the newest, or the next older one when damage is found."""
     while reader := catalog.newest_good(on_event):
         try:
             return reader.name, contents(reader)
@@ -101,7 +101,7 @@ def load_newest(catalog: Catalog, on_event=lambda event: None) -> tuple[str, dic
 
 
 class Channel:
-    """To whoever spawned the keeper. `on_send` sees every message; recv() ends when `close` was called."""
+    """To the process that spawned the keeper. `on_send` sees every message; recv() ends when `close` was called."""
 
     def __init__(self, on_send=lambda message: None):
         self.sent, self.on_send, self._lock = [], on_send, threading.Lock()
@@ -181,12 +181,12 @@ def about(step, mark="aa") -> dict:
 
 
 def seal_of(step) -> str:
-    """What all ranks say alike of a step."""
+    """Return what all ranks report alike about a step."""
     return json.dumps({"cursor": 4 * step, "ledger": "", "updates": step}, sort_keys=True)
 
 
 def fill(slot: Slot, entries, plan: Plan, rank: int, step: int, mark="aa", seal=True) -> None:
-    """What a snapshot does."""
+    """Fill a slot as a snapshot does."""
     slot.break_seal()
     slot.array()[:] = image_of(entries, plan, step)
     for chunk in range(len(slot.bounds)):
@@ -205,7 +205,7 @@ def adopt(keeper, entries, step, mark="aa", layout=LAYOUT) -> None:
 
 
 def order_of(shards, step, mark="aa") -> dict:
-    """The node's, once all ranks' files are written."""
+    """Return the order that a node gives when the files of all ranks are written."""
     files = [(s["size"], s["root"]) for s in sorted(shards, key=lambda s: s["rank"])]
     about = {"step": step, "generation": 0, "seal": seal_of(step)}
     return {"type": "commit", "checkpoint": checkpoint_name(step, mark), "files": files, **about}
@@ -223,7 +223,7 @@ def flip(path, at=0, bit=1):
 
 
 def fill_disk(path, leave_bytes=0):
-    """Until nothing more goes on it; then some room is made again. Returns the file that takes the room."""
+    """Fill a disk, then make room for `leave_bytes`. Return the file that takes up the rest."""
     file = path / "filler"
     fd = os.open(file, os.O_WRONLY | os.O_CREAT)
     with contextlib.suppress(OSError):
@@ -236,7 +236,7 @@ def fill_disk(path, leave_bytes=0):
 
 @contextlib.contextmanager
 def small_disk(path, size_kb=0, read_only=False):
-    """A file system of its own; None where that is not allowed."""
+    """Yield a file system of its own; None where mounting is not allowed."""
     path.mkdir()
     options = ",".join([f"size={size_kb}k,nr_inodes=1000"] * bool(size_kb) + ["ro"] * read_only) or "rw"
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True).returncode
@@ -249,11 +249,11 @@ def small_disk(path, size_kb=0, read_only=False):
 
 # -- real runs
 
-PATIENCE_S = 300.0  # on a machine that others keep busy
+PATIENCE_S = 300.0  # on a busy machine
 
 
 class Again(Command):
-    """One more attempt in the same directory; what it has to say is of its own run."""
+    """Another attempt in the same directory, which reports only on its own run."""
 
     def __init__(self, directory: Path, *args: object, **more):
         shutil.rmtree(directory / "scratch", ignore_errors=True)
@@ -265,7 +265,8 @@ class Again(Command):
         return sorted(set((self.directory / "runs").glob("[!.]*")) - self.earlier)
 
     def pid_of(self, who: str) -> int:
-        """Of the launcher, "rank N" or "keeper-N", which are told by the logs that they write; 0: not there."""
+        """Return the process id of the launcher, "rank N" or "keeper-N", which is found by the log it writes; 0: not
+        there."""
         if who == "launcher":
             return self.process.pid
         node, log = "*", f"rank-{int(who.split()[1]):05d}.log" if who.startswith("rank") else "keeper.log"
@@ -279,13 +280,13 @@ class Again(Command):
 
 
 def resumed_from(command: Command) -> int:
-    """The step; 0: from the beginning."""
+    """Return the step from which the run resumed; 0: from the beginning."""
     events = command.events("resume")
     return events[-1]["step"] if events else 0
 
 
 def committed(directory: Path) -> list[int]:
-    """The steps of all checkpoints of all runs there."""
+    """Return the steps of all checkpoints of all runs in a directory."""
     return sorted(int(p.parent.name.split("-")[1]) for p in directory.glob("runs/*/checkpoints/*/manifest.json"))
 
 
@@ -302,8 +303,8 @@ os.pwrite, shutil.rmtree = slowly(os.pwrite, 64), slowly(shutil.rmtree)
 
 
 def slow_disk(directory: Path) -> dict[str, str]:
-    """The environment of a run in which each write of a checkpoint takes 1.5 s, two for a rank's file, and as long to
-    remove one."""
+    """Return the environment of a run in which each write of a checkpoint takes 1.5 s (two writes for a rank's file),
+    and so does removing one."""
     folder = directory / "slow"
     folder.mkdir(parents=True)
     (folder / "sitecustomize.py").write_text(_SLOW_DISK)

@@ -1,4 +1,4 @@
-"""Conversion of what does not fit in memory, and of a family with a table of names."""
+"""Conversion of a checkpoint that does not fit in memory, and of a family with a table of names."""
 
 import json
 import mmap
@@ -17,8 +17,8 @@ from tests.hf_models import weights_of
 
 
 def test_a_checkpoint_larger_than_memory_is_streamed(tmp_path, monkeypatch):
-    """Counted: the bytes of the pieces that are in memory at a time, and the largest read and write. Whole, as a
-    control, the checkpoint is seen."""
+    """Count the bytes of the pieces that are in memory at a time, and the largest read and write. As a control, a
+    checkpoint that is held whole shows up in the counts."""
     live, peak, largest = 0, 0, 0
 
     class Counted(mmap.mmap):
@@ -52,7 +52,7 @@ def test_a_checkpoint_larger_than_memory_is_streamed(tmp_path, monkeypatch):
 
 
 def save_zeros(source):
-    """A checkpoint of a Llama, a file for each tensor."""
+    """Save a Llama checkpoint with a file for each tensor."""
     source.mkdir()
     config = dict(
         architectures=["LlamaForCausalLM"], vocab_size=512, hidden_size=64, intermediate_size=256,
@@ -97,7 +97,8 @@ FAMILY = Family(
 
 @pytest.fixture
 def own(tmp_path):
-    """A family with fused, transposed matrices elsewhere; the folder that has them, and the tensors in it."""
+    """Save the weights of a user's own family as fused, transposed matrices. Return its config, the folder and the
+    tensors."""
     (tmp_path / "own.py").write_text(OWN)
     config = ModelConfig(family=f"{tmp_path}/own.py:FAMILY", vocab_size=11, options={"dim": 6})
     torch.manual_seed(2)

@@ -1,10 +1,10 @@
 """A power failure at any moment of a save leaves the old checkpoint or the new one, whole; after the keeper has said
 "committed" it leaves the new one.
 
-A save is recorded as what it asks of the file system, then every state that a disk may be in after a crash at every
-point is made and loaded. The model is stricter than any real file system: of the writes to a file since its last
-fsync any subset may be there, the last of them half; of the changes to a folder's names since its last fsync any
-subset may be there. So a file may be empty, have zeros where nothing arrived, or have no name."""
+A save is recorded as its requests to the file system. Then every state that a disk may be in after a crash at any point
+is made and loaded. The model is stricter than any real file system: any subset of the writes to a file since its last
+fsync may be there, the last of them half; and any subset of the changes to a folder's names since its last fsync. So a
+file may be empty, have zeros where nothing arrived, or have no name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.checkpoint import faults
 
 SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
 OLD, NEW = 7, 8
-MAX_PENDING = 8  # changes that are open at once; 2^8 subsets
+MAX_PENDING = 8  # changes that are pending at once; 2^8 subsets
 
 
 # -- what a save asks of the file system
@@ -67,14 +67,14 @@ class Recorder:
     def __exit__(self, kind, *_):
         for name, function in self.real.items():
             setattr(os, name, function)
-        if kind is None:  # nothing went past the recorder
+        if kind is None:  # nothing bypassed the recorder
             assert _tree(self, 0) == _on_disk(self.root)
 
     def mark(self, text: str) -> None:
         self.ops.append(("mark", -1, text))
 
     def _where(self, path, dir_fd=None):
-        """(folder, name), or None if it is not in the folder that is watched; name "" is the folder itself."""
+        """Return (folder, name), or None outside the folder that is watched; name "" is the folder itself."""
         if dir_fd is not None and dir_fd in self.fds and not os.path.isabs(path):
             return self.fds[dir_fd], os.fspath(path)
         full = os.path.abspath(path)
@@ -188,7 +188,7 @@ def _apply(data: bytearray, op) -> None:
 
 
 def _tree(recorder, inode):
-    """A file is bytes, a folder a tuple of (name, tree)."""
+    """Return a file as bytes, a folder as a tuple of (name, tree)."""
     if inode in recorder.files:
         return bytes(recorder.files[inode])
     return tuple(sorted((name, _tree(recorder, i)) for name, i in recorder.folders[inode].items()))
@@ -200,7 +200,7 @@ def _on_disk(path: Path):
     return path.read_bytes()
 
 
-# -- what a disk may have of it
+# -- what of it a disk may hold
 
 
 def subsets(ops):
@@ -209,7 +209,7 @@ def subsets(ops):
 
 
 def states(recorder, point):
-    """All trees that may be there when the power fails after so many of the ops."""
+    """Yield all trees that may be there when the power fails after this many of the ops."""
     before, ops = recorder.before, recorder.ops[:point]
     folders, contents = {i: dict(names) for i, names in before[0].items()}, {i: bytes(d) for i, d in before[1].items()}
     pending: dict[int, list] = {}
@@ -280,7 +280,7 @@ def materialise(tree, path: Path) -> None:
 
 class Explorer:
     def __init__(self, tmp_path, known, inside="checkpoints"):
-        """`known`: name -> the state that it must be when it is loaded."""
+        """`known`: name -> the state that a checkpoint of this name must load as."""
         self.root, self.inside, self.known = tmp_path / "disk", inside, known
         self.root.mkdir()
         self.store = Folder(self.root / inside)
@@ -295,7 +295,8 @@ class Explorer:
         return recorder
 
     def explore(self, recorder, allowed, until=None):
-        """`allowed(marks)`: what may be loaded, once these have been passed. `until`: what need only be found."""
+        """Load every state. `allowed(marks)`: what may be loaded once these marks are passed. `until`: stop when it is
+        found."""
         for point in range(len(recorder.ops) + 1):
             marks = [op[2] for op in recorder.ops[:point] if op[0] == "mark"]
             self.num_points += 1
@@ -318,7 +319,7 @@ class Explorer:
         return self.verdicts[tree]
 
     def _load(self, place):
-        """What a run would resume from, and what is wrong with anything that says it is committed."""
+        """Return what a run would resume from, and what is wrong with any checkpoint that counts as committed."""
         store, events = Folder(place), []
         damage = "; ".join(w.text for _, wrong in Catalog(store).verify(Catalog(store).good()) for w in wrong)
         got = faults.load_newest(Catalog(store), events.append)
@@ -350,7 +351,7 @@ def explorer_of(tmp_path, entries=ENTRIES, old=True, inside="checkpoints"):
 
 
 def save(explorer, entries=ENTRIES, keep_last=2, order=("drain 0", "drain 1", "commit")):
-    """The keeper's own: each rank's file, then the manifest, then retention."""
+    """Save as the keeper does: each rank's file, then the manifest, then retention."""
     with faults.a_keeper(explorer.store.path, keep=(keep_last, 0)) as keeper:
         faults.adopt(keeper, entries, NEW)
         shards = _shards(entries)
@@ -361,7 +362,7 @@ def save(explorer, entries=ENTRIES, keep_last=2, order=("drain 0", "drain 1", "c
                 if what == "commit":
                     keeper._commit(faults.order_of(shards, NEW))
                     keeper.retaining.result()
-                elif what == "try":  # as it does when the ranks say hello
+                elif what == "try":  # as it does when the ranks connect
                     keeper._try_folder()
                 elif what == "folder":
                     files.make_folder(explorer.store, NAME[NEW])
@@ -378,7 +379,7 @@ def save(explorer, entries=ENTRIES, keep_last=2, order=("drain 0", "drain 1", "c
 
 
 def _shards(entries):
-    """What the keeper says of the files, known before."""
+    """Return what the keeper reports about the files, known beforehand."""
     out = []
     for rank, plan in enumerate(faults.plans_of(entries)):
         own = memoryview(faults.image_of(entries, plan, NEW))[: plan.own_bytes]
@@ -421,7 +422,7 @@ def test_two_ranks_that_are_written_side_by_side(tmp_path):
 
 
 def test_the_first_checkpoint_of_a_run(tmp_path):
-    """Its folder is new, and so is the folder of that."""
+    """Its folder is new, and so is its parent."""
     explorer = explorer_of(tmp_path, SMALL, old=False, inside="runs/quickstart/checkpoints")
     recorder = save(explorer, SMALL, order=("try", "drain 0", "drain 1", "commit"))
     explorer.explore(recorder, none_then_new)
@@ -438,7 +439,7 @@ def test_a_crash_while_a_damaged_one_is_put_aside(tmp_path):
     for point in range(len(recorder.ops) + 1):
         for tree in states(recorder, point):
             assert explorer._verdict(tree)[0] == NAME[OLD]
-    (names,) = states(recorder, len(recorder.ops))  # nothing is left to chance once it is said
+    (names,) = states(recorder, len(recorder.ops))  # only one state is possible once it is done
     assert QUARANTINED in dict(dict(dict(names)["checkpoints"])[NAME[NEW]])
 
 
@@ -483,7 +484,7 @@ def retention_before_the_commit(monkeypatch):
 
 
 def manifest_in_place(monkeypatch):
-    """Not written aside first: it can be seen half."""
+    """Write the manifest in place instead of aside, so that half of it can be seen."""
 
     def commit(store, manifest):
         body = manifest.to_json()
@@ -523,7 +524,7 @@ def test_the_explorer_finds_a_planted_break(tmp_path, monkeypatch, plant, order,
     if plant:
         plant(monkeypatch)
     recorder = save(explorer, SMALL, keep_last=1, order=order or ("drain 0", "drain 1", "commit"))
-    monkeypatch.undo()  # the loader is as it was
+    monkeypatch.undo()  # restore the loader
     explorer.explore(recorder, old_then_new, until=found)
     print(f"found after {explorer.num_states} states: {explorer.bad[-1:]}")
     assert [bad for bad in explorer.bad if found in bad], explorer.bad[:3]

@@ -1,5 +1,5 @@
-"""Folders of torch.distributed.checkpoint: what torch saves is read, what goes out torch loads, and no pickle in them
-can run code."""
+"""Folders of torch.distributed.checkpoint: what torch saves can be imported, torch loads what is exported, and no
+pickle in them can run code."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def _quiet():
 
 
 def trained(tmp_path, config, moments="float32") -> Reader:
-    """A checkpoint as a run leaves it, with random numbers."""
+    """Make a checkpoint as a run leaves it, with random numbers."""
     torch.manual_seed(2)
     dtypes = {"weights": "float32", **dict.fromkeys(MOMENTS, moments)}
     entries = [entry_of(kind, held, dtype) for held in params_of(config) for kind, dtype in dtypes.items()]
@@ -85,7 +85,7 @@ def test_out_and_in_again_nothing_has_changed(tmp_path, name, moments):
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_torch_loads_what_goes_out(tmp_path, name):
-    """Into the very module and optimizer, with torch's own calls."""
+    """It loads into the same kind of module and optimizer, with torch's own calls."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     ours = trained(tmp_path, MODELS[name])
@@ -109,7 +109,7 @@ def test_torch_loads_what_goes_out(tmp_path, name):
 
 
 def steps_of_torch(config, steps=2):
-    """A module and AdamW as somebody else trains them."""
+    """Train a module with AdamW, as somebody else would."""
     torch.manual_seed(4)
     model = load_family(config.family).build(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -150,7 +150,8 @@ def test_weights_alone_are_for_an_optimizer_that_starts_anew(tmp_path):
 
 
 def in_chunks(folder, state, cuts):
-    """As several ranks save it: each tensor in `cuts` = (rows, columns) chunks, two files, with torch's own classes."""
+    """Save as several ranks do: each tensor in `cuts` = (rows, columns) chunks, in two files, with torch's own
+    classes."""
     files = [(folder / f"__{i}_0.distcp").open("wb") for i in range(2)]
     described, where, count = {}, {}, 0
     for name, tensor in state.items():
@@ -249,7 +250,7 @@ def test_a_pickle_that_runs_code_is_refused_and_runs_nothing(tmp_path, attack):
 
 
 def test_the_attack_works_where_pickles_are_trusted(tmp_path):
-    """The control: the very bytes do run when torch's own reader gets them."""
+    """As a control, the same bytes do run in torch's own reader."""
     target = tmp_path / "ran"
     (tmp_path / ".metadata").write_bytes(attacks(target)["inside"])
     dcp.FileSystemReader(tmp_path).read_metadata()
@@ -263,7 +264,7 @@ def test_the_refusal_names_what_was_wanted(tmp_path):
 
 
 def test_a_pickle_cannot_change_torchs_classes(tmp_path):
-    """BUILD sets attributes of whatever is on the stack, also of a class: it gets a stand-in's."""
+    """BUILD sets attributes of anything on the stack, even of a class. Here it gets the class of a stand-in."""
     module = "torch.distributed.checkpoint.metadata"
     build = f"c{module}\nMetadata\n(N(dS'version'\nS'broken'\nstb.".encode()
     (tmp_path / ".metadata").write_bytes(build)
@@ -272,7 +273,7 @@ def test_a_pickle_cannot_change_torchs_classes(tmp_path):
     assert torch_metadata.Metadata.version is None
     before = torch_metadata.Metadata.version
     try:
-        pickle.loads(build)  # the control: here it does
+        pickle.loads(build)  # the control: plain pickle changes it
         assert torch_metadata.Metadata.version == "broken"
     finally:
         torch_metadata.Metadata.version = before
@@ -292,7 +293,7 @@ def test_a_tensor_file_that_runs_code_is_refused(tmp_path):
 
 
 def test_a_job_beside_it_cannot_bring_code(tmp_path, monkeypatch):
-    """A family may be a file of the user's; of a stranger's it must not be."""
+    """A family may be a file of the user's own, but not a stranger's."""
     torch_dcp.write(trained(tmp_path, DENSE), tmp_path / "dcp")
     side = tmp_path / "dcp" / "phalanx.json"
     body = json.loads(side.read_text())

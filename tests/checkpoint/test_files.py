@@ -1,5 +1,5 @@
-"""A checkpoint's files under faults: whatever is damaged is found and named, and never loaded; a disk that is full or
-slow, or a bucket that answers badly, costs a checkpoint and not the run."""
+"""A checkpoint's files under faults: all damage is found and named, and never loaded. A disk that is full or slow, or a
+bucket that answers badly, costs a checkpoint and not the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def truncate(path, by):
 
 
 def swap_data(new, old):
-    """The other step's pieces under its own tail."""
+    """Put the other step's data before its own tail."""
     own = faults.plans_of(ENTRIES)[1].own_bytes
     data = (old / SHARD).read_bytes()[:own] + (new / SHARD).read_bytes()[own:]
     (new / SHARD).write_bytes(data)
@@ -58,7 +58,7 @@ def swap_ranks(new, old):
 HASH = r"have the xxh3 [0-9a-f]{32} instead of [0-9a-f]{32}"
 ROOT = r"its tail has the blake3 [0-9a-f]{16}… instead of [0-9a-f]{16}…"
 SIZE = r"has \d+ bytes or fewer instead of \d+"
-# What is done to the newer checkpoint; the file that is named, and what is said of it.
+# How the newer checkpoint is damaged, the file that is named, and the reason that is given.
 DAMAGE = {
     "a flipped byte": (lambda new, old: faults.flip(new / SHARD, 5), SHARD, f"chunk 0, bytes 0 to 4096 {HASH}"),
     "a flipped byte of the tail": (lambda new, old: faults.flip(new / SHARD, -1 % 4200), SHARD, ROOT),
@@ -94,7 +94,7 @@ def test_damage_is_named_and_the_older_checkpoint_is_loaded(tmp_path, events, na
     assert re.search(f"{new}/{file}: {said}", event["reason"]), event["reason"]
     left = [*there, QUARANTINED] if condemned else there
     assert sorted(p.name for p in (tmp_path / new).iterdir()) == sorted(left), "nothing is deleted"
-    # What is condemned is not tried again, and reading every byte of it finds the same.
+    # A condemned checkpoint is not tried again, and reading every byte of it finds the same.
     assert faults.load_newest(Catalog(store), events.append) == got and len(events) == 1 + (not condemned)
     assert [bool(wrong) for _, wrong in Catalog(store).verify(Catalog(store).newest_first())] == [True, False]
 
@@ -110,7 +110,7 @@ def test_a_file_that_nobody_asked_for_does_no_harm(tmp_path, events):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """A checkpoint; each of its files can be damaged and is as before afterwards."""
+    """Make a checkpoint whose files can each be damaged and restored."""
     root = tmp_path_factory.mktemp("one")
     name = faults.make(Folder(root), NEW, faults.entries_of(rows=70))
     return root, name, {p.name: p.read_bytes() for p in (root / name).iterdir()}
@@ -119,7 +119,7 @@ def one(tmp_path_factory):
 @given(st.data())
 @settings(max_examples=150)
 def test_no_bit_can_change_unseen(one, data):
-    """Nor can bytes be lost, or added to a manifest."""
+    """No bytes can be lost either, or added to a manifest."""
     root, name, whole = one
     file = data.draw(st.sampled_from(sorted(whole)))
     how = data.draw(st.sampled_from(["flip", "cut", "zero"]))
@@ -196,7 +196,7 @@ def test_a_rank_file_is_not_written_over(tmp_path):
 
 
 def save(keeper, step, entries=ENTRIES):
-    """As the launcher has it done; the messages that came of it."""
+    """Save as the launcher has it done, and return the messages that came of it."""
     seen = len(keeper.channel.sent)
     faults.adopt(keeper, entries, step)
     for rank, held in keeper.ranks.items():
@@ -223,7 +223,7 @@ def test_a_full_disk_costs_that_checkpoint_only(disk):
     entries = faults.entries_of(rows=300)  # 3 pages a rank
     with faults.a_keeper(disk, keep=(1, 0)) as keeper:
         assert kinds(save(keeper, OLD, entries)) == ["shard", "shard", "committed"]
-        filler = faults.fill_disk(disk, leave_bytes=6 * 4096)  # for one of the two
+        filler = faults.fill_disk(disk, leave_bytes=6 * 4096)  # enough for one of the two
         said = save(keeper, NEW, entries)
         assert "checkpoint_failed" in kinds(said) and "committed" not in kinds(said)
         failed = next(m for m in said if m["type"] == "checkpoint_failed")
@@ -238,7 +238,8 @@ def test_a_full_disk_costs_that_checkpoint_only(disk):
 
 
 def test_a_half_file_that_could_not_be_removed_does_not_stay(tmp_path, monkeypatch):
-    """The disk fails in the middle of a file and may not be written to for a while: then the file is written anew."""
+    """The disk fails in the middle of a file and then refuses writes for a while. Afterwards the file is written
+    anew."""
 
     def half(path, own, tail):
         path.write_bytes(own[:100])
@@ -273,7 +274,7 @@ def test_a_disk_that_is_full_at_the_commit(disk):
 
 
 def test_a_slow_disk_holds_up_nobody_who_trains(tmp_path, monkeypatch):
-    """A rank says that a snapshot is sealed and fills the other slot; the disk takes its time."""
+    """While the slow disk writes one snapshot, the rank fills the other slot."""
     real, disk = os.pwrite, threading.Event()
 
     def slow(*args):
@@ -291,7 +292,7 @@ def test_a_slow_disk_holds_up_nobody_who_trains(tmp_path, monkeypatch):
             line.wait_free(1)
             faults.fill(line.slots[1], ENTRIES, plans[rank], rank, NEW + 1)
             line.done(1, False, faults.about(NEW))
-            line.wait_free(1)  # nothing is written of this one
+            line.wait_free(1)  # this one is not written
         assert not keeper.channel.of("shard")
         assert all(0 in line.busy for line in lines)
         disk.set()
@@ -325,7 +326,7 @@ def server():
 
 
 class Proxy(s3.Proxy):
-    """Also loses the answer to what was done: "lost"."""
+    """Can also lose the answer to a request that was carried out: "lost"."""
 
     def _answer(self, request, status, headers, data, said=None):
         if self.lose(request):
@@ -354,7 +355,7 @@ def bucket(server, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("fault", ["503", "drop"])
 def test_a_bucket_that_fails_now_and_then_is_asked_again(bucket, fault):
-    """A save and a load through it, of which every first request of a kind fails."""
+    """A save and a load go through it while the first request of every kind fails."""
     url, proxy = bucket
     with faults.a_keeper(url) as keeper:
         assert kinds(save(keeper, OLD)) == ["shard", "shard", "committed"]
@@ -371,7 +372,7 @@ def test_a_bucket_that_fails_now_and_then_is_asked_again(bucket, fault):
 
 @pytest.mark.parametrize("fault", ["503", "drop", "lost"])
 def test_the_commit_is_made_or_not_made_whatever_is_answered(bucket, fault):
-    """What the keeper says of it is what a reader sees."""
+    """The keeper reports what a reader sees."""
     url, proxy = bucket
     manifest = f"{NEW:09d}-aa/{MANIFEST}"
     with faults.a_keeper(url) as keeper:
@@ -414,13 +415,13 @@ def test_a_bucket_commits_a_name_once(bucket):
 
 @pytest.mark.parametrize("fault", ["flip", "truncate", "short"])
 def test_what_arrives_from_a_bucket_damaged_is_not_used(bucket, fault):
-    """On the way or there: a bucket that damages one answer is not told from one that has damaged data."""
+    """One damaged answer cannot be told from damaged data, so both are refused."""
     url, proxy = bucket
     store = open_store(url)
     name = faults.make(store, NEW, ENTRIES)
     proxy.requests.clear()
     proxy.fault = lambda method, path, nth: fault if method == "GET" and SHARD in path and nth == 1 else None
-    if fault == "truncate":  # that is seen at once, and it is asked again
+    if fault == "truncate":  # that is noticed at once, and the request is repeated
         assert faults.contents(Reader(store, name)) == faults.state_of(ENTRIES, NEW)
         return
     with pytest.raises(BadCheckpoint, match=SHARD):

@@ -1,5 +1,5 @@
-"""Hugging Face folders: a model of `transformers` computes the same here, goes back bit for bit, and what would compute
-something else is refused."""
+"""Hugging Face folders: a model of `transformers` computes the same here and goes back bit for bit. A model that would
+compute something else is refused."""
 
 import copy
 import dataclasses
@@ -53,7 +53,7 @@ def transformers():
 
 @pytest.fixture(scope="module")
 def saved(transformers, tmp_path_factory):
-    """Each variant as transformers saves it: the model, and the folder."""
+    """Save each variant with transformers; return the model and the folder."""
     made = {}
     for i, (name, (kind, more)) in enumerate(VARIANTS.items()):
         torch.manual_seed(i)
@@ -119,8 +119,8 @@ QUICK = ("Llama 3.1", "Gemma 2", "OLMo 3", "Phi-4-mini, partial rotary", "Qwen 3
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in hf_models.MODELS]
 )
 def test_in_fp64_they_agree_to_rounding(transformers, name):
-    """Logits and gradients here and there, our export loaded by them, and in, out and in again; benchmarks/hf_parity.py
-    has all of them in a table."""
+    """Logits and gradients agree on both sides, transformers loads our export, and a second round trip changes nothing.
+    benchmarks/hf_parity.py has all figures in a table."""
     row = hf_models.compare(transformers, name)
     assert max(row["logits"], row["gradients"], row["logits_out"]) < 1e-12, row
     assert row["same_weights"] and row["same_config"], row
@@ -152,7 +152,7 @@ def test_files_in_shards_are_the_same_checkpoint(saved, tmp_path, name):
 
 
 def interleaved(w, heads):
-    """Rows in the order of Meta's own files, which rotate the pairs (2e, 2e + 1)."""
+    """Order rows as in Meta's own files, which rotate the pairs (2e, 2e + 1)."""
     return w.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
@@ -169,7 +169,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_mapping_would_be_seen(saved, tmp_path, mistake):
-    """The control: logits that a mistake leaves within the tolerance would prove nothing."""
+    """The control: agreement would prove nothing if it survived a mistake."""
     model, folder = saved["mixtral"]
     reader = convert(folder, tmp_path)
     wrong = MISTAKES[mistake](weights(reader))
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_any_layout_goes_out_whole(transformers, tmp_path, layou
 
 
 def saved_in(tmp_path, config, layout, params) -> Reader:
-    """As the ranks of a run in this layout would have written it."""
+    """Save as the ranks of a run in this layout would."""
     held = describe(load_family(config.family), config, layout)
     entries = [entry_of("weights", h, "float32") for h in held]
     job = Job(model=config, layout=layout).to_dict()
@@ -449,7 +449,7 @@ def test_a_damaged_header_is_refused(tmp_path, what):
 
 
 def test_a_whole_header_is_taken(tmp_path):
-    """The control for those above."""
+    """The control for the tests above."""
     path = tmp_path / "x.safetensors"
     path.write_bytes(with_header({"a": tensor(), "b": tensor((0,), 8, 8), "__metadata__": {"x": "y"}}, bytes(8)))
     with safetensors.File(path) as file:

@@ -1,5 +1,5 @@
-"""Snapshots in memory: a slot is whole or it is none; what was changed in it after it was sealed is never written to
-a disk; a copy on another node is the same bit for bit, or it is refused."""
+"""Snapshots in memory: a slot is whole or does not count. A snapshot that changed after it was sealed is never written
+to a disk. A copy on another node is identical bit for bit, or it is refused."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_no_bit_of_a_seal_or_of_the_hashes_can_change_unseen(at, bit):
 @given(st.data())
 @settings(max_examples=100)
 def test_a_torn_seal_is_none(data):
-    """A crash while it is written: of the seal of the slot's next snapshot only some bytes are there, over those of
-    the one before, whose head was taken away first."""
+    """After a crash while the next snapshot's seal is written, only some of its bytes are there, over those of the old
+    seal, whose head was removed first."""
     slot, after = a_slot(OLD), a_slot(NEW)
     size = 40 + int.from_bytes(after._seal[:8], "little")
     new = bytes(after._seal[:size])
@@ -140,7 +140,7 @@ def test_sealed_snapshots_become_a_checkpoint(keeper, lines):
 
 @pytest.mark.parametrize("where", ["first", "last", "seal", "hashes"])
 def test_a_byte_that_changed_after_the_seal_is_never_written(keeper, lines, where):
-    """Between the seal and the drain."""
+    """The byte changes between the seal and the drain."""
 
     def spoil(slot):
         places = {"first": 0, "last": slot.own_bytes - 1, "seal": slot._seal_at + 60, "hashes": slot.image_bytes + 3}
@@ -158,12 +158,13 @@ def test_a_byte_that_changed_after_the_seal_is_never_written(keeper, lines, wher
     wait_for(lambda: keeper.channel.of("shard"))
     assert [m["rank"] for m in keeper.channel.of("shard")] == [0], "so the launcher has nothing to commit"
     assert Catalog(keeper.store).newest_good() is None
-    snapshot(lines[1], 1, 1, NEW)  # the next one is well
+    snapshot(lines[1], 1, 1, NEW)  # the next one is good
     wait_for(lambda: len(keeper.channel.of("shard")) == 2)
 
 
 def test_a_byte_that_changes_while_it_is_written_is_found_when_it_is_loaded(keeper, lines, monkeypatch):
-    """After the keeper has looked, before the disk has it: the hashes are those of what was looked at."""
+    """It changes after the keeper has checked it and before it is on the disk. The hashes are those of the checked
+    bytes."""
     real = os.pwrite
 
     def late(fd, data, at):
@@ -182,11 +183,11 @@ def test_a_byte_that_changes_while_it_is_written_is_found_when_it_is_loaded(keep
     assert "rank-000001.bin: chunk 0, bytes 0 to" in events[0]["reason"]
 
 
-# -- what an accelerator has copied, which the keeper seals
+# -- copies of an accelerator, which the keeper seals
 
 
 def sum_on_device(entries, plan, image):
-    """As the trainer takes it there: of the widest words that fit, every segment with another weight."""
+    """Sum as the trainer does on the device: the widest words that fit, with a different weight for every segment."""
     words = {0: np.int64, 4: np.int32, 2: np.int16, 6: np.int16}
     sums = [
         image[s.offset : s.offset + s.size].view(words.get(s.size % 8, np.uint8)).astype(object).sum()
@@ -198,7 +199,7 @@ def sum_on_device(entries, plan, image):
 
 
 def copied(line, rank, number, step, spoil=lambda image: None):
-    """A slot filled by a device, without hashes or seal."""
+    """Let a device fill a slot, without hashes or seal."""
     line.wait_free(number)
     slot, image = line.slots[number], faults.image_of(ENTRIES, PLANS[rank], step)
     slot.break_seal()
@@ -224,7 +225,7 @@ def test_what_a_device_has_copied_is_sealed_by_the_keeper(keeper, lines):
 
 
 def swapped(image):
-    """Two segments of one size, whole but in each other's place: a plain sum would not see it."""
+    """Swap two segments of one size, each of them whole: a plain sum would not notice."""
     a, b = next(
         (a, b)
         for i, a in enumerate(PLANS[1].segments)
@@ -241,7 +242,7 @@ def flipped(image):
 
 
 def missing(image):
-    """A copy that never came: what the slot held before."""
+    """Leave what the slot held before, as if the copy never came."""
     segment = PLANS[1].segments[0]
     image[segment.offset : segment.offset + segment.size] = faults.image_of(ENTRIES, PLANS[1], OLD)[
         segment.offset : segment.offset + segment.size
@@ -276,7 +277,7 @@ def test_a_rank_that_dies_in_a_snapshot_leaves_the_one_before(keeper, lines):
     for line in lines:
         line.wait_free(0)
     assert held(keeper) == [(0, OLD), (0, OLD + 1), (1, OLD), (1, OLD + 1)]
-    slot = lines[1].slots[0]  # the older one is written over, and only half of it
+    slot = lines[1].slots[0]  # the older one is overwritten, but only half of it
     slot.break_seal()
     slot.array()[: slot.image_bytes // 2] = 255
     lines[1].close()
@@ -298,7 +299,7 @@ def test_a_rank_that_comes_again_finds_its_snapshot(keeper, lines):
 
 
 def test_a_line_that_ends_after_its_rank_has_come_again_does_no_harm(keeper, lines):
-    """A death may be heard of later than the birth that follows it."""
+    """The keeper may learn of a worker's death after its successor has connected."""
     again = faults.lines_to(keeper, ENTRIES)
     for line in lines:
         line.close()
@@ -309,7 +310,8 @@ def test_a_line_that_ends_after_its_rank_has_come_again_does_no_harm(keeper, lin
 
 
 def test_what_is_being_written_may_be_asked_for_again(keeper, lines, monkeypatch):
-    """As it is when ranks die while their last checkpoint is on its way to a slow disk: it is not a failure."""
+    """This happens when ranks die while their last checkpoint is still being written to a slow disk. It is not a
+    failure."""
     real = os.pwrite
 
     def slow(*args):
@@ -323,7 +325,7 @@ def test_what_is_being_written_may_be_asked_for_again(keeper, lines, monkeypatch
     keeper.order({"type": "write", "step": NEW, "generation": 0})
     wait_for(lambda: len({m["rank"] for m in keeper.channel.of("shard")}) == 2)
     keeper.channel.sent.clear()
-    keeper.order({"type": "write", "step": NEW, "generation": 0})  # and when it is there: it is reported again
+    keeper.order({"type": "write", "step": NEW, "generation": 0})  # when it is written, it is reported again
     wait_for(lambda: len({m["rank"] for m in keeper.channel.of("shard")}) == 2)
     assert not keeper.channel.of("checkpoint_failed")
 
@@ -367,7 +369,7 @@ def test_a_commit_that_is_asked_for_again_is_answered_again(keeper, lines):
     wait_for(lambda: keeper.channel.of("committed"))
     keeper.order(order)
     wait_for(lambda: len(keeper.channel.of("committed")) == 2)
-    keeper.committed.clear()  # as for a keeper that was started again
+    keeper.committed.clear()  # as in a keeper that was restarted
     keeper.order(order)
     wait_for(lambda: len(keeper.channel.of("committed")) == 3)
     keeper.committed.clear()
@@ -385,7 +387,7 @@ def written(keeper, lines, number, step):
 
 
 def test_a_slow_retention_holds_up_no_commit(keeper, lines, monkeypatch):
-    """On a bucket it takes minutes, and the next checkpoint would not be durable for so long."""
+    """On a bucket it takes minutes, in which the next checkpoint would not become durable."""
     removing, real = threading.Event(), keeper.catalog.retain
     monkeypatch.setattr(keeper.catalog, "retain", lambda *args: removing.wait(60) and real(*args))
     orders = [written(keeper, lines, number, step) for number, step in ((0, OLD), (1, NEW))]
@@ -422,7 +424,7 @@ def test_a_retention_that_finds_a_torn_index_says_so(keeper, monkeypatch):
 
 @pytest.mark.parametrize("seal", [None, "{"], ids=["none", "torn"])
 def test_an_order_that_cannot_be_understood_is_answered(keeper, lines, seal):
-    """Or the controller would wait for its answer for ever."""
+    """Otherwise the controller would wait for its answer for ever."""
     for rank, line in enumerate(lines):
         snapshot(line, rank, 0, NEW)
     wait_for(lambda: len(keeper.channel.of("shard")) == 2)
@@ -468,7 +470,7 @@ def test_what_is_not_in_memory_any_more_cannot_be_written(keeper, lines):
 
 
 def test_a_rank_whose_snapshot_was_overwritten_is_told_beside_one_that_is_whole(keeper):
-    """Or the controller would wait for its file, and the checkpoint would stay open."""
+    """Otherwise the controller would wait for its file, and the checkpoint would stay open."""
     faults.adopt(keeper, ENTRIES, NEW)
     faults.fill(keeper.ranks[1].slots[0], ENTRIES, PLANS[1], 1, NEW + 1)
     keeper._write(NEW, 0)
@@ -481,7 +483,7 @@ def test_a_rank_whose_snapshot_was_overwritten_is_told_beside_one_that_is_whole(
 
 
 def test_a_rank_that_has_not_come_so_far_is_not_given_up(keeper, lines):
-    """The file of one is tried again while the other is still being sealed."""
+    """One rank's file is tried again while the other's snapshot is still being sealed."""
     for rank, line in enumerate(lines):
         snapshot(line, rank, 0, OLD, durable=False)
         line.wait_free(0)
@@ -516,7 +518,7 @@ def test_a_stranger_is_sent_away_and_the_keeper_goes_on(keeper):
 
 
 def test_another_user_of_the_machine_gets_no_memory(keeper, monkeypatch):
-    """What a rank is sent are descriptors of the snapshots."""
+    """The keeper sends descriptors of the snapshots, so it must not welcome other users."""
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises((OSError, IndexError, ValueError)):
@@ -638,7 +640,7 @@ def test_a_push_that_is_cut_leaves_the_copy_before(server, part):
     entries = faults.entries_of(rows=20_000)
     plan = faults.plans_of(entries)[0]
     push(faults.PEERS, address(server), 0, a_slot(OLD, 0, entries))
-    for step in (NEW, NEW + 1, NEW + 2):  # also once both places are taken
+    for step in (NEW, NEW + 1, NEW + 2):  # even when both places are taken
         slot = a_slot(step, 0, entries)
         assert 0.8 * slot.size < slot.image_bytes
         cut_push(server, slot, int(part * slot.size))
@@ -666,13 +668,13 @@ def test_a_copy_that_is_damaged_on_the_way_is_refused_and_the_one_before_stays(s
     with pytest.raises(BadCheckpoint, match=r"the copy at the buddy node is damaged: (the seal|.*xxh3)"):
         push(faults.PEERS, address(server), 0, slot)
     with pytest.raises(BadCheckpoint, match=r"seal|xxh3"):
-        fetch(faults.PEERS, address(server), 0)  # on the way back as well
+        fetch(faults.PEERS, address(server), 0)  # and on the way back
     monkeypatch.undo()
     assert fetch(faults.PEERS, address(server), 0)[0].header()["step"] == OLD
 
 
 def test_two_pushes_of_a_rank_at_once_are_both_whole(server):
-    """Both slots of a rank may be on their way, over a slow network."""
+    """Two slots of a rank may be on their way at once, over a slow network."""
     entries = faults.entries_of(rows=40_000)  # 1.3 MB each
     slots = [a_slot(step, 0, entries) for step in range(6)]
     for slot in slots[:2]:
@@ -763,7 +765,7 @@ def test_a_buddy_that_is_gone_costs_the_copy_only(keeper, lines):
     commit(keeper, NEW)
 
 
-# -- who is whose buddy
+# -- the choice of buddies
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
@@ -777,7 +779,7 @@ def test_a_buddy_is_never_in_the_same_failure_domain(domains):
 
 @given(st.integers(2, 5), st.integers(1, 4))
 def test_every_node_keeps_as_many_copies_as_it_gives(num_domains, each):
-    """While the domains are alike and their nodes take turns."""
+    """This holds while the domains have the same size and their nodes take turns."""
     chosen = buddies([str(n % num_domains) for n in range(num_domains * each)])
     assert sorted(chosen) == list(range(num_domains * each))
 

@@ -1,4 +1,4 @@
-"""An S3 server on loopback, and a proxy before it that misbehaves as told.
+"""An S3 server on loopback, and a proxy in front of it that misbehaves on request.
 
 `PHALANX_TEST_S3=radosgw` takes Ceph's gateway instead of moto (`make test-s3`).
 """
@@ -52,7 +52,7 @@ def wait_for(what, ready, processes, seconds=60):
 
 @contextlib.contextmanager
 def daemons():
-    """A list of processes to add to; those in it are ended, the last first."""
+    """Yield a list of processes to add to, and end them, the last first."""
     processes = []
     try:
         yield processes
@@ -105,7 +105,7 @@ osd crush chooseleaf type = 0
 
 @contextlib.contextmanager
 def radosgw():
-    """One monitor, one storage daemon that keeps objects in memory, and the gateway; nothing is left behind."""
+    """Start one monitor, one storage daemon that keeps objects in memory, and the gateway; leave nothing behind."""
     missing = [name for name in ("ceph-mon", "ceph-osd", "radosgw", "ceph") if not shutil.which(name)]
     if missing:
         raise RuntimeError(f"{missing[0]} is not installed: apt install radosgw ceph-mon ceph-osd ceph-common")
@@ -164,7 +164,7 @@ def make_bucket(url, name):
 
 
 class Proxy:
-    """Hands requests on. `fault(method, path, nth)` says what goes wrong with the nth request like this: None, a
+    """Forwards requests. `fault(method, path, nth)` says what goes wrong with the nth request of this kind: None, a
     number of seconds to wait, or one of "503", "403", "drop", "truncate", "short", "flip"."""
 
     def __init__(self, target):
@@ -218,7 +218,7 @@ class Proxy:
             self._answer(request, int(fault), {}, SLOW_DOWN if fault == "503" else DENIED)
             return
         if request.command == "PUT" and "if-match" in request.headers:
-            with self._writing:  # moto does not look at it
+            with self._writing:  # moto ignores it
                 self._hand_on(request, body, fault)
             return
         self._hand_on(request, body, fault)

@@ -18,7 +18,7 @@ TOKENS = (Field("tokens", "<u2"),)
 
 
 def write_set(store, extents, chunk_items=16, shard_chunks=4, fields=TOKENS, pieces=(), **more):
-    """Writes [(source, items)...] and returns the manifest and its version."""
+    """Write [(source, items)...], and return the manifest and its version."""
     roots, known = [], [Extent(source, len(items)) for source, items in extents]
     names = Manifest(fields, tuple(known), np.empty((0, 32), np.uint8), chunk_items, shard_chunks)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as staging:
@@ -47,7 +47,7 @@ def ramp(n, first=0):
 
 
 def make_loader(store, manifest, seq_len=8, seed=1, groups=2, quarantine_limit=8, fetcher=None, **more):
-    """And the events that it reports."""
+    """Return a loader, and the list of events that it reports."""
     events = []
     fetcher = fetcher or Fetcher(store, manifest, start_jitter_s=0.0, **more)
     order = make_order(manifest, seq_len, seed, groups)

@@ -48,7 +48,7 @@ def files(folder):
 
 
 def items(out):
-    """All items of a data set, verified."""
+    """Return all items of a data set, verified."""
     store = open_store(str(out))
     manifest, version = read_manifest(store)
     assert verify(store, manifest, version) == []
@@ -146,7 +146,7 @@ def test_a_killed_build_goes_on(tmp_path, texts, count):
         build_process = start(texts, out, count)
         before = state() and state().read_bytes()
         while build_process.poll() is None and ((now := state()) is None or now.read_bytes() == before):
-            time.sleep(0.005)  # until a shard more is finished
+            time.sleep(0.005)  # until another shard is finished
         time.sleep(rng.uniform(0, 0.1))
         workers_of_it = children(build_process.pid)
         build_process.kill()
@@ -175,7 +175,8 @@ class Stop(Exception):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("max_bytes", [None, 15_001])
 def test_a_build_may_be_interrupted_anywhere(tmp_path, texts, count, max_bytes):
-    """By its listener, at every place in turn; each call gets a little further, and none leaves a process."""
+    """A callback interrupts it at every place in turn. Each call gets a little further, and none leaves a process
+    behind."""
     _, want = build([("a", str(texts))], tmp_path / "want", Bytes(), workers=1, max_bytes=max_bytes, **SMALL)
     calls = 0
 
@@ -304,7 +305,7 @@ def test_a_data_set_is_never_overwritten_but_may_be_built_again(tmp_path, texts)
     shard = next((out / "shards").glob("*000001-*.shard"))
     shard.write_bytes(b"damaged")
     assert build(inputs, out, Bytes(), workers=1)[1] == version
-    assert files(out) == before  # and it is mended
+    assert files(out) == before  # and it is repaired
     (texts / "5.jsonl").write_bytes(lines(["other"]))
     for inputs in ([("a", str(texts))], [("b", str(texts))]):
         with pytest.raises(UserError, match="--append"):
@@ -313,7 +314,7 @@ def test_a_data_set_is_never_overwritten_but_may_be_built_again(tmp_path, texts)
 
 
 def test_a_set_that_grew_under_one_label_is_mended_by_its_commands(tmp_path, texts):
-    """Each of them given again, without --append."""
+    """Each command is given again, without --append."""
     out = tmp_path / "out"
     (tmp_path / "more").write_text(words(5, 3000))
     inputs = [[("a", str(texts))], [("a", str(tmp_path / "more"))], [("a", str(tmp_path / "more")), ("b", str(texts))]]
@@ -461,7 +462,7 @@ def test_a_build_tells_of_characters_that_it_replaced(tmp_path, count):
 
 @pytest.mark.parametrize("where", ["folder", "bucket"])
 def test_a_build_that_comes_to_nothing_takes_nothing_of_another_with_it(tmp_path, texts, where):
-    """Two builds with staging folders of their own, so that neither sees the other's; one is believed to be dead."""
+    """Two builds have staging folders of their own, so that neither sees the other's; one is believed to be dead."""
     out = tmp_path / "out" if where == "folder" else ObjectStore(f"memory://{tmp_path.name}")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "0.txt").write_text(words(9, 9000))
@@ -492,7 +493,7 @@ def test_a_build_that_comes_to_nothing_takes_nothing_of_another_with_it(tmp_path
 
 
 def a_target(out, staging):
-    """One build of 5,000 records, up to its commit; returns it, and what it is to commit."""
+    """Run one build of 5,000 records up to its commit; return it, and what it is to commit."""
     staging.mkdir()
     target = Target(out, (Field("x", "<u2"),), ["a"], append=False, **SMALL)
     writer = _writer(target, staging, target.put(0))
@@ -517,7 +518,7 @@ def test_a_manifest_names_no_shards_that_another_build_removed(tmp_path):
 
 
 def test_a_build_that_lost_its_lease_removes_nothing(tmp_path):
-    """Who holds it may have found these shards, and be about to name them."""
+    """The new holder may have found these shards, and be about to name them."""
     out = Folder(tmp_path / "out")
 
     def arrays():
@@ -553,7 +554,7 @@ def test_a_shard_that_is_there_is_not_put_again(tmp_path, where, monkeypatch):
 
 
 def test_a_shard_that_a_manifest_names_is_not_replaced_by_another(tmp_path):
-    """In the first format a shard's name does not say what is in it; the other build was believed to be dead."""
+    """In the first format a shard's name does not depend on its content. The other build was believed to be dead."""
     out = Folder(tmp_path / "out")
     target, manifest = a_target(out, tmp_path / "1")
     first = replace(manifest, format=1)

@@ -1,4 +1,4 @@
-"""Drawn images, and the way they go."""
+"""Drawn images, and their way into a run."""
 
 import math
 

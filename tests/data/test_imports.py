@@ -1,4 +1,4 @@
-"""What others have made arrives whole: every id, every document's end, every record."""
+"""Imported data arrives whole: every id, every document's end, every record."""
 
 import struct
 

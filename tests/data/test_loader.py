@@ -1,4 +1,4 @@
-"""What the run serves: the rows that the order says, out of good chunks; and what stands in for bad ones."""
+"""What the run serves: the rows that the order names, from good chunks, and the samples that replace bad ones."""
 
 import os
 import time
@@ -93,25 +93,25 @@ def test_an_extent_without_a_sample_is_not_served():
     with pytest.raises(UserError, match=r"(?s)data\.stages = 'b': it holds less than one sample.*weight 0"):
         make_order(manifest, 8, 1, 2, stages=[(0, weights)])
     order = make_order(manifest, 8, 1, 2, stages=[(0, {"a": 1.0})])
-    assert len(list(unserved(manifest, order, [{"weights": {"a": 1.0}}]))) == 1  # of b nothing was asked
+    assert len(list(unserved(manifest, order, [{"weights": {"a": 1.0}}]))) == 1  # nothing of b was asked for
 
 
 def large(*extents):
-    """A manifest of so many items, without data."""
+    """Make a manifest of this many items, without data."""
     shards = sum(-(-n // (1 << 24)) for _, n in extents)
     known = tuple(Extent(source, n) for source, n in extents)
     return Manifest(TOKENS, known, np.zeros((shards, 32), np.uint8), 1 << 14, 1 << 10)
 
 
 def test_an_extent_that_is_worth_less_than_half_a_draw_is_not_served():
-    """One draw of each largest block would serve its samples more than twice as often as all others."""
+    """A single draw per largest block would serve its samples more than twice as often as all others."""
     manifest = large(("a", 3_000_000_000), ("b", 9), ("a", 9))
     order = make_order(manifest, 8, 1, 2)
     assert order.stages[0].quotas == (65536, 0, 0)
     assert [line.rpartition(", ")[2] for line in unserved(manifest, order, [])] == ["too small a share to be drawn"] * 2
     order = make_order(manifest, 8, 1, 2, stages=[(0, {"a": 3.0, "b": 1.0})])
-    assert order.stages[0].quotas == (49152, 16384, 0)  # what a's weight gives its small extent is nobody's mistake
-    many = large(("a", 2_000_000_000), *[("b", 10_001)] * 4)  # each worth a third of a draw, all of them one
+    assert order.stages[0].quotas == (49152, 16384, 0)  # no error: a's weight falls to its large extent
+    many = large(("a", 2_000_000_000), *[("b", 10_001)] * 4)  # each worth a third of a draw, together more than one
     assert make_order(many, 8, 1, 2).stages[0].quotas == (65535, 1, 0, 0, 0)
 
 
@@ -137,7 +137,7 @@ def first_of(sample):
 
 
 def served(loader, order=range(21)):
-    """sample -> first token of the row that came for it, after an epoch in which places are asked for in `order`."""
+    """Ask for an epoch's places in `order`, and map each sample to the first token of the row that came for it."""
     found = {}
     for place in order:
         sample = int(loader.order.locate(np.array([place]))[1][0])
@@ -165,7 +165,7 @@ def test_one_bad_chunk(made, load):
 @settings(max_examples=25)
 @given(st.sets(st.integers(0, 10), max_size=6), st.permutations(range(21)), st.sampled_from([8, 24]))
 def test_substitutes_depend_on_what_is_bad_alone(bad, asked, seq_len):
-    """Nodes read in different orders, and a run is resumed in the middle: all must agree. With 24 tokens a sample lies
+    """Nodes read in different orders, and a run may resume in the middle: all must agree. With 24 tokens a sample lies
     in two chunks of a unit of several."""
     store = Memory()
     manifest, _ = write_set(store, [("a", ramp(10 * 16 + 8 + 1))])

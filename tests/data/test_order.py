@@ -1,5 +1,5 @@
-"""The order serves every sample as often as promised, whatever the number of ranks, stages and resumes; and it is a
-shuffle. The scalar functions here are its definition: whoever changes what they say changes `VERSION` too."""
+"""The order serves every sample as often as promised, for any number of ranks, stages and resumes; and it is a shuffle.
+The scalar functions here are its definition: a change to their results needs another `VERSION`."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def scalar_permute(index, size, key, rounds=6):
 
 
 def scalar_order(o, count, block_size):
-    """The first positions, by counting."""
+    """Yield the first positions, by counting."""
     drawn, seen = Counter(), Counter()
     for position in range(count):
         group = position % o.groups
@@ -56,7 +56,7 @@ def scalar_order(o, count, block_size):
         shuffled = scalar_permute(place, block_size, scalar_key(o.seed, 1, stage, group, block))
         ends = np.cumsum(o.stages[stage].quotas)
         stream = next(d for d, end in enumerate(ends) if shuffled < end)
-        # The how-manieth draw of the group from the stream: those of earlier places of the block come first.
+        # The number of the group's draw from the stream: those of earlier places of the block come first.
         draw = drawn[stream, group]
         drawn[stream, group] += 1
         s, ordinal = o.streams[stream], draw * o.groups + group
@@ -82,7 +82,7 @@ def small_blocks(size=16):
 
 
 def quotas_of(num, block):
-    """A split of a block among streams, some of which may get nothing."""
+    """Split a block among streams, some of which may get nothing."""
     return st.lists(st.integers(0, 3), min_size=num, max_size=num).map(
         lambda w: tuple(np.diff([0, *np.rint(np.cumsum([*w[:-1], w[-1] + 1]) * block / (sum(w) + 1)).astype(int)]))
     )
@@ -187,7 +187,7 @@ def test_the_global_batch_is_the_same_for_every_number_of_ranks(o, step, batch):
     with small_blocks():
         whole = located(o, step * batch + np.arange(batch))
         for ranks in (1, 2, 3, 48, 384):
-            fresh = Order.from_dict(o.to_dict())  # nothing that one rank asked may matter for another
+            fresh = Order.from_dict(o.to_dict())  # what one rank asks must not matter to another
             share = batch // ranks
             parts = {
                 rank: located(fresh, step * batch + np.arange(rank * share, (rank + 1) * share))
@@ -199,7 +199,7 @@ def test_the_global_batch_is_the_same_for_every_number_of_ranks(o, step, batch):
 @settings(max_examples=40)
 @given(orders(), st.integers(0, 300), st.data())
 def test_a_stage_change_loses_and_repeats_nothing(o, at, data):
-    """What a group draws of a stream is, in order, what it would draw if there were no other stream."""
+    """A group draws from a stream, in order, what it would draw if there were no other stream."""
     with small_blocks():
         at += o.stages[-1].start + 1
         before = located(o, range(at))
@@ -245,7 +245,7 @@ def test_skips_are_absolute_and_exact(o, ends, count):
         with_skips = Order(o.seed, o.groups, o.streams, o.stages, skips)
         assert with_skips.position(np.arange(count)).tolist() == left
         assert located(with_skips, range(count)) == [base[p] for p in left]
-        # One more, ahead of what was served, changes nothing of that.
+        # Another one, ahead of what was served, changes nothing of it.
         ahead = max(left[-1] + 1, ends[-1])
         later = Order(o.seed, o.groups, o.streams, o.stages, (*skips, (ahead, ahead + 9)))
         assert located(later, range(count)) == located(with_skips, range(count))
@@ -304,7 +304,7 @@ def odd_share(x):
 
 
 def coverage(x, size, regions=64):
-    """Chi-square of how often each region was met, as a z (Wilson and Hilferty's cube root)."""
+    """Return the chi-square of how often each region was met, as a z (Wilson and Hilferty's cube root)."""
     found = np.bincount((x.astype(np.float64) * regions / size).astype(np.int64), minlength=regions)
     k, expected = regions - 1, len(x) / regions
     chi2 = float(((found - expected) ** 2 / expected).sum())
@@ -312,7 +312,7 @@ def coverage(x, size, regions=64):
 
 
 def statistics(shuffled, size):
-    """Of a scheme (indices, seed) -> places, over many seeds: name -> z of each seed."""
+    """Compute the statistics of a scheme (indices, seed) -> places over many seeds: name -> z of each seed."""
     half = 2 ** ((size - 1).bit_length() // 2)
     index, found = np.arange(16_384), {}
     for seed in range(24):
@@ -330,7 +330,7 @@ def statistics(shuffled, size):
 
 
 def failures(found):
-    """Those that no random order has: far off for one seed, or a little off for all."""
+    """Return the statistics that no random order has: far off for one seed, or a little off for all."""
     combined = {name: sum(z) / math.sqrt(len(z)) for name, z in found.items()}
     return [name for name, z in found.items() if abs(combined[name]) >= 3 or np.abs(z).max() >= 4.2]
 
@@ -397,7 +397,7 @@ def test_the_whole_order_is_a_shuffle(groups):
         o = Order(seed, groups, streams, stages)
         x = o.locate(np.arange(16_384))[1]
         mine = o.locate(seed % 4 + 4 * np.arange(16_384))[1]  # what one of four ranks sees
-        units = np.unique(mine // per_unit)  # a group reads its units to their end, so they are what is drawn
+        units = np.unique(mine // per_unit)  # a group reads its units to their end, so units are drawn
         values = (
             ("serial", serial(x)),
             ("parity", parity_flips(x)),
@@ -435,7 +435,7 @@ def test_quotas_fill_a_block_and_forget_nobody(weights):
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=8).filter(any))
 def test_what_had_quotas_keeps_them(sizes):
-    """Those of version 1, from before a weight could be too small for a place: it was refused."""
+    """Weights that version 1 accepted keep their quotas; it refused a weight that was too small for a place."""
     total, block = sum(sizes), BLOCK
     while min(w for w in sizes if w > 0) * block < total / 2 and block < MAX_BLOCK:
         block *= 2

@@ -18,7 +18,7 @@ from phalanx.data.samples import places_of
 from phalanx.data.selection import Position, RunData
 from phalanx.data.tokenizer import Bytes
 
-SOURCES = {"a": 80_000, "b": 48_000, "c": 64_000}  # bytes, which are tokens
+SOURCES = {"a": 80_000, "b": 48_000, "c": 64_000}  # bytes; each is a token
 
 WEIGHTS = st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any)
 LAYOUT = st.sampled_from([1, 2, 3, 4, 8]).flatmap(  # replicas, and how many of the ranks are on a node
@@ -34,7 +34,7 @@ SEGMENT = st.tuples(LAYOUT, st.integers(1, 3), st.integers(1, 12), WEIGHTS, st.i
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """The address of a data set of three sources."""
+    """Build a data set of three sources, and return its address."""
     root = tmp_path_factory.mktemp("three")
     for n, (label, size) in enumerate(SOURCES.items()):
         (root / label).write_bytes(bytes([65 + n]) * size)
@@ -44,7 +44,7 @@ def three(tmp_path_factory):
 
 
 def draws_of(order: Order, positions: np.ndarray) -> dict[tuple[int, int], list[int]]:
-    """For each stream and group the draws that these positions of the order are, in their turn."""
+    """Return the draws at these positions of the order, in turn, for each stream and group."""
     index, group = np.divmod(positions, order.groups)
     stream, draw = np.empty_like(positions), np.empty_like(positions)
     for stage in set(order.stage(positions).tolist()):

@@ -1,4 +1,4 @@
-"""A data set in a bucket is read as from a folder, in spite of a network that fails. `make test-s3` runs this against
+"""A data set in a bucket reads like one in a folder, in spite of a network that fails. `make test-s3` runs this against
 Ceph's gateway, `make test` against moto."""
 
 import itertools
@@ -97,7 +97,7 @@ def test_faults_of_the_network_change_nothing(proxy, expected, fault, counter):
     rows, events, counters = load(store, manifest)
     assert np.array_equal(rows, expected) and not events
     ranges = len(proxy.requests)
-    if counter:  # a hedge on a slow machine may take the blow instead
+    if counter:  # on a slow machine a hedged request may fail instead
         assert getattr(counters, counter) + counters.hedges >= ranges
     assert counters.retries + counters.corrupt + counters.hedges >= ranges
 
@@ -124,7 +124,7 @@ def test_corruption_is_found_named_and_replaced(proxy, expected):
     with pytest.raises(Corrupt, match=name):
         fetcher.get((0, 1, 2))
     fetcher.close()
-    # In the store itself: one byte of a chunk, then half a shard, then none of it.
+    # Damage in the store: one byte of a chunk, then half a shard, then nearly all of it.
     proxy.fault = lambda *_: None
     good = store.read(name)
     for bad, reason in (

@@ -1,4 +1,4 @@
-"""A job and a data set: what of it the run reads, in which order, and what does not fit."""
+"""What a run reads of a data set for its job, in which order, and which jobs do not fit."""
 
 import math
 import shutil
@@ -25,7 +25,7 @@ SEQ = 16
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory):
-    """A data set, and its versions before and after it was added to."""
+    """Build a data set, and return its versions before and after it was added to."""
     root = tmp_path_factory.mktemp("grown")
     versions = []
     for label in ("web", "code"):
@@ -68,7 +68,7 @@ def test_what_was_served_stays_when_the_data_grows(grown):
     later = letters(after, range(200, 800))
     assert 250 < later.count("c") < 350 and later.count("w") + later.count("c") == 600
     streams, samples = second.locate(np.arange(800))
-    assert np.bincount(samples[streams == 0]).max() == 1  # web goes on where it was: nothing twice
+    assert np.bincount(samples[streams == 0]).max() == 1  # web continues where it was: nothing twice
 
 
 def test_a_version_may_be_given_as_it_is_printed(grown):
@@ -146,7 +146,7 @@ def test_it_survives_the_record(grown, tmp_path):
 def test_the_entropy_is_that_of_the_targets(grown):
     url, (old, _) = grown
     loader = RunData.plan(job(url, version=old), str(url)).open()
-    assert unigram_entropy(loader, 100) == pytest.approx(0, abs=0.02)  # one letter, and an end
+    assert unigram_entropy(loader, 100) == pytest.approx(0, abs=0.02)  # one letter, and an end of document
     loader.close()
     loader = RunData.plan(job(url, stages=[{"at": 0, "weights": {"web": 0.5, "code": 0.5}}]), str(url)).open()
     assert unigram_entropy(loader, 1000) == pytest.approx(math.log(2), abs=0.02)
@@ -178,7 +178,7 @@ def lines_of(config, tmp_path):
 
 
 def test_text_that_is_read_again_is_told_with_how_often(tmp_path):
-    """Who trains 40 epochs without a word learns of it from the loss."""
+    """Otherwise a user who trains 40 epochs learns of it only from the loss."""
     (tmp_path / "text.txt").write_bytes(b"some words\n" * 300)
     config = replace(job(tmp_path / "text.txt"), run=RunConfig(dir=str(tmp_path / "runs")))
 
@@ -199,7 +199,7 @@ def test_text_that_is_cut_or_left_out_is_told_by_every_run(tmp_path):
     (tmp_path / "in" / "b.txt").write_bytes(b"")
     config = job(tmp_path / "in", max_mb=0.2)
     config = replace(config, run=RunConfig(dir=str(tmp_path / "runs")))
-    for _ in range(2):  # the second finds what the first has made
+    for _ in range(2):  # the second finds what the first has built
         told = lines_of(config, tmp_path)
         assert told[1:] == [
             "data: cut by data.max_mb: the first 0.2 MB of text of in are used; its files hold 0.5 MB",
@@ -223,7 +223,7 @@ def test_a_small_extent_is_not_served_and_told(grown, tmp_path):
     build([("few", str(tmp_path / "few"))], tmp_path / "set", Bytes(), workers=1, append=True)
     told = lines_of(job(tmp_path / "set"), tmp_path)
     assert told[1] == "data: not served: extent 2 (few), which holds 4 items, less than one sample"
-    assert all(" is read " in line for line in told[2:])  # how often the others are
+    assert all(" is read " in line for line in told[2:])  # the others: how often they are read
 
 
 def test_a_data_set_that_is_damaged_from_the_start_is_named(tmp_path):

@@ -95,12 +95,12 @@ def test_it_reads_ahead_but_no_further_than_its_buffer(service):
 
 def test_a_peer_that_comes_late_misses_nothing(service, run_dir):
     first = Feed(service.address, [0], 0, 2)
-    for step in range(4):  # as far as the ring goes
+    for step in range(4):  # as many as the ring holds
         first.take(step)
         first.release(step)
     time.sleep(0.5)
     first._drain(block=False)
-    assert first._ready == 4  # no slot is overwritten before the peer has come
+    assert first._ready == 4  # no slot is overwritten before the peer has connected
     late = Feed(service.address, [0], 0, 2)
     for step in range(12):
         if step >= 4:
@@ -169,7 +169,7 @@ def test_nonsense_is_turned_away(service):
 
 
 def test_a_rank_that_dies_while_it_is_welcomed_costs_the_others_nothing(service):
-    """The service ended by it, and with it every rank of the node."""
+    """It used to end the service, and with it every rank of the node."""
     import socket
 
     other = Feed(service.address, [0], 0)
@@ -178,12 +178,12 @@ def test_a_rank_that_dies_while_it_is_welcomed_costs_the_others_nothing(service)
             s.connect("\0" + service.address)
             s.send(json.dumps({"indices": [0], "step": 0, "peers": 1}).encode())
             s.settimeout(30)
-            assert s.recv(1, socket.MSG_PEEK)  # the answer is there, and nobody takes it
+            assert s.recv(1, socket.MSG_PEEK)  # the answer is there, and is never read
     assert Feed(service.address, [1], 0).take(0).rows.shape == other.take(0).rows.shape
 
 
 def test_a_rank_that_stops_while_it_is_welcomed_holds_up_nobody(service, run_dir):
-    """The service waited 10 s for it, fed nobody meanwhile, and then closed its connection."""
+    """The service used to wait 10 s for it, feed no rank meanwhile, and then close its connection."""
     import socket
 
     hello = json.dumps({"indices": [0], "step": 0, "peers": 1}).encode()

@@ -1,4 +1,4 @@
-"""What is written is what is read, wherever samples fall; and only what is read makes a difference."""
+"""What is written is what is read, wherever samples fall, and only the items read decide the result."""
 
 import numpy as np
 import pytest

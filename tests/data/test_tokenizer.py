@@ -1,4 +1,4 @@
-"""Ids that mean the same text to whoever has the data set alone."""
+"""Ids can be read as the same text with the data set alone."""
 
 from dataclasses import replace
 

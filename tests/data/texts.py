@@ -34,7 +34,7 @@ def train_bpe(path, special=("<|endoftext|>",), truncation=0):
 
 
 def write_all_kinds(folder):
-    """The same texts in every form, and the texts."""
+    """Write the same texts in every form, and return the texts."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import zstandard

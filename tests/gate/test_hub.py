@@ -1,5 +1,5 @@
-"""Where groups meet: what is set on one node is found on all others, whichever hub dies on the way, and a meeting that
-is over disturbs none that follows."""
+"""How groups find each other: what is set on one node is found on all others, whichever hub dies on the way, and a
+meeting that is over disturbs no later one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def value(text):
 
 
 class Tree:
-    """Nodes below aggregators below a controller. What is said waits in queues, and `run` delivers it in the order that
-    the dice choose; each pair of hubs keeps its own order, as a connection does."""
+    """Nodes below aggregators below a controller. Items wait in queues, and `run` delivers them in an order that dice
+    choose; each pair of hubs keeps its own order, as a connection does."""
 
     def __init__(self, aggregators=2, nodes=2, seed=0):
         self.dice, self.queues, self.got = random.Random(seed), {}, []
@@ -54,7 +54,7 @@ class Tree:
                 self.hubs[sink].hear(item)
 
     def restart(self, name):
-        """A hub dies with all that it knew and all that was on its way; those below it come back."""
+        """Kill a hub with all that it knew and all that was on its way; the hubs below it come back."""
         for pair in list(self.queues):
             if name in pair:
                 del self.queues[pair]
@@ -113,7 +113,8 @@ def test_a_room_is_joined_once_however_many_are_in_it():
 
 
 def test_what_a_group_says_goes_to_its_own_nodes_alone():
-    """Nothing that one coordinate's group says reaches the nodes of another: messages follow from groups, not ranks."""
+    """Nothing that the group of one coordinate says reaches nodes outside it: the messages depend on groups, not on
+    ranks."""
     tree = Tree(aggregators=3, nodes=4)
     here, there = ("a0n0", 0), ("a1n1", 0)
     for rank in (here, there):
@@ -145,14 +146,14 @@ def test_a_later_meeting_ends_the_one_before_and_keeps_nothing_of_it():
 
 
 def test_a_key_that_is_set_has_that_value_for_all():
-    """Also if another node has the name of it, or two say it at once: all see the same."""
+    """All see the same value, even if another node sets that key too."""
     tree = Tree()
     honest, other = tree.ranks[0], tree.ranks[-1]
     tree.say(honest, "set", *A, "k", value("1"))
     tree.run()
     tree.say(other, "set", *A, "k", value("2"))
     tree.run()
-    tree.say(honest, "set", *A, "k", value("1"))  # once more
+    tree.say(honest, "set", *A, "k", value("1"))  # again
     for rank in tree.ranks:
         tree.say(rank, "want", *A, "k")
     tree.run()
@@ -164,7 +165,7 @@ def test_a_key_that_is_set_has_that_value_for_all():
 
 
 def test_nobody_enters_a_meeting_that_nobody_was_sent_to():
-    """It would end that of all the others."""
+    """Such a meeting would end that of all the others."""
     said = []
     hub = Hub(lambda who, item: said.append((who, item)), newest={"gang": 2}.get)
     hub.take("a", ["set", *B, "k", value("v")])
@@ -237,7 +238,7 @@ def test_one_that_is_gone_is_told_nothing():
     ],
 )  # fmt: skip
 def test_what_is_no_item_is_refused(item):
-    """By the first hub that hears it: what a node says wrong must not reach the controller, whom all need."""
+    """The first hub refuses it: a malformed item must not reach the controller, which all need."""
     passed = []
     for up in (None, passed.append):
         with pytest.raises(WireError):
@@ -255,7 +256,7 @@ def test_what_is_no_number_cannot_be_added_to():
 
 @pytest.mark.parametrize("there", ["9" * 4300, str((1 << 63) - 1)], ids=["4,300 digits", "63 bits"])
 def test_a_sum_that_nobody_can_write_down_ends_nothing(there):
-    """It ended the topmost hub: of such integers Python makes no text."""
+    """Python refuses to turn such integers into text, which used to end the topmost hub."""
     said = []
     hub = Hub(lambda who, item: said.append(item))
     hub.take("x", ["set", "gang", 1, "k", value(there)])

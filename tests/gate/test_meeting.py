@@ -1,4 +1,4 @@
-"""The door of a node's rendezvous: who may come in, and that nonsense ends its own connection alone."""
+"""Who may connect to a node's rendezvous, and that nonsense ends only its own connection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Door:
         self.socks = []
 
     def knock(self, *messages):
-        """Connect and say it; bytes are sent as they are."""
+        """Connect and send messages; bytes are sent as they are."""
         self.socks.append(socket.socket(socket.AF_UNIX))
         self.socks[-1].connect("\0" + self.meeting.address)
         for message in messages:
@@ -30,7 +30,7 @@ class Door:
         return self.socks[-1]
 
     def heard(self, sock):
-        """The next that comes; b"": it was sent away."""
+        """Return the next bytes that arrive; b"": the connection was ended."""
         deadline = time.monotonic() + 20
         while True:
             assert time.monotonic() < deadline, "it was neither answered nor sent away"
@@ -81,7 +81,7 @@ def test_a_process_is_let_in_where_it_was_sent_and_nowhere_else(door):
 
 
 def test_a_connection_stays_in_its_scope(door):
-    """It cannot name another one later, also where it may be."""
+    """It cannot name another scope later, even one that it may enter."""
     one = door()
     assert one.heard(one.knock(SCOPE, {"scope": ["gang", 2]})) == b""
 

@@ -1,5 +1,5 @@
-"""State goes to members of the run alone: who cannot prove the key gets and leaves nothing, and a crowd of strangers
-does not keep a member out."""
+"""Only members of the run exchange state: a client that cannot prove the key gets nothing and leaves nothing, and a
+crowd of strangers does not keep a member out."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_passes_cannot_be_read_under_tls():
 
 
 def relay(tap, port, seen):
-    """One connection, and all that passes on it."""
+    """Relay one connection, and record all that passes on it."""
     ours, theirs = tap.accept()[0], socket.create_connection(("127.0.0.1", port))
 
     def carry(source, sink):
@@ -121,7 +121,7 @@ def test_who_has_another_key_gets_nothing(peers, gate, monkeypatch):
 
 
 def test_a_gate_that_cannot_prove_itself_is_told_nothing(peers):
-    """It may listen where a member did before."""
+    """It may listen where a member used to."""
     heard = []
     false = Peers(OTHER, encrypt=peers.encrypt).listen(lambda stream: heard.append(stream.receive()))
     with pytest.raises(ConnectionError, match="has not proven itself"):
@@ -131,7 +131,7 @@ def test_a_gate_that_cannot_prove_itself_is_told_nothing(peers):
 
 
 def test_what_was_recorded_opens_nothing(gate, peers):
-    """All that a member has ever sent, sent again."""
+    """Everything that a member has sent is sent again."""
     if peers.encrypt:
         pytest.skip("it cannot be recorded")
     secret, sent = Secret(Path(), bytes.fromhex(KEY)), []
@@ -158,7 +158,7 @@ def test_what_was_recorded_opens_nothing(gate, peers):
 
 
 def test_who_stands_between_is_found_out(monkeypatch):
-    """It has a certificate of its own, and passes on all that it reads."""
+    """A man in the middle has a certificate of its own, and passes on all that it reads."""
     monkeypatch.setattr(gate_peers, "PAUSE_S", 0.01)
     peers, heard = Peers(KEY, encrypt=True), []
     gate = peers.listen(lambda stream: heard.append(stream.receive()))
@@ -217,7 +217,7 @@ def test_a_malformed_frame_ends_its_connection_alone(peers, monkeypatch, data):
     gate = peers.listen(echo)
     monkeypatch.undo()
     with socket.create_connection(("127.0.0.1", gate.port)) as stranger:
-        stranger.settimeout(10)  # in clear it is ended long before its deadline
+        stranger.settimeout(10)  # without TLS it is ended long before its deadline
         stranger.sendall(data)
         got = b""
         with contextlib.suppress(ConnectionError):
@@ -238,7 +238,7 @@ def test_a_member_that_sends_nonsense_ends_its_connection_alone(peers, gate):
 
 
 def test_a_member_that_announces_too_much_is_ended_before_it_has_come(peers, gate):
-    """Else it could fill the memory of a keeper or a rank."""
+    """Otherwise it could fill the memory of a keeper or a rank."""
     with peers.dial(("127.0.0.1", gate.port)) as stream:
         stream.sock.sendall(struct.pack(">I", (1 << 16) + 1))
         stream.sock.settimeout(10)
@@ -264,8 +264,8 @@ sys.stdin.read()
 
 
 def test_a_thousand_half_open_connections_do_not_keep_a_member_out(peers, monkeypatch):
-    """To a process that may have 256 descriptors; some of them say half a hello."""
-    monkeypatch.setattr(gate_peers, "PATIENCE_S", 15.0)  # of the member, which asks as often as it may
+    """The process may have 256 descriptors; some of the strangers send half a hello."""
+    monkeypatch.setattr(gate_peers, "PATIENCE_S", 15.0)  # of the member, which tries as often as it may
     with subprocess.Popen(
         [sys.executable, "-c", SERVER, str(peers.encrypt)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -346,7 +346,7 @@ def test_the_key_is_shown_nowhere():
 
 
 def test_a_transfer_may_take_longer_than_a_handshake(peers, monkeypatch):
-    """The deadline is for strangers."""
+    """The deadline applies to strangers only."""
     monkeypatch.setattr(gate_peers, "PATIENCE_S", 0.2)
 
     def slow(stream):

@@ -24,7 +24,7 @@ def server(**options):
 
 
 def exchange(one, other):
-    """Return what was said: hello, challenge, answer."""
+    """Run the exchange, and return its messages: hello, challenge, answer."""
     hello = one.begin()
     challenge = other.receive(hello)
     answer = one.receive(challenge)
@@ -67,7 +67,7 @@ def test_what_a_server_said_once_is_not_believed():
 
 
 def test_the_proof_of_one_end_is_none_of_the_other():
-    """Who has a recorded hello is sent a challenge, and has a proof in hand that is not its own."""
+    """A client with a recorded hello gets a challenge, whose proof it could try to send back."""
     hello, _, answer = exchange(client(), server())
     again = server()
     proof = json.loads(again.receive(hello)[4:])["proof"]
@@ -86,7 +86,7 @@ def test_a_captured_token_opens_one_name(role, name):
 
 
 def test_a_captured_token_is_no_secret():
-    """Nobody derives another's token from it, and no other member believes who has it."""
+    """It yields no other member's token, so its owner cannot pass for the controller."""
     with pytest.raises(Refused, match="token of the agent 'node-1'"):
         Token("agent", "node-1", TOKEN).token_of("agent", "node-2")
     false = Proof(Token("agent", "node-1", TOKEN), CONTROLLER, True)
@@ -138,7 +138,7 @@ def test_a_malformed_hello_is_refused(fields):
 
 
 def test_no_member_has_an_incarnation_that_nobody_follows():
-    """The next process of that name would have no greater one that can be written down."""
+    """The next process of that name could not have a greater one."""
     with pytest.raises(Refused, match="incarnation"):
         server().receive(client(who=Identity("agent", "node-1", 10**200)).begin())
 
@@ -157,7 +157,7 @@ def test_a_long_frame_is_refused_before_it_has_come():
 
 @pytest.mark.parametrize("text", ["\ud800", "\udc00", "\ud800\ud800", "a\udcffb", "\udc00\ud800", "\ud800x"])
 def test_half_a_surrogate_pair_does_not_come_in(text):
-    """The record, a log, a terminal or a snapshot of the state could not be written with it."""
+    """The record, a log, a terminal or a snapshot of the state could not be written with one in it."""
     said = parsed(json.dumps({"text": text, text: 1}).encode())
     assert set(said["text"]) <= {"\ufffd", "a", "b", "x"} and len(said["text"]) == len(text)
     assert said.keys() == {"text", said["text"]}

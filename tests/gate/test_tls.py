@@ -1,4 +1,4 @@
-"""TLS as the gates use it: what counts as loopback, and that nothing stays unread in the object."""
+"""TLS as the gates use it: what counts as loopback, and that no decrypted data stays unread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.gate.tls import Certificate, Tls, client_context, is_loopback
 
 
 def pair():
-    """Two ends that have greeted each other."""
+    """Return two ends after their handshake."""
     made = Certificate.make()
     ours, theirs = socket.socketpair()
     server, client = Tls(ours, made.context(), made.fingerprint), Tls(theirs, client_context(), None)
@@ -24,7 +24,7 @@ def pair():
 
 
 def test_all_that_has_come_is_read():
-    """What is decrypted already no selector shows: whoever leaves some of it waits for ever."""
+    """A selector does not report data that is already decrypted: a reader that leaves some of it waits for ever."""
     server, client = pair()
     client.send(memoryview(bytes(10_000)))
     assert len(server.recv(100)) == 10_000
@@ -61,7 +61,7 @@ def test_an_older_version_is_refused_at_either_end(old):
 
 
 def test_no_session_can_be_resumed():
-    """Every connection has new keys: who has captured those of one reads no other."""
+    """Every connection has new keys: those captured from one decrypt no other."""
     server, client = pair()
     server.send(memoryview(b"x"))  # tickets come before it
     assert client.recv(100) == b"x" and not client.sock.session.has_ticket

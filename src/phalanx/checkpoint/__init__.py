@@ -1,1 +1,1 @@
-"""The memory tier, the durable tier, loading into another layout, and other formats."""
+"""Checkpoints: the memory tier, the durable tier, loading into another layout, and conversion to other formats."""

@@ -1,5 +1,5 @@
-"""Which checkpoint has the best validation loss, in a file beside the checkpoints of its lineage. The run writes it
-after each validation, the keeper reads it before it removes anything."""
+"""Records which checkpoint has the best validation loss, in a file beside the checkpoints of its lineage. The run
+writes it after each validation; the keeper reads it before it removes anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = 1
 @dataclass
 class Best:
     lineage: str
-    every_steps: int = 0  # validated are multiples of it
+    every_steps: int = 0  # its multiples are validated
     step: int = -1  # the best; -1: none yet
     loss: float = math.inf
     judged: int = -1  # the last step that was validated
@@ -30,12 +30,13 @@ class Best:
             self.step, self.loss = step, loss
 
     def spares(self, step: int) -> bool:
-        """Whether the checkpoint of a step stays: it is the best, or may turn out to be."""
+        """Return whether to keep the checkpoint of a step: it is the best, or may turn out to be."""
         return step == self.step or (step > self.judged and self.every_steps > 0 and step % self.every_steps == 0)
 
     @staticmethod
     def read(store: Store) -> Best | None:
-        """None: there is none, or it is damaged. OSError: it cannot be read now. UserError: it is newer."""
+        """Read the file; None: it is missing or damaged. Raises OSError if it cannot be read now, UserError if it is
+        newer."""
         try:
             body = json.loads(store.read(FILE))
             document.check_version({"format": FORMAT, **body}, FORMAT, f"{store.url}/{FILE}")
@@ -46,6 +47,6 @@ class Best:
             return None
 
     def write(self, store: Store) -> None:
-        """OSError."""
+        """Write the file. Raises OSError."""
         body = {"format": FORMAT} | dataclasses.asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
         store.write(FILE, json.dumps(body).encode())

@@ -1,5 +1,5 @@
 """Copies of snapshots on a buddy node: one proven connection per snapshot (`gate.peers`), which carries the sealed slot
-as it is. What arrives is verified chunk by chunk before it replaces an older copy."""
+as it is. What arrives is verified chunk by chunk; if it is damaged, its seal is broken."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from phalanx.checkpoint.memory import SLOTS, Slot
 from phalanx.core.checkpoint import BadCheckpoint
 from phalanx.gate.peers import Peers, Stream
 
-Held = tuple[Slot, Any]  # and the layout that it was made in, as JSON
+Held = tuple[Slot, Any]  # a snapshot, and the layout that it was made in, as JSON
 
 
 class BuddyServer:
-    """Keeps the newest copies of every rank that was pushed here, and hands them out; so it does with what `own` says
-    that this node has itself of a rank."""
+    """Keeps the newest copies of every rank that was pushed here. It hands out these, and the snapshots that this node
+    has itself, which `own` returns by rank."""
 
     def __init__(self, peers: Peers, own: Callable[[int], list[Held]] = lambda rank: []):
         self.copies, self._own = dict[int, list[Slot]](), own
-        self.layouts: dict[int, Any] = {}  # of the copies
-        self.most = SLOTS  # copies of a rank
+        self.layouts: dict[int, Any] = {}  # of the copies, by rank
+        self.most = SLOTS  # copies kept of each rank
         self._lock = threading.Lock()
-        self._taking: dict[int, threading.Lock] = {}  # by rank: both of its slots may be on their way at once
+        self._taking: dict[int, threading.Lock] = {}  # by rank: two of its slots may be on their way at once
         self._gate = peers.listen(self._serve)
         self.port = self._gate.port
 
@@ -61,7 +61,7 @@ class BuddyServer:
         conn.send({"error": error})
 
     def _room(self, rank: int, image_bytes: int, own_bytes: int) -> Slot:
-        """Where the oldest copy is, once there are two."""
+        """Return a new slot, or that of the oldest copy once there are `most`."""
         with self._lock:
             copies = self.copies.setdefault(rank, [])
             if copies and copies[0].image_bytes != image_bytes:
@@ -69,7 +69,7 @@ class BuddyServer:
             return Slot(image_bytes, own_bytes) if len(copies) < self.most else copies[0]
 
     def _give(self, conn: Stream, rank: int, at: list[int] | None) -> None:
-        """`at`: a step and its generation; else the newest."""
+        """Send a copy of a rank. `at`: a step and its generation; None: the newest."""
         with self._lock:
             kept: list[Held] = [(slot, self.layouts.get(rank)) for slot in self.copies.get(rank, [])]
         whole = [held for held in kept + self._own(rank) if (h := held[0].header()) and at in (None, _at(h))]
@@ -104,7 +104,7 @@ def push(peers: Peers, address: tuple[str, int], rank: int, slot: Slot, layout: 
 
 
 def fetch(peers: Peers, address: tuple[str, int], rank: int, at: tuple[int, int] | None = None) -> Held:
-    """A rank's copy of a step and its generation, or its newest; verified."""
+    """Fetch and verify a rank's copy of a step and its generation, or its newest."""
     with peers.dial(address) as conn:
         conn.send({"type": "get", "rank": rank, "at": at})
         reply = conn.receive()

@@ -1,6 +1,6 @@
-"""config.json of Hugging Face's transformers and our [model], in and out. What comes in computes here what it computes
-there, or it is refused; what goes out gets the class that computes the same. Dropout, router noise and loss terms of
-theirs change training only, and are not taken over. Needs no torch."""
+"""Converts between config.json of Hugging Face's transformers and our [model]. An imported model computes the same here
+as there, or it is refused; an exported one gets the class that computes the same. Dropout, router noise and the loss
+terms of transformers change training only, and are not imported. Needs no torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ WINDOWS = ("window", "window_from", "full_every")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model class of transformers: our family, which features it always has and which it may have, and what its
-    config means where it is silent."""
+    """A model class of transformers: our family, the features it always has and those it may have, and the defaults for
+    fields that its config leaves out."""
 
     model_type: str
     kv_heads: int | None = None  # None: as many as heads
@@ -48,7 +48,7 @@ class Architecture:
     free: tuple[str, ...] = ()
 
     def computes(self, config: ModelConfig) -> str:
-        """The field of `config` that it does not compute; empty if it computes all."""
+        """Return the field of `config` that this class does not compute; empty if it computes all."""
         for name in FEATURES:
             value, wanted = getattr(config, name), self.fixed.get(name, getattr(PLAIN, name))
             if name == "embedding_scale" and wanted == "sqrt(dim)":
@@ -97,7 +97,7 @@ ARCHITECTURES = {
         "qwen3_moe", 4, window=4096, family="moe", fixed={"qk_norm": "head"}, free=("attention_bias",)
     ),
 }  # fmt: skip
-OTHERS = {  # what is asked for most, and why not
+OTHERS = {  # what is asked for most, and why it is refused
     "DeepseekV3ForCausalLM": "its attention is latent (MLA), that of the moe family is not",
     "DeepseekV2ForCausalLM": "its attention is latent (MLA), that of the moe family is not",
     "Gemma3ForConditionalGeneration": "it has a part that sees images; save its language_model by itself",
@@ -129,7 +129,7 @@ class Fields:
         raise self.error(name, what, remedy)
 
     def count(self, name: str, default: int | None = None, null: int | None = None) -> int:
-        """A positive number. `default` where the field is not there, `null` where it is null."""
+        """Read a positive number: `default` if the field is missing, `null` if it is null."""
         value = self.table.get(name, default)
         value = null if value is None else value
         if type(value) is not int or value < 1:
@@ -156,7 +156,8 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def config_in(folder: Path) -> tuple[str, ModelConfig]:
-    """The class and the model that config.json describes. UserError where ours would compute something else."""
+    """Return the class and the model that config.json describes. Raises UserError if ours would compute something
+    else."""
     fields = Fields(folder / CONFIG)
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
@@ -238,7 +239,7 @@ def _experts(fields: Fields, arch: Architecture) -> dict[str, Any]:
 
 
 def _bends(fields: Fields, arch: Architecture, head_dim: int) -> dict[str, Any]:
-    """Gemma's softcaps, and the width that scores are divided by the root of."""
+    """Return Gemma's softcaps, and its attention scale if that is not the usual one."""
     out: dict[str, Any] = {}
     if arch.model_type not in ("gemma2", "gemma3_text"):
         return out
@@ -256,7 +257,7 @@ def _bends(fields: Fields, arch: Architecture, head_dim: int) -> dict[str, Any]:
 
 
 def _windows(fields: Fields, arch: Architecture, layers: int) -> dict[str, Any]:
-    """Which layers have one: `layer_types`, or what the class does without."""
+    """Find which layers have a window: from `layer_types`, or from what the class does without it."""
     window = fields.get("sliding_window", arch.window)
     qwen = arch.model_type in ("qwen2", "qwen3", "qwen3_moe")
     if qwen and not fields.get("use_sliding_window", False):
@@ -290,8 +291,8 @@ def _windows(fields: Fields, arch: Architecture, layers: int) -> dict[str, Any]:
 
 
 def _positions(fields: Fields, arch: Architecture, config: ModelConfig) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of those before; in models with windows
-    one table for each kind of layer."""
+    """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier versions. Models with
+    windows have one table for each kind of layer."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = fields.get(name) or {}
     if not isinstance(rope, dict):
@@ -357,7 +358,7 @@ def _scaled(fields: Fields, name: str, rope: dict[str, Any], config: ModelConfig
 
 
 def architecture_of(config: ModelConfig) -> str:
-    """The class that computes the same; UserError where there is none."""
+    """Return the class that computes the same. Raises UserError if there is none."""
 
     def refusal(name: str, what: str) -> UserError:
         remedy = "convert it to dcp, which takes every model"
@@ -378,7 +379,7 @@ def architecture_of(config: ModelConfig) -> str:
 
 
 def config_out(config: ModelConfig, name: str, dtype: str, context: int) -> dict[str, Any]:
-    """For transformers 4 and 5, which name the precision and the rotary base differently."""
+    """Make a config.json for transformers 4 and 5, which name the precision and the rotary base differently."""
     arch = ARCHITECTURES[name]
     scaled = _rope_out(config)
     out: dict[str, Any] = {
@@ -397,7 +398,7 @@ def config_out(config: ModelConfig, name: str, dtype: str, context: int) -> dict
         "rope_theta": config.rope_theta,
         "rope_parameters": scaled,
         "tie_word_embeddings": config.tied,
-        "bos_token_id": None,  # the tokenizer knows, the model does not
+        "bos_token_id": None,  # known to the tokenizer, not to the model
         "eos_token_id": None,
         "pad_token_id": None,
         "dtype": dtype,
@@ -447,7 +448,7 @@ def _windows_out(config: ModelConfig, arch: Architecture) -> dict[str, Any]:
         if arch.model_type.startswith("qwen"):
             out |= {"use_sliding_window": windowed, "max_window_layers": config.window_from}
         elif not windowed:
-            out["sliding_window"] = 4096  # of layers that there are not
+            out["sliding_window"] = 4096  # not used: no layer has a window
     return out
 
 

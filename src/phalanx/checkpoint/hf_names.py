@@ -1,5 +1,5 @@
-"""Which tensor of another checkpoint is which of ours, as rows of a table (`phalanx.Weight`): the built-in families'
-own for every architecture that `hf_config` knows, and a user's from its Family. Needs no torch."""
+"""Maps the tensors of another checkpoint to ours, as rows of a table (`phalanx.Weight`). The built-in families have a
+table for every architecture that `hf_config` knows; a user's Family brings its own. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FFN = tuple(
     Weight(f"model.layers.*.mlp.{theirs}_proj.*", f"layers.*.ffn.{ours}.*")
     for theirs, ours in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 )
-NORMS = {  # by where they stand: theirs -> ours
+NORMS = {  # by placement: theirs -> ours
     "pre": {"input": "attention_norm", "post_attention": "ffn_norm"},
     "post": {"post_attention": "attention_post_norm", "post_feedforward": "ffn_post_norm"},
     "both": {
@@ -52,7 +52,7 @@ PHI3 = (
 
 
 def table_of(model_type: str, config: ModelConfig) -> tuple[Weight, ...]:
-    """The names of a class of transformers; the first row that fits a tensor of ours counts."""
+    """Return the names of a class of transformers. The first row that matches a tensor of ours counts."""
     own = {"mixtral": MIXTRAL, "qwen3_moe": QWEN_MOE, "phi3": PHI3}.get(model_type, ())
     norms = [
         Weight(f"model.layers.*.{theirs}_layernorm.weight", f"layers.*.{ours}.weight")
@@ -66,7 +66,7 @@ def table_of(model_type: str, config: ModelConfig) -> tuple[Weight, ...]:
 
 
 class Piece(NamedTuple):
-    """Rows [first, last) of a tensor of ours, which are rows of one of theirs, from `at` on."""
+    """Rows [first, last) of a tensor of ours, which are the rows of one of theirs from `at` on."""
 
     theirs: str
     ours: str
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(params: list[Held], table: Sequence[Weight], family: str = "dense") -> list[Piece]:
-    """Every tensor of ours, cut as theirs are, in our order."""
+    """Cut every tensor of ours as theirs are, in our order."""
     shapes = {held.name: held.shape for held in params}
     pieces = []
     for held in params:

@@ -1,11 +1,11 @@
 """The keeper: one process per node that owns the snapshots of its ranks and writes them out. It shares no interpreter
 lock with a trainer, and it lives on when a worker dies.
 
-A worker connects by a Unix socket without a name in the file system, says how large its image is, and gets the
-descriptors of its slots. It fills one beside its next forward and backward pass, seals it and says so; the keeper
-verifies and writes the rank's file, tells its node, and commits the checkpoint when it is told that all ranks are done.
-An order may come twice: what is written already is reported again. A keeper with a buddy sends it a copy of every
-sealed snapshot first.
+A worker connects to an abstract Unix socket, sends the size of its image, and gets the descriptors of its slots. It
+fills a slot during its next forward and backward pass and reports it, sealed; what an accelerator copied the keeper
+seals. The keeper verifies the slot, writes the rank's file, reports to its node, and commits the checkpoint when it
+hears that all ranks are done. An order may come twice: what is already written is reported again. A keeper with a buddy
+first sends it a copy of every sealed snapshot.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from phalanx.gate.peers import Peers
 PACKET_BYTES = 1 << 16
 WRITERS = 4
 NOT_HELD = "no snapshot of it is in memory any more"
-KEPT_REPORTS = 16  # of checkpoints, which may be asked for again
+KEPT_REPORTS = 16  # of checkpoints, in case they are asked for again
 
 
 @dataclass
 class Rank:
     slots: list[Slot]
-    layout: Any = None  # that they are of, as JSON
+    layout: Any = None  # of the slots, as JSON
     conn: socket.socket | None = None
     written: dict[str, dict[str, Any] | None] = field(
         default_factory=dict
@@ -54,7 +54,8 @@ class Rank:
 
 
 class Keeper:
-    """`url`: where checkpoints go. `run`: random, of this run; with the generation and step it names a checkpoint."""
+    """Owns the snapshots of a node's ranks. `url`: where checkpoints go. `run`: the random mark of this run, by which
+    it owns that place."""
 
     def __init__(
         self,
@@ -72,15 +73,15 @@ class Keeper:
         self.catalog = Catalog(self.store)
         self.ranks: dict[int, Rank] = {}
         self.slots = SLOTS  # of each rank
-        self.base: dict[str, Any] | None = None  # of the manifest: what is the same for every checkpoint of the run
+        self.base: dict[str, Any] | None = None  # what all manifests of the run have in common
         self.buddy: tuple[str, int] | None = None
         self.lock = threading.Lock()
-        self.torn: set[str] = set()  # files that are half there, and could not be removed
+        self.torn: set[str] = set()  # half-written files that could not be removed
         self.committed: dict[str, dict[str, Any] | None] = {}  # checkpoint -> its report; None: on its way
         self.writers = ThreadPoolExecutor(WRITERS, "phalanx-drain")
         self.hashers = ThreadPoolExecutor(WRITERS, "phalanx-hash")
-        self.committer = ThreadPoolExecutor(1, "phalanx-commit")  # one after the other, in the order of the commands
-        self.retainer = ThreadPoolExecutor(1, "phalanx-retain")  # which no commit waits for
+        self.committer = ThreadPoolExecutor(1, "phalanx-commit")  # one at a time, in the order of the commands
+        self.retainer = ThreadPoolExecutor(1, "phalanx-retain")  # separate, so that no commit waits for it
         self.retaining: Future[None] | None = None
         self.server = BuddyServer(peers, self._own)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -88,11 +89,11 @@ class Keeper:
         self.listener.listen(1024)
         self.address = self.listener.getsockname()[1:].decode()
 
-    # -- who speaks
+    # -- connections and messages
 
     def serve(self) -> None:
-        """Until the channel ends."""
-        os.nice(10)  # the trainers first
+        """Serve until the channel ends."""
+        os.nice(10)  # the trainers have priority
         selector = selectors.DefaultSelector()
         selector.register(self.listener, selectors.EVENT_READ)
         selector.register(self.channel, selectors.EVENT_READ)
@@ -111,7 +112,7 @@ class Keeper:
                     key.fileobj.close()  # type: ignore[union-attr]
 
     def _obey(self) -> bool:
-        """All orders that have arrived; False when there is nobody left to give any."""
+        """Execute all orders that have arrived. Return False when the channel has ended."""
         with contextlib.suppress(TimeoutError):
             while (order := self.channel.recv(0)) is not None:
                 self.order(order)
@@ -141,7 +142,7 @@ class Keeper:
             slots, reply = [], {"type": "refused", "text": str(error)}
         try:
             socket.send_fds(conn, [json.dumps(reply).encode()], [slot.fd for slot in slots])
-        except OSError:  # it has died meanwhile
+        except OSError:  # the worker has died meanwhile
             slots = []
         if not slots:
             conn.close()
@@ -175,7 +176,8 @@ class Keeper:
             self.channel.send({"type": "checkpoint_memory", "rank": -1, "slots": count, "wanted": SLOTS})
 
     def _try_folder(self) -> None:
-        """So that a wrong place is known at the start and not at the first checkpoint."""
+        """Check that the folder can be written to, so that a wrong one is reported at the start and not at the first
+        checkpoint."""
         if self.store.is_local:
             path = self.store.path  # type: ignore[attr-defined]
             try:
@@ -192,19 +194,19 @@ class Keeper:
                 ) from None
 
     def _newest(self, rank: int) -> int:
-        """The slot with the newest whole snapshot; -1: none."""
+        """Return the slot with the newest whole snapshot; -1: none."""
         headers = [slot.header() for slot in self.ranks[rank].slots]
         steps = [header["step"] if header else -1 for header in headers]
         return steps.index(max(steps)) if max(steps) >= 0 else -1
 
     def _hear(self, conn: socket.socket) -> bool:
-        """A rank has sealed a slot; False if it is gone."""
+        """Handle a rank's report that it has filled a slot. Return False if the rank is gone."""
         try:
             data = conn.recv(PACKET_BYTES)
         except OSError:
             data = b""
         rank = next((number for number, held in self.ranks.items() if held.conn is conn), None)
-        if rank is None:  # the rank has come again since
+        if rank is None:  # the rank has reconnected since
             return False
         if not data:
             self.ranks[rank].conn = None
@@ -214,7 +216,7 @@ class Keeper:
         self.writers.submit(self._take, rank, slot, bool(said["durable"]), said["seal"], said["about"])
         return True
 
-    # -- what is done about it
+    # -- the work
 
     def _take(
         self, rank: int, number: int, durable: bool, to_seal: dict[str, Any] | None, about: dict[str, Any]
@@ -230,10 +232,10 @@ class Keeper:
             if durable:
                 self._drain(rank, slot, about)
         finally:
-            self._tell(rank, {"slot": number})  # it may be overwritten
+            self._tell(rank, {"slot": number})  # the rank may overwrite it
 
     def _seal(self, rank: int, slot: Slot, header: dict[str, Any], want: int) -> bool:
-        """What an accelerator has copied: hash it, and seal it if its sum is the one that was taken there."""
+        """Hash what an accelerator has copied, and seal it if its sum is the one that the device computed."""
         list(self.hashers.map(slot.put_hash, range(len(slot.bounds))))
         assert self.base is not None
         base = Manifest.from_json(json.dumps(self.base).encode())
@@ -252,11 +254,11 @@ class Keeper:
         return True
 
     def _copy(self, rank: int, slot: Slot) -> bool:
-        """To the buddy node."""
+        """Copy a slot to the buddy node. Return whether it arrived."""
         assert self.buddy
         try:
             push(self.peers, self.buddy, rank, slot, self.ranks[rank].layout)
-        except Exception as error:  # the file is written all the same
+        except Exception as error:  # the file is written anyway
             self.channel.send({"type": "buddy_failed", "rank": rank, "reason": str(error)})
             return False
         return True
@@ -291,7 +293,7 @@ class Keeper:
             if target in self.torn:
                 self._remove_torn(target)
             files.write_file(self.store, target, slot.image[: slot.own_bytes], tail)
-        except Exception as error:  # nobody looks at a writer's errors
+        except Exception as error:  # an error in a writer's thread would go unnoticed
             if not isinstance(error, FileExistsError):
                 with contextlib.suppress(OSError):
                     self._remove_torn(target)
@@ -308,14 +310,14 @@ class Keeper:
         return None
 
     def _remove_torn(self, target: str) -> None:
-        """What is half there would stand in the way of the next attempt."""
+        """Remove a half-written file, which would block the next attempt."""
         self.torn.add(target)
         with contextlib.suppress(FileNotFoundError):
             self.store.remove(target)
         self.torn.discard(target)
 
     def _failed(self, rank: int, about: dict[str, Any], reason: str, gone: bool = False) -> None:
-        """`gone`: there is nothing any more from which it could be written."""
+        """Report that a checkpoint failed. `gone`: nothing is left from which it could be written."""
         said: dict[str, Any] = {"type": "checkpoint_failed", "rank": rank, "gone": gone}
         said |= {key: about[key] for key in ("checkpoint", "step", "generation") if key in about}
         self.channel.send({**said, "reason": f"{self.store.url}: {reason}"})
@@ -323,11 +325,11 @@ class Keeper:
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         conn = self.ranks[rank].conn
         if conn:
-            with contextlib.suppress(OSError):  # it is gone, as reading will tell
+            with contextlib.suppress(OSError):  # it is gone, which the next read reports
                 conn.send(json.dumps(message).encode())
 
     def order(self, order: dict[str, Any]) -> None:
-        """Obey the node."""
+        """Execute an order of the node."""
         kind = order.get("type")
         if kind == "commit":
             if self._is_new(order["checkpoint"]):
@@ -351,8 +353,9 @@ class Keeper:
         return sorted({(rank, header["step"], header["generation"]) for rank, header in found if header})
 
     def _write(self, step: int, generation: int) -> None:
-        """From the snapshots in memory. Every rank is answered for, or the controller would wait for its file; but not
-        one that has not come so far beside others, which will speak for itself."""
+        """Write a step from the snapshots in memory. Every rank is reported, or the controller would wait for its file.
+        Only a connected rank that has not reached the step is left out, if others are reported: it will report
+        itself."""
         about, answered = {"step": step, "generation": generation}, False
         for rank, held in self.ranks.items():
             reports = [report for report in list(held.written.values()) if report and about.items() <= report.items()]
@@ -370,7 +373,7 @@ class Keeper:
             self._failed(0, about, NOT_HELD, gone=True)
 
     def _is_new(self, name: str) -> bool:
-        """Whether a checkpoint is yet to be committed. One that is on its way is not queued again; one that is done is
+        """Return whether a checkpoint is yet to be committed. One in progress is not queued again; a finished one is
         reported again."""
         with self.lock:
             if name in self.committed:
@@ -393,7 +396,7 @@ class Keeper:
             manifest = Manifest.from_json(json.dumps({**self.base, **parts}).encode())
             with contextlib.suppress(FileExistsError):
                 files.commit(self.store, manifest)
-            there = files.read_manifest(self.store, name)  # another keeper, or an earlier one here, may have done it
+            there = files.read_manifest(self.store, name)  # another keeper, or an earlier one here, may have won
             if (there.files, there.generation) != (manifest.files, manifest.generation):
                 raise OSError("another checkpoint has this name")
             self.catalog.added(manifest)
@@ -407,17 +410,17 @@ class Keeper:
             self.committed[name] = report
         self.channel.send(report)
         if self.retaining:
-            self.retaining.cancel()  # if it has not begun, this one does its work
+            self.retaining.cancel()  # if it has not begun, the new one does its work
         self.retaining = self.retainer.submit(self._retain, name)
 
     def _check_owner(self) -> None:
-        """That no other run has taken this place over, while this one was believed to be dead."""
+        """Check that no other run has taken over this place while this one was believed to be dead."""
         owner = lease.read(self.store, OWNER) if self.run else {}
         if owner.get("run", self.run) != self.run:
             raise OSError(f"it belongs to a run on {owner.get('host')} now, which has taken it over")
 
     def _drain_s(self, name: str) -> float:
-        """The longest that a rank's file of it took here."""
+        """Return the longest time that a rank's file of this checkpoint took here."""
         reports = [held.written.get(name) for held in self.ranks.values()]
         return max((report["drain_s"] for report in reports if report), default=0.0)
 
@@ -436,12 +439,12 @@ class Keeper:
 
 
 def _is_of(header: dict[str, Any] | None, about: dict[str, Any]) -> bool:
-    """Whether a snapshot is of this step and generation."""
+    """Return whether a snapshot is of this step and generation."""
     return header is not None and all(header[key] == about[key] for key in ("step", "generation"))
 
 
 def check_shared(url: str, run: str) -> None:
-    """That this host sees the place that the run has taken, and not a folder of the same name on its own disk."""
+    """Check that this host sees the place that the run has taken, and not a folder of the same name on its own disk."""
     if run and not lease.read(open_store(url), OWNER):
         raise UserError(
             "this host does not see what the run has written there: it is another disk",
@@ -466,7 +469,7 @@ def main(channel: Any, args: dict[str, Any]) -> None:
 
 
 class Line:
-    """A worker's line to its keeper."""
+    """A worker's connection to its keeper."""
 
     def __init__(self, address: str, rank: int, image_bytes: int, own_bytes: int, base: bytes):
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -483,10 +486,10 @@ class Line:
         reply = json.loads(data) if data else {"type": "refused", "text": "the keeper closed the connection"}
         if reply["type"] == "refused":
             raise UserError(reply["text"])
-        self.newest = int(reply["newest"])  # the slot with a snapshot that was there before
+        self.newest = int(reply["newest"])  # the slot with the newest snapshot from before; -1: none
         self.slots = [Slot(image_bytes, own_bytes, fd) for fd in fds]
         self.busy: set[int] = set()  # slots that the keeper still reads
-        self.held: dict[str, int] = {}  # the newest step of this rank that is in memory here, and at the buddy node
+        self.held: dict[str, int] = {}  # this rank's newest step in memory here, and at the buddy node
 
     def done(self, slot: int, durable: bool, about: dict[str, Any], to_seal: dict[str, Any] | None = None) -> None:
         """Say that a slot is filled. `about`: its checkpoint, step and generation; `to_seal`: the keeper is to hash it,

@@ -1,7 +1,7 @@
 """The memory tier: snapshots in shared memory that outlives the worker. Each rank has three slots: one that is being
-filled, and two that are whole, as a rank may be one snapshot ahead of another and there must always be a step that all
-have. A host with less memory gives each rank one slot, which checkpoints are written from: then nothing goes on from
-memory. A slot is valid only while its seal, written last, holds.
+filled and two whole ones, because a rank may be one snapshot ahead of another and all ranks must have a step in common.
+A host with less memory gives each rank one slot: checkpoints are written from it, but no run continues from it. A slot
+is valid only while its seal, which is written last, holds.
 
     slot   | image of the rank | hashes of its chunks | seal: length, blake3, who and when, blake3 of the hashes |
 """
@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<Q32s")
 
 
 class Slot:
-    """One snapshot of one rank. `fd` None: new memory."""
+    """One snapshot of one rank. `fd`: its memory; None allocates new memory."""
 
     def __init__(self, image_bytes: int, own_bytes: int, fd: int | None = None):
         self.image_bytes, self.own_bytes = image_bytes, own_bytes
@@ -49,7 +49,7 @@ class Slot:
         self._seal = view[self._seal_at :]
 
     def break_seal(self) -> None:
-        """Before the first byte is written."""
+        """Invalidate the slot, before its first byte is written."""
         _HEAD.pack_into(self._seal, 0, 0, bytes(32))
 
     def put_hash(self, chunk: int) -> None:
@@ -57,7 +57,7 @@ class Slot:
         self._table[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES] = hash_of(self.image[a:b])
 
     def seal(self, header: dict[str, Any]) -> None:
-        """After the last."""
+        """Make the slot valid, after its last byte is written."""
         body = json.dumps({**header, "table": blake3.blake3(self._table).hexdigest()}).encode()
         assert len(body) <= SEAL_BYTES - _HEAD.size, "the seal is too long"
         self._seal[_HEAD.size : _HEAD.size + len(body)] = body
@@ -78,7 +78,7 @@ class Slot:
         return bytes(self._table[: self.num_own * HASH_BYTES] if own else self._table)
 
     def verify(self, own: bool = False) -> None:
-        """That the image is what was hashed when it was made."""
+        """Check the image against the hashes that were taken when it was made. Raises BadCheckpoint."""
         for i, (a, b) in enumerate(self.bounds[: self.num_own] if own else self.bounds):
             found, want = hash_of(self.image[a:b]), bytes(self._table[i * HASH_BYTES : (i + 1) * HASH_BYTES])
             if found != want:
@@ -90,7 +90,7 @@ class Slot:
         return np.frombuffer(self.image, np.uint8)
 
     def close(self) -> None:
-        self._close()  # the mapping goes when nothing points into it any more
+        self._close()  # the mapping is freed when nothing points into it any more
 
 
 def slot_bytes(image_bytes: int, own_bytes: int) -> int:
@@ -99,8 +99,8 @@ def slot_bytes(image_bytes: int, own_bytes: int) -> int:
 
 
 def num_slots(ranks: int, size: int, has_buddy: bool, available: int | None = None) -> int:
-    """How many slots each of a host's ranks gets: all, or one if the host cannot hold as many of each of its ranks and
-    of its buddy's."""
+    """Return how many slots each of a host's ranks gets: all, or one if the host cannot hold that many for its own
+    ranks and its buddy's."""
     available = available_bytes() if available is None else available
     if ranks * size * SLOTS * (2 if has_buddy else 1) <= available:
         return SLOTS

@@ -1,6 +1,6 @@
-"""The safetensors format, in and out: 8 bytes that say how long the header is, the header in JSON, then the tensors'
-bytes without a gap (github.com/huggingface/safetensors, README, "Format"). Nothing of a header is believed before it
-has been held against the file's size. Needs no torch."""
+"""Reads and writes the safetensors format: 8 bytes with the length of the header, the header in JSON, then the tensors'
+bytes without a gap (github.com/huggingface/safetensors, README, "Format"). No header is trusted before it has been
+checked against the file's size. Needs no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Slot(NamedTuple):
 
 
 class File:
-    """Open for reading, its header checked."""
+    """A file that is open for reading, with its header checked."""
 
     def __init__(self, path: Path):
         self.path, self._fd = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -122,7 +122,7 @@ def _counts(values: Any) -> bool:
 
 
 def write(path: Path, tensors: Sequence[tuple[str, str, tuple[int, ...]]], data: Iterable[memoryview]) -> None:
-    """A new file of (name, dtype, shape) and, in the same order, their bytes. Not yet synchronized."""
+    """Write a new file of (name, dtype, shape) and, in the same order, their bytes. It is not synced to disk yet."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     sizes, at = [], 0
     for name, dtype, shape in tensors:

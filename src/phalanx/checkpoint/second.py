@@ -1,5 +1,6 @@
-"""The second reader: another process, which reads what the first found damaged from the disk itself and not from the
-page cache. Only what both find damaged is condemned; memory, a cable or a stale mount may deceive one of them."""
+"""The second reader: a separate process that reads again what the first found damaged, from the disk itself and not
+from the page cache. Only what both find damaged is condemned, because memory, a cable or a stale mount may deceive one
+of them."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from phalanx.core.checkpoint import MANIFEST, BadCheckpoint, Unreadable, file_na
 from phalanx.core.errors import UserError
 from phalanx.core.store import Folder, Store, open_store
 
-QUIET_S = 120.0  # without a byte read: the disk hangs
+QUIET_S = 120.0  # without a byte read means that the disk hangs
 RANK_FILE = re.compile(r"/rank-(\d{6,})\.bin")
 
 
 def look(store: Store, name: str, reason: str = "") -> list[Fault]:
-    """What another process finds wrong with the files that `reason` names; with all of them if it names none."""
+    """Return the faults that another process finds in the files that `reason` names, or in all if it names none."""
     ranks = sorted({int(rank) for rank in RANK_FILE.findall(reason)})
     if store.url.startswith("memory:"):  # no other process sees it
         return read_again(store, name, ranks)
@@ -34,7 +35,7 @@ def look(store: Store, name: str, reason: str = "") -> list[Fault]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # a Ctrl-C is no fault of the checkpoint
+        start_new_session=True,  # a Ctrl-C must not count as a fault of the checkpoint
     )
     try:
         last = _last_line(reader)
@@ -50,7 +51,8 @@ def look(store: Store, name: str, reason: str = "") -> list[Fault]:
 
 
 def _last_line(reader: subprocess.Popen[bytes]) -> str:
-    """What it says at its end. Every line before is a sign of life; TimeoutError: there was none for QUIET_S."""
+    """Return the reader's last line. Every line before is a sign of life; raises TimeoutError after QUIET_S without
+    one."""
     assert reader.stdout
     said, there = b"", selectors.DefaultSelector()
     with there, reader.stdout as pipe:
@@ -66,7 +68,7 @@ def _last_line(reader: subprocess.Popen[bytes]) -> str:
 def read_again(
     store: Store, name: str, ranks: Sequence[int] = (), on_bytes: Callable[[int], None] = lambda n: None
 ) -> list[Fault]:
-    """What is wrong with these ranks' files, or with all of them."""
+    """Return the faults in these ranks' files, or in all files."""
     try:
         _forget(store, f"{name}/{MANIFEST}")
         reader = Reader(store, name)
@@ -83,7 +85,7 @@ def read_again(
 
 
 def _forget(store: Store, name: str) -> None:
-    """Drop what the page cache holds of a file."""
+    """Drop a file from the page cache."""
     if isinstance(store, Folder):
         with contextlib.suppress(OSError):
             fd = os.open(store.path / name, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint in and out, in one process and without a process group.
+"""Reads and writes folders of torch.distributed.checkpoint, in one process and without a process group.
 
     model.<name>                     parameters and buffers, by their names in the module
     optim.state.<name>.exp_avg       the moments, as torch's get_optimizer_state_dict names them
@@ -7,9 +7,8 @@
     step, cursor                     of the run, and in the order of the data
     phalanx.json, a file beside      the job, and the version of the data
 
-`.metadata` is a pickle, and one may run any code. It is read with stand-ins for the classes that torch puts there,
-which keep what they are given and do nothing; any other name in it is refused. The tensors are read with
-`weights_only`."""
+`.metadata` is a pickle, which could run any code. It is read with stand-ins for the classes that torch puts there; they
+keep their arguments and do nothing. Any other name in it is refused. The tensors are read with `weights_only`."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ class Chunk(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A tensor; of an object that is none, `dtype` is empty and there is one chunk."""
+    """A tensor, or another object, which has an empty `dtype` and one chunk."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -104,7 +103,7 @@ class _StandIn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but stand-ins, of classes that live no longer than it does; sizes become tuples, dtypes names."""
+    """Creates only stand-ins, whose classes live no longer than it does; sizes become tuples, dtypes names."""
 
     def __init__(self, path: Path):
         super().__init__(io.BytesIO(path.read_bytes()))
@@ -125,7 +124,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> dict[str, Saved]:
-    """What the folder holds, by flat key; checked, so that reading it fills every element."""
+    """Return what the folder holds, by flat key. It is checked, so that reading it fills every element."""
     path = folder / METADATA
     if not path.exists():
         remedy = "name the folder that torch.distributed.checkpoint.save wrote, with its default FileSystemWriter"
@@ -134,7 +133,7 @@ def read_metadata(folder: Path) -> dict[str, Saved]:
         root = _Unpickler(path).load()
     except UserError:
         raise
-    except Exception as error:  # whatever damaged bytes lead to
+    except Exception as error:  # damaged bytes may raise anything
         what = f"it cannot be read: {type(error).__name__}: {error}"
         raise UserError(what, field="file", value=str(path), remedy=AGAIN) from None
     try:
@@ -186,7 +185,7 @@ def _counts(values: Any) -> tuple[int, ...]:
 
 
 def _covered(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
-    """Whether every element is in one chunk and no more."""
+    """Return whether every element is in exactly one chunk."""
     if any(not len(c.offsets) == len(c.sizes) == len(shape) for c in chunks):
         return False
     cuts = []
@@ -208,8 +207,8 @@ def _covered(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
 
 
 def read(folder: Path, out: Store, progress: OnProgress = ignore, job: Job | None = None) -> Manifest:
-    """Make a committed checkpoint of it. Without moments in it, it is one for an optimizer that starts anew. `job` says
-    of which model it is where no phalanx.json does."""
+    """Convert a folder into a committed checkpoint. Without moments it is for an optimizer that starts anew. `job`:
+    describes the model in place of phalanx.json."""
     job, version = (job, "") if job else _side(folder)
     source = _Source(folder)
     params = params_of(job.model)
@@ -235,7 +234,7 @@ def read(folder: Path, out: Store, progress: OnProgress = ignore, job: Job | Non
 
 
 def _side(folder: Path) -> tuple[Job, str]:
-    """The job, and the version of its data."""
+    """Read the job, and the version of its data."""
     path = folder / SIDE
     remedy = f'put a {SIDE} there with {{"job": {{"model": {{…}}}}}}, the sizes of your model'
     try:
@@ -243,7 +242,7 @@ def _side(folder: Path) -> tuple[Job, str]:
         if not side["job"]["model"]:
             raise ValueError("job.model is empty")
         if unknown := side["job"]["model"].keys() - {field.name for field in dataclasses.fields(ModelConfig)}:
-            raise ValueError(f"a model has no {min(unknown)!r}")  # a person may have written it
+            raise ValueError(f"a model has no {min(unknown)!r}")  # it may be written by hand
         job, version = Job.from_dict(side["job"]), str(side.get("data_version", ""))
     except FileNotFoundError:
         what = f"it does not say which model it holds: there is no {SIDE}"
@@ -258,13 +257,13 @@ def _side(folder: Path) -> tuple[Job, str]:
 
 
 def _is_tied(params: list[Held]) -> bool:
-    """Then a module's state has the embedding once more, as its head."""
+    """Return whether the embedding is also the head, which a module's state then has as well."""
     names = {held.name for held in params}
     return "embed.weight" in names and "head.weight" not in names
 
 
 class _Source:
-    """A folder of DCP's, its keys, and what we know them as."""
+    """A folder of DCP's, its keys, and the names we give them."""
 
     def __init__(self, folder: Path):
         self.folder, self.saved = folder, read_metadata(folder)
@@ -276,7 +275,7 @@ class _Source:
         raise UserError(what, field="source", value=str(self.folder), remedy=remedy)
 
     def claim(self, params: list[Held], buffers: list[Held], config: ModelConfig) -> list[tuple[str, Held, str]]:
-        """For each of our tensors its key here. Nothing of the model or the optimizer may be left over."""
+        """Return the key of each of our tensors. Refuse other keys of the model or the optimizer."""
         has_moments = any(key.startswith(self.optim) and key.endswith(MOMENTS) for key in self.saved)
         keys = []
         for held in params:
@@ -306,7 +305,7 @@ class _Source:
             self.refuse(f"{key} is {saved.dtype or 'no tensor'}", f"save it as one of {', '.join(FLOATS)}")
 
     def chunks(self, key: str) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """A tensor's parts, and where they belong."""
+        """Yield the parts of a tensor, and where they belong."""
         saved = self.saved[key]
         for offsets, sizes, stored in saved.chunks:
             part = self._load(stored)
@@ -315,7 +314,7 @@ class _Source:
             yield tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)), part
 
     def check_tied(self, image: Image) -> None:
-        """The head, where it is saved as well, must be the embedding."""
+        """Check that the head, if it is saved as well, is the embedding."""
         key = f"{self.model}head.weight"
         if key not in self.saved:
             return
@@ -325,7 +324,7 @@ class _Source:
             self.refuse(f"{key} differs from the embedding, but the job's model.tied is true", "set it to false")
 
     def number(self, key: str) -> int:
-        """0 where there is none."""
+        """Read a count; 0 if there is none."""
         if key not in self.saved:
             return 0
         value = self._load(self.saved[key].chunks[0].stored)
@@ -364,11 +363,11 @@ class _Source:
 
 
 def write(reader: Reader, folder: Path, progress: OnProgress = ignore) -> None:
-    """All of a checkpoint, in the precision it is stored in: a file for each tensor, since torch keeps what goes to one
+    """Export all of a checkpoint in its stored precision. Each tensor gets a file, because torch keeps what goes to one
     file in memory."""
     import torch.distributed.checkpoint as dcp
 
-    config_of(reader)  # or nobody could read it again
+    config_of(reader)  # without a model it could not be read again
     manifest, done = reader.manifest, 0
     entries = {_key(e): e for e in manifest.entries}
     total = sum(e.held.numel * e.item_bytes for e in manifest.entries)
@@ -388,7 +387,7 @@ def write(reader: Reader, folder: Path, progress: OnProgress = ignore) -> None:
     with new_folder(folder) as near:
         files = dcp.FileSystemWriter(near, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group
+            warnings.simplefilter("ignore")  # about the missing process group
             dcp.save(_nested(manifest), storage_writer=files, planner=Planner(), no_dist=True)
         side = {"job": manifest.job, "data_version": manifest.data_version}
         (near / SIDE).write_text(json.dumps(side, indent=2) + "\n", encoding="utf-8")
@@ -400,7 +399,7 @@ def _key(entry: Entry) -> str:
 
 
 def _nested(manifest: Manifest) -> dict[str, Any]:
-    """The state as torch's users nest it, with tensors that have no memory."""
+    """Return the state as users of torch nest it, with tensors that have no memory."""
     model: dict[str, Any] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for entry in manifest.entries:

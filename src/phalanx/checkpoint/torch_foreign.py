@@ -1,5 +1,5 @@
-"""What the converters share: the memory in which a checkpoint of one rank is put together, a tensor out of a checkpoint
-of any layout, and a folder that appears whole or not at all."""
+"""What the converters share: memory in which to put together a checkpoint of one rank, reading a tensor from a
+checkpoint of any layout, and a folder that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
 class Image:
-    """A checkpoint of one rank, to be filled tensor by tensor. Page-aligned, so that it may be written past the page
-    cache."""
+    """A checkpoint of one rank that is filled tensor by tensor. It is page-aligned, so that it can be written past the
+    page cache."""
 
     def __init__(self, entries: list[Entry], job: dict[str, Any], *, step: int = 0, updates: int = 0, **more: Any):
         name = checkpoint_name(step, secrets.token_hex(4))
@@ -60,7 +60,7 @@ class Image:
         self.size_bytes = sum(e.held.numel * e.item_bytes for e in entries)
 
     def tensor(self, name: str) -> Tensor:
-        """The room of one of the entries."""
+        """Return the room for the tensor of an entry."""
         entry = self._draft.entries[self._draft.index[name]]
         dtype = getattr(torch, entry.dtype)
         flat = torch.frombuffer(self._room, dtype=dtype, count=entry.held.numel, offset=self._offsets[name])
@@ -71,7 +71,7 @@ class Image:
         return write_whole(store, self._draft, [(memoryview(self._room), b"")])
 
 
-IMAGE_BYTES = 1 << 30  # of a converted checkpoint that are in memory at a time
+IMAGE_BYTES = 1 << 30  # of a converted checkpoint, held in memory at a time
 OnRows = Callable[[str, int, Tensor], None]
 
 
@@ -83,8 +83,8 @@ def write_streamed(
     progress: Callable[[int, int], None],
     image_bytes: int = IMAGE_BYTES,
 ) -> Manifest:
-    """Write a checkpoint of any size: as so many ranks of a shard axis would have, one after the other, that the part
-    of each fits in `image_bytes`. `fill(name, first, room)` puts rows of a tensor, from `first` on, in the room."""
+    """Write a checkpoint of any size one part at a time, as if it had been saved by enough ranks of a shard axis that
+    each part fits in `image_bytes`. `fill(name, first, room)` puts rows of a tensor, from `first` on, into the room."""
     total, done = sum(e.held.numel * e.item_bytes for e in entries), 0
     layout = Layout(shard=max(1, -(-total // image_bytes)))
     draft = Manifest(checkpoint_name(0, secrets.token_hex(4)), 0, layout, entries, [], 0, job=job)
@@ -101,7 +101,7 @@ def write_streamed(
                 fill(entry.held.name, s.r0, rows.view(s.r1 - s.r0, *entry.held.shape[1:]))
                 done += s.size
                 progress(done, total)
-            rows = torch.empty(0)  # or the room could not be given back
+            rows = torch.empty(0)  # drops the view of the room, so that it can be freed
             yield memoryview(room)[: plan.own_bytes], b""
 
     return write_whole(store, draft, images())
@@ -120,7 +120,7 @@ def config_of(reader: Reader) -> ModelConfig:
 
 
 def read_rows(reader: Reader, name: str, first: int, last: int) -> Tensor:
-    """Read rows [first, last) of a tensor, for any layout it was saved in."""
+    """Read rows [first, last) of a tensor, saved in any layout."""
     entry = reader.manifest.entries[reader.manifest.index[name]]
     held = entry.held
     room = np.empty((last - first, held.num_cols * held.inner * entry.item_bytes), np.uint8)
@@ -129,7 +129,8 @@ def read_rows(reader: Reader, name: str, first: int, last: int) -> Tensor:
 
 
 def state_dict(path: str) -> dict[str, Tensor]:
-    """Weights and buffers of a checkpoint, whole and on the host, under the names of the model's own module."""
+    """Return the weights and buffers of a checkpoint, whole and on the host, by their names in the model's own
+    module."""
     place, _, name = path.rstrip("/").rpartition("/")
     reader = Reader(open_store(place or "."), name)
     kinds = ("weights/", "buffers/")
@@ -139,7 +140,7 @@ def state_dict(path: str) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Somewhere beside it to put its files; it gets its name when all of them are on the disk."""
+    """Yield a temporary folder beside it, which is renamed to it when all its files are on the disk."""
     folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise _taken(folder)
@@ -154,7 +155,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         try:
             os.rename(near, folder)
         except OSError:
-            if folder.exists():  # somebody was faster
+            if folder.exists():  # another process was faster
                 raise _taken(folder) from None
             raise
     finally:

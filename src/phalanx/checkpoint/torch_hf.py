@@ -1,9 +1,9 @@
-"""Hugging Face folders (config.json and safetensors) in and out. No row is permuted, since both sides rotate the pairs
-(e, e + E/2). Of a training run only the weights go out. Both ways are streamed: in, a checkpoint is written in pieces
-of a limited size, as if a rank of its own had written each; out, tensor by tensor.
+"""Reads and writes Hugging Face folders (config.json and safetensors). No row is permuted, since both sides rotate the
+pairs (e, e + E/2). Only the weights of a training run are exported. Both directions are streamed: a checkpoint is
+imported in pieces of a limited size, as if a rank of its own had written each, and exported tensor by tensor.
 
-What is not weights (tokenizer, generation config, chat template) travels along as files: beside our checkpoint they lie
-in the folder `assets`."""
+Other files (tokenizer, generation config, chat template) are copied as they are: beside our checkpoint they lie in the
+folder `assets`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ KEPT = (  # beside the weights; config.json for its token ids, and for families 
     CONFIG, GENERATION, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any of them makes one
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each of them is one
 
 
 # -- in
@@ -71,8 +71,8 @@ def read(
     model: ModelConfig | None = None,
     image_bytes: int = IMAGE_BYTES,
 ) -> Manifest:
-    """Make a committed checkpoint of it: weights only, in their own precision, for an optimizer that starts anew.
-    `model`: of a family with a table of names, whose config.json is not looked at."""
+    """Convert a folder into a committed checkpoint: weights only, in their own precision, for an optimizer that starts
+    anew. `model`: of a family with a table of names; config.json is then ignored."""
     config, table = (model, _own_table(model)) if model else _known(folder)
     params = params_of(config)
     with contextlib.ExitStack() as stack:
@@ -87,7 +87,7 @@ def read(
             by_name.setdefault(f"weights/{piece.ours}", []).append(piece)
 
         def fill(name: str, first: int, room: Tensor) -> None:
-            """Rows from `first` on of a tensor of ours."""
+            """Read rows of a tensor of ours, from `first` on."""
             for p in by_name[name]:
                 low, high = max(p.first, first), min(p.last, first + len(room))
                 if low < high:
@@ -116,7 +116,7 @@ def _own_table(config: ModelConfig) -> Sequence[Weight]:
 
 
 def _read_rows(file: File, slot: Slot, piece: Piece, first: int, room: Tensor) -> None:
-    """Rows from `first` on of a piece."""
+    """Read rows of a piece, from `first` on."""
     if not piece.transpose:
         row_bytes = room[0].numel() * room.element_size()
         file.read_into(slot.start + (piece.at + first) * row_bytes, bytes_of(room))
@@ -132,7 +132,7 @@ def _read_rows(file: File, slot: Slot, piece: Piece, first: int, room: Tensor) -
 
 
 def _keep_assets(folder: Path, out: Store) -> None:
-    """Copy what is not weights; what is there already from another model is replaced."""
+    """Copy the files that are not weights, and remove those of another model."""
     assets = _assets(Folder(folder))
     for name in KEPT:
         if name in assets:
@@ -143,7 +143,7 @@ def _keep_assets(folder: Path, out: Store) -> None:
 
 
 def _open_all(folder: Path, stack: contextlib.ExitStack) -> Theirs:
-    """Every tensor by name, from the files of the index, or from all there are."""
+    """Map every tensor's name to its place, in the files that the index names or in all there are."""
     index = folder / INDEX
     if index.exists():
         table = read_json(index, "fetch it again")
@@ -181,7 +181,7 @@ def _is_plain(name: Any) -> bool:
 
 
 def _check(folder: Path, theirs: Theirs, pieces: list[Piece], config: ModelConfig) -> None:
-    """Nothing is missing, nothing is left over, and all has the shape and a precision that we expect."""
+    """Check that no tensor is missing or left over, and that each has the expected shape and a known precision."""
 
     def refuse(what: str, remedy: str) -> NoReturn:
         raise UserError(what, field="source", value=str(folder), remedy=remedy)
@@ -236,8 +236,9 @@ def write(
     progress: OnProgress = ignore,
     like: Path | None = None,
 ) -> None:
-    """A folder that AutoModelForCausalLM loads. `dtype` is bf16 or fp32; "": as the weights are stored. `like`: the
-    folder whose tokenizer and token ids it gets; None: the assets beside the checkpoint, if it has any."""
+    """Write a folder that AutoModelForCausalLM loads. `dtype` is bf16 or fp32; "": as the weights are stored. `like`:
+    the folder from which it takes the tokenizer and token ids; None: the assets beside the checkpoint, if there are
+    any."""
     if dtype and dtype not in DTYPES:
         raise UserError("unknown precision", field="dtype", value=dtype, remedy=f"use one of {', '.join(DTYPES)}")
     config = config_of(reader)
@@ -288,7 +289,7 @@ def _assets(store: Store, folder: str = "") -> dict[str, bytes]:
 
 
 def _token_ids(assets: dict[str, bytes]) -> dict[str, Any]:
-    """Which ids begin, end and fill a text, as the folder that it came from says."""
+    """Return the ids that begin, end and pad a text, as the original folder has them."""
     try:
         table = json.loads(assets.get(CONFIG, b"{}"))
     except (ValueError, RecursionError) as error:
@@ -298,7 +299,7 @@ def _token_ids(assets: dict[str, bytes]) -> dict[str, Any]:
 
 
 def _by_tensor(pieces: list[Piece]) -> dict[str, list[Piece]]:
-    """The pieces of every tensor of theirs, in its order."""
+    """Group the pieces by tensor of theirs, in the order of its rows."""
     out: dict[str, list[Piece]] = {}
     for piece in pieces:
         out.setdefault(piece.theirs, []).append(piece)
@@ -312,7 +313,7 @@ def _size(some: list[Piece], dtype: torch.dtype) -> int:
 
 
 def _shards(tensors: dict[str, list[Piece]], dtypes: dict[str, torch.dtype], limit: float) -> list[list[str]]:
-    """In order, none beyond the limit but one that is a single tensor."""
+    """Split the tensors in order. No shard exceeds the limit, unless it is a single tensor."""
     shards: list[list[str]] = [[]]
     room = limit
     for name, some in tensors.items():

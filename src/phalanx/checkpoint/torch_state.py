@@ -1,6 +1,6 @@
-"""Between a rank's tensors and a checkpoint: snapshots that are taken beside the next forward and backward pass, and
-loading into any layout. The state does not change between two updates, so a copy that is done before the next update
-is a copy of one step, and training blocks only on the part that is still being copied after the backward pass."""
+"""Moves state between a rank's tensors and a checkpoint: it takes snapshots during the next forward and backward pass,
+and loads into any layout. The state does not change between two updates, so a copy that is done before the next update
+is a copy of one step. Training blocks only on the part that is still being copied after the backward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx.core.checkpoint import BadCheckpoint, Entry, Plan, Segment, checkpo
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Coord, Layout
 
-Get = Callable[[str], Tensor]  # a rank's slice of a tensor of the state, by its name
+Get = Callable[[str], Tensor]  # returns a rank's slice of a tensor by its name
 
 
 class Part(NamedTuple):
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def parts_of(plan: Plan, bounds: list[tuple[int, int]]) -> list[list[Part]]:
-    """For every chunk what it is made of."""
+    """Return the parts of every chunk."""
     out: list[list[Part]] = [[] for _ in bounds]
     chunk = 0
     for i, s in enumerate(plan.segments):  # in the order of their offsets
@@ -58,11 +58,11 @@ class Source:
 
     def __init__(self, entries: list[Entry], layout: Layout, coord: Coord, get: Get):
         self.entries, self.layout, self.coord, self.get = entries, layout, coord, get
-        self._seen: dict[Segment, tuple[int, Tensor]] = {}  # and where the tensor was
-        self._fleeting: set[int] = set()  # entries that are made anew for each look: masters, moments in a file
+        self._seen: dict[Segment, tuple[int, Tensor]] = {}  # the address of the tensor, and its bytes
+        self._fleeting: set[int] = set()  # entries made anew at each access: masters, moments in a file
 
     def bytes_of(self, s: Segment) -> Tensor:
-        """Those of a segment."""
+        """Return the bytes of a segment."""
         entry = self.entries[s.entry]
         local = self.get(entry.held.name)
         where, seen = self._seen.get(s, (0, local))
@@ -75,7 +75,7 @@ class Source:
         return seen
 
     def is_made(self, s: Segment) -> bool:
-        """Whether its tensor was made for the last look at it."""
+        """Return whether the segment's tensor is made anew at each access."""
         return s.entry in self._fleeting
 
     def _cut(self, s: Segment, entry: Entry, local: Tensor) -> Tensor:
@@ -94,7 +94,8 @@ def _dtype(tensor: Tensor) -> str:
 
 
 class Snapshotter:
-    """`run`: the random mark of the run; with the generation it makes the names of its checkpoints unique."""
+    """Takes snapshots of a rank. `run`: the random mark of the run; with the generation it makes the names of its
+    checkpoints unique."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Snapshotter:
         self.stall_ns = 0  # of the snapshot under way, or the last
         self.copy_ns = 0
         self._thread = ThreadPoolExecutor(1, "phalanx-snapshot")
-        self._work: Future[None] = self._thread.submit(lambda: None)  # starts it, so that no snapshot waits for that
+        self._work: Future[None] = self._thread.submit(lambda: None)  # starts the thread before any snapshot needs it
         self._enqueued = threading.Event()
         self._copied: list[torch.Event] = []
         self._streams = [device.new_stream(), device.new_stream()]
@@ -125,8 +126,8 @@ class Snapshotter:
         self._images: dict[int, Tensor] = {}  # of the slots, pinned
 
     def begin(self, step: int, durable: bool, norm: Tensor | None = None, about: dict[str, Any] | None = None) -> None:
-        """Right after an update, which made the state that of `step`. If the gradient's `norm` was not finite the
-        update was not made, and the snapshot is never sealed. `about`: what all ranks say alike of the step."""
+        """Start a snapshot right after the update to `step`. If the gradient's `norm` is not finite, the update was
+        skipped and the snapshot is never sealed. `about`: facts about the step that are the same on all ranks."""
         began = time.perf_counter_ns()
         self._join()
         self._enqueued.clear()
@@ -136,8 +137,8 @@ class Snapshotter:
         self.stall_ns = time.perf_counter_ns() - began
 
     def _pick(self) -> int:
-        """The slot with the oldest snapshot that the keeper is done with, but never the newest that is whole, if there
-        are others."""
+        """Wait for a slot that the keeper is done with, and return the one with the oldest snapshot. It is never the
+        newest whole snapshot, if there are other slots."""
         while True:
             self.line.listen(block=False)
             steps = {i: (slot.header() or {"step": -1})["step"] for i, slot in enumerate(self.line.slots)}
@@ -148,7 +149,7 @@ class Snapshotter:
             self.line.listen(block=True)
 
     def wait(self) -> None:
-        """Before the next update."""
+        """Make the next update wait for the copies."""
         began = time.perf_counter_ns()
         if self.device.is_cpu:
             self._join()
@@ -159,20 +160,20 @@ class Snapshotter:
         self.stall_ns += time.perf_counter_ns() - began
 
     def held(self) -> dict[str, int]:
-        """The newest step that is held, by tier, as far as the keeper has said."""
-        if self._work.done():  # else its thread reads the line
-            with contextlib.suppress(OSError):  # who needs the keeper next will hear that it is gone
+        """Return the newest step that each tier holds, as far as the keeper has reported."""
+        if self._work.done():  # otherwise its thread reads the line
+            with contextlib.suppress(OSError):  # the next call that needs the keeper reports that it is gone
                 self.line.listen(block=False)
         return dict(self.line.held)
 
     def finish(self) -> None:
-        """Until everything is with the keeper, and the keeper is done with it."""
+        """Wait until the keeper has everything and is done with it."""
         self._join()
         for slot in range(len(self.line.slots)):
             self.line.wait_free(slot)
 
     def close(self) -> None:
-        """After that, with the line."""
+        """Finish, and close the line."""
         self.finish()
         self._thread.shutdown()
         while self._images:
@@ -185,7 +186,7 @@ class Snapshotter:
     def _run(self, step: int, rng: bytes, durable: bool, norm: Tensor | None, ready: Any, seal: str) -> None:
         try:
             if self.device.is_cpu:
-                time.sleep(0.002)  # until the trainer is at its next pass: before, both would want the interpreter
+                time.sleep(0.002)  # lets the trainer begin its next pass; both would want the interpreter
             number = self._pick()
             began, slot, total = time.perf_counter_ns(), self.line.slots[number], None
             slot.break_seal()
@@ -215,26 +216,26 @@ class Snapshotter:
             self._enqueued.set()
 
     def _copy(self, slot: Slot) -> None:
-        """On the host: each chunk is hashed while it is in the cache."""
+        """Copy on the host, and hash each chunk while it is in the cache."""
         image, views = slot.array(), dict[int, np.ndarray]()
         for chunk, parts in enumerate(self.parts):
             for part in parts:
                 if part.segment not in views:
-                    views.clear()  # segments come one after the other
+                    views.clear()  # segments follow each other
                     views[part.segment] = self.source.bytes_of(self.plan.segments[part.segment]).numpy()
                 image[part.at : part.at + part.stop - part.start] = views[part.segment][part.start : part.stop]
             slot.put_hash(chunk)
 
     def image(self, number: int) -> Tensor:
-        """A slot's, where the device can write to it by itself."""
+        """Return a slot's image as memory that the device can write by itself."""
         if number not in self._images:
             self._images[number] = self.device.pin(torch.from_numpy(self.line.slots[number].array()))
         return self._images[number]
 
     def _copy_from_device(self, number: int, ready: Any) -> int:
-        """On a stream beside the trainer's, into memory that the device writes by itself. A sum that is taken on the
-        device, on yet another stream, lets the keeper compare what has arrived with what was there. The keeper also
-        hashes and seals: here that would take the interpreter from the trainer."""
+        """Copy on a stream beside the trainer's, into memory that the device writes by itself. Return a sum, taken on
+        the device on another stream, by which the keeper compares what has arrived with what was there. The keeper also
+        hashes and seals, which here would take the interpreter from the trainer."""
         self.device.use()
         image, on_host = self.image(number), 0
         rooms, sources, weights = list[Tensor](), list[Tensor](), list[int]()
@@ -248,7 +249,7 @@ class Snapshotter:
                 if source.is_cpu:  # offloaded
                     room.copy_(source)
                     on_host += (2 * i + 1) * int(content_sum(source))
-                elif self.source.is_made(s):  # and lives until it is copied, so that only one is there at a time
+                elif self.source.is_made(s):  # freed once it is copied, so that only one exists at a time
                     room.copy_(source, non_blocking=True)
                     sums_of_made.append(content_sum(source))
                     weights_of_made.append(2 * i + 1)
@@ -273,13 +274,13 @@ class Snapshotter:
 
 
 def content_sum(data: Tensor) -> Tensor:
-    """Sum bytes, as the keeper does too."""
+    """Sum bytes in the same way as the keeper."""
     word = getattr(torch, word_of(data.numel()))
     return (data if data.data_ptr() % word.itemsize == 0 else data.clone()).view(word).sum(dtype=torch.int64)
 
 
 def mark(run: str, generation: int, step: int) -> str:
-    """The same on all ranks, and in no other attempt at this step."""
+    """Return a mark that is the same on all ranks, and differs in any other attempt at this step."""
     return hashlib.blake2b(f"{run}/{generation}/{step}".encode(), digest_size=4).hexdigest()
 
 
@@ -287,7 +288,7 @@ def mark(run: str, generation: int, step: int) -> str:
 
 
 def rng_state(device: Any) -> bytes:
-    """The state of torch's generators on the host and on the device."""
+    """Return the state of torch's generators on the host and on the device."""
     states = [torch.get_rng_state()]
     if not device.is_cpu:
         states.append(torch.get_device_module(device.torch).get_rng_state(device.torch))
@@ -295,7 +296,7 @@ def rng_state(device: Any) -> bytes:
 
 
 def set_rng_state(device: Any, data: bytes) -> None:
-    """What there is of it: a checkpoint of another kind of device has only the host's."""
+    """Restore what was saved: a checkpoint of another kind of device has only the host's state."""
     states = []
     while data:
         size = int.from_bytes(data[:4], "little")
@@ -310,9 +311,9 @@ def set_rng_state(device: Any, data: bytes) -> None:
 
 
 def load(reader: Reader, entries: list[Entry], layout: Layout, coord: Coord, get: Get) -> int:
-    """Fill this rank's slices of all that the checkpoint has of `entries`, whatever layout it was saved in; returns
-    the bytes read. Every byte is verified before anything is put to use: BadCheckpoint leaves the state half filled,
-    and it must be filled again."""
+    """Fill this rank's slices of all `entries` that the checkpoint has, whichever layout it was saved in, and return
+    the bytes read. Every byte is verified before use. After BadCheckpoint the state is half filled, and must be filled
+    again."""
     wanted, after = [], []
     for entry in entries:
         held = entry.held
@@ -340,7 +341,7 @@ def load(reader: Reader, entries: list[Entry], layout: Layout, coord: Coord, get
 
 
 def load_slot(slot: Slot, entries: list[Entry], layout: Layout, coord: Coord, get: Get) -> None:
-    """The same from a snapshot in memory, of this very rank."""
+    """Do the same from a snapshot in memory, of this very rank."""
     if slot.header() is None:
         raise BadCheckpoint("there is no whole snapshot in memory")
     slot.verify()

@@ -1,5 +1,5 @@
-"""Where a data set lies, and what to tell a user who does not get at it: how a store is reached, which versions there
-are, and how a manifest is restored."""
+"""Opens the store of a data set, and words the remedies for a set that cannot be read: how to reach its store, which
+versions there are, and how to restore a manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CREDENTIALS = {
 
 
 def open_set(url: str, field: str) -> Store:
-    """`field`: what the user wrote the address in."""
+    """Open the store of a data set. `field`: the option or job field in which the user gave the address."""
     if not url:
         raise UserError("it is empty", field=field, value=url, remedy=NAME_IT)
     try:
@@ -31,7 +31,7 @@ def open_set(url: str, field: str) -> Store:
 
 
 def reach(url: str) -> str:
-    """The remedy for a store that does not let one in."""
+    """Return the remedy for a store that cannot be reached or read."""
     known = _CREDENTIALS.get(urlsplit(url).scheme)
     if known:
         return f"check the address, the network and the credentials ({known})"
@@ -41,7 +41,7 @@ def reach(url: str) -> str:
 
 
 def restore(store: Store) -> str:
-    """The remedy for a manifest.jsonl that is damaged: a whole copy of every version lies beside it."""
+    """Return the remedy for a damaged manifest.jsonl: an intact copy of every version lies beside it."""
     if not isinstance(store, Folder):
         copy = manifest_name("<the first 16 digits>")
         return f"copy {copy} of the newest version over it; `phalanx data build` printed its digits, and so did runs"
@@ -62,7 +62,7 @@ def restore(store: Store) -> str:
 
 
 def versions(store: Store) -> Iterator[str]:
-    """Those of a data set, the newest first, as far back as they can be read."""
+    """Yield the versions of a data set, the newest first, as far back as they can be read."""
     name = MANIFEST
     try:
         while True:

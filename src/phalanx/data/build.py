@@ -1,10 +1,10 @@
-"""Data sets out of documents, or out of arrays. A build may be killed at any moment and started again: what is
-finished is not done twice, and the outcome depends on the inputs alone.
+"""Builds data sets from documents or from arrays. A build of documents may be killed at any moment and started again:
+finished work is not repeated, and the result depends on the inputs alone.
 
     parts of the inputs -> workers -> a file of ids each -> one writer, in order -> shards -> manifest
 
-The staging folder holds the parts that no shard has taken in yet, and `state.json`, which is replaced after every
-shard: the shards so far, and the place in the parts at which the next one begins.
+The staging folder holds the parts that are not in a shard yet, and `state.json`, which is replaced after every shard:
+it records the shards so far, and where in the parts the next one begins.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from phalanx.data.shard_file import ShardWriter, version_of
 from phalanx.data.target import Target
 from phalanx.data.tokenizer import Tokenizer, Vocabulary
 
-BUILDING = "building.json"  # a lease: the build that writes there
-AHEAD = 4  # parts per worker that may wait for their turn
+BUILDING = "building.json"  # the lease of the build that writes to the set
+AHEAD = 4  # parts per worker that may be done before their turn
 
 Built = tuple[Manifest, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    done_bytes: int  # of the inputs, as they lie on disk
+    done_bytes: int  # of the inputs, as stored on disk
     total_bytes: int
     text_bytes: int  # read in this call
 
 
 @dataclass
 class _State:
-    """What is finished. Of all extents but the last the items are known; the last is being written."""
+    """What is finished. The items of every extent but the last are known; the last is being written."""
 
     plan: str
     base: str  # the version that was there before
@@ -55,10 +55,10 @@ class _State:
     roots: list[str] = field(default_factory=list)
     shards: int = 0  # of the last extent
     part: int = 0  # the first that is still needed
-    skip: int = 0  # items of it that are in shards
+    skip: int = 0  # its items that are already in shards
     taken: int = 0  # bytes of text of the extent before it
-    empty: int = 0  # documents before it that were
-    replaced: int = 0  # characters before it that were
+    empty: int = 0  # empty documents before it
+    replaced: int = 0  # replaced characters before it
     notes: list[str] = field(default_factory=list)  # for the user
     version: str = ""  # of the manifest that is about to be written
 
@@ -81,10 +81,10 @@ def build(
     on_note: Callable[[str], None] = lambda note: None,
     on_wait: Callable[[str], None] = lambda text: None,
 ) -> Built:
-    """Tokens of documents. `inputs`: the label of a source, and a file, a folder or `python-stdlib`; each label is
-    an extent. `max_bytes`: of text, from each source. `workers`: 0 is one per core; 1 is this process.
-    `left_out`: folders that are not read. `on_progress` may raise to stop; the next call goes on from there.
-    `on_note` hears what else was left out, at the end; `on_wait`, at once, that another build is waited for."""
+    """Tokenize documents into a data set. `inputs`: the label of a source, and a file, a folder or `python-stdlib`;
+    each label is an extent. `max_bytes`: of text, per source. `workers`: 0 is one per core; 1 is this process.
+    `left_out`: folders to skip. `on_progress` may raise to stop; the next call continues from there. `on_note` is
+    called at the end with what else was left out, `on_wait` as soon as the build has to wait for another one."""
     for _, path in inputs:
         if not path:
             raise documents.refusal(path, "it is empty")
@@ -140,7 +140,7 @@ def _build(
                 with made.pool(workers):
                     done = made.run()
         except UserError as refused:
-            if not isinstance(refused.__cause__, OSError):  # a full disk can be mended, and the build then goes on
+            if not isinstance(refused.__cause__, OSError):  # a full disk can be fixed, and the build then continues
                 _remove(folder)
                 target.undo(not lease.holds())
             raise
@@ -182,7 +182,7 @@ class _Build:
         self.text_bytes = 0
 
     def already(self) -> Built | None:
-        """The manifest, if the last call came so far as to write it."""
+        """Return the manifest and its version if the last call got as far as writing it."""
         if self.target.base and self.target.version == self.state.version:
             return self.target.base, self.target.version
         return None
@@ -209,7 +209,7 @@ class _Build:
         state, empty, source = self.state, self.target.empty, self.target.sources[extent]
         last = max((i + 1 for i, part in enumerate(self.parts) if part.source == source), default=state.part)
         put, finishing = self.target.put(extent), False
-        # Of parts: index, first item, and before it bytes of text, empty documents and replaced characters.
+        # Per part: index, first item, and the bytes of text, empty documents and replaced characters before it.
         starts: deque[tuple[int, int, int, int, int]] = deque()
 
         def on_shard(number: int, path: Path, root: bytes) -> None:
@@ -260,8 +260,8 @@ class _Build:
         self._drop(done, last)
 
     def _ids(self, index: int, last: int, limit: int | None) -> tuple[np.ndarray, int, int, int]:
-        """The ids of a part, the bytes of text they are, `limit` at most, and how many documents were empty and
-        characters replaced."""
+        """Return the ids of a part, their bytes of text (at most `limit`), and the numbers of empty documents and of
+        replaced characters."""
         pool = self._pool
         while True:
             pool.listen(block=False)
@@ -274,7 +274,7 @@ class _Build:
             pool.listen(block=True)
         found = workers.load(self.job, index, self.tokenizer.vocabulary.dtype)
         if found is None or (limit is not None and found[1] > limit):
-            # Half written when the power went, or the limit was not yet known.
+            # Half written in a power failure, or tokenized before the limit was known.
             workers.tokenize(self.job, self.tokenizer, index, self.parts[index], limit, lambda size: None)
             found = workers.load(self.job, index, self.tokenizer.vocabulary.dtype)
             assert found, index
@@ -289,7 +289,7 @@ class _Build:
             self.job.path(i).unlink(missing_ok=True)
 
     def _load(self, plan: str) -> _State:
-        """Where the last call with this plan came to; what is left of any other is removed."""
+        """Load the state of the last call with this plan. If there is none, remove all that other plans have left."""
         path, base = self.folder / "state.json", self.target.version
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
             state = _State(**json.loads(path.read_bytes()))
@@ -311,7 +311,7 @@ class _Build:
 def _writer(
     target: Target, folder: Path, on_shard: Callable[[int, Path, bytes], None], roots: Sequence[bytes] = ()
 ) -> ShardWriter:
-    """`on_shard` also hears the root."""
+    """Make a writer that also passes each shard's root to `on_shard`."""
     m = target.empty
     writer = ShardWriter(
         folder,
@@ -339,8 +339,8 @@ def write_arrays(
     on_progress: Callable[[int], None] | None = None,
     on_wait: Callable[[str], None] = lambda text: None,
 ) -> Built:
-    """Items as they come, for each label of a source. `on_progress` hears how many there were, and may raise;
-    `on_wait`, that another build is waited for."""
+    """Write streams of items as they come, each under the label of its source. `on_progress` gets the number of items
+    so far and may raise; `on_wait` is called when the build has to wait for another one."""
     items: list[int] = []
     roots: list[np.ndarray] = []
     with _alone(out, on_wait) as (store, lease), _staged(store, staging) as folder:
@@ -390,8 +390,8 @@ def write_records(
     shard_chunks: int | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Built:
-    """Records of any fields, for instance the patches of an image and its class. A batch is an array of each
-    field's values by its name, or one structured array. ValueError if a batch does not fit the fields."""
+    """Write records with any fields, such as the patches of an image and its class. A batch maps each field's name to
+    an array of its values, or is one structured array. Raises ValueError if a batch does not fit the fields."""
     empty = Manifest(fields, (), np.empty((0, HASH_BYTES), np.uint8), 1, 1)
     if empty.is_tokens:
         raise ValueError("a single field named 'tokens' is a stream of tokens, not of records: name it otherwise")
@@ -424,10 +424,9 @@ def write_records(
 
 @contextlib.contextmanager
 def _alone(out: Store | Path | str, on_wait: Callable[[str], None]) -> Iterator[tuple[Store, Lease]]:
-    """The data set's store and the lease on it, while no other build writes to it: of two the second waits for the
-    first."""
+    """Yield the store of the data set and the lease on it. While one build writes, a second one waits for it."""
     store = open_set(str(out), "--out") if isinstance(out, str | Path) else out
-    made: list[Path] = []  # folders that were not there
+    made: list[Path] = []  # folders that did not exist before
     if isinstance(store, Folder):
         path = store.path
         made = [folder for folder in (path / "shards", path, *path.parents) if not folder.exists()]
@@ -455,7 +454,7 @@ def _alone(out: Store | Path | str, on_wait: Callable[[str], None]) -> Iterator[
 
 @contextlib.contextmanager
 def _staged(store: Store, staging: Path | None) -> Iterator[Path]:
-    """A folder that belongs to this data set, and to one build at a time."""
+    """Yield a folder that belongs to this data set, and to one build at a time."""
     field, inside = "--staging", staging is None and isinstance(store, Folder)
     if isinstance(store, Folder) and inside:
         staging, field = store.path / ".staging", "--out"
@@ -473,7 +472,7 @@ def _staged(store: Store, staging: Path | None) -> Iterator[Path]:
             raise UserError("another build is writing to it", field="--out", value=store.url, remedy=remedy) from None
         if isinstance(store, Folder):
             for left in (*store.path.glob(".*.tmp"), *store.path.glob("shards/.*.tmp")):
-                left.unlink()  # of a build that was killed while it moved a file there
+                left.unlink()  # of a build that was killed while moving a file there
         yield folder
 
 
@@ -482,7 +481,7 @@ def _writing(folder: Path, field: str, value: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # a listener's
+        if isinstance(error, BrokenPipeError):  # raised by a callback
             raise
         raise UserError(
             f"cannot be written: {error.strerror or error} ({error.filename or folder})",
@@ -495,4 +494,4 @@ def _writing(folder: Path, field: str, value: str) -> Iterator[None]:
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder)
     with contextlib.suppress(OSError):
-        folder.parent.rmdir()  # unless another build's lies there
+        folder.parent.rmdir()  # unless another build's folder is in it

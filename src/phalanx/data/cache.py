@@ -1,6 +1,6 @@
-"""Chunks of remote data sets on a local disk, by their hash, so that runs share them. The reader verifies: the
-cache promises nothing about its bytes. It stays under its limit by dropping what was used longest ago; a chunk that
-is being read while it is dropped is read to its end."""
+"""Chunks of remote data sets on a local disk, keyed by hash so that runs share them. The cache guarantees nothing about
+its bytes; the reader verifies them. It stays under its limit by dropping the least recently used chunks. A chunk that
+is dropped while it is being read is still read to its end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 import threading
 from pathlib import Path
 
-FULL, KEPT = 0.9, 0.8  # of the limit: when entries are dropped, and down to what
-LOOKS = 32  # a process puts at most this part of the limit before it looks what the others have put
+FULL, KEPT = 0.9, 0.8  # fractions of the limit: where dropping begins, and where it ends
+LOOKS = 32  # a process rescans the folder, which others fill too, after putting 1/LOOKS of the limit
 
 
 class Cache:
@@ -19,20 +19,20 @@ class Cache:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock, self._evicting = threading.Lock(), threading.Lock()
         self._bytes = 0
-        self._unseen = limit_bytes  # put since it was last looked; the first to put looks, not whoever starts
+        self._unseen = limit_bytes  # put since the last scan; starts full, so that the first put scans
 
     def get(self, key: bytes) -> bytes | None:
         path = self._path(key)
         try:
             data = path.read_bytes()
         except OSError:
-            return None  # not there, or not readable any more: the store has it
+            return None  # missing or unreadable: the store has it
         with contextlib.suppress(OSError):
             os.utime(path)
         return data
 
     def put(self, key: bytes, data: bytes | memoryview) -> None:
-        """Best effort: a full or broken disk costs speed, not the run."""
+        """Store a chunk if possible: a full or broken disk costs speed, not the run."""
         size = len(data)
         if size > (1 - FULL) * self.limit_bytes:
             return
@@ -50,7 +50,7 @@ class Cache:
             self._bytes += size
             self._unseen += size
             look = self._bytes > FULL * self.limit_bytes or self._unseen > self.limit_bytes / LOOKS
-        if look and self._evicting.acquire(blocking=False):  # one is enough, and the others have chunks to fetch
+        if look and self._evicting.acquire(blocking=False):  # one thread is enough; the others have chunks to fetch
             try:
                 self._evict()
             finally:
@@ -65,7 +65,7 @@ class Cache:
         return self.folder / name[:2] / name[2:]
 
     def _entries(self) -> list[tuple[float, int, str]]:
-        """When each was used last, its size, its file; what others have left half written, too."""
+        """List the last use, the size and the path of every file, including half-written ones of others."""
         found = []
         with contextlib.suppress(OSError):
             for folder in [f.path for f in os.scandir(self.folder) if len(f.name) == 2]:
@@ -77,7 +77,7 @@ class Cache:
         return found
 
     def _evict(self) -> None:
-        """By what is really there: other processes put and drop too."""
+        """Drop entries by what is really on disk, because other processes put and drop too."""
         with self._lock:
             self._bytes = self._unseen = 0
         entries = self._entries()

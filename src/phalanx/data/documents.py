@@ -1,6 +1,6 @@
-"""Documents out of files: text (a file is a document), JSON lines, both also as .gz and .zst, and Parquet. `plan` cuts
-the inputs into parts that depend on the files alone; `read` gives the documents of a part. Whoever works on how many
-parts at once, their results in order are the same. What is left out is counted, what cannot be read is refused."""
+"""Reads documents from files: text (a file is a document), JSON lines, both also as .gz and .zst, and Parquet. `plan`
+cuts the inputs into parts that depend on the files alone; `read` yields the documents of a part. So the results, in
+order, are the same for any number of workers. What is left out is counted; what cannot be read is refused."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _MAGIC = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """[start, end) of a file: bytes, or row groups of a Parquet file."""
+    """A range [start, end) of a file: bytes, or row groups of a Parquet file."""
 
     path: str
     kind: str
     start: int
     end: int
-    stamp: tuple[int, int]  # the file's size and time: it must not change
+    stamp: tuple[int, int]  # the file's size and modification time, which must not change
     weight: int  # bytes, for the progress
 
 
@@ -64,13 +64,13 @@ class Text:
 
 
 def files(source: str, left_out: Iterable[Path] = (), counts: Counter[str] | None = None) -> list[Path]:
-    """Those of a source, in an order that does not depend on the file system. `left_out`: folders inside it that
-    are not part of it (the records of runs may lie there). `counts` gets what else is left out."""
+    """List the files of a source, in an order that does not depend on the file system. `left_out`: folders inside it to
+    skip, such as the records of runs. `counts` counts what else is left out."""
     counts = Counter() if counts is None else counts
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = [p for p in _walk(source, root, {"site-packages", "test"}, set(), counts) if p.suffix == ".py"]
-        counts["broken link"] += sum(not p.is_file() for p in found)  # of the user's system, who cannot mend it
+        counts["broken link"] += sum(not p.is_file() for p in found)  # part of the system, so the user cannot fix it
         return [p for p in found if p.is_file()]
     if source and Path(source).is_dir():
         root = Path(source).resolve()
@@ -79,8 +79,8 @@ def files(source: str, left_out: Iterable[Path] = (), counts: Counter[str] | Non
 
 
 def _walk(source: str, root: Path, names: set[str], folders: set[Path], counts: Counter[str]) -> list[Path]:
-    """All files but those below folders of these names, or below these folders. Links to folders are not followed:
-    they might lead round in a circle."""
+    """List all files except those below folders with these names, or below these folders. Links to folders are not
+    followed, because they may form a cycle."""
 
     def refuse(error: OSError) -> None:
         raise refusal(source, f"cannot read the folder {error.filename}: {error.strerror}") from error
@@ -94,7 +94,7 @@ def _walk(source: str, root: Path, names: set[str], folders: set[Path], counts: 
 
 
 def told(counts: Counter[str]) -> str:
-    """What was left out, in words."""
+    """Describe in words what was left out."""
     words = [key if key.startswith("the ") else f"{n:,} {key}{'s' * (n > 1)}" for key, n in sorted(counts.items()) if n]
     return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
 
@@ -107,8 +107,8 @@ def plan(
     counts: Counter[str] | None = None,
     force: bool = False,
 ) -> list[Part]:
-    """The parts of all inputs (label, path), those of a label together, in the order of the inputs. `raw`: a text
-    may be cut anywhere. `counts` gets what is left out. `force`: read binary files as text."""
+    """Cut all inputs (label, path) into parts, those of a label together, in the order of the inputs. `raw`: a text may
+    be cut anywhere. `counts` counts what is left out. `force`: read binary files as text."""
     by_label: dict[str, list[str]] = {}
     for label, path in inputs:
         by_label.setdefault(label, []).append(path)
@@ -138,7 +138,7 @@ def _pieces(source: str, path: Path, field: str, raw: bool, counts: Counter[str]
     if path.exists() and not path.is_file():
         raise refusal(source, f"{path} is neither a file nor a folder")  # reading a pipe may never end
     try:
-        with open(path, "rb") as f:  # may it be read at all?
+        with open(path, "rb") as f:  # fail now if it cannot be read
             stamp, head = _stamp(os.fstat(f.fileno())), f.read(16)
     except OSError as error:
         raise refusal(source, f"cannot read {path}: {error.strerror}") from error
@@ -150,7 +150,7 @@ def _pieces(source: str, path: Path, field: str, raw: bool, counts: Counter[str]
         _check_plain(path, head)
     if kind.startswith(("txt", "json")) and not kind.startswith("jsonl") and size:
         begins = _beginning(str(path), kind)
-        if kind.startswith("json"):  # a document, or a line for each document
+        if kind.startswith("json"):  # one document, or one per line
             kind = kind.replace("json", "jsonl" if _is_object(begins.partition(b"\n")[0]) else "txt")
         if b"\0" in begins and not force:
             remedy = "leave it out, or have it read as text: `phalanx data build --force` makes a data set of it"
@@ -168,7 +168,7 @@ def _pieces(source: str, path: Path, field: str, raw: bool, counts: Counter[str]
 
 
 def _beginning(path: str, kind: str) -> bytes:
-    """The first block, unpacked. Damage is told when the file is read."""
+    """Return the first block, unpacked. Damage is reported when the whole file is read."""
     try:
         if kind.endswith((".gz", ".zst")):
             return next(_gunzip(path) if kind.endswith(".gz") else _unzstd(path), b"")
@@ -186,7 +186,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _check_plain(path: Path, head: bytes) -> None:
-    """That a file to be read as it is was not packed by something."""
+    """Refuse a packed file that would be read as it is."""
     found = _MAGIC.match(head)
     how = found.lastgroup if found else ""
     if how == "Parquet":
@@ -218,9 +218,9 @@ def _row_groups(path: str, stamp: tuple[int, int], field: str) -> Iterator[Piece
 def read(
     part: Part, field: str, raw: bool, limit: int | None = None, counts: Counter[str] | None = None
 ) -> Iterator[tuple[Text, int]]:
-    """The texts of a part that are not empty, up to `limit` bytes of them, each with how many bytes of text there
-    were up to its end. The last may be cut; unless `raw`, at a whole character, and the count is then the limit's.
-    `counts` gets how many were empty, and how many characters were replaced."""
+    """Yield the non-empty texts of a part, up to `limit` bytes, each with the bytes of text up to its end. The last
+    text may be cut: anywhere if `raw`, otherwise after a whole character. Its count is then `limit`. `counts` counts
+    empty documents and replaced characters."""
     taken, counts = 0, Counter() if counts is None else counts
     for piece in part.pieces:
         for data, ends in _texts(piece, field, raw, counts):
@@ -254,7 +254,7 @@ def _texts(piece: Piece, field: str, raw: bool, counts: Counter[str]) -> Iterato
     except (EOFError, zlib.error) as error:
         raise _damaged(path, error) from None
     except OSError as error:
-        if error.errno is None:  # gzip says so what is no gzip
+        if error.errno is None:  # how gzip reports that a file is not gzip
             raise _damaged(path, error) from None
         raise refusal(path, f"cannot read {path}: {error.strerror}") from error
 
@@ -286,7 +286,7 @@ def _whole_text(path: str, data: bytes) -> Iterator[tuple[bytes, bool]]:
 
 
 def _whole_characters(data: bytes) -> bytes:
-    """Without the first bytes of a character at the end."""
+    """Drop an incomplete character at the end."""
     last = len(data) - 1
     while last > 0 and data[last] & 0xC0 == 0x80:
         last -= 1
@@ -296,7 +296,7 @@ def _whole_characters(data: bytes) -> bytes:
 
 
 class _Line:
-    """Which line of a file, counted when somebody asks: a piece does not know how many lines are before it."""
+    """The number of a line, counted only when it is printed: a piece does not know how many lines precede it."""
 
     def __init__(self, piece: Piece, offset: int = 0, number: int = 0):
         self.piece, self.offset, self.number = piece, offset, number
@@ -312,7 +312,7 @@ class _Line:
 
 
 def _jsonl(piece: Piece) -> Iterator[tuple[bytes, _Line]]:
-    """A line belongs to the piece in which it begins."""
+    """Yield the lines of a piece. A line belongs to the piece in which it begins."""
     with open(piece.path, "rb") as f:
         if piece.start:
             f.seek(piece.start - 1)
@@ -347,7 +347,7 @@ def _gunzip(path: str) -> Iterator[bytes]:
 
 
 def _unzstd(path: str) -> Iterator[bytes]:
-    """Frame by frame, because the library's own reader takes a file that was cut off for one that ends."""
+    """Unpack frame by frame, because the library's own reader does not notice that a file is truncated."""
     zstandard = _zstandard(path)
     maker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, inside = maker.decompressobj(), False

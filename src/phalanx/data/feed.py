@@ -1,4 +1,4 @@
-"""A rank's end of the data service: the rows of each step, out of shared memory."""
+"""A rank's end of the data service: it reads the rows of each step from shared memory."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ GONE = "the data service closed the connection"  # so worded, the cause is looke
 
 @dataclass(slots=True)
 class Rows:
-    """The rows of one step. `rows` lies in shared memory, and is another step's once `Feed.release` was called."""
+    """The rows of one step. `rows` lies in shared memory, which is reused for another step after `Feed.release`."""
 
     rows: np.ndarray  # (samples, items)
-    served: dict[str, int]  # how many of them are of each source
+    served: dict[str, int]  # rows by source
     waited_s: float
     ready: int  # steps that are ready, this one included
 
 
 class Feed:
     def __init__(self, address: str, indices: list[int], step: int, peers: int = 1):
-        """Feed a rank that works on these micro-batches of every step, from this step on; so do `peers` of this node,
-        itself included."""
+        """Connect a rank that works on these micro-batches of every step from `step` on. `peers`: the ranks of this
+        node that work on the same ones, including itself."""
         self.indices = indices
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.connect("\0" + address)
@@ -49,7 +49,7 @@ class Feed:
         self._ready = step
 
     def take(self, step: int) -> Rows:
-        """Waits until the step is there."""
+        """Wait until the step is ready, and return its rows."""
         began = time.perf_counter()
         self._drain(block=False)
         while self._ready <= step:
@@ -64,7 +64,7 @@ class Feed:
         return Rows(rows, served, time.perf_counter() - began, self._ready - step)
 
     def release(self, step: int) -> None:
-        """Done with this step and all before it."""
+        """Give back the memory of this step and all before it."""
         try:
             self._sock.send(_WORD.pack(step + 1))
         except OSError:

@@ -1,6 +1,6 @@
-"""Small images to make a data set of: gratings and shapes at random places, in random contrast and under
-noise. An image is a function of (seed, number) alone, cut into patches that are a sequence; the class is the
-target at every patch."""
+"""Small images for a synthetic data set: gratings and shapes at random places, with random contrast and noise. An image
+is a function of (seed, number) alone. It is cut into a sequence of patches, and its class is the target at every
+patch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Images:
         self.shape, self.num_classes, self.seed = shape, num_classes, seed
 
     def draw(self, position: int) -> tuple[int, np.ndarray]:
-        """The class of the image, and its pixels as (size, size, channels) of float32."""
+        """Draw an image: its class, and its pixels as (size, size, channels) of float32."""
         s, rng = self.shape, np.random.default_rng([self.seed, position])
         kind = int(rng.integers(self.num_classes))
         contrast = rng.uniform(0.5, 1.0) * rng.choice([-1.0, 1.0])
@@ -37,7 +37,7 @@ class Images:
 
 
 def pattern(name: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """(size, size) between -1 and 1, on a picture that is 2 wide and 2 high around its middle."""
+    """Draw a pattern: (size, size) values between -1 and 1, on a picture that spans [-1, 1] in width and height."""
     y, x = np.meshgrid(*2 * (np.linspace(-1, 1, size),), indexing="ij")
     directions = {"rows": (1.0, 0.0), "columns": (0.0, 1.0), "diagonal": (0.7, 0.7), "other diagonal": (0.7, -0.7)}
     if name in directions:

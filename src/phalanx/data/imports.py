@@ -1,9 +1,9 @@
-"""Data that others have made: Megatron's `.bin` with its `.idx`, token files without any header, numpy's `.npy` and
-`.npz`. Everything goes through in blocks; no file is ever held whole.
+"""Reads data that other tools have made: Megatron's `.bin` with its `.idx`, token files without a header, numpy's
+`.npy` and `.npz`. Files are read in blocks; none is ever held whole.
 
-An index (`.idx`) is, little-endian: 9 bytes `MMIDIDX\\0\\0`, version 1 as u64, the type's code as u8, the number of
-sequences and of document borders as u64; then of each sequence its length (i32) and its first byte in the `.bin`
-(i64), then of each border the sequence at which a document begins (i64), the first 0, the last past the end.
+An index (`.idx`) is, little-endian: 9 bytes `MMIDIDX\\0\\0`, version 1 as u64, the type's code as u8, the numbers of
+sequences and of document borders as u64; then the length of each sequence (i32), the first byte of each in the `.bin`
+(i64), and for each border the sequence at which a document begins (i64), the first 0, the last past the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7
 
 
 def token_blocks(path: Path, vocabulary: Vocabulary, dtype: str = "") -> Iterator[np.ndarray]:
-    """The ids of a file, in the type of the vocabulary. `dtype`: of a `.bin` that has no index."""
+    """Yield the ids of a file in blocks, in the type of the vocabulary. `dtype`: the type in a file that has no
+    index."""
     if path.suffix == ".idx" or (path.suffix != ".npy" and path.with_suffix(".idx").exists()):
         blocks = _megatron(path.with_suffix(".bin"), path.with_suffix(".idx"), vocabulary.eos)
     elif path.suffix == ".npy":
@@ -54,8 +55,8 @@ def token_blocks(path: Path, vocabulary: Vocabulary, dtype: str = "") -> Iterato
 
 
 def record_blocks(inputs: Sequence[tuple[str, Path]]) -> tuple[tuple[Field, ...], Iterator[np.ndarray]]:
-    """Records out of `.npz` files, one after the other, whose arrays are the fields; or out of `.npy` files, of
-    which each is a field under its name. The fields, and the records in blocks."""
+    """Return the fields, and the records in blocks. They come from `.npz` files, one after the other, whose arrays are
+    the fields; or from `.npy` files, each of which is the field that it is labelled with."""
     if all(path.suffix == ".npz" for _, path in inputs):
         members = [{name: (path, name) for name in _names(path)} for _, path in inputs]
     elif all(path.suffix == ".npy" for _, path in inputs):
@@ -126,7 +127,7 @@ class _Rows:
             version = np.lib.format.read_magic(self._file)
             header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             self.shape, by_column, dtype = header(self._file)
-        except Exception as error:  # numpy reads the header as Python, and what that raises is of many kinds
+        except Exception as error:  # numpy evaluates the header as Python, which raises many kinds of errors
             raise _unreadable(path, error) from None
         self._stored, self.dtype = dtype, dtype.newbyteorder("<")
         if (by_column and len(self.shape) > 1) or dtype.hasobject or dtype.fields or not self.shape:
@@ -179,13 +180,13 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def _megatron(data: Path, index: Path, eos: int) -> Iterator[np.ndarray]:
-    """Documents, each ended by `eos` where it does not do so itself."""
+    """Yield the ids of documents, adding `eos` to each that does not end with it."""
     if eos < 0:
         remedy = "say which id ends a document: --tokenizer, or --eos-id"
         raise UserError("its documents could not be told apart", field="FILE", value=str(data), remedy=remedy)
     dtype, lengths, pointers, borders = _index(index)
     ids = _map(data, dtype)
-    first, last = 0, eos  # the id before, which is `eos` where a document may begin
+    first, last = 0, eos  # `last`: the previous id, `eos` where a document may begin
     while first < len(lengths):
         upto = np.cumsum(lengths[first : first + BLOCK_ITEMS], dtype=np.int64)
         count = max(1, int(np.searchsorted(upto, BLOCK_ITEMS, "right")))
@@ -207,14 +208,14 @@ def _megatron(data: Path, index: Path, eos: int) -> Iterator[np.ndarray]:
 def _documents(
     ids: np.ndarray, starts: np.ndarray, sizes: np.ndarray, closing: np.ndarray, eos: int, last: int
 ) -> Iterator[np.ndarray]:
-    """Some sequences that follow each other, of which `closing` end a document."""
+    """Yield the ids of consecutive sequences. Those in `closing` end a document."""
     upto = np.cumsum(sizes)
     ends = np.unique(upto[closing])
-    if len(ends) and ends[0] == 0:  # by an empty sequence
+    if len(ends) and ends[0] == 0:  # an empty sequence ends a document
         if last != eos:
             yield np.array([eos])
         ends = ends[1:]
-    if len(sizes) == 1:  # it may be long
+    if len(sizes) == 1:  # it may be longer than a block
         start, end = int(starts[0]), int(starts[0] + sizes[0])
         for at in range(start, end, BLOCK_ITEMS):
             yield np.asarray(ids[at : min(end, at + BLOCK_ITEMS)])

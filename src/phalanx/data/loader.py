@@ -1,8 +1,7 @@
-"""The loader: what the run serves at given places, as rows of items, out of verified chunks.
+"""The loader returns the samples that the run serves at given places, as rows of items from verified chunks.
 
-A chunk that stays corrupt is put into quarantine: a sample that lies in it is replaced by the one at the same place
-of the next unit of the same extent where that is good, each replacement is reported, and after a limit of chunks the
-run stops.
+A chunk that stays corrupt is quarantined. A sample in it is replaced by the one at the same place of the next good unit
+of the same extent. Each replacement is reported, and beyond a limit of bad chunks the run stops.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from phalanx.core.manifest import Cut, Manifest
 from phalanx.data.fetch import Chunk, Corrupt, Fetcher
 from phalanx.data.order import MAX_BLOCK, Order, Stage, Stream, quotas
 
-WINDOW = 64  # units of an extent that are shuffled into each other
-AT_ONCE = 8192  # places that are located in one go: arithmetic on arrays is cheap for many and dear for few
+WINDOW = 64  # units of an extent that are shuffled together
+AT_ONCE = 8192  # places located in one go: array arithmetic is cheap for many and expensive for few
 
 Event = dict[str, Any]
-# A chunk, the rows that lie in it, the index of each row's sample, and whether these are all of them, each once.
+# A chunk, the rows that lie in it, the index of each row's sample, and whether they are all its samples, each once.
 Group = tuple[Chunk, np.ndarray, np.ndarray, bool]
 
 
 class DataLost(Exception):
-    """The run cannot continue with this data; says which shard and chunk, and both hashes."""
+    """The run cannot continue with this data. The message names the shard and the chunk, and both hashes."""
 
 
 @dataclass(slots=True)
@@ -59,22 +58,22 @@ class Loader:
     def __post_init__(self) -> None:
         self.cuts = cuts_of(self.manifest, self.seq_len)
         self.width = self.cuts[0].span + self.manifest.overlap  # items in a row
-        self._one_chunk = self.cuts[0].unit_chunks == 1  # of every sample
-        self._bad: dict[Chunk, Corrupt] = {}  # in quarantine
-        # A disk is read by whoever copies out of it, and that by several; a remote store has threads of its own.
+        self._one_chunk = self.cuts[0].unit_chunks == 1  # for every sample
+        self._bad: dict[Chunk, Corrupt] = {}  # quarantined
+        # The threads that copy also read a local disk, so there are several; a remote store has threads of its own.
         self._num_helpers = self.fetcher.num_threads - 1 if self.fetcher.store.is_local else 0
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "phalanx-copy")
         self._thread = threading.local()
-        # Freed at once, it has malloc keep what `locate` frees, which would else be faulted in anew each time.
+        # Freeing this makes malloc keep the memory that `locate` frees, which would otherwise be faulted in each time.
         np.empty(4 << 20, np.uint8)
 
     def close(self) -> None:
-        """With its fetcher."""
+        """Close the loader and its fetcher."""
         self._helpers.shutdown(wait=False)
         self.fetcher.close()
 
     def rows(self, places: Iterable[int]) -> np.ndarray:
-        """(n, seq_len + 1) ids, or (n, 1) records: the samples that the run serves at these places."""
+        """Return the samples that the run serves at these places: (n, seq_len + 1) ids, or (n, 1) records."""
         located = self.locate(places)
         out = np.empty((len(located), self.width), self.manifest.dtype)
         self.fill(located, out)
@@ -85,7 +84,7 @@ class Loader:
         return Located(at, *self.order.locate(at))
 
     def start(self, located: Located) -> None:
-        """Begin to fetch what these will need."""
+        """Begin to fetch the chunks that these samples need."""
         if self._one_chunk:
             self.fetcher.start(chunk for chunk, *_ in self._by_chunk(located) if chunk not in self._bad)
         else:
@@ -93,8 +92,8 @@ class Loader:
                 self.fetcher.start(chunk for chunk in self._chunks(e, s) if chunk not in self._bad)
 
     def fill(self, located: Located, out: np.ndarray) -> None:
-        """Copy the samples into the rows of `out`, waiting for what is not there yet. The more at once the faster: a
-        chunk all of whose samples are wanted is copied out while the processor has it at hand, and not kept."""
+        """Copy the samples into the rows of `out`, waiting for chunks that have not arrived. Large requests are faster:
+        a chunk whose samples are all wanted is copied while it is in the processor's cache, and not kept."""
         left: list[int] = []  # rows that need more than a copy
         if self._one_chunk:
             groups = self._by_chunk(located)
@@ -116,7 +115,7 @@ class Loader:
             self._fill(out[r], int(located.places[r]), int(located.extents[r]), int(located.samples[r]))
 
     def _by_chunk(self, located: Located) -> list[Group]:
-        """In the order of the chunks' first use."""
+        """Group the rows by chunk, in the order of the chunks' first use."""
         if not len(located):
             return []
         per_unit, n = self.cuts[0].per_unit, len(located)
@@ -135,7 +134,7 @@ class Loader:
         return [((e, s, c), by[a:b], inside[a:b], w) for e, s, c, a, b, w in ids]
 
     def _copy_rows(self, todo: Iterator[Group], out: np.ndarray, left: list[int]) -> None:
-        """Takes chunks from `todo`, as do others at the same time."""
+        """Copy the rows of chunks from `todo`, which several threads share."""
         cut, width, scratch = self.cuts[0], self.width, self._scratch()
         samples = np.ndarray((cut.per_unit, width), out.dtype, scratch, 0, (cut.span * out.itemsize, out.itemsize))
         read = self.fetcher.reader(scratch)
@@ -143,7 +142,7 @@ class Loader:
             if chunk in self._bad:
                 left += rows.tolist()
                 continue
-            # A chunk all of whose samples are wanted goes through the processor's cache, and is not kept.
+            # A chunk whose samples are all wanted goes through the processor's cache, and is not kept.
             if whole and read(chunk):
                 out[rows] = samples
                 continue
@@ -156,7 +155,7 @@ class Loader:
                     out[row] = items[k : k + width]
 
     def _scratch(self) -> np.ndarray:
-        """Room for a chunk, of this thread's own."""
+        """Return this thread's own buffer for a chunk."""
         if not hasattr(self._thread, "scratch"):
             self._thread.scratch = np.empty(self.manifest.chunk_items + self.manifest.overlap, self.manifest.dtype)
         return self._thread.scratch
@@ -168,7 +167,7 @@ class Loader:
         return row
 
     def _chunks(self, extent: int, sample: int) -> list[Chunk]:
-        """Those in which a sample lies."""
+        """List the chunks in which a sample lies."""
         cut, m = self.cuts[extent], self.manifest
         unit, k = divmod(sample, cut.per_unit)
         first = unit * cut.unit_chunks + k * cut.span // m.chunk_items
@@ -182,7 +181,7 @@ class Loader:
         for chunk in self._chunks(extent, sample):
             part = get(chunk)[item : item + len(row) - filled]
             row[filled : filled + len(part)] = part
-            # A chunk ends with the first item of the next, which is then the next one's to give.
+            # A chunk ends with the first item of the next chunk, which then writes that item itself.
             filled, item = filled + len(part) - m.overlap, 0
         assert filled + m.overlap == len(row), (extent, sample)
 
@@ -204,8 +203,8 @@ class Loader:
         raise DataLost(f"{first}; it cannot be replaced, because no other of its source is good")
 
     def _candidates(self, extent: int, sample: int) -> Iterator[int]:
-        """The sample, then those that may stand in for it. Which one does depends on what is bad alone, and not on
-        what was read before, so it is the same on every node."""
+        """Yield the sample, then those that may replace it. The choice depends only on what is bad, not on what was
+        read before, so it is the same on every node."""
         yield sample
         per_unit = self.cuts[extent].per_unit
         unit, k = divmod(sample, per_unit)
@@ -243,7 +242,7 @@ def cuts_of(manifest: Manifest, seq_len: int) -> list[Cut]:
 
 
 def held_out(num_samples: int, share: float) -> int:
-    """How many samples at the end of an extent are not trained on."""
+    """Return how many samples at the end of an extent are not trained on."""
     return int(num_samples * share)
 
 
@@ -257,10 +256,10 @@ def make_order(
     extents: Sequence[int] = (),
     share: float = 0.0,
 ) -> Order:
-    """The order of a run. A stage is a position and a weight per source; without weights, sources weigh as much as
-    they hold. An extent without a sample, or worth less than half a draw of the largest block, is not served.
-    `extents`: how many extents of the manifest each stage knows, where it has grown since. `share`: of each extent,
-    what is held out."""
+    """Make the order of a run. A stage is a position and a weight per source; without weights, sources count by their
+    size. An extent without a sample, or worth less than half a draw of the largest block, is not served. `extents`: how
+    many extents of the manifest each stage knows, if it has grown since. `share`: the fraction of each extent that is
+    held out."""
     cuts = cuts_of(manifest, seq_len)
     streams = tuple(
         Stream(extent.source, cut.num_samples - held_out(cut.num_samples, share), cut.per_unit, WINDOW)
@@ -273,7 +272,7 @@ def make_order(
 
 
 def _quotas(streams: Sequence[Stream], weights: Mapping[str, float]) -> tuple[int, ...]:
-    """A source's weight goes to its extents by their size."""
+    """Return a stage's quotas. Each source's weight is split among its extents by their size."""
     totals: dict[str, int] = {}
     for s in streams:
         totals[s.source] = totals.get(s.source, 0) + s.num_samples
@@ -297,7 +296,7 @@ def _quotas(streams: Sequence[Stream], weights: Mapping[str, float]) -> tuple[in
         mine = [i for i, s in enumerate(streams) if s.source == source]
         if not share or any(made[i] for i in mine):
             continue
-        if 2 * block * share >= total:  # of many small extents the largest stands for all
+        if 2 * block * share >= total:  # the largest of many small extents stands for all
             made[made.index(max(made))] -= 1
             made[max(mine, key=lambda i: streams[i].num_samples)] = 1
         elif weights:
@@ -307,7 +306,7 @@ def _quotas(streams: Sequence[Stream], weights: Mapping[str, float]) -> tuple[in
 
 
 def unserved(manifest: Manifest, order: Order, stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Says of the extents too small to be served that they are not; `stages` are those of the job."""
+    """Yield a line for each extent that is too small to be served. `stages` are those of the job."""
     for number, (extent, stream) in enumerate(zip(manifest.extents, order.streams, strict=True)):
         asked = [
             made.quotas[number]

@@ -31,7 +31,7 @@ _PHI, _MUL1, _MUL2 = _U(0x9E3779B97F4A7C15), _U(0xBF58476D1CE4E5B9), _U(0x94D049
 
 
 def mix(x: Any) -> Any:
-    """splitmix64's finaliser, of a uint64 or an array of them."""
+    """Apply splitmix64's finaliser to a uint64 or an array of them."""
     with np.errstate(over="ignore"):
         x = x + _PHI
         x ^= x >> _U(30)
@@ -43,7 +43,7 @@ def mix(x: Any) -> Any:
 
 
 def key_of(*parts: Any) -> Any:
-    """One key of several integers (or arrays of them), each of which moves all its bits."""
+    """Combine several integers (or arrays of them) into one key, each bit of which depends on all of them."""
     key = _U(0)
     for part in parts:
         key = mix(key ^ mix(np.asarray(part).astype(_U)))
@@ -51,8 +51,8 @@ def key_of(*parts: Any) -> Any:
 
 
 def permute(index: Any, size: Any, key: Any) -> np.ndarray:
-    """Where each `index` of [0, size) goes under its key: a bijection. Sizes and keys may differ by element; where
-    they do not, they are not spread into arrays, which is faster."""
+    """Map each `index` of [0, size) to its place under its key, a bijection. Sizes and keys may differ by element;
+    scalars are not expanded into arrays, which is faster."""
     index, size, key = np.atleast_1d(np.asarray(index, np.int64)), np.asarray(size, np.int64), np.asarray(key)
     out = np.broadcast_to(index, np.broadcast_shapes(index.shape, size.shape, key.shape)).astype(_U)
     bits = np.maximum(2, _bit_length(size - 1)).astype(_U)
@@ -60,7 +60,7 @@ def permute(index: Any, size: Any, key: Any) -> np.ndarray:
     keys = mix(np.add.outer(np.arange(ROUNDS, dtype=_U), key))
     # The halves swap places and widths each round, so both are mixed when bits is odd.
     rounds = [(k, wide, bits - wide) if r % 2 else (k, bits - wide, wide) for r, k in enumerate(keys)]
-    # Of a half there are few values: if all have one key, each is mixed once and then looked up.
+    # A half has few values: if all share one key, each is mixed once and then looked up.
     few = not size.ndim and not key.ndim and 1 << int(wide) <= len(out)
     known = [_mixed(np.arange(1 << int(low), dtype=_U), k, high) for k, low, high in rounds] if few else []
     todo: Any = slice(None)  # those that have not landed inside
@@ -78,7 +78,7 @@ def permute(index: Any, size: Any, key: Any) -> np.ndarray:
 
 
 def _mixed(low: np.ndarray, key: Any, high_bits: Any) -> np.ndarray:
-    """What a round makes of the low half: it becomes the high one, and mixed it is added to the other."""
+    """Return what a round XORs into the high half: the mixed low half, with the low half itself above it."""
     mixed = mix(low ^ key)
     mixed &= (_U(1) << high_bits) - _U(1)
     mixed |= low << high_bits
@@ -90,7 +90,7 @@ def _at(values: Any, where: Any) -> Any:
 
 
 def _bit_length(x: np.ndarray) -> np.ndarray:
-    """Exact: a float's exponent would be off by one for some integers above 2**53."""
+    """Return exact bit lengths: a float's exponent would be off by one for some integers above 2**53."""
     x, length = x.astype(_U), np.zeros(x.shape, np.int64)
     for shift in (32, 16, 8, 4, 2, 1):
         large = x >> _U(shift) != 0
@@ -106,15 +106,15 @@ class Stream:
     source: str
     num_samples: int
     per_unit: int  # samples that lie together and are read together
-    window: int  # units that are shuffled into each other
+    window: int  # units that are shuffled together
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """From this position on, out of every block of draws of a group so many are of each stream."""
+    """From position `start` on, every block of a group's draws takes its quota from each stream."""
 
     start: int
-    quotas: tuple[int, ...]  # a stream that came later has none
+    quotas: tuple[int, ...]  # 0 for a stream that was added later
 
     @property
     def block(self) -> int:
@@ -127,7 +127,7 @@ class Order:
     groups: int
     streams: tuple[Stream, ...]
     stages: tuple[Stage, ...]
-    skips: tuple[tuple[int, int], ...] = ()  # [from, to) of positions, ascending, apart
+    skips: tuple[tuple[int, int], ...] = ()  # [from, to) of positions, ascending, disjoint
     version: int = VERSION
     _patterns: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
     _drawn: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, repr=False)
@@ -174,11 +174,11 @@ class Order:
         return at
 
     def stage(self, position: np.ndarray) -> np.ndarray:
-        """In which stage each of these places in the order lies."""
+        """Return the stage in which each of these positions lies."""
         return np.searchsorted([s.start for s in self.stages], position, side="right") - 1
 
     def epochs(self, served: int) -> dict[str, float]:
-        """How often each source is read by the time that so many samples are served, by its weights."""
+        """Return how often each source, going by its weights, has been read once this many samples are served."""
         at, drawn = int(self.position(served)), np.zeros(len(self.streams))
         for number, stage in enumerate(self.stages):
             end = self.stages[number + 1].start if number + 1 < len(self.stages) else at
@@ -190,7 +190,7 @@ class Order:
         return {source: counts[source] / size for source, size in sizes.items() if size}
 
     def locate(self, served: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Stream and sample that the run serves at each of these places."""
+        """Return the stream and the sample that the run serves at each of these places."""
         at = np.atleast_1d(self.position(served))
         index, group = _divmod(at, self.groups)
         stage = self.stage(at)
@@ -221,7 +221,7 @@ class Order:
         return -((group - self.stages[stage].start) // self.groups)
 
     def _drawn_before(self, stage: int, group: int) -> np.ndarray:
-        """How often the group has drawn from each stream when the stage begins."""
+        """Return how often the group has drawn from each stream when the stage begins."""
         if stage == 0:
             return np.zeros(len(self.streams), np.int64)
         if (stage, group) not in self._drawn:
@@ -233,7 +233,7 @@ class Order:
         return self._drawn[stage, group]
 
     def _pattern(self, stage: int, group: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place of a block its stream, and how many places before it have the same one."""
+        """Return the stream of each place of a block, and how many earlier places have the same stream."""
         known = self._patterns.get((stage, group, block))
         if known is None:
             size = self.stages[stage].block
@@ -250,10 +250,10 @@ class Order:
         return known
 
     def _sample(self, stream: int, ordinal: np.ndarray) -> np.ndarray:
-        """The sample of a stream that all groups' draws, counted through, come to."""
+        """Map ordinals, which count all groups' draws from a stream, to its samples."""
         s = self.streams[stream]
         epoch, place = _divmod(ordinal, s.num_samples)
-        # Lanes: the places of one group follow each other.
+        # Lanes: the places of one group are consecutive.
         step, lane = _divmod(place, self.groups)
         place = lane * (s.num_samples // self.groups) + np.minimum(lane, s.num_samples % self.groups) + step
         size = s.window * s.per_unit
@@ -275,8 +275,8 @@ class Order:
 
 
 def continued(served: Order, cursor: int, wanted: Order) -> Order:
-    """The order that is `served` up to the cursor and what `wanted` asks for from there on: weights, skipped ranges and
-    streams that were added. Nothing that was served comes again before its turn, and nothing is left out."""
+    """Join two orders: `served` up to the cursor, and from there on the weights, skipped ranges and added streams of
+    `wanted`. No sample is served again before its turn, and none is left out."""
     at, added = int(served.position(cursor)), len(wanted.streams) - len(served.streams)
     assert wanted.streams[: len(served.streams)] == served.streams and wanted.groups == served.groups, "checked before"
     stages = [Stage(s.start, s.quotas + (0,) * added) for s in served.stages if s.start < at or s.start == 0]
@@ -290,13 +290,13 @@ def continued(served: Order, cursor: int, wanted: Order) -> Order:
 
 
 def _divmod(a: np.ndarray, b: int) -> tuple[np.ndarray, np.ndarray]:
-    """As np.divmod, which is slower: it knows no vectorised division by a scalar."""
+    """Do what np.divmod does, which is slower: it does not vectorise division by a scalar."""
     quotient = a // b
     return quotient, a - quotient * b
 
 
 def _each(values: np.ndarray) -> Iterator[tuple[int, Any]]:
-    """The distinct ones, and where they are."""
+    """Yield the distinct values, each with an index of its places."""
     if len(values) and (values == values[0]).all():
         yield int(values[0]), slice(None)
     else:
@@ -305,13 +305,13 @@ def _each(values: np.ndarray) -> Iterator[tuple[int, Any]]:
 
 
 def _same(values: np.ndarray) -> Any:
-    """A single value, if all are the same."""
+    """Return a single value if all are the same."""
     return values[0] if (values == values[0]).all() else values
 
 
 def quotas(weights: Sequence[float]) -> tuple[int, ...]:
-    """Integers as near to the weights as can be (largest remainder), that add up to a block: the smallest one in which
-    every weight gets a place. A weight that is worth less than half a place of the largest block may get none."""
+    """Round weights (by the largest remainder) to integers that add up to a block: the smallest one in which every
+    weight gets a place. A weight that is worth less than half a place of the largest block may get none."""
     total, block = sum(weights), BLOCK
     if not total:
         raise ValueError("all weights are 0")

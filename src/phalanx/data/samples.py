@@ -1,4 +1,4 @@
-"""Rows of items, as the loader hands them out, made into what a model reads."""
+"""Turns rows of items, as the loader returns them, into what a model reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Samples:
     tokens_BL: np.ndarray
     targets_BL: np.ndarray
     weights_BL: np.ndarray  # 0 where the target opens the next document
-    documents_BL: np.ndarray | None  # None: every sequence is one
+    documents_BL: np.ndarray | None  # None: every sequence is one document
 
 
 def unpack(rows: np.ndarray, eos: int) -> Samples:
@@ -33,7 +33,7 @@ def unpack(rows: np.ndarray, eos: int) -> Samples:
 
 
 def places_of(indices: list[int], micro_batch: int) -> np.ndarray:
-    """The places of these micro-batches in their step."""
+    """Return the places of these micro-batches in their step."""
     return (np.array(indices)[:, None] * micro_batch + np.arange(micro_batch)).ravel()
 
 

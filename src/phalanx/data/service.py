@@ -1,9 +1,9 @@
-"""The data service: one process per node fetches, verifies and lays out the samples of all its ranks, some steps
-ahead, in shared memory. Ranks that work on the same micro-batches read the same bytes.
+"""The data service: one process per node that fetches and verifies the samples of all its ranks and lays them out in
+shared memory, some steps ahead. Ranks that work on the same micro-batches read the same bytes.
 
-A rank connects by a Unix socket without a name in the file system, says which micro-batches it works on and from
-which step on, and gets the descriptor of its lane: a ring of slots, one per step. Then the service says when steps
-are ready and the rank when it is done with one. Nothing is left behind when either ends.
+A rank connects to an abstract Unix socket, names its micro-batches and its first step, and gets the descriptor of its
+lane: a ring of slots, one per step. From then on the service reports which steps are ready, and the rank which it is
+done with. Nothing is left behind when either ends.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from phalanx.data.loader import AT_ONCE, Loader, Located
 from phalanx.data.samples import places_of
 from phalanx.data.selection import RunData
 
-_WORD = struct.Struct("=Q")  # what goes over the socket after the hello: a number of steps
+_WORD = struct.Struct("=Q")  # a message after the handshake: a number of steps
 
 
 @dataclass(eq=False)
 class Lane:
-    """The steps of the ranks that share these micro-batches, in a ring."""
+    """A ring of steps for the ranks that share these micro-batches."""
 
-    places: np.ndarray  # of a step, from its first
+    places: np.ndarray  # in a step, counted from its first
     slots: int
     slot_bytes: int
-    counts: int  # extents, for how many rows came from each
+    counts: int  # extents; a slot begins with the number of rows of each
     step: int  # the next to be filled
-    awaited: int  # ranks that have yet to come; until then nothing is overwritten
+    awaited: int  # ranks that have yet to connect; until then nothing is overwritten
     fd: int = -1
-    clients: dict[socket.socket, int] = field(default_factory=dict)  # -> steps that it is done with
-    told: set[socket.socket] = field(default_factory=set)  # clients that have the descriptor and hear of steps
+    clients: dict[socket.socket, int] = field(default_factory=dict)  # client -> the steps that it is done with
+    told: set[socket.socket] = field(default_factory=set)  # clients that have the descriptor and get reports
     _ahead: Located | None = None
     _ahead_from: int = 0
 
@@ -58,11 +58,11 @@ class Lane:
         return bool(self.clients) and self.step < min(done) + self.slots
 
     def holds(self, step: int) -> bool:
-        """Whether a rank that begins there can take part."""
+        """Return whether a rank that begins at `step` can join."""
         return bool(self.clients) and max(self.start, self.step - self.slots) <= step <= self.step
 
     def fill(self, loader: Loader, run: RunData) -> None:
-        """The next step."""
+        """Fill the slot of the next step."""
         n = len(self.places)
         done = self.step - self._ahead_from
         if self._ahead is None or (done + 1) * n > len(self._ahead):
@@ -77,7 +77,7 @@ class Lane:
         self.step += 1
 
     def close(self) -> None:
-        os.close(self.fd)  # the mapping goes when nothing points into it any more
+        os.close(self.fd)  # the mapping is freed when nothing points into it any more
 
 
 def _places(steps: np.ndarray, places: np.ndarray, run: RunData) -> np.ndarray:
@@ -104,7 +104,7 @@ class Service:
         self.address = self.listener.getsockname()[1:].decode()
 
     def serve(self) -> None:
-        """Until the channel ends."""
+        """Serve until the channel ends."""
         selector = selectors.DefaultSelector()
         selector.register(self.listener, selectors.EVENT_READ)
         selector.register(self.channel, selectors.EVENT_READ)
@@ -133,8 +133,8 @@ class Service:
         return client
 
     def _hear(self, client: socket.socket) -> bool:
-        """Take what a rank says: its hello, then that it has the descriptor, then how many steps it is done with.
-        Nobody waits for a rank that stops between two of them. Return False if it is gone or makes no sense."""
+        """Handle one message of a rank: its hello, its receipt of the descriptor, then how many steps it is done with.
+        A rank that stops between two of them delays nobody. Return False if it is gone or sent nonsense."""
         with self.changed:
             lane = next((lane for lane in self.lanes if client in lane.clients), None)
             try:
@@ -180,7 +180,7 @@ class Service:
         return self.lanes[-1]
 
     def _fill(self) -> None:
-        """Always the lane that is furthest behind."""
+        """Keep filling the lane that is furthest behind."""
         try:
             while True:
                 with self.changed:
@@ -190,7 +190,7 @@ class Service:
                 lane.fill(self.loader, self.run)
                 with self.changed:
                     for client in lane.told:
-                        with contextlib.suppress(OSError):  # it is gone, as reading will tell
+                        with contextlib.suppress(OSError):  # it is gone, which the next read reports
                             client.send(_WORD.pack(lane.step))
         except BaseException as error:
             self.failure = error

@@ -3,7 +3,7 @@
     [items, little-endian, fixed width][one item of the next shard, if tokens][32 bytes per chunk]
 
 A chunk's 32 bytes are its xxh3-128, checked whenever it arrives, and the first half of its blake3, checked by
-`data verify`. The blake3 of the footer is the shard's root, and stands in the manifest.
+`data verify`. The blake3 of the footer is the shard's root, which the manifest records.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def version_of(manifest: bytes) -> str:
 
 
 class ShardWriter:
-    """Takes the items of one extent in order, in pieces of any size; hands out each shard as a finished file.
-    What it writes depends on the items alone, not on the pieces."""
+    """Takes the items of one extent in order, in pieces of any size, and passes each finished file to `on_shard`. What
+    it writes depends on the items alone, not on the pieces."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class ShardWriter:
         on_shard: Callable[[int, Path], None],
         roots: Sequence[bytes] = (),
     ):
-        """`roots`: of the shards that are there already; the first item is then the one after them."""
+        """Continue after the shards that exist already: `roots` are theirs, and the next item is the first after
+        them."""
         self.staging, self.dtype, self.overlap = staging, dtype, overlap
         self.chunk_items, self.shard_items, self.on_shard = chunk_items, chunk_items * shard_chunks, on_shard
         self.roots = list(roots)
@@ -78,7 +79,7 @@ class ShardWriter:
         self._rest = held[first:].copy()
 
     def finish(self) -> np.ndarray:
-        """The roots of all shards. A shard that exists by its overlap alone is not one."""
+        """Write the last shard, unless it would be empty, and return the roots of all shards."""
         if len(self._rest):
             self._chunk(self._rest, last=True)
         if self._hashes:

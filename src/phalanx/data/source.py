@@ -1,5 +1,5 @@
-"""From data.source to a data set that the run can read: one that is there, or one made of text or of drawn images
-beside the records of runs, where the next run with the same input finds it."""
+"""Turns data.source into a data set that the run can read: one that exists, or one built from text or from drawn
+images. It is built beside the records of runs, where the next run with the same input finds it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from phalanx.data.validation import FILE as VALIDATED
 from phalanx.data.validation import HELD_OUT, ValidationSet
 
 BUILT = ".data"  # beside the records of runs
-NOTES = "notes.txt"  # in it: what the user was told when it was made
+NOTES = "notes.txt"  # in it: what the user was told when it was built
 NUM_IMAGES = 4096
-ENTROPY_TOKENS = 1 << 20  # that it is measured on
+ENTROPY_TOKENS = 1 << 20  # on which it is measured
 
 OnProgress = Callable[[int], None]
 
 
 def prepare(job: Job, run_dir: Path, on_progress: OnProgress, position: Position | None = None) -> tuple[str, float]:
-    """Make sure that the data set is there and put into the run's record how it is read, from `position` on. Returns
-    lines that say what it is and which parts are not used, and its unigram entropy."""
+    """Make sure that the data set exists, and write into the run's record how it is read from `position` on. Return
+    lines that describe it and its unused parts, and its unigram entropy."""
     source = job.data.source
     url, is_there = _find(job, run_dir, on_progress)
     data = RunData.plan(job, url, position)
@@ -62,7 +62,7 @@ def prepare(job: Job, run_dir: Path, on_progress: OnProgress, position: Position
 
 
 def prepare_validation(job: Job, run_dir: Path, on_progress: OnProgress, trained: RunData) -> list[ValidationSet]:
-    """Make sure that the sets which the run validates on are there, and put into its record what they are."""
+    """Make sure that the run's validation sets exist, and write into its record what they are."""
     sets: list[ValidationSet] = []
     for source in job.validation.sources:
         one = replace(job, data=replace(job.data, source=source))
@@ -82,14 +82,15 @@ def prepare_validation(job: Job, run_dir: Path, on_progress: OnProgress, trained
 
 
 def _repeats(order: Order, served: int) -> Iterator[str]:
-    """Say how often what is served in the whole run is read, where that is more than once."""
+    """Yield a line for each source that the whole run reads more than once."""
     for source, epochs in order.epochs(served).items():
         if epochs > 1.005:
             yield f"{source} is read {epochs:,.1f} times by the last step: give it more text, or lower train.steps"
 
 
 def _find(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, bool]:
-    """Where the data set of data.source is, made if need be, and whether it was named itself."""
+    """Return where the data set of data.source is, after building it if need be, and whether the user named it
+    directly."""
     source = job.data.source
     if is_remote(source) or (Path(source) / MANIFEST).is_file():
         return source, True
@@ -100,7 +101,7 @@ def _find(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, bool]:
 
 
 def _recipe(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, Callable[[], object]]:
-    """Where the data set of these inputs has its place, and how it is made."""
+    """Return where the data set of these inputs belongs, and a function that builds it."""
     source = job.data.source
     if source == SYNTHETIC_IMAGES:
         shape = ImageShape.of(job.model.options)
@@ -138,7 +139,7 @@ def _recipe(job: Job, run_dir: Path, on_progress: OnProgress) -> tuple[str, Call
 
 @contextlib.contextmanager
 def _in_words_of(job: Job) -> Iterator[None]:
-    """What a build refuses, said as its job file names it."""
+    """Word the refusals of a build in the terms of the job file."""
     try:
         yield
     except UserError as error:

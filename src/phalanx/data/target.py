@@ -1,5 +1,5 @@
-"""A data set that is being written: new, or the newest version of one that grows. Shards go in as they are
-finished; the manifest comes last, and what a manifest names is never changed."""
+"""A data set that is being written: a new one, or the next version of one that grows. Shards are written as they are
+finished and the manifest last; nothing that a manifest names is ever changed."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ class Target:
         chunk_items: int | None = None,
         shard_chunks: int | None = None,
     ):
-        """Refuses at once what can be known now. A data set that is there already and is not to grow may be built
-        again, all of it or what one command has added: what comes out identical is written anew, anything else is
-        refused."""
+        """Refuse at once what can be checked now. Without `append`, an existing data set may be built again, all of it
+        or what one command has added: identical shards are written anew, anything else is refused."""
         self.store = open_set(str(out), "--out") if isinstance(out, str | Path) else out
         self.append, self.sources, self._file = append, sources, tokenizer_file
         for source in sources:
@@ -49,9 +48,9 @@ class Target:
                 raise UserError(str(error), field="--source", value=source, remedy="rename it") from None
         self.base, self.version = self._newest()
         if append and not self.base:
-            read_manifest(self.store, field="--out")  # says that there is none
-        self._put: list[str] = []  # shards that this build has made, and no manifest names yet
-        self._fits: list[int] = []  # extents of the base from which on this may be it, built again
+            read_manifest(self.store, field="--out")  # raises, as there is none
+        self._put: list[str] = []  # shards of this build that no manifest names yet
+        self._fits: list[int] = []  # extents of the base at which what is rebuilt may begin
         if self.base:
             chunk_items = chunk_items or self.base.chunk_items
             shard_chunks = shard_chunks or self.base.shard_chunks
@@ -77,7 +76,7 @@ class Target:
         return len(self.base.extents) if self.base and self.append else 0
 
     def put(self, extent: int) -> Callable[[int, Path, bytes], None]:
-        """Take the finished shards of the n-th new extent."""
+        """Return a function that stores the finished shards of the n-th new extent."""
         source, number = self.sources[extent], self.first_extent + extent
 
         def put(shard: int, path: Path, root: bytes) -> None:
@@ -94,8 +93,8 @@ class Target:
         return put
 
     def _put_new(self, name: str, path: Path) -> None:
-        """Unless it is there already. Of other bytes under its name those of a build that came to nothing, or damaged
-        ones, are replaced, and those that a manifest names are not."""
+        """Store a shard unless it is there already. Other bytes under its name are damaged, or left from a failed
+        build, and are replaced; if a manifest names them, the shard is refused instead."""
         if self._size(name) is None:
             self._put.append(name)
             try:
@@ -111,7 +110,7 @@ class Target:
         return None
 
     def _is_same(self, name: str, path: Path) -> bool:
-        """Whether these bytes are there, and can be read."""
+        """Return whether the store has these bytes, and can read them."""
         size = path.stat().st_size
         with contextlib.suppress(OSError), open(path, "rb") as file:
             return self.store.size(name) == size and all(
@@ -121,13 +120,13 @@ class Target:
         return False
 
     def _named(self) -> set[str]:
-        """The shards of the newest version."""
+        """Return the names of the newest version's shards."""
         newest = self._newest()[0]
         shards = [(e, s) for e in range(len(newest.extents)) for s in range(newest.num_shards(e))] if newest else []
         return {newest.shard_name(e, s) for e, s in shards} if newest else set()
 
     def _same(self, base: Manifest, extent: int, shard: int, root: bytes) -> list[str]:
-        """The shards of the base that this one is, built again."""
+        """Return the names of the base's shards that this one rebuilds."""
         fits = [k + extent for k in self._fits]
         same = [e for e in fits if shard < base.num_shards(e) and base.root(e, shard) == root]
         if not same:
@@ -136,15 +135,15 @@ class Target:
         return [base.shard_name(e, shard) for e in same]
 
     def _size(self, name: str) -> int | None:
-        """None: it is not there."""
+        """Return the size of a file; None: it is not there."""
         try:
             return self.store.size(name)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def undo(self, is_lost: bool) -> None:
-        """Remove what this build has made, if it comes to nothing; nothing that a manifest names now. `is_lost`:
-        another build writes here now, and may count on the shards that it has found."""
+        """Remove the shards of a failed build, except those that a manifest names now. `is_lost`: another build writes
+        here now and may rely on the shards it has found, so nothing is removed."""
         if is_lost:
             return
         try:
@@ -157,7 +156,7 @@ class Target:
                     self.store.remove(name)
 
     def manifest(self, items: Sequence[int], roots: np.ndarray) -> Manifest:
-        """With so many items in each new extent."""
+        """Make the manifest, with this many items in each new extent."""
         extents = tuple(Extent(source, n) for source, n in zip(self.sources, items, strict=True))
         if self.base and self.append:
             roots = np.concatenate([self.base.roots, roots])
@@ -194,7 +193,8 @@ class Target:
         return manifest, version
 
     def _check_shards(self, manifest: Manifest) -> None:
-        """That the new ones are all there: another build may have removed one that this one found and left alone."""
+        """Check that all new shards are there: another build may have removed one that this one found and left
+        alone."""
         if manifest is self.base:
             return
         new = [(e, s) for e in range(self.first_extent, len(manifest.extents)) for s in range(manifest.num_shards(e))]
@@ -215,7 +215,7 @@ class Target:
         except (FileNotFoundError, NotADirectoryError):
             return None, ""
         except OSError:
-            pass  # read_manifest tells it better
+            pass  # read_manifest reports it better
         return read_manifest(self.store, field="--out")
 
     def _compare(self, base: Manifest) -> None:
@@ -265,8 +265,8 @@ class Target:
 
 
 def shard_chunks_of(size_bytes: float, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """The most chunks that a shard of this size holds, as a power of two: a sequence longer than a chunk then
-    finds units that fit it."""
+    """Return the most chunks that fit in a shard of this size, as a power of two: a sequence longer than a chunk then
+    finds units that fit the shard."""
     return _power_of_two(int(size_bytes) // chunk_bytes)
 
 

@@ -1,5 +1,5 @@
-"""Text to ids and back: bytes, or any `tokenizer.json`. The file's own bytes go into the data set, so that its ids
-can be read as text with the data set alone."""
+"""Converts text to ids and back, by bytes or with any `tokenizer.json`. The file itself goes into the data set, so that
+its ids can be read as text with the data set alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INSTALL = "pip install 'phalanx[build]'"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a manifest says of the ids in it."""
+    """What a manifest records about its ids."""
 
     name: str
     hash: str
@@ -43,10 +43,11 @@ class Tokenizer(Protocol):
     raw: bool  # takes any bytes, cut anywhere; otherwise only whole UTF-8 texts
 
     def encode(self, texts: Sequence[bytes], ends: Sequence[bool]) -> np.ndarray:
-        """The ids of all texts, in one array; after each whose document ends with it, the id that ends one."""
+        """Return the ids of all texts in one array, with the end-of-document id after each text that ends its
+        document."""
 
     def decode(self, ids: np.ndarray) -> str:
-        """What ends a document is left out; what is no text becomes U+FFFD."""
+        """Return the text without the ids that end a document. What is not text becomes U+FFFD."""
 
 
 class Bytes:
@@ -66,7 +67,8 @@ class FromFile:
     raw = False
 
     def __init__(self, file: bytes, told: str, eos: str = "", eos_id: int | None = None):
-        """`told` names it in errors. The end of a document: a token, or an id where that is already known."""
+        """Load a tokenizer.json; `told` names it in errors. A document ends with the token `eos`, or with `eos_id` if
+        the id is already known."""
         self.file, self._tok = file, _load(file, told)
         self._tok.no_truncation()
         self._tok.no_padding()
@@ -87,7 +89,8 @@ class FromFile:
 
 
 def make_tokenizer(name: str, eos: str = "") -> Tokenizer:
-    """`byte`, the path of a tokenizer.json, or a folder with one, whose tokenizer_config.json says what ends a text."""
+    """Make a tokenizer of `byte`, the path of a tokenizer.json, or a folder with one, whose tokenizer_config.json names
+    the token that ends a text."""
     if name == BYTE:
         if eos:
             remedy = "leave --eos out: with bytes, id 256 ends a document"
@@ -105,7 +108,7 @@ def make_tokenizer(name: str, eos: str = "") -> Tokenizer:
 
 
 def _told_end(folder: Path) -> str:
-    """The token that ends a text, as transformers keeps it; empty if the folder does not say."""
+    """Return the token that ends a text, as transformers stores it; empty if the folder does not name one."""
     try:
         told = json.loads((folder / "tokenizer_config.json").read_bytes())["eos_token"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,7 +118,7 @@ def _told_end(folder: Path) -> str:
 
 
 def tokenizer_of(store: Store, manifest: Manifest) -> Tokenizer | None:
-    """The one that a data set was built with, out of the data set itself; None if it came without."""
+    """Load the tokenizer that a data set was built with from the set itself; None if it came without one."""
     if manifest.tokenizer_hash == Bytes.vocabulary.hash:
         return Bytes()
     if not manifest.tokenizer_hash:

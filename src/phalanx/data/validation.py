@@ -1,5 +1,5 @@
-"""The sets that a run validates on, fixed before its ranks start: a data set of its own, or the end of the training
-data, which its order leaves out. Which sequences are read is arithmetic, and the same for any number of ranks."""
+"""The sets that a run validates on, fixed before its ranks start: separate data sets, or the end of the training data,
+which its order leaves out. Arithmetic chooses the sequences, so any number of ranks reads the same ones."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FILE = "validation.json"
 class ValidationSet:
     name: str
     data: RunData  # how it is read; its order is not used
-    first: list[int]  # of each extent: the first sample that may be read
+    first: list[int]  # the first sample that may be read, by extent
     count: int  # sequences
-    target_bytes: int  # of text in what is predicted; 0: not known
+    target_bytes: int  # of text in the targets; 0: not known
 
     @staticmethod
     def plan(job: Job, name: str, url: str) -> ValidationSet:
@@ -55,7 +55,7 @@ class ValidationSet:
             loader.close()
 
     def rows(self, loader: Loader, indices: Sequence[int]) -> np.ndarray:
-        """The sequences with these numbers, spread evenly over the set."""
+        """Read the sequences with these numbers, which are spread evenly over the set."""
         sizes = np.array([cut.num_samples - a for cut, a in zip(loader.cuts, self.first, strict=True)])
         ends = np.cumsum(sizes)
         at = np.array(indices, np.int64) * int(ends[-1]) // self.count
@@ -74,7 +74,7 @@ class ValidationSet:
 
 
 def _target_bytes(loader: Loader, rows: np.ndarray) -> int:
-    """UTF-8 bytes of the targets that count; 0 if the set has no tokenizer that can be used here."""
+    """Count the UTF-8 bytes of the targets that count; 0 if the set has no tokenizer that can be used here."""
     m = loader.manifest
     if not m.is_tokens:
         return 0

@@ -1,5 +1,5 @@
-"""Every byte of a data set against its manifest: the size of each shard, its footer's root, and both hashes of each
-chunk. Reads whole shards, by threads; tells of everything that is wrong, not of the first thing."""
+"""Checks every byte of a data set against its manifest: the size of each shard, its footer's root, and both hashes of
+each chunk. Threads read whole shards, and all damage is reported, not only the first."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def verify(
     threads: int = 4,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[Damage]:
-    """What is wrong, in the order of the shards. `fast`: sizes and footers alone. `on_progress` hears how many bytes
-    have been checked."""
+    """Return all damage, in the order of the shards. `fast`: check only sizes and footers. `on_progress` gets the
+    number of bytes that have been checked."""
     checked = 0
     damage = list(_beside(store, manifest, version))
     waiting: deque[Future[tuple[int, list[Damage]]]] = deque()
@@ -77,7 +77,7 @@ def bytes_to_check(manifest: Manifest, fast: bool = False) -> int:
 
 
 def _beside(store: Store, m: Manifest, version: str) -> Iterator[Damage]:
-    """What lies beside the shards."""
+    """Check the files beside the shards."""
     wanted = {manifest_name(version): version}
     if m.tokenizer_hash not in ("", Bytes.vocabulary.hash):
         wanted[TOKENIZER] = m.tokenizer_hash
@@ -146,7 +146,7 @@ def _unreadable(name: str, error: OSError) -> Damage:
 
 
 def _tried(call: Callable[..., Any], *args: Any) -> Any:
-    """Again, unless that would not help."""
+    """Call a function, and retry it after errors that may pass."""
     for attempt in range(TRIES):
         try:
             return call(*args)

@@ -1,4 +1,4 @@
-"""Which sample was where in a run, and what it held: by arithmetic, from the run's record alone."""
+"""Finds which sample a run served where, and what it held, by arithmetic from the run's record alone."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from phalanx.data.loader import Loader
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    place: int  # in what the run serves; `position` in its order, which knows of skips
+    place: int  # among the samples served; `position`: in the order, skips included
     position: int
     source: str
     shard: str
     chunk: int
     offset: int  # of the sample's first item in the shard
-    replaces: int | None  # the sample that it stands in for, whose chunk was corrupt
+    replaces: int | None  # the sample that it replaces, whose chunk was corrupt
     sample: int
     row: np.ndarray
 
 
 def where(loader: Loader, places: Iterable[int], events: Iterable[dict[str, Any]] = ()) -> Iterator[Found]:
-    """`events`: of the run, among which are the replacements of samples."""
+    """Find the samples of these places. `events`: those of the run, which include replaced samples."""
     instead = {e["place"]: (e["extent"], e["used"]) for e in events if e.get("type") == "data_substitute"}
     places = list(places)
     extents, samples = loader.order.locate(np.array(places, np.int64))

@@ -1,5 +1,5 @@
-"""Parts turned into ids, each into a file of its own that appears whole or not at all: in this process, or by
-processes started from nothing (never forked), which end when this one does."""
+"""Turns parts into ids, each in a file of its own that appears whole or not at all. The work is done in this process,
+or in new processes (never forked) that end when this one does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx.data.shard_file import fast_hash
 from phalanx.data.tokenizer import Bytes, FromFile, Tokenizer
 
 BATCH_BYTES = 1 << 20
-TRAILER = 40  # bytes of text, empty documents, replaced characters, and the hash of all before
+TRAILER = 40  # bytes of text, empty documents, replaced characters, and a hash of all that precedes
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Job:
 def tokenize(
     job: Job, tokenizer: Tokenizer, index: int, part: Part, limit: int | None, on_bytes: Callable[[int], None]
 ) -> None:
-    """Write the file of a part. `on_bytes` hears of every MB of text, and may raise."""
+    """Write the file of a part. `on_bytes` is called for every MB of text, and may raise."""
     partial = job.path(index).with_suffix(f".{os.getpid()}.tmp")
     taken, texts, held = 0, [], 0
     pieces: list[bytes] = []
@@ -71,8 +71,8 @@ def tokenize(
 
 
 def load(job: Job, index: int, dtype: str) -> tuple[np.ndarray, int, int, int] | None:
-    """The ids of a part, how many bytes of text they were, how many documents were empty and how many characters were
-    replaced; None if there is no such file, or half of it."""
+    """Load the ids of a part, and its numbers of text bytes, empty documents and replaced characters; None if the file
+    is missing or incomplete."""
     try:
         data = job.path(index).read_bytes()
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def load(job: Job, index: int, dtype: str) -> tuple[np.ndarray, int, int, int] |
 
 
 class Here:
-    """One worker, this process."""
+    """A single worker: this process."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, on_bytes: Callable[[int], None]):
         self.job, self._tokenizer, self._on_bytes = job, tokenizer, on_bytes
@@ -112,7 +112,7 @@ class Here:
 
 
 class Workers:
-    """Several processes. What goes wrong in one is raised here."""
+    """Several worker processes. An error in one of them is raised here."""
 
     def __init__(self, job: Job, num_workers: int, on_bytes: Callable[[int], None]):
         self.job, self.num_workers, self._on_bytes = job, num_workers, on_bytes
@@ -139,7 +139,7 @@ class Workers:
         mine, theirs = Pipe()
         with theirs:
             code = f"from phalanx.data.workers import serve; serve({theirs.fileno()})"
-            # Ctrl-C is this process's to hear; the library's own threads would fight the workers for the cores.
+            # Only this process handles Ctrl-C; the library's own threads would compete with the workers for the cores.
             env = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
             self._processes[mine] = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -163,7 +163,7 @@ class Workers:
             raise self._ended(connection) from None
 
     def listen(self, block: bool) -> None:
-        """Hear what there is to hear; wait for something if `block`."""
+        """Handle the messages that have arrived; wait for one if `block`."""
         if not self._busy:
             return
         for connection in wait(list(self._busy), None if block else 0):
@@ -179,7 +179,7 @@ class Workers:
             if "mistake" in told:
                 message, field, value, remedy = told["mistake"]
                 raise UserError(message, field=field, value=value, remedy=remedy)
-            if "os" in told:  # what it wrote to, as if it had been this process
+            if "os" in told:  # an I/O error, raised as if it had happened here
                 raise OSError(*told["os"])
             if "failed" in told:
                 raise RunFailed(f"a worker of the build failed: {told['failed']}")
@@ -192,7 +192,7 @@ class Workers:
 
 
 def serve(fd: int) -> None:
-    """What a worker does until nobody is at the other end."""
+    """Work until the other end is closed."""
     with Connection(fd) as connection:
         try:
             job: Job = connection.recv()

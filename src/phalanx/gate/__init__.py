@@ -1,2 +1,2 @@
-"""How the processes of a run reach and trust each other: proofs, encryption, and the doors that strangers knock at. It
-knows nothing of what is said afterwards."""
+"""How the processes of a run reach and trust each other: proofs, encryption, and the sockets that strangers connect to.
+It knows nothing of the messages that follow."""

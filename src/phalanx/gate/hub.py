@@ -1,16 +1,17 @@
-"""Where the groups of a run find each other: keys and values, without a port of their own. There is a hub on each node,
-in each aggregator and in the controller. Nothing here does I/O.
+"""The key-value store through which the groups of a run find each other, without a port of its own. There is a hub on
+each node, in each aggregator and in the controller. Nothing here does I/O.
 
-A scope is what meets, a replica or the gang, and the number of that meeting, which only grows: a later one ends all
-before it. Inside a scope each group has a room, the part of its keys before the last slash. A hub whose node has
-anybody in a room joins it at the next hub up, and from then on is told all that is set there: when a rank asks for a
-key of another node it is there already, mostly, and what a group says goes to the nodes of that group alone.
+A scope names what meets (a replica or the gang) and the number of the meeting. Numbers only grow, and a later meeting
+ends all earlier ones. Inside a scope each group has a room, named by the part of its keys before the last slash. When a
+rank uses a room, the hub of its node joins that room at the next hub up, and then receives every key that is set there.
+So a key from another node has usually arrived before a rank asks for it, and a group's keys go only to the nodes of
+that group.
 
-A key is set once in its scope: another value for it is not taken. Counters are the topmost hub's, and are read by
+A key is set once per scope; a different value for it is ignored. Counters live in the topmost hub and are read by
 adding 0.
 
-After a connection to the next hub was lost, `resync` says everything again. So a hub may die and come back empty at any
-time, and those who wait at others wait for the key, not for the hub.
+After a hub has lost the connection to the next one, `resync` repeats everything. So a hub may die and come back empty
+at any time: ranks at other hubs wait for the key, not for the hub.
 """
 
 from __future__ import annotations
@@ -24,41 +25,42 @@ from phalanx.core.errors import MOST_INT, WireError
 
 Item = list[Any]
 Kinds = dict[str, tuple[type | tuple[type, ...], ...]]
-#: From below: the fields after the kind, and their types. First what meets, and its number. A value is base64.
+#: Items from below: the types of the fields after the kind. The first two are the scope. Values are base64.
 ITEMS: Kinds = {
     "join": (str, int, str),  # a room
     "set": (str, int, str, str),  # key, value
     "want": (str, int, str),  # key
-    "call": (str, int, int, str, list),  # a number of the caller, operation, arguments
+    "call": (str, int, int, str, list),  # the caller's number, operation, arguments
 }
-#: What may be called beside `check`, which takes any number of keys, and the types of its arguments.
+#: The operations of a call and the types of their arguments; `check` is one too, and takes any number of keys.
 CALLS: dict[str, tuple[type, ...]] = {
     "count": (),
     "delete": (str,),
     "add": (str, int),
     "compare_set": (str, str, str),
 }
-#: From above.
+#: Items from above.
 ANSWERS: Kinds = {
     "have": (str, int, str, str),  # key, value
     "over": (str, int),  # a later meeting has begun
-    "result": (str, int, int, (int, str, bool, type(None))),  # the caller's number; None: it cannot be had
+    "result": (str, int, int, (int, str, bool, type(None))),  # the caller's number, the result; None: the call failed
 }
 
 
 @dataclass(slots=True)
 class Gathering:
     number: int
-    rooms: dict[str, dict[str, str]] = field(default_factory=dict)  # of those that were joined: keys and values
-    members: dict[str, set[Hashable]] = field(default_factory=dict)  # of a room: hubs below
-    waiting: dict[str, set[Hashable]] = field(default_factory=dict)  # for a key: ranks
-    people: set[Hashable] = field(default_factory=set)  # all of them, to be told of its end
+    rooms: dict[str, dict[str, str]] = field(default_factory=dict)  # room -> its keys and values
+    members: dict[str, set[Hashable]] = field(default_factory=dict)  # room -> hubs below that joined it
+    waiting: dict[str, set[Hashable]] = field(default_factory=dict)  # key -> ranks that wait for it
+    people: set[Hashable] = field(default_factory=set)  # everyone to notify when it ends
     is_over: bool = False
 
 
 class Hub:
-    """`send(who, item)` tells one below, `up(item)` the next hub; None: this is the topmost. `newest(what)`: the number
-    of the last meeting that anybody was sent to; None: it is not known here."""
+    """`send(who, item)` sends an item to a rank or hub below, `up(item)` to the next hub; without `up` this is the
+    topmost. `newest(what)` returns the number of the last meeting that anyone was sent to, or None if it is not known
+    here."""
 
     def __init__(
         self,
@@ -67,23 +69,23 @@ class Hub:
         newest: Callable[[str], int | None] = lambda what: None,
     ):
         self._send, self._up, self._newest = send, up, newest
-        self._scopes: dict[str, Gathering] = {}  # the last of each
-        self._calls: dict[int, tuple[Any, int]] = {}  # on their way up: whose, and its number
+        self._scopes: dict[str, Gathering] = {}  # the latest meeting of each
+        self._calls: dict[int, tuple[Any, int]] = {}  # calls on their way up: the caller, and its number
         self._count = 0
 
     def room(self, what: str, key: str) -> dict[str, str]:
-        """All that is known of a key's room."""
+        """Return all known keys and values of a key's room."""
         return self._scopes[what].rooms.get(room_of(key), {})
 
     # -- from below
 
     def take(self, who: Hashable, item: Any) -> None:
-        """WireError."""
+        """Handle an item from below. Raises WireError if it is malformed."""
         kind, what, number, *fields = check(item, ITEMS)
         if not 0 <= number < MOST_INT:
             raise WireError(f"store item of the meeting {str(number)[:30]}: expected 0 to {MOST_INT}")
         if kind == "call":
-            check_call(*fields[1:])  # here, so that it ends the connection of its sender and nobody else's
+            check_call(*fields[1:])  # checked here, so that only its sender's connection ends
         scope = self._enter(what, number)
         if scope is None:
             self._send(who, ["result", what, number, fields[0], None] if kind == "call" else ["over", what, number])
@@ -94,7 +96,7 @@ class Hub:
             TAKE[kind](self, who, scope, what, *fields)
 
     def lose(self, who: Hashable) -> None:
-        """It is gone."""
+        """Forget a rank or hub that is gone."""
         for scope in self._scopes.values():
             scope.people.discard(who)
             for table in (scope.members, scope.waiting):
@@ -105,7 +107,7 @@ class Hub:
         self._calls = {number: call for number, call in self._calls.items() if call[0] != who}
 
     def _enter(self, what: str, number: int) -> Gathering | None:
-        """None: that meeting is over, or nobody was sent to it. If it is a new one, the one before is over."""
+        """Return the meeting, or None if it is over or nobody was sent to it. A new meeting ends the one before."""
         last = self._scopes.get(what)
         if last is None or number > last.number:
             newest = self._newest(what)
@@ -145,7 +147,7 @@ class Hub:
             self._up(["set", what, scope.number, key, value])
 
     def _keep(self, scope: Gathering, what: str, key: str, value: str, who: Hashable = None) -> None:
-        """`who` has said it, and is not told."""
+        """Store a value and send it to all who need it, except to `who`, who sent it."""
         room = room_of(key)
         self._open(scope, what, room)[key] = value
         for one in (scope.members.get(room, set()) - {who}) | scope.waiting.pop(key, set()):
@@ -167,7 +169,7 @@ class Hub:
             self._send(who, ["result", what, scope.number, theirs, self._do(scope, what, op, args)])
 
     def _do(self, scope: Gathering, what: str, op: str, args: list[Any]) -> int | str | bool | None:
-        """In the topmost hub. None: it cannot be had."""
+        """Execute a call in the topmost hub. Return None if that fails."""
         if op == "count":
             return sum(map(len, scope.rooms.values()))
         if op == "check":
@@ -179,13 +181,13 @@ class Hub:
         if op == "add":
             try:
                 total = args[1] + (int(base64.b64decode(there)) if there else 0)
-            except ValueError:  # what was set there is no number
+            except ValueError:  # the value there is not a number
                 return None
             if not -MOST_INT <= total < MOST_INT:
                 return None
             self._keep(scope, what, args[0], base64.b64encode(str(total).encode()).decode())
             return total
-        _, expected, wanted = args  # of compare_set
+        _, expected, wanted = args  # compare_set
         if there == expected or (there is None and not expected):
             self._keep(scope, what, args[0], wanted)
         return str(values.get(args[0], expected))
@@ -193,7 +195,7 @@ class Hub:
     # -- from above
 
     def hear(self, item: Any) -> None:
-        """WireError."""
+        """Handle an item from above. Raises WireError if it is malformed."""
         kind, what, number, *fields = check(item, ANSWERS)
         scope = self._scopes.get(what)
         if kind == "result":
@@ -206,7 +208,7 @@ class Hub:
                 self._end(what, scope)
 
     def resync(self) -> None:
-        """There is a next hub again, and it may know nothing."""
+        """Fail the calls under way, and repeat all else to the next hub, which is back and may know nothing."""
         assert self._up
         calls, self._calls = self._calls, {}
         for who, number in calls.values():

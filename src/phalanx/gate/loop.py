@@ -1,4 +1,4 @@
-"""One selector and one list of timers for all that a process, or a thread of it, waits for."""
+"""One selector and one list of timers for everything that a process or thread waits for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Loop:
-    """A source's callback is given its events."""
+    """Calls back when a source is ready or a timer is due. The callback of a source gets its events."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -28,7 +28,7 @@ class Loop:
         known = self._selector.get_map()
         for key, mask in self._selector.select(None if wait == math.inf else max(0.0, wait)):
             found = known.get(key.fd)
-            if found and found.fileobj is key.fileobj:  # else a callback of this round has ended it
+            if found and found.fileobj is key.fileobj:  # otherwise a callback of this round has removed it
                 key.data(mask)
 
     def after(self, seconds: float, callback: Callable[[], object]) -> None:
@@ -36,7 +36,7 @@ class Loop:
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._count, callback))
 
     def watch(self, source: Any, mask: int, callback: Callable[[int], object] | None = None) -> None:
-        """Mask 0: no more."""
+        """Watch a source, or change its events and callback. Mask 0 stops watching it."""
         key = self._selector.get_map().get(source)
         if key is None:
             if mask:

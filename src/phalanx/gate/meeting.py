@@ -1,9 +1,9 @@
-"""The rendezvous of one node, in a process of its own: the node's hub, behind a Unix socket without a name in the file
-system. The kernel says which process of which user is at the other end: other users are turned away, and a process is
-let into the meetings alone that the agent has sent its worker to. What ranks of other nodes set comes through the
-agent, over its control link: nothing listens on the network.
+"""The rendezvous process of a node: the node's hub behind an abstract Unix socket. The kernel identifies the process
+and the user at the other end. Other users are turned away, and a process may enter only the meetings that the agent has
+sent its worker to. Keys from ranks of other nodes arrive through the agent's control link, so nothing listens on the
+network.
 
-A connection is for one scope, which it names first; then it sets, asks, and waits for one answer at a time.
+A connection is for one scope, which it names first. It then sets and gets keys, waiting for one answer at a time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LENGTH = struct.Struct(">I")
 
 
 class Meeting:
-    """`relay(item)`: to the next hub; None: there is none. `may(pid, scope)`: whether a process may enter. Its clients
-    are answered {"values"}, the one that they asked for and all others of its room that they were not told yet;
-    {"result"}; or {"error"}."""
+    """The door to a hub. `relay(item)` sends an item to the next hub; None: there is none. `may(pid, scope)` says
+    whether a process may enter. Clients are answered with {"values"} (the key they asked for, and all others of its
+    room that they do not have yet), {"result"} or {"error"}."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Client:
     def __init__(self, sock: socket.socket, pid: int):
         self.sock, self.pid = sock, pid
         self.scope: Scope | None = None
-        self.told: set[str] = set()  # keys
+        self.told: set[str] = set()  # keys that were sent to it
         self.out, self._in = bytearray(), bytearray()
 
     def push(self, message: dict[str, Any]) -> None:
@@ -150,9 +150,10 @@ def framed(message: dict[str, Any]) -> bytes:
 
 
 def serve(channel: Any, args: dict[str, Any]) -> None:
-    """Until the channel ends. `alone`: no other node takes part, nobody relays, and all may enter."""
+    """Serve until the channel ends. `alone`: no other node takes part, nothing is relayed, and every process may
+    enter."""
     loop, items, over = Loop(), list[Item](), False
-    allowed: dict[tuple[int, str], int] = {}  # process, what it is in -> the number of that meeting
+    allowed: dict[tuple[int, str], int] = {}  # process, what meets -> the number of the meeting
 
     def send() -> None:
         channel.send({"type": "relay", "items": items.copy()})
@@ -160,11 +161,11 @@ def serve(channel: Any, args: dict[str, Any]) -> None:
 
     def relay(item: Item) -> None:
         if not items:
-            loop.after(0.0, send)  # with all that comes in this round
+            loop.after(0.0, send)  # together with all other items of this round
         items.append(item)
 
     def may(pid: int, scope: Scope) -> bool:
-        obey(READ)  # the agent says so before it tells the worker
+        obey(READ)  # the agent allows a process before it tells the worker
         return allowed.get((pid, scope[0])) == scope[1]
 
     meeting = Meeting(loop) if args.get("alone") else Meeting(loop, relay, may)

@@ -1,8 +1,8 @@
-"""Connections between members of a run that hand state to each other. Both ends prove that they know the key that the
-members share; what leaves the machine is encrypted. After that a connection is a `Stream`: messages and bulk, as its
-two ends like.
+"""Connections over which members of a run hand state to each other. Both ends prove that they know the key that the
+members share, and what leaves the machine is encrypted. A proven connection is a `Stream`: messages and bulk data, in
+any order that its two ends agree on.
 
-A `Gate` lets them in: one thread does all handshakes and waits for nobody, then each member gets a thread of its own.
+A `Gate` lets members in: one thread does all handshakes without blocking, then each member gets a thread of its own.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from phalanx.gate.proof import KEY_BYTES, Identity, Proof, Refused, Secret
 from phalanx.gate.tls import Certificate, binding_of
 
 PATIENCE_S = 30.0  # for a handshake
-REACH_S = 3.0  # for a connection, where the host has other addresses
-ATTEMPTS, PAUSE_S = 6, 0.2  # at a gate that ends connections: strangers may crowd it
-TIMEOUT_S = 60.0  # in which each piece must get through
+REACH_S = 3.0  # to connect, while the host has other addresses
+ATTEMPTS, PAUSE_S = 6, 0.2  # if a gate ends the connection: strangers may crowd it
+TIMEOUT_S = 60.0  # for each piece of a transfer
 PIECE_BYTES = 64 << 20
 MESSAGE_BYTES = 1 << 16
 MOST_MEMBERS = 512  # served by one gate at a time
-MEMBER = Identity("peer", "peer", 1)  # members are all alike
+MEMBER = Identity("peer", "peer", 1)  # the same for all members
 _LENGTH = struct.Struct(">I")
 
 
 class Stream:
-    """A proven connection. Each call waits, TIMEOUT_S at most. `rest`: what was read of it already."""
+    """A proven connection. Each piece of a transfer may take TIMEOUT_S. `rest`: bytes that were already read from
+    it."""
 
     def __init__(self, sock: Any, rest: bytearray):
-        self.sock = getattr(sock, "sock", sock)  # TLS of its own can wait, too
+        self.sock = getattr(sock, "sock", sock)  # the TLS socket itself, which can block
         self.sock.settimeout(TIMEOUT_S)
         self._rest = rest
 
@@ -85,9 +86,9 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """`key`: what all members share. `host`: where this one listens, or several addresses with commas between them.
-    `certificate`: for the gates that listen beyond loopback; "": each makes one. `encrypt`: None: what leaves the
-    machine."""
+    """How to reach and admit members. `key`: the secret that all members share. `host`: the address to listen at, or
+    several with commas between them. `certificate`: for gates that listen beyond loopback; "": each makes its own.
+    `encrypt`: None encrypts only what leaves the machine."""
 
     key: str = field(repr=False)
     host: str = "127.0.0.1"
@@ -106,8 +107,8 @@ class Peers:
         return Gate(self, serve)
 
     def dial(self, address: tuple[str, int]) -> Stream:
-        """Connect to a member, by the first of its addresses that can be reached. OSError: none can, or it cannot prove
-        that it is a member."""
+        """Connect to a member at its first reachable address. Raises OSError if none is reachable, or if the other end
+        cannot prove that it is a member."""
         for attempt in range(ATTEMPTS):
             sock = _reach(*address)
             try:
@@ -138,7 +139,7 @@ class Peers:
 
 
 def _reach(hosts: str, port: int) -> socket.socket:
-    """Connect to the first of some addresses, with commas between them, that answers. OSError of the last one."""
+    """Connect to the first of the comma-separated addresses that answers. Raises the OSError of the last one."""
     *others, last = hosts.split(",")
     for host in others:
         with contextlib.suppress(OSError):
@@ -147,7 +148,7 @@ def _reach(hosts: str, port: int) -> socket.socket:
 
 
 def _present(hosts: str) -> str:
-    """Leave out addresses that this host has lost since they were listed, unless it has lost all."""
+    """Drop the addresses that this host no longer has, unless it has lost all of them."""
     found = []
     for host in hosts.split(","):
         try:
@@ -160,8 +161,8 @@ def _present(hosts: str) -> str:
 
 
 class Gate:
-    """`serve` gets each member in a thread of its own. It may raise OSError, or ValueError, KeyError and TypeError for
-    what the member sent; the connection ends with it."""
+    """Accepts members, and calls `serve` for each in a thread of its own. `serve` may raise OSError, or ValueError,
+    KeyError and TypeError for what the member sent. The connection ends when it returns or raises."""
 
     def __init__(self, peers: Peers, serve: Callable[[Stream], object]):
         self._secret, self._serve = peers.secret, serve
@@ -209,7 +210,7 @@ class Gate:
                 self._admit(stranger)
             else:
                 self._loop.watch(stranger, READ | (WRITE if stranger.out else 0), lambda mask: self._on_event(stranger))
-        except (OSError, ValueError) as error:  # WireError is one; no stranger may end this thread
+        except (OSError, ValueError) as error:  # WireError is a ValueError; no stranger may end this thread
             self._refuse(stranger, str(error))
 
     def _admit(self, stranger: _Stranger) -> None:
@@ -222,7 +223,7 @@ class Gate:
             return
         try:
             threading.Thread(target=self._attend, args=(stream,), daemon=True).start()
-        except RuntimeError:  # no more threads can be had: who asks is better off elsewhere
+        except RuntimeError:  # no more threads: the member had better ask elsewhere
             self._members.release()
             stream.close()
 
@@ -235,7 +236,7 @@ class Gate:
 
 
 class _Stranger:
-    """Has connected, and proven nothing yet."""
+    """A connection that has proven nothing yet."""
 
     def __init__(self, channel: Any):
         self.channel, self.out = channel, b""
@@ -245,7 +246,8 @@ class _Stranger:
         return self.channel.fileno()
 
     def advance(self, secret: Secret) -> bool:
-        """Do what can be done now. Return whether it has proven itself. OSError, Refused."""
+        """Continue the handshake without blocking, and return whether the proof is complete. Raises OSError or
+        Refused."""
         if self.proof is None:
             binding = binding_of(self.channel)
             if binding is None:

@@ -1,15 +1,15 @@
-"""How two processes prove to each other that they belong to a run, without a connection: bytes in, bytes out.
+"""The exchange in which two processes prove to each other that they belong to a run: bytes in, bytes out, no I/O.
 
-    client -> server   hello      a nonce, who it is, and a MAC over them: strangers end here
+    client -> server   hello      a nonce, who it is, and a MAC over them: strangers fail here
     server -> client   challenge  a nonce, who it is, and its proof over both nonces and both identities
     client -> server   answer     its own proof over the same
 
-The key of these MACs is the client's token. A token follows from the run's secret and the role and name of its owner:
-an end that has only a token can speak in its own name alone, and an end that has the secret knows all tokens. Neither
-crosses the wire. The nonces are new in each exchange: an old one opens nothing.
+These MACs are keyed with the client's token, which is derived from the run's secret and the role and name of its owner.
+An end with only a token can speak only in its own name; an end with the secret can compute every token. Neither crosses
+the wire. Each exchange has new nonces, so that a recording of an old one is useless.
 
-Under TLS both ends put the hash of the server's certificate into every MAC. Who stands between them must show another
-certificate, so its proofs fail: nothing has to be known of the certificate beforehand, and nobody has to sign it.
+Under TLS both ends include the hash of the server's certificate in every MAC. A man in the middle has to present
+another certificate, so its proofs fail. The certificate therefore need not be known beforehand, nor signed by anyone.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from typing import Any, Protocol
 from phalanx.core.errors import MOST_INT, WireError
 
 KEY_BYTES = 32
-HELLO_BYTES = 512  # a frame of somebody who has proven nothing
+HELLO_BYTES = 512  # the largest frame before anything is proven
 _LENGTH = struct.Struct(">I")
 _PAIR, _LONE = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}", rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 _ESCAPES = re.compile(_PAIR + rb"|(" + _LONE + rb")|\\.")
 
 
 class Refused(WireError):
-    """The other end has not proven what it must, or sent what nobody who has would send."""
+    """The other end failed to prove its identity, or sent what no proven member would send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     role: str
     name: str
-    incarnation: int  # a later process of that name has a greater one
+    incarnation: int  # greater in each later process of that name
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
@@ -48,15 +48,15 @@ class Identity:
 
 class Keys(Protocol):
     def token_of(self, role: str, name: str) -> bytes:
-        """Refused: this end does not know it."""
+        """Return the token of a member. Raises Refused if this end does not know it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """The secret of a run, or of all who share something in it. Its owner can compute everybody's token."""
+    """The secret of a run, or of all who share something in it. Its owner can compute every token."""
 
-    path: Path  # the file that keeps it; Path(): none does
+    path: Path  # the file that stores it; Path(): none
     key: bytes = field(repr=False)
 
     def token_of(self, role: str, name: str) -> bytes:
@@ -78,23 +78,24 @@ class Token:
 
 
 class Proof:
-    """One end of the exchange. `binding`: what both ends see of the connection, and nobody between them can show."""
+    """One end of the exchange. `binding`: what both ends know of the connection and a man in the middle cannot
+    reproduce."""
 
     def __init__(self, keys: Keys, me: Identity, server: bool, binding: bytes = b""):
-        self.peer: Identity | None = None  # once it has proven itself
-        self.keys: dict[bool, bytes] = {}  # of what is said from now on; by: does the server say it
-        self.rest = bytearray()  # what came after the exchange
+        self.peer: Identity | None = None  # set when it has proven itself
+        self.keys: dict[bool, bytes] = {}  # for later messages, by: the server sends them
+        self.rest = bytearray()  # bytes that arrived after the exchange
         self._secret, self._server, self._binding = keys, server, binding
-        self._nonces = {server: secrets.token_bytes(16)}  # by: is it the server's
+        self._nonces = {server: secrets.token_bytes(16)}  # by: it is the server's
         self._who = {server: me}
         self._token = b"" if server else keys.token_of(me.role, me.name)
 
     def begin(self) -> bytes:
-        """What is sent first."""
+        """Return the first bytes to send."""
         return b"" if self._server else self._framed("hello", self._introduction("hello"))
 
     def receive(self, data: bytes) -> bytes:
-        """Take in what came, and return what is to be sent. Refused."""
+        """Process received bytes, and return the bytes to send. Raises Refused."""
         self.rest += data
         out = b""
         while self.peer is None and len(self.rest) >= _LENGTH.size:
@@ -163,14 +164,14 @@ class Proof:
 
 
 def mac(key: bytes, label: str, *parts: bytes) -> bytes:
-    """The parts' lengths are in it: no two lists of parts look alike."""
+    """Return the MAC of some parts. It covers their lengths, so that no two lists of parts look alike."""
     data = b"".join(_LENGTH.pack(len(part)) + part for part in (b"phalanx 2", label.encode(), *parts))
     return hmac.digest(key, data, "sha256")
 
 
 def parsed(body: bytes) -> Any:
-    """Half a surrogate pair, which JSON can name and no encoding takes, becomes U+FFFD: an error message may have one,
-    and it must end nobody who writes it down. Refused: it is no JSON in ASCII."""
+    """Parse JSON in ASCII, or raise Refused. A lone surrogate, which JSON can express and no encoding accepts, becomes
+    U+FFFD: an error message may contain one, and writing that down must not fail."""
     try:
         if b"\\ud" in body or b"\\uD" in body:
             body = _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)

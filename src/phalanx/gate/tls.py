@@ -1,8 +1,8 @@
-"""TLS 1.3 for all that leaves the machine. Certificates are made for one run and are signed by nobody: an end is
-believed because of its `proof`, which the hash of the certificate is a part of.
+"""TLS 1.3 for all that leaves the machine. Certificates are made for one run and are not signed: an end is trusted
+because of its `proof`, which covers the hash of the certificate.
 
-Whether a connection is encrypted follows from the server's address alone, which both ends know: on loopback it is not,
-elsewhere it is. Nothing is negotiated, so nothing can be talked down.
+The server's address, which both ends know, alone decides whether a connection is encrypted: on loopback it is not,
+elsewhere it is. Nothing is negotiated, so encryption cannot be downgraded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.core.errors import UserError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody outside this machine can reach that address."""
+    """Return whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """With its private key, as PEM."""
+    """A certificate with its private key, as PEM."""
 
     pem: str = field(repr=False)
 
@@ -71,7 +71,7 @@ class Certificate:
         found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         found.minimum_version = ssl.TLSVersion.TLSv1_3
         found.num_tickets = 0  # sessions are not resumed: each connection is proven anew
-        fd = os.memfd_create("phalanx-certificate")  # Python wants a path, and the key is to be on no disk
+        fd = os.memfd_create("phalanx-certificate")  # Python wants a path, and the key must not reach a disk
         try:
             os.write(fd, self.pem.encode())
             found.load_cert_chain(f"/proc/self/fd/{fd}")
@@ -84,25 +84,25 @@ class Certificate:
 def client_context() -> ssl.SSLContext:
     found = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     found.check_hostname = False
-    found.verify_mode = ssl.CERT_NONE  # the proof says whose it is
+    found.verify_mode = ssl.CERT_NONE  # the proof identifies the other end
     found.minimum_version = ssl.TLSVersion.TLSv1_3
     return found
 
 
 class Tls:
-    """A socket under TLS that says "not now" and "it is gone" as a plain one does. `certificate`: the hash of a
-    server's own; None: this is the client."""
+    """A socket under TLS that raises BlockingIOError and ConnectionResetError as a plain one does. `certificate`: the
+    hash of the server's own; None: this end is the client."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, certificate: bytes | None):
         server = certificate is not None
         self.sock = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
-        self.must_read_first = server  # to send, it waits for the other end
+        self.must_read_first = server  # sending has to wait for the other end
         self._certificate, self._shaken = certificate, False
         self.setblocking, self.fileno = self.sock.setblocking, self.sock.fileno
         self.shutdown, self.close = self.sock.shutdown, self.sock.close
 
     def binding(self) -> bytes | None:
-        """Go on with the handshake. The hash of the server's certificate; None: it is not known yet."""
+        """Continue the handshake. Return the hash of the server's certificate, or None until the handshake is done."""
         if not self._shaken:
             try:
                 self._translated(self.sock.do_handshake)
@@ -114,7 +114,7 @@ class Tls:
         return self._certificate
 
     def recv(self, size: int) -> bytes:
-        """All that has come: what is decrypted already no selector shows."""
+        """Receive all that has arrived: a selector does not report data that is already decrypted."""
         data = self._translated(lambda: self.sock.recv(size))
         while data and (len(data) < size or self.sock.pending()):
             try:
@@ -141,5 +141,5 @@ class Tls:
 
 
 def binding_of(sock: Any) -> bytes | None:
-    """What a proof on this connection is bound to; None: it is not known yet."""
+    """Return what a proof on this connection is bound to; None: it is not known yet."""
     return sock.binding() if isinstance(sock, Tls) else b""
