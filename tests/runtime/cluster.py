@@ -174,7 +174,7 @@ class Cluster:
         return self.running(self.until(look)["generation"])
 
     def steps(self, generation: int = 0) -> int:
-        """Return how many steps were committed, in a generation or in all."""
+        """Return the last step that was committed, in a generation or in all."""
         done = [event["step"] + 1 for event in self.of("step") if generation in (0, event["generation"])]
         return max(done, default=0)
 
