@@ -241,7 +241,7 @@ def test_a_checkpoint_that_failed_does_not_cost_those_after_it(outcomes, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["disk slow"])
 def test_the_last_retention_is_not_left_out(outcomes, name):
-    """It takes its time, and the run is over."""
+    """It is done even though it takes its time when the run is over."""
     (kept,) = outcomes(name)["kept"]
     assert kept.name.startswith("step-000000060-")
 

@@ -35,7 +35,7 @@ class Worlds:
     def bind(self, desk: Desk, members: Membership, policy: Policy, staff: Staff, active: dict[int, int]) -> None:
         """Connect the other parts of the gang. `active`: the worlds of the generation, by replica."""
         self._desk, self._members, self._policy, self._staff = desk, members, policy, staff
-        self.aside = {r for r in self.built if self.replicas[r].world != active.get(r)}  # built, but not in it
+        self.aside = {r for r in self.built if self.replicas[r].world != active.get(r)}  # built, but not active
 
     def among(self, replicas: Iterable[int], *phases: str) -> list[int]:
         """Return those of the replicas whose world is in one of the phases, in order."""

@@ -1,5 +1,5 @@
 """Rules for nftables that keep strangers off the ports of a run's hosts. Peers of Gloo and NCCL prove nothing to each
-other, so the network has to do it (docs/security.md)."""
+other, so keeping strangers out is the network's task (docs/security.md)."""
 
 from __future__ import annotations
 

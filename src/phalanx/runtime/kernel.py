@@ -41,7 +41,7 @@ def complain(text: object) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when `parent` ends, however it ends."""
+    """Have SIGKILL sent to this process when `parent` ends, however it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
@@ -87,7 +87,7 @@ def children() -> list[int]:
 
 
 def end_all_children(timeout: float) -> None:
-    """Kill and reap every child; with `adopt_orphans`, every descendant."""
+    """Send SIGKILL to every child and reap it; with `adopt_orphans`, to every descendant."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         for pid in children():

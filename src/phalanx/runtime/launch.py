@@ -272,7 +272,7 @@ class ForkedAgent(AgentProcess):
 
 class Local(Adapter):
     """Run all nodes as processes of this machine. `hosts`: the names of the nodes, if others are wanted, each with a
-    command that runs another one in the namespace of that node."""
+    command that runs another command in the namespace of that node."""
 
     is_one_machine = True
 

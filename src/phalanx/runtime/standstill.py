@@ -1,5 +1,5 @@
 """The node's watch over its workers. It reads their progress records, asks those that stand still for their stacks, and
-reports who hangs. `hang` judges whether a worker does.
+reports who hangs. The rules for judging a hang are in `hang`.
 
 A worker that waits for others may be waiting for one on another node, whose watch finds it. If it still stands there
 much later, no watch does, and the hang is final.
