@@ -1,4 +1,4 @@
-"""A gang and agents that do at once what they are told, but never part by themselves. Node i fills place i."""
+"""A gang with agents that obey at once but never part by themselves. Node i fills place i."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Crew:
         assert self.gang.phase == "running" and self.gang.generation == 1
 
     def say(self, *events):
-        """What is commanded, but for timers; those who can answer do."""
+        """Apply events, and answer the commands that follow unless their kind is in `mute`. Return all commands but
+        timers."""
         told, todo = [], list(events)
         while todo:
             event = todo.pop(0)
@@ -80,7 +81,7 @@ class Crew:
             for worker in command.workers:
                 yield died(command.node, worker)
 
-    # -- what happens to it
+    # -- events
 
     def worker(self, rank):
         return self.gang.worlds.replicas[rank // self.gang.members.replica_size].crew[rank]
@@ -95,7 +96,7 @@ class Crew:
         return NodeDead(self.node(rank), 1, "burnt")
 
     def parked(self, rank, step, prepared=None):
-        """A rank has left its world."""
+        """Return the event that a rank has left its world."""
         world = self.gang.worlds.replicas[rank // self.gang.members.replica_size].world
         prepared = step if prepared is None else prepared
         about = ((self.node(rank),), (1,), ((self.worker(rank),),))

@@ -1,10 +1,10 @@
-"""Every order of events there can be, for a gang so small that all can be tried: nodes with one rank each and a spare,
-a step or two, and a budget of things that go wrong. The gang, the agents and the workers' half of the protocol are the
-real ones; between them is a bag of messages, and any may be next. Ranks of a replica agree in one move, as their
+"""Explore every possible order of events for a gang so small that all can be tried: nodes with one rank each and a
+spare, a step or two, and a budget of faults. The gang, the agents and the workers' half of the protocol are the real
+ones. Between them is a bag of messages, and any may be delivered next. Ranks of a replica agree in one move, as their
 world stands or falls as one; each applies a step by itself.
 
-Time stands still: all time-outs are nought, and a timer fires when nothing else can happen, or early, if the budget
-has it. A state is hashed whole, so each is looked at once.
+Time stands still: all time-outs are zero, and a timer fires when nothing else can happen, or early, if the budget
+allows it. A state is hashed whole, so each is looked at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 
 TIMES = ("gather", "wait", "hold", "lease", "park", "pause", "form", "launch", "ask", "resend", "deaths", "silence")
-# Nothing is waited for but a beginning; nothing is given up for having been tried often.
+# Wait for nothing but the start of the run, and try as often as it takes.
 POLICY = Policy(
     **{f"{name}_ns": int(name == "gather") for name in TIMES}, backoff_ns=0, attempts=10**6, strikes=10**6, save=False
 )
@@ -56,8 +56,8 @@ class Worker(NamedTuple):
     rank: int
     member: tuple  # the fields of Member
     chain: tuple = ()  # the generation in which each step that made its state was
-    next: int = 0  # that of the step that it has prepared
-    task: tuple = ()  # the step to go on from, and its source; (): it has that state
+    next: int = 0  # the same for the step that it has prepared
+    task: tuple = ()  # the step to continue from, and its source; (): it has that state
     told: int = 0  # the last generation that it was told to leave
 
 
@@ -71,10 +71,10 @@ class State(NamedTuple):
     votes: frozenset  # of (generation, step, world, whether it asks for a pause)
     history: tuple  # the generation in which each committed step was made
     branches: tuple  # of (generation, step)
-    deaths: int  # that may still come
-    lies: int  # nodes that may still be declared dead and are not
+    deaths: int  # deaths that may still happen
+    lies: int  # nodes that may still be declared dead by mistake
     hurries: int  # timers that may still fire early
-    repeats: int  # messages that may still come again
+    repeats: int  # messages that may still be delivered again
 
 
 class Broken(AssertionError):
@@ -87,7 +87,7 @@ def must(true, text):
 
 
 class Table:
-    """Numbers for things that are compared often and seldom looked at."""
+    """Numbers for values that are compared often and seldom looked at."""
 
     def __init__(self):
         self.items, self.numbers = [], {}
@@ -112,13 +112,13 @@ class Model:
             agent = Agent(name, name, {"store": Service({"address": name})}, host=name, incarnation=1)
             agent.connected(0)
             state = self.acted(state, name, agent)
-        while self.phase(state) != "running" or state.net:  # without faults there is one way to begin
+        while self.phase(state) != "running" or state.net:  # without faults there is only one way to start
             state = next(after for _, after in self.moves(state))
         self.first = state._replace(deaths=deaths, lies=lies, hurries=hurries, repeats=repeats)
 
     def explore(self, depth=10**9):
-        """All states that can be reached in so many moves; Broken tells the way to a bad one. Returns how many states
-        and moves there are, and how deep it went."""
+        """Visit all states that can be reached in `depth` moves; Broken tells the way to a bad one. Return the number
+        of states and of moves, and the depth reached."""
         came, layer, moves, level, back = {self.first: None}, [self.first], 0, 0, {}
         while layer and level < depth:
             level += 1
@@ -141,7 +141,7 @@ class Model:
         return len(came), moves, level
 
     def check_progress(self, came, back):
-        """From everywhere an end can be reached."""
+        """Check that an end can be reached from every state."""
         ends = [state for state in came if self.phase(state) == "ended" or self.held(state)]
         seen, stack = set(ends), list(ends)
         while stack:
@@ -171,7 +171,7 @@ class Model:
         return self.gangs.number(gang.to_bytes(), gang)
 
     def gang(self, state):
-        """For looking at."""
+        """Return the gang, only to be looked at."""
         return self.gangs.items[state.gang]
 
     def phase(self, state):
@@ -194,7 +194,7 @@ class Model:
                 state = state._replace(worlds=tuple(sorted({*state.worlds, (command.world, crew)})))
             elif isinstance(command, Form):
                 state = self.formed(state, command)
-            here = {worker.node for _, worker in state.workers}  # others have nobody to tell
+            here = {worker.node for _, worker in state.workers}  # other nodes have no worker to tell
             nodes = sorted(here) if command.to == EVERYONE else command.to
             state = self.send(state, *((node, command) for node in nodes))
         ending = self.gang(state).ending.outcome
@@ -229,13 +229,13 @@ class Model:
         if gang.phase == "ended":
             return []
         if not moves:
-            timers = [t for t in sorted(gang.desk.timers) if t != "hold"]  # it would give up, and nothing has failed
+            timers = [t for t in sorted(gang.desk.timers) if t != "hold"]  # `hold` would end a run that has not failed
             moves = [(f"timer {t}", self.hear(state, TimerFired(t))) for t in timers]
             moves = [(label, after) for label, after in moves if after != state]
         return [(label, self.tidy(after)) for label, after in moves + list(self.faults(state, gang))]
 
     def tidy(self, state):
-        """Without messages that are refused, and always will be: their generation or their worker is over."""
+        """Drop messages that are refused, and always will be: their generation or their worker is over."""
         void = [item for item in state.net if self.void(state, item)]
         return state._replace(net=state.net.difference(void)) if void else state
 
@@ -328,7 +328,7 @@ class Model:
         return self.agents.number(pickle.dumps(agent), pickle.dumps(agent))
 
     def agent(self, state, name):
-        """A copy, to be changed."""
+        """Return a copy of an agent, to be changed."""
         return pickle.loads(self.agents.items[dict(state.hosts)[name].agent])
 
     def host(self, state, name, host):
@@ -387,7 +387,7 @@ class Model:
         return state._replace(workers=tuple(item for item in state.workers if item[0] != number))
 
     def tell(self, state, number, body):
-        """A worker hears its agent; what it says at once."""
+        """Have a worker hear its agent. Return the state, and what the worker reports at once."""
         worker, kind = dict(state.workers)[number], body["type"]
         member, says = Member(*worker.member), False
         if kind == "build":
@@ -416,12 +416,12 @@ class Model:
     # -- what a worker does by itself
 
     def stands(self, workers, world, crew):
-        """Nobody of a world is gone, or has left it."""
+        """Return whether nobody of a world is gone or has left it."""
         there = [Member(*workers[number].member) for number in crew if number in workers]
         return len(there) == len(crew) and all(m.world == world and m.phase != "parked" for m in there)
 
     def is_gone(self, workers, number, world):
-        """It has ended, or has left the world; not if it has yet to come."""
+        """Return whether a worker has ended or has left the world; False if it has yet to come."""
         m = Member(*workers[number].member) if number in workers else None
         return m is None or m.world > world or (m.phase == "parked" and m.world == world)
 
@@ -462,11 +462,11 @@ class Model:
         return any(generation > made and step > last for generation, last in state.branches)
 
     def apply(self, state, worker, step, voted=False):
-        """The judge: a step is committed once, after the one before it, and all who have it have the same."""
+        """Judge a step: it is committed once, after the one before it, and all who have it have the same."""
         made = worker.next
         must(len(worker.chain) == step - 1, f"step {step} is applied to {len(worker.chain)}")
         if self.is_replaced(state, made, step) and voted:
-            return state  # by one that was given up and does not know it: the vote was before
+            return state  # the worker was given up and does not know it: it voted before
         must(not self.is_replaced(state, made, step), f"step {step} of generation {made} was abandoned, and is applied")
         history = state.history if len(state.history) >= step else (*state.history, made)
         must(
@@ -539,7 +539,7 @@ class Model:
         )
 
     def is_over(self, state, workers, ranks, g):
-        """One of them was told to leave, or a peer has left."""
+        """Return whether one of the ranks was told to leave, or a peer has left."""
         if any(workers[number].told >= g for number in ranks):
             return True
         for number in self.members(state, g):
@@ -559,7 +559,7 @@ class Model:
     def step(self, state, workers, world, ranks, g):
         (step, *more) = {m.step + 1 for m in ranks.values()}
         if more:
-            return  # one has applied it, and so do the others
+            return  # one has applied it, and the others will too
         prepared = {m.prepared for m in ranks.values()}
         voted = {at for generation, n, at, _ in state.votes if (generation, n) == (g, step)}
         others = [n for at in dict(state.gens)[g] if at not in voted for n in dict(state.worlds)[at]]

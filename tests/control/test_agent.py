@@ -1,4 +1,4 @@
-"""The node's half, alone: what it does about what it is told, and what it does not let pass."""
+"""The node's half of the protocol by itself: what it does with commands, and what it refuses to pass on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SERVICES = {"store": {"address": "meeting"}}
 
 
 def an_agent(workers=2):
-    """One replica of so many ranks is in world 1."""
+    """Return an agent with one replica of this many ranks, in world 1."""
     agent = Agent("n", "", {name: Service() for name in SERVICES}, halt_ns=8 * S)
     agent.begin(0)
     for name, said in SERVICES.items():

@@ -1,5 +1,5 @@
-"""A failure stops its replica and nobody else: the others keep their worlds, redo only what is missing of the step, and
-are stopped once more, when it joins them. Also when the next failure comes while it does."""
+"""A failure stops its replica and nobody else: the others keep their worlds, redo only the missing part of the step,
+and are stopped once more, when it joins them. This holds even if another failure comes while it joins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPLICAS, SIZE = 4, 2
 
 
 def gang_in_a_pass(steps=40, **more):
-    """Four replicas of two ranks, in the middle of a step."""
+    """Return a gang of four replicas of two ranks, in the middle of a step."""
     world = a_gang(replicas=REPLICAS, shards=SIZE, nodes=REPLICAS * SIZE, steps=steps, **more)
     world.run(until=world.now + 200 * MS)
     return world
@@ -34,7 +34,7 @@ def kill(world, *replicas):
 
 
 def worlds(world):
-    """replica -> the worlds that it was told to build."""
+    """Return, by replica, the worlds that it was told to build."""
     found = defaultdict(set)
     for command in world.controller.told:
         if isinstance(command, Build):
@@ -43,7 +43,7 @@ def worlds(world):
 
 
 def finish(world, broken):
-    """To the end, at full strength, and nothing that is not broken was touched."""
+    """Run to the end, and check that it is at full strength and that nothing intact was touched."""
     procs = {proc.rank: proc for proc in world.procs() if proc.rank // SIZE not in broken}
     forms = to_the_end(world)
     built = worlds(world)
@@ -57,7 +57,7 @@ def finish(world, broken):
 
 
 def pauses(world):
-    """Generations that were stopped for a join."""
+    """Return the generations that were stopped for a join."""
     return {command.generation for command in world.controller.told if isinstance(command, Pause)}
 
 
@@ -97,7 +97,8 @@ JOINER = 1
 @pytest.mark.parametrize("victim", ["the joiner", "its donor", "another"])
 @pytest.mark.parametrize("phase", JOINING)
 def test_a_second_failure_while_a_replica_joins(phase, victim):
-    """Where it stands when the next one dies: the joiner, the replica that it takes the state from, another one."""
+    """The next death hits the joiner, the replica that it takes the state from, or another one, at each stage of the
+    join."""
     world = gang_in_a_pass()
     kill(world, JOINER)
     until(world, lambda: (p := the_worker(world, JOINER * SIZE)).member.world > REPLICAS and JOINING[phase](p))
@@ -109,7 +110,7 @@ def test_a_second_failure_while_a_replica_joins(phase, victim):
 
 @pytest.mark.parametrize("fault, attempts, steps", [("deaf", 10, 60), ("walled", 4, 20)])
 def test_a_joiner_that_fails_does_not_stop_the_others_again_and_again(fault, attempts, steps, monkeypatch):
-    """No donor can be reached; or the joiner waits for the others in vain, and nobody is told why."""
+    """Either no donor can be reached, or the joiner waits for the others in vain and nobody is told why."""
     tried, done = a_minute(fault)
     assert tried <= attempts and done >= steps
     monkeypatch.setattr(Worlds, "fail_to_join", lambda self, numbers, since_ns: None)
@@ -118,7 +119,7 @@ def test_a_joiner_that_fails_does_not_stop_the_others_again_and_again(fault, att
 
 
 def a_minute(fault):
-    """Attempts to join, and steps meanwhile. When all is well again it is taken back."""
+    """Count the attempts to join, and the steps meanwhile. When all is well again, the joiner is taken back."""
     world = gang_in_a_pass(steps=400, deaths=100)
     before, bad = len(world.ledger.history), getattr(world, fault)
     bad.update(world.nodes if fault == "deaf" else [the_worker(world, JOINER * SIZE).node.name])
@@ -133,7 +134,7 @@ def a_minute(fault):
 
 @pytest.mark.parametrize("each, ends", [(1, False), (4, False), (5, True)])
 def test_many_replicas_that_cannot_be_built_are_not_one_that_never_can(each, ends):
-    """At the start all fail alike: a run of many is given as many attempts as one of few."""
+    """At the start all fail alike: a run of many replicas gets as many attempts as one of few."""
     replicas = 40
     gang, now, failed = Gang.of(Layout(replica=replicas, ranks_per_node=1), 100, Policy()), 0, [0] * replicas
     todo = [NodeJoined(f"n{i}", 1, "rack") for i in range(replicas)]

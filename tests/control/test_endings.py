@@ -1,5 +1,5 @@
-"""A run always ends: done, or with a reason. Each case was a run that went on for ever, or that lost what it had. Each
-comes with the bug that made it so, planted again: then the case must fail."""
+"""A run always ends: done, or with a reason. Each case was once a run that never ended, or that lost what it had. Each
+comes with the bug that caused it, planted again: then the case must fail."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def what_the_run_begins_from_is_damaged():
 
 
 def a_donor_that_keeps_failing():
-    """Another replica has the state too; then memory; then the checkpoint."""
+    """Another replica has the state too, then memory, then the checkpoint."""
     world = world_of(replicas=3, nodes=3, steps=30)
-    deaf = rank(world, 2).node.name  # the next of its coordinate, which is asked first
+    deaf = rank(world, 2).node.name  # the next rank of its coordinate, which is asked first
     world.deaf.add(deaf)
     rank(world, 1).die("SIGKILL")
     assert end(world).ok and not world.ledger.undone
@@ -109,7 +109,7 @@ def a_replica_whose_sums_break():
 
 
 def ranks_that_hang_as_they_start():
-    """On several nodes, one after the other, so that there is always one that starts."""
+    """Ranks hang on several nodes, one after the other, so that one is always starting."""
     world = world_of(replicas=4, nodes=4, steps=40, min_replicas=4)
     for number in range(4):
         world.after(number * 11 * S, world.duds.add, f"n{number}")
@@ -119,7 +119,7 @@ def ranks_that_hang_as_they_start():
 
 
 def a_rank_that_hangs_and_cannot_be_killed():
-    """The kernel holds it. The others do without it, and its place gets another node."""
+    """The kernel holds the rank. The others do without it, and its place gets another node."""
     world = world_of(replicas=2, nodes=3, steps=100)
     held = rank(world, 1)
     world.undead.add(held.node.name)
@@ -169,13 +169,13 @@ def a_restore_that_takes_longer_than_every_limit():
 
 
 def a_start_that_takes_longer_than_every_limit():
-    """Workers that draw first values for minutes are up in the end."""
+    """Workers that take minutes to draw their first values do come up in the end."""
     world = World(Setting(policy=Policy(**{**QUICK, "gather_ns": 100 * S}), nodes=2, start_ms=(40_000, 41_000)), seed=5)
     assert end(world).ok and world.gang.generation == 1
 
 
 def the_link_to_a_gang_of_one_replica_is_cut():
-    """It goes on until its lease ends, and nobody takes its place before."""
+    """The gang continues until its lease ends, and nobody takes its place before that."""
     world = world_of(replicas=1, nodes=3, steps=200, before=6, durable_every=3)
     old = rank(world, 0)
     world.cut.add(old.node.name)
@@ -191,7 +191,8 @@ def the_link_to_a_gang_of_one_replica_is_cut():
 
 
 def a_node_that_was_given_up_is_back_for_one_beat():
-    """It is cut off again before it hears that it was given up: its lease had better not been renewed meanwhile."""
+    """The node is cut off again before it hears that it was given up: its lease must not have been renewed
+    meanwhile."""
     world = world_of(replicas=1, nodes=3, steps=2000, before=6, durable_every=3)
     node = rank(world, 0).node
     world.cut.add(node.name)
@@ -251,7 +252,7 @@ def the_controller_hangs():
 
 
 def the_controllers_code_raises_on_events():
-    """What they were about is asked again, or starts anew; a timer fires later."""
+    """What the events were about is asked again, or starts anew; a timer fires later."""
     world = world_of(nodes=3, steps=60, before=2)
     for word in ("WorkerDied", "Parted", "Built", "Formed", "TimerFired"):
         world.controller.poisoned = [word]
@@ -303,7 +304,7 @@ def the_first_loss_ends_a_run_without_recovery():
 
 
 def a_stop_while_a_rank_is_dead():
-    """It cannot come back in time: what is in memory is written at half of the time."""
+    """The rank cannot be back in time: what is in memory is written at half of the time."""
     world = world_of(replicas=1, shards=2, nodes=2, steps=100, before=12, durable_every=5, start_ms=(300, 301))
     world.set.start_ms = (600_000, 600_001)
     world.run(until=BOUND_NS, stop=lambda: len(world.ledger.history) % 5 == 4)
@@ -319,7 +320,7 @@ def a_stop_while_a_rank_is_dead():
 
 
 def a_stop_of_a_gang_that_trains():
-    """It saves its last step as soon as that is done."""
+    """The gang saves its last step as soon as that is done."""
     world = world_of(replicas=1, shards=2, nodes=2, steps=100, before=12)
     world.controller.ask(Stop(20 * S))
     began = world.now

@@ -1,4 +1,4 @@
-"""The machine by itself: what it decides from what it hears, and whom it does not listen to."""
+"""The state machine by itself: what it decides from what it hears, and whom it ignores."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_step_counts_when_all_replicas_that_stand_have_voted_for_it(survivors,
 
 @pytest.mark.parametrize("survivors, step", LAST)
 def test_of_a_broken_replica_a_step_counts_when_all_its_ranks_have_voted_for_it(survivors, step):
-    """It is the only one: the ranks that are left speak for themselves."""
+    """It is the only replica: the ranks that are left speak for themselves."""
     crew = Crew(replicas=1, shards=3)
     crew.mute = Halt
     assert len(of(Halt, crew.say(crew.dies(0)))) == 2
@@ -144,7 +144,7 @@ def test_memory_is_better_than_a_checkpoint_and_damaged_memory_is_passed_over():
     assert (form.step, form.sources[0].node) == (6, "n2") and "its seal is broken" in form.reason
 
 
-# -- who is not listened to
+# -- who is ignored
 
 
 def test_late_words_change_nothing():
@@ -193,7 +193,7 @@ def test_a_generation_runs_when_all_its_replicas_have_formed():
 
 
 def test_a_checkpoint_of_steps_that_were_abandoned_does_not_count():
-    """Its manifest may come late: as the last step of the run it would end it with another state."""
+    """Its manifest may come late: taken for the last step, it would end the run with another state."""
     crew = Crew(replicas=2, steps=6)
     crew.say(StepsDone(1, 6), crew.dead(0), crew.dead(1))
     crew.say(NodeJoined("n0", 2, "rack"), NodeJoined("n1", 2, "rack"))
@@ -214,7 +214,7 @@ def test_files_of_steps_that_were_abandoned_are_not_waited_for():
 
 
 def test_the_last_step_is_saved_by_a_generation_of_which_nobody_is_lost():
-    """Each rank writes a part."""
+    """Every rank is needed, because each writes a part."""
     crew = Crew(replicas=2, steps=6)
     crew.mute = Launch
     told = crew.say(StepsDone(1, 6), crew.parted(0, 6), crew.dies(1))
@@ -338,7 +338,8 @@ def test_the_spare_with_the_most_switches_in_common_is_taken():
 
 
 def late(spares=1, **more):
-    """A rank was killed beside another that trains, and starts again on its node, which takes too long."""
+    """Return a crew in which a rank was killed beside another that trains, and takes too long to restart on its
+    node."""
     crew = Crew(spares=spares, **more)
     crew.mute = Launch
     (again,) = of(Launch, crew.say(crew.dies(1), crew.parted(0, 4)))
@@ -454,7 +455,7 @@ def test_no_replica_idles_because_a_batch_does_not_divide():
 
 
 def test_a_death_in_a_pause_is_not_waited_for_as_a_beginning_is():
-    """A beginning waits for all nodes; a gang that has run does not, even if a node dies as it pauses."""
+    """A new run waits for all nodes; a gang that has run does not, even if a node dies as it pauses."""
     crew = Crew(replicas=2, gather_ns=300 * S)
     crew.say(Stop(60 * S))
     crew.say(crew.parted(0, 4))
@@ -523,13 +524,13 @@ def test_when_most_do_not_leave_their_worlds_none_of_them_is_ended():
     assert crew.gang.desk.said == "7 nodes do not answer: it may be the network" and "leave" in crew.gang.desk.timers
 
 
-# What takes long: a gang that forms, a replica that builds its world. (muted, ended by, timer, events that begin it)
+# What takes long: a gang forming, a replica building its world. (muted, ended by, timer, events that begin it)
 LONG = {"form": (Form, Part), "build": (Build, Halt)}
 
 
 @pytest.mark.parametrize("timer", LONG)
 def test_who_moves_is_waited_for_and_who_does_not_begins_again_and_nobody_is_ended(timer):
-    """They wait for each other, or for something that is gone."""
+    """Workers that stand still wait for each other, or for something that is gone."""
     muted, ended = LONG[timer]
     crew = Crew(replicas=2, shards=2)
     crew.mute = muted
@@ -572,7 +573,7 @@ def test_a_late_order_to_part_does_not_take_a_worker_out_of_the_next_generation(
 
 
 def test_a_state_that_was_taken_counts_like_the_steps_of_its_generation():
-    """One of an older generation may be abandoned, and then this one would be too."""
+    """If it counted for an older generation, which may be abandoned, it would be abandoned too."""
     member = Member(1, steps=9)
     assert member.build(1)
     member.built()
@@ -582,7 +583,7 @@ def test_a_state_that_was_taken_counts_like_the_steps_of_its_generation():
 
 
 def test_ranks_that_took_a_state_and_ranks_that_did_not_have_nothing_in_common():
-    """Their replica would hide the newer state, and the gang would go back behind it."""
+    """Otherwise their replica would hide the newer state, and the gang would go back behind it."""
     assert in_common(2, 3, 1, last_made=1) == (2, 3, 1)
     assert in_common(2, 2, 1, last_made=2) == (-1, -1, 0)
 
@@ -632,7 +633,7 @@ def test_a_broken_gang_whose_last_step_was_in_memory_has_nothing_to_wait_for():
 
 @pytest.mark.parametrize("ends", ["stop", "failure"])
 def test_what_an_earlier_generation_left_in_memory_is_written(ends):
-    """The next one could not begin."""
+    """The next generation could not begin, so it has nothing in memory."""
     crew, _ = stopped()
     crew.mute = (Form,)
     crew.say(crew.dies(0))
@@ -665,7 +666,7 @@ def test_a_gang_that_comes_back_in_the_second_half_saves_its_last_step():
 
 
 def test_a_checkpoint_that_a_newer_one_has_overtaken_is_reported_too():
-    """The user's hook would not hear of it."""
+    """Otherwise the user's hook would not hear of it."""
     crew = Crew(replicas=2)
     crew.say(StepsDone(1, 4))
     crew.say(*(Written("n0", 1, f"step-{step}", step, 1, 2, {0: (8, "h"), 1: (8, "h")}, "seal", 0) for step in (2, 4)))
@@ -689,7 +690,7 @@ def test_a_checkpoint_that_fails_when_a_newer_one_is_durable_is_no_loss(overtake
 
 
 def test_what_was_given_up_is_told_once_however_often_it_is_answered():
-    """A journal that found room again sent every order of an hour, and each answer was another failure."""
+    """A journal that found room again once sent every order of an hour, and each answer was another failure."""
     crew = Crew(replicas=2)
     crew.say(StepsDone(1, 40))
     told = []
@@ -750,7 +751,7 @@ def test_what_a_copy_is_worth():
 
 
 def test_control_is_pure():
-    """Contract 1: what the simulator proves about it is true of what runs."""
+    """Contract 1: what the simulator proves about control is true of the code that runs."""
     allowed = {"__future__", "dataclasses", "typing", "collections", "collections.abc", "contextlib", "functools"}
     allowed |= {"itertools", "json", "math", "heapq", "bisect", "operator", "re", "statistics"}
     allowed |= {"phalanx.core.layout", "phalanx.core.checkpoint", "phalanx.core.errors"}
@@ -763,7 +764,7 @@ def test_control_is_pure():
 
 
 def test_each_wait_has_its_whole_time():
-    """The timer of one that was over ended the run a second into the next."""
+    """The timer of a wait that was over once ended the run a second into the next wait."""
     crew = Crew(replicas=2, min_replicas=2, hold_ns=300 * S)
     for incarnation in (1, 2):
         step = crew.gang.committed + 1

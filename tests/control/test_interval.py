@@ -1,4 +1,4 @@
-"""The checkpoint interval: near the best there is, never shorter than can be, and explained."""
+"""The checkpoint interval: close to the optimum, never shorter than possible, and explained."""
 
 import math
 
@@ -14,8 +14,8 @@ times = st.integers(1, 10**15)
 
 
 def total(steps, m):
-    """Daly's complete model, without the recovery, which does not depend on the interval: how long a step takes on
-    average, with failures that come at random."""
+    """Return how long a step takes on average, with failures that come at random, by Daly's complete model without the
+    recovery, which does not depend on the interval."""
     work = steps * m.step_ns
     return m.mtbf_ns * math.expm1((work + m.cost_ns) / m.mtbf_ns) / work
 

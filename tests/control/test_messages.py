@@ -1,4 +1,4 @@
-"""What is said is what is heard; what is not a message is refused with the field and the value."""
+"""A message is decoded as it was encoded; anything else is refused with the field and the value."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def messages(kind):
         made["prepared"] = lambda rest: rest["step"] + rest["step"] % 2
     if kind in (Formed, Parted):  # each replica has a world
         made["worlds"] = lambda rest: tuple(replica + 1 for replica in rest["replicas"])
-    if kind in (Built, Parked):  # each node has a life, and workers
+    if kind in (Built, Parked):  # each node has an incarnation, and workers
         made["incarnations"] = lambda rest: (1,) * len(rest["nodes"])
         made["workers"] = lambda rest: ((1, 2),) * len(rest["nodes"])
     if kind is WorkersUp:  # each worker has a port
@@ -121,7 +121,7 @@ def test_a_command_is_no_event():
 
 
 def test_each_node_is_told_its_own_part_of_a_form():
-    """The sources of its ranks, those that it is a source of, and its buddy."""
+    """That is the sources of its ranks, the sources that it provides, and its buddy."""
     sources = {2: Source("live", "a", 1), 3: Source("memory", "c", 3), 5: Source("durable", made=2)}
     named = dict(generation=5, step=7, replicas=(0, 1), worlds=(1, 4), every=None, kept=(), branch=False)
     more = dict(takers={2: "b", 3: "b", 5: "d"}, buddies={"b": "c:1"}, last=7, rung=2, reason="", nodes=("*",))
@@ -168,13 +168,13 @@ def test_a_state_survives_its_bytes():
 
 
 def test_a_state_with_text_that_no_encoding_takes_survives_its_bytes():
-    """Else the next snapshot would end the controller, and each one after it."""
+    """Otherwise the next snapshot would end the controller, and so would each one after it."""
     members = Membership(4, 2, [0], {"n0": Node(1, "rack \ud800")})
     assert codec.from_bytes(Membership, codec.to_bytes(members)).nodes == members.nodes
 
 
 def test_another_form_of_an_event_or_of_the_state_is_told_apart(monkeypatch):
-    """A journal of another release is refused, before it is read wrongly."""
+    """A journal of another release is refused before it is read wrongly."""
     before = journaled.form()
     monkeypatch.setitem(KINDS, "Late", make_dataclass("Late", [("node", str)], bases=(Event,), frozen=True))
     assert journaled.form() != before

@@ -1,5 +1,5 @@
-"""The protocol of both levels, in every order there is: no step done twice or undone in silence, no two workers for one
-rank, and an end that can be reached from wherever it has got to."""
+"""The protocol of both levels, in every possible order of events: no step is done twice or silently undone, no rank has
+two workers, and an end can be reached from every state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from phalanx.control.gang import Gang
 from phalanx.control.messages import Parked, Parted
 from tests.control.model import Broken, Model
 
-# A replica of two, the ranks of a world, or all there is, are lost or believed to be lost. The last: nobody of a
-# generation answers, and until its lease ends it may commit steps, and nobody else may.
+# One replica of two, the ranks of a world, or everything is lost or believed to be lost. In the last case nobody of a
+# generation answers: until its lease ends it may commit steps, and nobody else may.
 WHOLE = [
     (dict(replicas=2, spares=0, deaths=1), 20_000),
     (dict(replicas=2, spares=0, lies=1), 7_000),
@@ -73,7 +73,7 @@ def end_lease(m):
 
 
 def drop_prepared(kind):
-    """Nobody hears that a step was voted for."""
+    """Plant a bug: nobody hears that a step was voted for."""
 
     def plant(m):
         heard = gang.HANDLERS[kind]

@@ -1,5 +1,5 @@
-"""The ladder, one rung at a time, in a simulated gang whose network does what it should: what is tried, what is kept,
-and what is said about it."""
+"""The ladder, one rung at a time, in a simulated gang whose network is reliable: what is tried, what is kept, and what
+people are told."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def the_worker(world, rank):
 
 
 def homes(world, form):
-    """The nodes of the ranks that take part."""
+    """Return the nodes of the ranks that take part."""
     return world.ledger.homes[form.generation]
 
 
@@ -169,7 +169,7 @@ def test_a_replica_over_several_nodes_is_left_out_as_a_whole_and_its_survivors_s
 
 
 def test_two_broken_replicas_make_one_whole_state():
-    """Rank 0 of one and rank 1 of the other are gone: what is left is one copy of each coordinate, and it is used."""
+    """Rank 0 of one and rank 1 of the other are gone. One copy of each coordinate is left, and it is used."""
     world = a_gang(shards=2, nodes=4)
     committed = len(world.ledger.history)
     for rank in (0, 3):

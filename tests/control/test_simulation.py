@@ -1,5 +1,5 @@
-"""Five hundred worlds, each with a mix of faults of its own, and the judge sees nothing wrong; with a bug planted, it
-does. A seed that fails is told in full by `python -m tests.control.sim SEED`."""
+"""Five hundred worlds, each with a mix of faults of its own, pass the judge; with a bug planted, some fail. `python -m
+tests.control.sim SEED` prints what happens in a seed that fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ forget = Worlds.forget
 
 
 def test_a_late_form_does_not_make_a_worker_drop_what_it_has_voted_for():
-    """It served as a source of its own generation once more, and a committed step was silently undone."""
+    """The worker once served as a source of its own generation again, and a committed step was silently undone."""
     member = Member(1, steps=9)
     member.build(1)
     member.built()
@@ -65,7 +65,7 @@ def test_five_hundred_seeds():
     [
         (26077, (Worlds, "unsaid", lambda self: [])),  # some ranks of a replica that parted with nothing held the step
         (64953, (Worlds, "forget", forget_all)),  # a replica lost its node; what its other ranks held was forgotten
-        (70786, None),  # a state that was just received counted for abandoned
+        (70786, None),  # a state that was just received counted as abandoned
         (90448, None),  # a replica left after the last step before its peer knew that it was committed
     ],
 )
@@ -78,7 +78,7 @@ def test_what_one_world_in_twenty_thousand_has_shown(seed, without, monkeypatch)
 
 
 def test_a_seed_is_the_same_world_wherever_it_runs():
-    """The digest is over all that the controller heard and said, and when."""
+    """The digest is over everything that the controller heard and sent, and when."""
     code = "from tests.control.sim import seeds; print(*(seeds.run(s).digest for s in range(20)))"
     runs = [
         subprocess.run(
@@ -103,7 +103,7 @@ def test_the_command_tells_of_a_seed_and_of_many(capsys):
 
 
 def caught(point=""):
-    """What the judge says of the first seed that fails, among those in which workers die at a point."""
+    """Return the verdict on the first seed that fails, among those in which workers die at a point."""
     for seed in [s for s in range(2000) if not point or point in seeds.draw(Random(s)).points][:300]:
         try:
             seeds.run(seed)
@@ -113,7 +113,7 @@ def caught(point=""):
 
 
 def obey_late(m):
-    """An agent passes on a late Form, and its worker obeys."""
+    """Plant a bug: an agent passes on a late Form, and its worker obeys."""
 
     def form_up(self, form):
         for mate in self.mates.values():
@@ -207,7 +207,7 @@ def test_a_planted_bug_is_caught(bug, monkeypatch):
 
 
 def test_a_state_that_depends_on_the_order_of_a_fold_is_caught(monkeypatch):
-    """As if something were kept outside the journal."""
+    """It is as if something were kept outside the journal."""
     monkeypatch.setattr(Gang, "from_bytes", staticmethod(lambda data: Gang.of(*WHERE)))
     original = Gang.of
 

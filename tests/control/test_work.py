@@ -1,6 +1,6 @@
-"""One failure is one failure, however large the gang: the work of a whole one, from the death to full strength, grows
-with the ranks of a replica and with the replicas, not with all ranks. Work is counted, not timed: instructions of the
-machine, and what it takes out of its own tables, which the interpreter may do in one instruction."""
+"""One failure is one failure, however large the gang: its whole work, from the death to full strength, grows with the
+ranks of a replica and with the number of replicas, but not with all ranks. Work is counted, not timed: instructions of
+the machine, plus each item that it takes out of its own tables, which the interpreter may do in one instruction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLES = ("nodes", "places", "workers")
 
 
 class Table(dict):
-    """Counts what is taken out of it one by one; a look-up costs nothing."""
+    """A dictionary that counts the items taken out of it one by one; a look-up costs nothing."""
 
     taken = 0
 
@@ -52,7 +52,7 @@ class Table(dict):
 
 
 class Keys(list):
-    """A view of a table, as far as it is used."""
+    """A view of a table's keys, as far as it is used."""
 
     def __init__(self, table):
         self.table = table
@@ -73,7 +73,7 @@ class Keys(list):
 
 
 class Worked(Crew):
-    """Counts the work of its machine, and the bytes that it says."""
+    """A crew that counts the work of its gang, and the bytes of its commands."""
 
     def __init__(self, *args, **kwargs):
         self.work = self.said = 0
@@ -110,7 +110,8 @@ class Worked(Crew):
 
 
 def failure(replicas, shards):
-    """The work of one, and what is said: a rank dies, the others go on without its replica, and it joins them again."""
+    """Return the work of one failure, and the bytes sent: a rank dies, the others continue without its replica, and it
+    joins them again."""
     crew = Worked(replicas, shards, PER_NODE)
     crew.say(StepsDone(1, 4))
     crew.work = crew.said = 0
@@ -124,13 +125,13 @@ def failure(replicas, shards):
 
 
 def joining(nodes):
-    """The work of all nodes that join."""
+    """Return the work of all nodes joining."""
     crew = Worked(nodes // 4, 4 * PER_NODE, PER_NODE)
     return crew.work, crew.said
 
 
 def dying(nodes):
-    """The work of one worker's death on each node, while none of them starts again."""
+    """Return the work of one worker's death on each node, while none of them is restarted."""
     crew = Worked(1, nodes * PER_NODE, PER_NODE)
     crew.mute = Launch
     crew.work = crew.said = 0
@@ -140,7 +141,7 @@ def dying(nodes):
 
 
 def one(event):
-    """The work of one event, in a gang of so many replicas."""
+    """Return a function for the work of one event, in a gang of a number of replicas."""
 
     def work(replicas):
         crew = Worked(replicas, 2 * PER_NODE, PER_NODE)
@@ -153,14 +154,14 @@ def one(event):
 
 
 def grown(work, replicas, shards):
-    """What grows with all ranks: of the work of a gang of twice as many replicas, each twice as large, what is left
-    when that of more replicas, and that of larger ones, is taken off."""
+    """Return the work that grows with all ranks. Take the work of a gang of twice as many replicas, each twice as
+    large, and subtract the growth with more replicas and that with larger ones."""
     small, wide, tall, both = (work(replicas * i, shards * j) for i, j in ((1, 1), (2, 1), (1, 2), (2, 2)))
     return [d - c - b + a for a, b, c, d in zip(small, wide, tall, both, strict=True)]
 
 
 def bent(work, first, more):
-    """What grows with the square of a number."""
+    """Return the work that grows with the square of a number."""
     low, middle, high = (work(first + i * more) for i in range(3))
     return [c - 2 * b + a for a, b, c in zip(low, middle, high, strict=True)]
 

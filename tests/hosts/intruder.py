@@ -1,5 +1,5 @@
-"""What a stranger on the same network does, as a process of its own: `python -m tests.hosts.intruder WHAT HOST ARGS`.
-It prints what it found, as JSON."""
+"""The actions of a stranger on the same network, as a process of its own: `python -m tests.hosts.intruder WHAT HOST
+ARGS`. It prints what it found, as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_S = 1.0
 
 
 def hello(**fields):
-    """Without a proof."""
+    """Return a hello without a proof."""
     said = {"type": "hello", "nonce": "00", "role": "agent", "name": "node-0", "incarnation": 9, "proof": ""}
     body = json.dumps(said | fields).encode()
     return struct.pack(">I", len(body)) + body
@@ -45,7 +45,7 @@ SAID = {
 
 
 def scan(host, first="1", last="65535"):
-    """The ports that take a connection."""
+    """Return the ports that accept a connection."""
     ports, found = list(range(int(first), int(last) + 1)), []
     for at in range(0, len(ports), BATCH):
         waiting, poll = {}, select.poll()
@@ -74,7 +74,7 @@ def scan(host, first="1", last="65535"):
 
 
 def knock(host, *ports):
-    """By port: what is heard to each thing said, in clear and under TLS."""
+    """Return, by port, the answer to each thing sent, in clear and under TLS."""
     secret = Secret(Path(), os.urandom(32))
     people = (Identity("agent", "node-0", 9), Identity("user", "user-1", 1), MEMBER)
     hellos = {f"a {who.role} with another secret": Proof(secret, who, False).begin() for who in people}
@@ -95,7 +95,7 @@ def speaks_tls(host, *ports):
 
 
 def said(host, port, data, tls):
-    """What comes back, without the alerts of TLS; "no TLS": it does not speak it."""
+    """Send data, and return what comes back, without the alerts of TLS; "no TLS": the port does not speak it."""
     with socket.create_connection((host, port), 5) as sock:
         sock.settimeout(PATIENCE_S)
         if tls:
@@ -114,7 +114,7 @@ def said(host, port, data, tls):
 
 
 def crowd(host, count, *ports):
-    """So many half-open connections to each, opened again when they are ended, until standard input ends."""
+    """Keep this many half-open connections to each port, and reopen those that are ended, until standard input ends."""
     socks, opened = {}, 0
     poll = select.poll()
     while not select.select([sys.stdin], [], [], 0)[0]:
@@ -134,7 +134,7 @@ def crowd(host, count, *ports):
 
 
 def claim(host, port, key, kind, *names):
-    """By name: whether an agent of that name is let in with a key, which is a `token` or the `secret`."""
+    """Return, by name, whether an agent of that name is let in with a key, which is a `token` or the `secret`."""
     found = {}
     for name in names:
         loop, me, known = Loop(), Identity("agent", name, 1 << 40), bytes.fromhex(key)
@@ -149,8 +149,8 @@ def claim(host, port, key, kind, *names):
 
 
 def replay(host, port, key, name):
-    """How many frames a member hears that proves itself, and how many whoever says the same once more. It is given
-    what was said inside TLS, which is more than a stranger sees."""
+    """Count the frames that a member gets when it proves itself, and those that a copy of the same bytes gets. The copy
+    is of what was sent inside TLS, which is more than a stranger sees."""
     sock = client_context().wrap_socket(socket.create_connection((host, int(port)), 5))
     seen = hashlib.sha256(sock.getpeercert(True)).digest()
     proof = Proof(Secret(Path(), bytes.fromhex(key)), Identity("agent", name, 1 << 40), False, seen)
@@ -160,7 +160,7 @@ def replay(host, port, key, name):
         answer = proof.receive(data)
         sock.sendall(answer)
         told, heard = told + answer, heard + data
-    heard += sock.recv(1000)  # what is said to members alone
+    heard += sock.recv(1000)  # what only members are sent
     sock.close()
     return [frames(heard), frames(bytes.fromhex(said(host, int(port), told, tls=True)))]
 

@@ -1,4 +1,4 @@
-"""The errors that a first run on several hosts meets, each made on purpose: the message names the cause and what to do.
+"""The errors that a first run on several hosts meets, each made on purpose: the message names the cause and the remedy.
 docs/clusters.md shows them."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def agent(host, *args, give_up_s=3, secret="0" * 64, **env):
 
 @pytest.fixture
 def waiting(fleet, tmp_path):
-    """A controller that waits for agents, and its secret."""
+    """Start a controller that waits for agents. Return the fleet, and the controller's secret."""
     run = Training(fleet, tmp_path, "waiting", "--listen", "10.77.0.2:7700", command="controller")
     run.until(lambda: "waiting for 3 nodes" in run.log.read_text())
     secret = run.head.run("sh", "-c", "cat runs/waiting-2*/control/secret").stdout.strip()
@@ -100,7 +100,8 @@ def test_another_secret(waiting):
 
 
 def test_clock(waiting):
-    """It does not matter to the run, since no decision compares the clocks of two hosts, but to S3."""
+    """A wrong clock does not matter to the run, since no decision compares the clocks of two hosts, but it does to
+    S3."""
     fleet, secret = waiting
     a = fleet.hosts["a"]
     a.run(
@@ -117,7 +118,7 @@ def test_clock(waiting):
 
 @contextlib.contextmanager
 def joining(host, *prefix, env):
-    """An agent that joins, and is there for a while."""
+    """Start an agent that joins, and keep it for a while."""
     join = [*prefix, *AGENT, "--join", "10.77.0.2:7700", "--secret", "secret", "--attached"]
     process = host.start(*join, env=env, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     yield
@@ -126,7 +127,7 @@ def joining(host, *prefix, env):
 
 
 def said_of(fleet, text):
-    """What the user of the waiting controller is told."""
+    """Return what the user of the waiting controller is told."""
     told = lambda: [line for line in events_of(fleet).splitlines() if '"told"' in line and text in line]  # noqa: E731
     return until(lambda: "".join(told()))
 
@@ -212,7 +213,7 @@ nvmlDeviceGetName = lambda handle: "a GPU that is not there"
 
 
 def test_memory_lock_limit(waiting):
-    """On a host that thinks it has a GPU."""
+    """The host believes that it has a GPU."""
     fleet, secret = waiting
     a = fleet.hosts["a"]
     a.run("sh", "-c", f"umask 077; echo {secret} > secret; mkdir -p gpu; echo {shlex.quote(GPU)} > gpu/pynvml.py")

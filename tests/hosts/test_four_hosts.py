@@ -1,5 +1,5 @@
-"""Four hosts without a common disk, three that train and a spare, started by ssh; data and checkpoints on S3. Hosts are
-lost, cut off and slowed while they train, and the run ends with the bits of one that was left alone."""
+"""Four hosts without a common disk, started by ssh: three that train, and a spare. Data and checkpoints are on S3.
+Hosts are lost, cut off and slowed while they train, and the run ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.hosts.fleet import ENV, NETWORKS, PHALANX, SSHD, TRAINERS, Fleet, Tra
 
 missing = why_not() or ("" if SSHD else "sshd not found: apt install openssh-server")
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing), reason=missing)]
-STEPS = 3000  # a minute passes before the ssh of a lost host ends and it is started again
+STEPS = 3000  # it takes a minute until the ssh of a lost host ends and the host is restarted
 VALUES = {"run.networks": json.dumps(NETWORKS), "train.steps": STEPS}
 BY_SSH = ("--on", "ssh", "--hosts", ",".join(TRAINERS))
 
@@ -54,7 +54,7 @@ def broken(fleet, tmp_path_factory):
 
 
 def nodes_at_work(run) -> dict[int, str]:
-    """By rank: where it runs."""
+    """Return, by rank, the node that it runs on."""
     where: dict[int, str] = {}
     for event in run.read("events.jsonl"):
         if event["type"] == "started" and event["rank"] >= 0:
@@ -72,17 +72,17 @@ def joined(run, name) -> list[dict]:
 
 
 def ready_nodes(run) -> set[str]:
-    """Those whose services are up."""
+    """Return the nodes whose services are up."""
     return {e["node"] for e in run.events("started") if e["service"] == "keeper"}
 
 
 def links(run, said) -> int:
-    """How often the controller has said this of a link."""
+    """Count how often the controller has reported this of a link."""
     return sum(said in e["text"] for e in run.events("control note"))
 
 
 def lose(fleet, run) -> str:
-    """Its power; and it comes back with everything on it lost."""
+    """Cut the power of a host. It comes back with everything on it lost."""
     name = nodes_at_work(run)[1]
     fleet.hosts[name].fail()
     run.until(lambda: nodes_at_work(run)[1] != name and at_full_strength(run))
@@ -92,7 +92,7 @@ def lose(fleet, run) -> str:
 
 
 def cut_a_link(fleet, run, rail) -> str:
-    """One network of a host: the first, by which it has joined, or the second, which ranks prefer."""
+    """Cut one network of a host: the first, by which it has joined, or the second, which ranks prefer."""
     name, lost, back = nodes_at_work(run)[0], f"lost its link eth{rail}", f"has again its link eth{rail}"
     before = links(run, lost), links(run, back)
     fleet.hosts[name].cut(rail)
@@ -104,7 +104,7 @@ def cut_a_link(fleet, run, rail) -> str:
 
 
 def kill_behind_a_cut_link(fleet, run) -> str:
-    """A rank of a host that has lost the network of the controller takes its state over the other one."""
+    """Kill a rank of a host that has lost the controller's network: it takes its state over the other one."""
     name = nodes_at_work(run)[0]
     before, again = len(run.events("control form")), links(run, "has again its link eth0")
     fleet.hosts[name].cut(0)
@@ -126,9 +126,9 @@ def slow_down(fleet, run) -> str:
 
 
 def cut_off(fleet, run) -> str:
-    """From everybody, for longer than it is waited for. The host that was lost is its spare."""
+    """Cut a host off from everybody, for longer than anybody waits for it. The host that was lost is its spare."""
     spare, slowed = run.story["lost"][0], [fleet.hosts[name] for name in nodes_at_work(run).values()]
-    for host in slowed:  # a quick machine would be done before
+    for host in slowed:  # a fast machine would be done before
         host.slow(1)
     run.until(lambda: sum(e["node"] == spare and e["service"] == "keeper" for e in run.events("started")) == 2)
     for host in slowed:
@@ -197,7 +197,7 @@ def test_it_ends_with_the_bits_of_the_run_that_was_left_alone(clean, broken):
 
 
 def test_by_hand_as_the_docs_say(fleet, tmp_path):
-    """docs/clusters.md, with its job file: a node that has the secret, and one that has only its token."""
+    """Follow docs/clusters.md with its job file: one node has the secret, and one has only its token."""
     text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     job = textwrap.dedent(text[text.index('    name = "four"') : text.index("    head$ phalanx controller job.toml")])
     head = fleet.hosts["head"]
@@ -226,7 +226,7 @@ def test_by_hand_as_the_docs_say(fleet, tmp_path):
 
 
 def test_an_aggregator_and_a_relay_on_another_host(fleet, tmp_path):
-    """Agents join there. What their ranks say goes by the relay to the record, which is complete."""
+    """Agents join there. The reports of their ranks go through the relay to the record, which is complete."""
     listen = ("--listen", "10.77.0.2:7702")
     run = Training(fleet, tmp_path, "far", *listen, command="controller", **VALUES | {"train.steps": 20})
     run.until(lambda: "waiting for 3 nodes" in run.log.read_text())
@@ -257,7 +257,7 @@ def test_an_aggregator_and_a_relay_on_another_host(fleet, tmp_path):
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGHUP])
 def test_the_run_outlives_the_command_that_started_it(fleet, tmp_path, end):
-    """As when a laptop is closed: nobody asked for --detach, and the run can be attached again."""
+    """It is as when a laptop is closed: nobody asked for --detach, and the run can be attached again."""
     name = f"left-{end.name.lower()}"
     started = Training(fleet, tmp_path, name, *BY_SSH, **VALUES | {"train.steps": 100_000})
     started.until(lambda: started.steps() > 5)

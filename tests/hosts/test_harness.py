@@ -1,4 +1,4 @@
-"""Hosts made of namespaces: what one has, another does not see; cables can be pulled; nothing stays behind."""
+"""Hosts made of namespaces: each sees only what is its own; cables can be pulled; nothing stays behind."""
 
 from __future__ import annotations
 

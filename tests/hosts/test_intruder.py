@@ -1,5 +1,5 @@
-"""A stranger on the network of a running job: it scans all ports and tries to get in. The job goes on, heals from a
-killed worker in the middle of it, and ends as it would have."""
+"""A stranger on the network of a running job scans all ports and tries to get in. The job continues, recovers from a
+killed worker meanwhile, and ends as it would have."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Town:
         )  # fmt: skip
 
     def listeners(self):
-        """In the job's home: port -> address, and the inode of the socket."""
+        """Return the listening sockets in the job's home: port -> address, and the inode of the socket."""
         found = {}
         for name in ("tcp", "tcp6"):
             for line in Path(f"/proc/{self.home}/net/{name}").read_text().splitlines()[1:]:
@@ -89,7 +89,8 @@ class Town:
         return found
 
     def strangers(self):
-        """In the job's home, by port: connections of the stranger that a process has taken; others have no inode."""
+        """Count, by port, the stranger's connections that a process in the job's home has accepted; others have no
+        inode."""
         theirs = "".join(f"{int(part):02X}" for part in reversed(STRANGER.split(".")))
         lines = [line.split() for line in Path(f"/proc/{self.home}/net/tcp").read_text().splitlines()[1:]]
         taken = (fields for fields in lines if fields[2].startswith(theirs) and int(fields[9]))
@@ -102,7 +103,7 @@ class Town:
 
 
 class Job:
-    """The run, and what it says. It may open few files until it raises the limit itself."""
+    """The run and its output. It may open few files until it raises the limit itself."""
 
     def __init__(self, town, folder):
         sets = [f"--set={key}={value}" for key, value in TINY.items()]
@@ -140,7 +141,7 @@ class Job:
         return [json.loads(line) for line in (self.run / "events.jsonl").read_text().splitlines()]
 
     def workers(self):
-        """Rank -> pid of those that live."""
+        """Return rank -> pid of the workers that live."""
         return {e["rank"]: e["pid"] for e in self.events() if e["type"] == "started" and e["rank"] >= 0}
 
 
@@ -160,7 +161,7 @@ def job(town, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ports(town, job):
-    """Those that a stranger can reach: ours, and those of Gloo."""
+    """Return the ports that a stranger can reach: ours, and those of Gloo."""
     found, there = town.intrude("scan", HOME), town.listeners()
     assert {*found} == {port for port, (host, _) in there.items() if host == HOME}
     owners = {}
@@ -177,7 +178,8 @@ def test_nothing_listens_on_all_interfaces(town, job):
 
 
 def test_no_store_and_no_clear_port_but_torchs_own(ports, job):
-    """Under TLS: controller, aggregator, record, the keeper of each node, the state of each rank. In clear: Gloo's."""
+    """These speak TLS: controller, aggregator, record, the keeper of each node, the state of each rank. Gloo's ports do
+    not."""
     nodes = {e["node"] for e in job.events() if e["type"] == "node"} - {"controller"}
     assert len(ports["ours"]) == 3 + len(nodes) + len(job.workers()) and ports["gloo"]
 
@@ -199,7 +201,7 @@ def test_a_captured_token_opens_one_name(town, job, ports):
 
 
 def test_what_a_member_said_is_not_taken_once_more(town, job):
-    """The recorded answer was to another challenge: nothing is heard, and nobody is let in."""
+    """The recorded answer was to another challenge: nothing is sent, and nobody is let in."""
     at = json.loads((job.run / "control" / "controller.json").read_text())["aggregators"][0][1]
     secret = (job.run / "control" / "secret").read_text().strip()
     assert town.intrude("replay", HOME, at, secret, "node-9") == [2, 0]
@@ -207,8 +209,8 @@ def test_what_a_member_said_is_not_taken_once_more(town, job):
 
 
 def test_a_crowd_on_every_port_while_a_worker_dies(town, job, ports):
-    """A thousand half-open connections to each port, Gloo's too, for as long as this lasts. A rank is killed: its next
-    one gets through to the state of a peer, between those who have to make way."""
+    """There are a thousand half-open connections to each port, Gloo's too, for as long as this lasts. A rank is killed.
+    Its next worker gets through to the state of a peer, because strangers have to make way."""
     before = job.workers()
     crowd = town.start("crowd", HOME, 1000, *ports["ours"], *ports["gloo"])
     try:

@@ -26,7 +26,7 @@ def server():
 
 @pytest.fixture
 def database(server, monkeypatch):
-    """The name of an empty one."""
+    """Create an empty database, and return its name."""
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
     name = f"test_{next(_numbers)}"
     server.create(name)

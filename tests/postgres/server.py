@@ -1,4 +1,4 @@
-"""Debian's PostgreSQL on loopback, in a folder of the test, and a line to it that can be cut."""
+"""Debian's PostgreSQL on loopback, in a folder of the test, and a connection to it that can be cut."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 class Postgres:
-    """PostgreSQL refuses to run as root: then it runs as the user that Debian's package makes."""
+    """A PostgreSQL server. It refuses to run as root: then it runs as the user that Debian's package creates."""
 
     def __init__(self) -> None:
         self.folder = folder = Path(tempfile.mkdtemp(prefix="phalanx-postgres-", dir="/dev/shm"))  # not a test of disks
@@ -64,7 +64,7 @@ class Postgres:
 
 
 class Line:
-    """A TCP proxy. While it is cut it takes everything and passes nothing on: nobody hears of the cut."""
+    """A TCP proxy. While it is cut it accepts everything and passes nothing on, so that nobody learns of the cut."""
 
     def __init__(self, port: int):
         self._to, self._cut, self._closed = port, threading.Event(), False
@@ -78,7 +78,7 @@ class Line:
         self._cut.set()
 
     def mend(self) -> None:
-        """Connections of before stay lost."""
+        """Mend the line. Earlier connections stay lost."""
         for sock in [*self._pairs]:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

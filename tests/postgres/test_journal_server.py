@@ -1,4 +1,5 @@
-"""A journal on a server: one holder at a time, whatever is cut, and the same entries as in a file."""
+"""A journal on a server: it has one holder at a time, wherever connections are cut, and the same entries as in a
+file."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_whoever_was_replaced_can_append_nothing(server, database):
     url = server.url(database)
     old = Journal(claimed(url, "a"))
     old.wait(old.append("event", {"value": 1}, 0), 10)
-    old._commit = lambda rows, snapshots: time.sleep(60)  # it stands still, and does not know it
+    old._commit = lambda rows, snapshots: time.sleep(60)  # it stands still without knowing
     new = Journal(claimed(url, "b"))
     assert not old.is_held
     del old._commit
@@ -112,7 +113,7 @@ def test_one_that_is_cut_off_knows_it_before_others_can_act(server, database):
         time.sleep(0.01)
     assert held[0] and not held[-1], "it believed that it held the lease when another had it"
     with pytest.raises(JournalError):
-        old.close()  # and does not wait for an answer for ever
+        old.close()  # it does not wait for an answer for ever
     line.close()
     assert [e.body["value"] for e in read(free[0])] == [1]
 
@@ -121,7 +122,7 @@ def test_one_that_was_cut_off_in_the_middle_of_a_commit_keeps_no_lock(server, da
     url = server.url(database)
     claimed(url, "dead")
     with psycopg.connect(url) as db:
-        db.execute("UPDATE phalanx.head SET number = 666")  # it never says more, and the server sees no end
+        db.execute("UPDATE phalanx.head SET number = 666")  # it sends nothing more, and the server sees no end
         assert claimed(url, "b").holder == "b"
         with pytest.raises(psycopg.OperationalError):
             db.execute("SELECT 1")
@@ -130,7 +131,7 @@ def test_one_that_was_cut_off_in_the_middle_of_a_commit_keeps_no_lock(server, da
 
 
 def test_a_lost_answer_is_no_lost_entry(server, database):
-    """The commit took place, and the connection ended before the answer."""
+    """The commit took place, but the connection ended before the answer."""
     tables = claimed(server.url(database), "a")
     with Journal(tables) as journal:
         real, lost = tables.run, []

@@ -1,5 +1,5 @@
-"""Two controllers and the nodes of a run: the first is killed, stopped, or cut off from the server or from the nodes.
-The run continues under the second; no step is lost, and never do two act."""
+"""Two controllers and the nodes of a run: the first controller is killed, stopped, or cut off from the server or from
+the nodes. The run continues under the second; no step is lost, and the two never both act."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ JOB = TINY | {
 
 
 class Side:
-    """One controller, on a host of its own as far as files go."""
+    """One controller, with files of its own, as on a host of its own."""
 
     def __init__(self, stage, name, *more, url):
         self.folder, self.port = stage.folder / name, free_port()
@@ -60,7 +60,7 @@ class Side:
         return sum(len(file.read_text().splitlines()) for file in files if file.exists())
 
     def pids(self) -> list[int]:
-        """The process that keeps the record, and the controller's."""
+        """Return the process that keeps the record, and the controller's."""
         found = [json.loads((run / "control" / "controller.json").read_text())["pid"] for run in self.records()]
         return [self.process.pid, *found[-1:]]
 
@@ -111,7 +111,8 @@ class Stage:
         wait_gone(self.token, 30.0)
 
     def check(self, sides: list[Side], clean) -> None:
-        """No step is lost, no two controllers acted, and the weights are those of a run that was left alone."""
+        """Check that no step is lost, that no two controllers acted, and that the weights are those of an undisturbed
+        run."""
         lines = [line for s in sides for run in s.records() for line in (run / "ledger.jsonl").read_text().splitlines()]
         ledger = {record.step: record for record in map(Record.from_line, lines)}
         assert sorted(ledger) == list(range(STEPS)), "the records lack steps"
@@ -135,7 +136,7 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
-    """The same job, left alone."""
+    """Run the same job undisturbed."""
     folder = tmp_path_factory.mktemp("clean")
     ended = Command(folder / "run", *sets(JOB | {"checkpoint.dir": folder / "saved"})).end(LONG_S)
     assert ended.code == 0, ended.err
@@ -203,7 +204,7 @@ def test_the_first_is_cut_off_from_the_nodes(stage, clean):
 
 
 def test_the_first_is_asked_to_leave_and_the_second_to_stop(stage):
-    a, b = stage.begin(steps=100_000)  # it must not be done by itself
+    a, b = stage.begin(steps=100_000)  # enough that it does not end by itself
     stage.join(a.port, b.port)
     stage.until(lambda: a.rows() > 5)
     a.process.terminate()

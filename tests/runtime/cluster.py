@@ -1,5 +1,5 @@
-"""A cluster of real processes on this machine: a controller that aggregates, agents that join, and toy workers. This
-process keeps the record."""
+"""A cluster of real processes on this machine: a controller that aggregates, agents that join, and toy workers. The
+test process keeps the record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from phalanx.runtime.transport import Loop
 
 S = 10**9
 BEAT_S = 0.5
-LONG_S = 60.0  # a machine may be busy
+LONG_S = 60.0  # the machine may be busy
 TOYS = "tests.runtime.toys"
 QUICK = dict(
     gather_ns=20 * S, park_ns=4 * S, pause_ns=8 * S, form_ns=4 * S, launch_ns=6 * S, ask_ns=2 * S, resend_ns=S // 2,
@@ -37,7 +37,7 @@ QUICK = dict(
 
 
 class Controller:
-    """The process, its lines, and its end."""
+    """The controller's process and the lines that it prints."""
 
     def __init__(self, folder: Path, secret: Path, *more: str, log: IO[bytes] | None = None):
         command = ["--dir", str(folder), "--secret", str(secret), "--beat-s", str(BEAT_S), *more]
@@ -50,12 +50,12 @@ class Controller:
         )
 
     def wait_up(self, folder: Path) -> None:
-        """Until it listens, or has ended."""
+        """Wait until it listens, or has ended."""
         path, process = folder / "controller.json", self.process
         wait_for(lambda: process.poll() or (path.exists() and json.loads(path.read_text())["pid"] == process.pid))
 
     def read(self) -> None:
-        """The lines that have come."""
+        """Read the lines that have come."""
         poll = select.poll()  # this process may have more descriptors than select() takes
         poll.register(self.process.stdout, select.POLLIN)
         while poll.poll(0) and (data := os.read(self.process.stdout.fileno(), 1 << 16)):
@@ -77,7 +77,7 @@ class Cluster:
     def __init__(
         self, folder: Path, layout: Layout, policy: Policy | None = None, steps: int = 10**6, options=None, **worker
     ):
-        """`options`: of what agents serve: services, entry, hang_s, halt_s, leave_s."""
+        """`options`: parts of what agents serve: services, entry, hang_s, halt_s, leave_s."""
         self.folder, self.control, self.log = folder, folder / "control", folder / "controller.log"
         self.secret = load_secret(folder / "secret")
         (folder / "votes").mkdir()
@@ -121,7 +121,7 @@ class Cluster:
         write_spec(self.control, spec)
 
     def prepare(self, *more: str) -> None:
-        """Nodes are forked from one process, which has imported what their workers need."""
+        """Have nodes forked from one process, which has imported what their workers need."""
         self.adapter.prepare([TOYS, *more], {"PHALANX_SESSION": f"{self.session}-all-"}, self.folder / "zygote.log")
         wait_for(lambda: not self.adapter.is_preparing())
 
@@ -138,7 +138,7 @@ class Cluster:
         self.lost |= {name for name, node in self.nodes.items() if has_ended(node)}
 
     def until(self, what, timeout: float = LONG_S):
-        """What `what` returns once it is true; it may look at everything that was heard."""
+        """Wait until `what` returns something true, and return it; `what` may look at everything that was heard."""
 
         def look():
             self.pump()
@@ -154,7 +154,7 @@ class Cluster:
         return [line for c in self.controllers for line in c.lines if line["type"] == kind]
 
     def running(self, generation: int) -> dict:
-        """Until that generation has committed a step everywhere that it runs; its Form."""
+        """Wait until a generation has committed a step on all its ranks; return its Form."""
 
         def look():
             form = next((line for line in self.lines("form") if line["generation"] == generation), None)
@@ -165,7 +165,7 @@ class Cluster:
         return self.until(look)
 
     def full(self, replicas: int) -> dict:
-        """Until as many replicas train together; the Form."""
+        """Wait until this many replicas train together; return the Form."""
 
         def look():
             forms = [line for line in self.lines("form") if len(line["replicas"]) == replicas]
@@ -174,26 +174,26 @@ class Cluster:
         return self.running(self.until(look)["generation"])
 
     def steps(self, generation: int = 0) -> int:
-        """The last that was committed, in a generation or in all."""
+        """Return the last step that was committed, in a generation or in all."""
         done = [event["step"] + 1 for event in self.of("step") if generation in (0, event["generation"])]
         return max(done, default=0)
 
     def trained(self, generation: int = 0) -> int:
-        """The last step that a rank has voted for: also while nobody keeps the record."""
+        """Return the last step that a rank has voted for, which is known even while nobody keeps the record."""
         votes = [path.name.split("-") for path in (self.folder / "votes").glob("[0-9]*-*-*")]
         return max((int(step) for at, step, _ in votes if generation in (0, int(at))), default=0)
 
     def of(self, kind: str, *names: str) -> list[dict]:
-        """Events of some nodes, or of all."""
+        """Return the events of a kind, of some nodes or of all."""
         return [e for e in self.events if e["type"] == kind and (not names or e["node"] in names)]
 
     def bodies(self, kind: str) -> list[dict]:
-        """What workers said, with their numbers."""
+        """Return the messages of a kind from workers, with the workers' numbers."""
         said = [(event["worker"], event["body"]) for event in self.of("message")]
         return [{**body, "worker": worker} for worker, body in said if body.get("type") == kind]
 
     def facts(self) -> dict[int, dict]:
-        """Of the workers that live, by rank."""
+        """Return the facts of the workers that live, by rank."""
         exits = {event["worker"] for event in self.of("exit")}
         alive = {name for name in self.nodes if name not in self.lost}
         return {f["rank"]: f for f in self.bodies("born") if f["worker"] not in exits and f["node"] in alive}
@@ -202,7 +202,7 @@ class Cluster:
         return {rank: f["pid"] for rank, f in self.facts().items()}
 
     def worlds(self, rank: int) -> list[int]:
-        """That this rank was in, one after the other."""
+        """Return the worlds that a rank was in, one after the other."""
         workers = {f["worker"] for f in self.bodies("born") if f["rank"] == rank}
         return [b["world"] for b in self.bodies("in_world") if b["worker"] in workers]
 

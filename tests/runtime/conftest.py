@@ -14,7 +14,7 @@ WORKERS = "tests.runtime.workers"
 
 
 class Tree:
-    """A client of a bare node, with the waiting that tests need."""
+    """A client of a bare node, with the waits that tests need."""
 
     def __init__(self, client: BareClient, logs: Path):
         self.client, self.logs = client, logs
@@ -27,7 +27,7 @@ class Tree:
         return self.logs / f"{worker}.log"
 
     def until(self, kind: str, worker: int | None = None, timeout: float = LONG_S) -> dict:
-        """The next event of a kind; everything before it is passed over."""
+        """Return the next event of a kind; skip everything before it."""
         return self.all_until(kind, worker, timeout)[-1]
 
     def all_until(self, kind: str, worker: int | None = None, timeout: float = LONG_S) -> list[dict]:
@@ -65,7 +65,7 @@ def tree(tmp_path):
 
 
 def alive_with(token: str) -> dict[int, str]:
-    """Processes whose environment holds the token: pid -> command line."""
+    """Return the processes whose environment holds the token: pid -> command line."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -77,7 +77,7 @@ def alive_with(token: str) -> dict[int, str]:
 
 
 def wait_gone(token: str, timeout: float = LONG_S) -> dict[int, str]:
-    """What is left after a while; {} as soon as nothing is."""
+    """Return what is left after a while; {} as soon as nothing is."""
     deadline = time.monotonic() + timeout
     while (left := alive_with(token)) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -52,7 +52,7 @@ class Victim:
         assert self.client.stdout.readline() == b"up\n"
 
     def find(self, part: str) -> int:
-        """A worker has the zygote's command line, and comes after it."""
+        """Return the pid of a part. Workers have the zygote's command line, but higher pids."""
         return min((pid for pid, line in alive_with(self.token).items() if PARTS[part] in line), default=0)
 
     def end(self) -> None:
@@ -89,7 +89,7 @@ def test_the_tree_falls_without_the_help_of_a_living_client(victim):
     node = victim.find("node")
     victim.client.send_signal(signal.SIGSTOP)
     os.kill(node, signal.SIGKILL)
-    # Only what a worker itself had started is beyond the kernel's order: the client sees to it when it wakes.
+    # The kernel does not end what a worker itself had started: the client does so when it wakes.
     wait_for(lambda: not any(part in x for x in alive_with(victim.token).values() for part in PARTS.values()))
     victim.client.send_signal(signal.SIGCONT)
     assert wait_gone(victim.token) == {}
@@ -115,7 +115,7 @@ def test_a_process_whose_parent_is_gone_already_ends_itself():
 
 
 def test_a_kill_at_any_moment_of_the_start(tmp_path):
-    """Between two lines of any of the processes: the window in which nobody has set up anything yet."""
+    """The kill comes between two lines of any of the processes, while nobody has set up anything yet."""
     rng = random.Random(4)
     for i in range(12):
         (tmp_path / str(i)).mkdir()

@@ -1,4 +1,4 @@
-"""The rules that keep strangers off: what they say, and that nft takes them."""
+"""The rules that keep strangers off: what they contain, and that nft accepts them."""
 
 from __future__ import annotations
 

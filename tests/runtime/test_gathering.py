@@ -14,7 +14,7 @@ from phalanx.runtime.gathering import FIRST_S, Gatherer, Rounds, limit_s
 
 
 def messages_of(words, nodes):
-    """How many messages these words, (time, node), are passed on in, and the longest that one waits."""
+    """Return in how many messages these words, (time, node), are passed on, and the longest wait of one."""
     rounds, due, first, count, longest = Rounds(), None, 0.0, 0, 0.0
     for at, node in sorted(words):
         if due is not None and due <= at:
@@ -26,7 +26,7 @@ def messages_of(words, nodes):
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_ten_times_the_nodes_cost_at_most_three_times_the_messages(rounds):
-    """Nodes that one process starts one after the other, 2 ms each, and that say several things, 5 s apart."""
+    """One process starts the nodes one after the other, 2 ms each. They report several times, 5 s apart."""
     counts = {}
     for nodes in (100, 1000):
         dice = random.Random(nodes)
@@ -48,7 +48,7 @@ def test_a_small_cluster_waits_no_longer_than_before():
 
 
 def test_a_chain_of_answers_is_not_slowed_down():
-    """Ranks that form one group after the other say something new as soon as they are answered."""
+    """Ranks that form one group after the other report again as soon as they are answered."""
     rounds, now = Rounds(), 0.0
     for _ in range(50):
         waits = [rounds.wait_s(node, limit_s(1000), now + 0.0001 * node) for node in range(10)]

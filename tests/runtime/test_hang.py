@@ -1,4 +1,4 @@
-"""Hangs: seen when they are there, not seen when they are not, and blamed on the right worker."""
+"""Hangs are seen when they are there, not seen when they are not, and blamed on the right worker."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_stopped_worker_is_found_and_reported_once(tree):
     assert "is stopped" in event["reason"]
     assert event["progress"] == {"phase": "forward", "step": 3, "micro": 0, "counter": 1}
     assert tree.client.events(0.8) is None, "the same hang was reported again"
-    tree.client.kill(1)  # also a stopped process ends
+    tree.client.kill(1)  # even a stopped process ends
     assert tree.until("exit", 1)["signal"] == "SIGKILL"
 
 
@@ -134,7 +134,7 @@ def test_the_busy_one_is_blamed_with_its_stack(tree):
 
 
 def test_those_that_wait_are_told_at_once_and_blamed_only_much_later(tree):
-    """The one that they wait for may be on another node, whose watch sees to it."""
+    """The worker that they wait for may be on another node, whose watch finds it."""
     for worker in range(2):
         tree.spawn(worker, "stand", how="wait")
         tree.until("message", worker)
@@ -174,7 +174,7 @@ def test_watching_can_be_switched_off(tree):
 
 
 def test_torch_survives_the_fork_and_a_hang_in_a_collective_is_judged(tmp_path):
-    """The zygote has imported torch; workers compute with threads, reduce over gloo, and then one stays away."""
+    """The zygote has imported torch. Workers compute with threads and reduce over gloo; then one stays away."""
     with BareClient(["torch", "torch.distributed", WORKERS]) as client:
         tree = Tree(client, tmp_path)
         for rank in range(2):

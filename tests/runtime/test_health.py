@@ -1,4 +1,4 @@
-"""What devices say of themselves, as NVML tells it."""
+"""Warnings and readings of devices, as NVML reports them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NVMLError(Exception):
 
 
 class Nvml:
-    """Two devices, as the package describes them."""
+    """A fake of the pynvml package, with two devices."""
 
     NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
     nvmlClocksThrottleReasonHwSlowdown, nvmlClocksThrottleReasonHwThermalSlowdown = 8, 64
@@ -151,7 +151,7 @@ class Fabric(ctypes.Structure):
 
 
 def test_the_domain_is_asked_for_with_a_pointer(monkeypatch):
-    """The package passes on what it is given; by value the library writes wherever that points to."""
+    """The package passes on its argument as it is: given a value, the library would write wherever that points to."""
 
     class Switched(Nvml):
         c_nvmlGpuFabricInfoV_t = Fabric

@@ -38,7 +38,7 @@ def test_a_node_with_other_code_is_refused_with_both_versions(cluster):
 
 
 def test_nobody_else_can_read_what_nodes_are_told(tmp_path):
-    """The key by which ranks hand each other their state is in it."""
+    """It contains the key with which ranks hand each other their state."""
     mask = os.umask(0)
     try:
         write_spec(tmp_path, {"version": "x"})
@@ -58,7 +58,7 @@ def test_the_version_is_that_of_the_code(tmp_path, monkeypatch):
 
 
 def test_a_node_that_has_joined_has_a_pulse(cluster, tmp_path):
-    """By which those see that it lives who cannot ask it."""
+    """The pulse shows that a node lives to those who cannot ask it."""
     c, pulse = cluster(layout=Layout()), tmp_path / "pulse"
     ((host, port),) = read_address(c.control)["aggregators"]
     command = [sys.executable, "-m", "phalanx.runtime.node", "--join", f"{host}:{port}", "--secret", c.secret.path]
@@ -138,14 +138,14 @@ def has_joined(controller, node, incarnation):
 def test_a_host_that_comes_back_under_its_name_is_a_new_incarnation(controller):
     assert join(controller, "a", "1", "10.0.0.1") == {"node": "a", "type": "serve", "incarnation": 1}
     has_joined(controller, "a", 1)
-    # Its agent was started again, or the host has lost everything: it need not remember who it was.
+    # Its agent was restarted, or the host has lost everything: it need not remember who it was.
     assert join(controller, "a", "2", "10.0.0.1")["incarnation"] == 2
     assert join(controller, "a", "2", "10.0.0.1")["incarnation"] == 3, "nobody knows whether it has heard"
     assert join(controller, "b", "3", "10.0.0.2")["incarnation"] == 1
 
 
 def test_a_node_cannot_speak_to_the_controller_itself(controller, tmp_path):
-    """By its token, under the name of an aggregator: it would take that one's place."""
+    """With its token, and the name of an aggregator, it would take the aggregator's place."""
     token = Token("agent", "local", load_secret(tmp_path / "secret").token_of("agent", "local"))
     me = Identity("agent", "local", 1 << 40)
     link = Link(controller.loop, token, me, [controller.server.address], {}, lambda *_: None)

@@ -1,4 +1,4 @@
-"""The journal: what was acknowledged is there, whatever happens to process or disk; what was changed is named."""
+"""The journal: what was acknowledged survives any end of process or disk; what was changed is named."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def filled(path, count=20, **options) -> None:
 
 
 def control(path, pipe: int) -> None:
-    """What a controller does, in small: fold each event, take a snapshot now and then, and say what is durable."""
+    """Do what a controller does, in small: fold each event, take a snapshot now and then, and report what is
+    durable."""
     journal = Journal(path, snapshot_every=7, prune=True)
     state = journal.recover(load, fold)
     while True:
@@ -58,7 +59,7 @@ def control(path, pipe: int) -> None:
 
 
 def controller(path) -> tuple[multiprocessing.Process, int]:
-    """A process of its own; from the pipe one reads what it acknowledged."""
+    """Start `control` in a process of its own. Return it, and a pipe with what it acknowledges."""
     ours, theirs = os.pipe()
     process = multiprocessing.get_context("fork").Process(target=control, args=(path, theirs), daemon=True)
     process.start()
@@ -103,7 +104,7 @@ def test_many_appends_share_a_commit(path, monkeypatch):
     commits, real, appended = [], Journal._commit, threading.Event()
 
     def slow(self, rows, snapshots):
-        """The first takes as long as all others take to append."""
+        """Let the first commit take as long as all others take to append."""
         commits.append(len(rows))
         appended.wait()
         return real(self, rows, snapshots)
@@ -120,7 +121,7 @@ def test_many_appends_share_a_commit(path, monkeypatch):
 
 
 def test_it_is_durable_when_it_says_so(path):
-    """A power failure keeps what an fsync has followed: FULL is 2 in SQLite's numbers."""
+    """After a power failure only what was followed by an fsync is there. SQLite's number for FULL is 2."""
     with Journal(path) as journal:
         assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,)
         assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
@@ -229,7 +230,7 @@ def test_a_changed_journal_is_named_and_not_folded(path, statement, said):
 
 
 def test_an_entry_of_another_journal(path, tmp_path):
-    """It is whole in itself."""
+    """The entry is intact in itself."""
     filled(path)
     with Journal(tmp_path / "other.db") as other:
         for i in range(20):
@@ -254,7 +255,7 @@ def test_two_entries_that_changed_places(path):
 
 
 def test_any_flipped_byte_is_found_or_harmless(path):
-    """SQLite has no checksums in its pages: what it does not see, the chain does."""
+    """SQLite's pages have no checksums: what it misses, the chain finds."""
     filled(path, 200)
     whole, dice, found = path.read_bytes(), random.Random(2), 0
     for _ in range(150):
@@ -290,7 +291,7 @@ def test_the_lock_ends_with_its_process(path):
 
 
 def test_the_term_grows_and_the_old_one_can_write_nothing(path):
-    """Even where locks do not hold, as on some network file systems."""
+    """This holds even where locks do not, as on some network file systems."""
     old = Journal(path)
     old.wait(old.append("event", {"value": 1}, 0))
     os.unlink(f"{path}.lock")

@@ -1,4 +1,4 @@
-"""Nodes of one machine that are forked from one process: they import nothing themselves, and nothing else changes."""
+"""Nodes of one machine that are forked from one process: they import nothing themselves, and behave as others do."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_nothing_stays_behind(cluster):
     ],
 )
 def test_ps_and_top_tell_what_a_process_is(start, title):
-    """In a process of its own, which takes the title and reads what the kernel then says of it."""
+    """A process of its own takes the title, and reads how the kernel then shows it."""
     code = (
         "import json, sys; from phalanx.runtime.forked import _title, take_title; take_title(_title(json.loads("
         "sys.argv[1]))); print(open('/proc/self/comm').read().strip(), open('/proc/self/cmdline').read(), sep='|')"

@@ -1,5 +1,5 @@
-"""A failure stops its replica, nobody else: real nodes, workers and a controller, really killed. The workers of other
-replicas stay in their worlds, and train on."""
+"""A failure stops its replica and nobody else, with real nodes, workers and a controller, and real kills. The workers
+of other replicas stay in their worlds, and continue to train."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phalanx.core.layout import Layout
 from phalanx.runtime.journal import read
 from tests.runtime.cluster import QUICK, kill, wait_for
 
-GOES_ON = Policy(**{**QUICK, "wait_ns": 0})  # without those that are broken
+GOES_ON = Policy(**{**QUICK, "wait_ns": 0})  # do not wait for broken replicas
 PAIRS = dict(shard=2, ranks_per_node=2)  # a replica per node
 ALONE = dict(ranks_per_node=3)  # replicas of one rank, on one node
 
 
 @contextmanager
 def nobody_builds(c):
-    """A world takes long to build: the others are not to wait for it."""
+    """Make worlds take long to build: the others must not wait for it."""
     gate = Path(c.worker["gate"])
     gate.touch()
     yield
@@ -35,13 +35,14 @@ def gang(cluster, tmp_path):
 
 
 def entered(c, generation):
-    """The world from which each rank of the gang entered a generation, and where its state came from."""
+    """Return, by rank, the world from which it entered a generation, and where its state came from."""
     ranks = {f["worker"]: f["rank"] for f in c.bodies("born")}
     return {ranks[b["worker"]]: b for b in c.bodies("enters") if b["generation"] == generation}
 
 
 def check_untouched(c, before, *ranks):
-    """They are the same processes in the same worlds, and nobody has told their replicas to leave or to build."""
+    """Check that these ranks are the same processes in the same worlds, and that their replicas were told neither to
+    leave nor to build."""
     after, workers = c.pids(), {c.facts()[rank]["worker"] for rank in ranks}
     assert {rank: after[rank] for rank in ranks} == {rank: before[rank] for rank in ranks}
     assert all(len(c.worlds(rank)) == 1 for rank in ranks)
@@ -110,7 +111,7 @@ def test_a_node_of_a_replica_that_is_lost_is_replaced_and_the_others_train_on(ga
 
 @pytest.mark.parametrize("away", [True, False], ids=["while it is away", "when it is back"])
 def test_a_controller_that_dies_while_a_replica_is_built_goes_on_with_it(gang, away):
-    """The replica becomes whole while nobody listens, or later."""
+    """The replica becomes whole while no controller listens, or later."""
     c = gang("a", "b", layout=Layout(replica=2, **PAIRS))
     c.running(1)
     before = c.pids()
@@ -150,7 +151,7 @@ def test_a_rank_that_dies_while_the_controller_is_away_stops_its_replica_and_nob
 
 
 def test_a_node_that_starts_anew_while_the_controller_is_away_is_noticed(gang):
-    """Nobody has seen it go, and it joins when there is somebody to join."""
+    """Nobody has seen it go, and it joins once there is a controller again."""
     c = gang("a", "b")
     c.running(1)
     before, lost = c.pids(), c.facts()[1]["node"]

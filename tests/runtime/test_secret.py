@@ -1,4 +1,4 @@
-"""The cluster's secret: one for all, for its owner alone, and nowhere to be read but in its file."""
+"""The cluster's secret: one for all, for its owner alone, and readable nowhere but in its file."""
 
 from __future__ import annotations
 

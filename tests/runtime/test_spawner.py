@@ -1,4 +1,4 @@
-"""Workers through a real zygote: what they are given, and what is heard of them."""
+"""Workers through a real zygote: what they are given, and what they report."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_kill_before_the_fork_and_kill_takes_the_grandchildren(tree):
 
 
 def test_a_slow_client_holds_the_talker_back_and_loses_nothing(tree):
-    """60 MB unread: the node keeps a part and lets the talker wait; it still obeys and hears of deaths."""
+    """60 MB are unread. The node keeps a part and lets the talker wait; it still obeys, and hears of deaths."""
     tree.spawn(0, "flood", messages=60, bytes=1_000_000)
     time.sleep(1.0)
     tree.spawn(1, "leave", code=0)

@@ -1,4 +1,4 @@
-"""What a node reads of its host and devices."""
+"""The readings of a node's host and devices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The transport: what is posted is not lost, and heard by a server once, however connections break; peers that do not
-know the secret get nothing and harm nothing."""
+"""The transport: what is posted is not lost, and a server hears it once, however often connections break; peers that do
+not know the secret get nothing and harm nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMAS = {"n": {"value": int}, "big": {"text": str}}
 
 
 class Net:
-    """A server and its links in one loop. `heard` and `said` have what was handed over at either end."""
+    """A server and its links in one loop. `heard` and `said` record what was delivered at either end."""
 
     def __init__(self):
         self.loop, self.heard, self.said = Loop(), [], []
@@ -65,7 +65,7 @@ class Net:
         return [value for who, _, value in self.heard if who == name]
 
     def told(self):
-        """What a link was handed over, without what came again after a connection was lost."""
+        """Return what was delivered to links, without repeats after a lost connection."""
         return list({number: value for _, number, value in self.said}.values())
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_acknowledged_before_the_server_says_so(net):
 
 
 def test_an_acknowledgement_does_not_overtake_what_was_posted_before_it():
-    """Over a full connection: who was given up hears it before anything that counts on it."""
+    """Over a full connection, a node that was given up hears of that before anything that relies on it."""
     pushed: list[str] = []
     conn = SimpleNamespace(
         pending_bytes=0, push=lambda m: pushed.append(m["type"]), push_body=lambda b: pushed.append("post")
@@ -160,8 +160,8 @@ def test_an_acknowledgement_does_not_overtake_what_was_posted_before_it():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_server_that_is_killed_again_and_again_misses_nothing(net, seed):
-    """What it has heard and not yet journaled dies with it; what it has journaled and not yet acknowledged is known to
-    the next one."""
+    """What it has heard but not journaled dies with it; the next server knows what it has journaled, even if that was
+    not acknowledged yet."""
     dice, journal = random.Random(seed), []
     waiting: list = []
     server = net.serve(on_message=lambda s, number, body: waiting.append((s, number, body["value"])))
@@ -285,7 +285,7 @@ def test_who_connects_twice_is_one(net):
     net.until(lambda: first.session)
     opened, closed = [], []
     net.server._on_open, net.server._on_close = opened.append, closed.append
-    first.close = lambda: None  # it is as if its host had vanished
+    first.close = lambda: None  # as if its host had vanished
     second = net.link()
     second.post(n(1))
     second.flush(60)
@@ -302,7 +302,7 @@ def test_a_peer_that_is_forgotten_is_gone(net):
 
 
 def test_hundreds_at_once(net, monkeypatch):
-    monkeypatch.setattr(porch, "MOMENT_S", 20)  # who is slow because this machine stands still is no stranger
+    monkeypatch.setattr(porch, "MOMENT_S", 20)  # a peer that is slow because this machine stands still is no stranger
     net.serve()
     links = [net.link(f"node-{i}", seed=i) for i in range(300)]
     for i, link in enumerate(links):
@@ -312,7 +312,7 @@ def test_hundreds_at_once(net, monkeypatch):
 
 
 def test_a_peer_that_does_not_read_holds_nobody_up(net):
-    """What it does not read waits, and it gets all of it later."""
+    """What it does not read waits, and it gets all of that later."""
     net.serve()
     slow, quick = net.link("slow"), net.link("quick")
     net.until(lambda: slow.session and quick.session)
@@ -372,7 +372,7 @@ def test_pauses_grow_and_are_spread_by_the_seed():
 
 
 def hello(secret=SECRET, **changes) -> bytes:
-    """As a client would send it."""
+    """Return a hello as a client would send it."""
     ours, theirs = socket.socketpair()
     transport.Secure(lambda *_: None, ours, secret, Identity("agent", "eve", 1), False, lambda *_: None)
     frame = theirs.recv(4096)
@@ -416,7 +416,7 @@ STRANGERS = {
     ids=[*SILENT, *STRANGERS],
 )
 def test_a_stranger_gets_nothing_and_harms_nothing(net, pieces, handshake_s):
-    """Who says nothing wrong is given some time, others none."""
+    """A stranger that sends nothing wrong is given some time, others none."""
     server = net.serve(handshake_s=handshake_s)
     good = net.link()
     net.until(lambda: good.session)
@@ -444,7 +444,7 @@ def test_a_stranger_gets_nothing_and_harms_nothing(net, pieces, handshake_s):
 
 
 def test_a_hello_on_which_the_proof_itself_raises_is_refused(net, monkeypatch):
-    """Nobody has thought of everything that a stranger may send."""
+    """A stranger may send something that nobody has thought of."""
 
     def token_of(self, role, name):
         raise ValueError("something that nobody thought of")
@@ -564,8 +564,8 @@ def test_it_is_on_loopback_unless_asked_otherwise(net):
 
 
 class Proxy:
-    """Between a link and its server. `mangle(frames)` sees each direction's frames after the proofs, and returns what
-    goes on; `seen` is by: to the server."""
+    """A proxy between a link and its server. `mangle(frames)` gets the frames of each direction after the proofs, and
+    returns those to pass on; `seen` has the frames by direction (True: to the server)."""
 
     PROOFS = {True: 2, False: 1}  # frames
 
@@ -643,7 +643,7 @@ def test_a_frame_that_was_tampered_with_ends_the_connection_and_nothing_is_lost(
 
 
 def test_a_member_that_announces_too_much_is_ended_before_it_has_come(net):
-    """Else a captured token could fill the memory of a server."""
+    """Otherwise a captured token could fill the memory of a server."""
     server, good = net.serve(), net.link("good")
     bad = net.link("bad")
     net.until(lambda: bad.session and good.session)
@@ -717,7 +717,7 @@ def _relay(loop, proxy, source, sink, to_server):
 
 
 class Between:
-    """Ends TLS at both sides, with a certificate of its own, and reads what passes: a stranger on the way."""
+    """A stranger on the way: it terminates TLS on both sides, with a certificate of its own, and reads what passes."""
 
     def __init__(self, address):
         self.target, self.seen = address, b""
@@ -744,7 +744,7 @@ class Between:
 
 
 def test_who_stands_between_with_another_certificate_reads_nothing(net):
-    """The certificate's hash is in the proofs. Without it this relay would read and change all that is said."""
+    """The certificate's hash is in the proofs. Without it this relay could read and change everything."""
     server = net.serve(encrypt=True)
     between = Between(server.address)
     link = net.link(addresses=[between.address], encrypt=True)
@@ -778,7 +778,7 @@ def test_the_secret_is_asked_for_within_tls_too(net):
 
 
 def own_address():
-    """Of this machine, and not loopback; None: it has none."""
+    """Return an address of this machine other than loopback; None: it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect(("192.0.2.1", 9))
         host = probe.getsockname()[0]
@@ -824,7 +824,7 @@ def test_a_node_proves_its_own_name_and_no_other(net):
     own = net.link("node-1", secret=token)
     own.post(n(1))
     own.flush(60)
-    forged = Token("agent", "node-2", token.key)  # what it has of its own, under another's name
+    forged = Token("agent", "node-2", token.key)  # its own key, under another's name
     other = net.link("node-2", secret=forged, handshake_s=0.5)
     other.post(n(2))
     with pytest.raises(TimeoutError):
@@ -835,7 +835,7 @@ def test_a_node_proves_its_own_name_and_no_other(net):
 
 
 def test_a_node_cannot_be_the_server_of_others(net):
-    """All that it has is its token, so it can prove to nobody else that it is the controller."""
+    """All it has is its token, so it can prove to nobody else that it is the controller."""
     net.serve(secret=Token("agent", "node-1", SECRET.token_of("agent", "node-1")))
     link = net.link("node-2")
     link.post(n(1))
@@ -845,7 +845,7 @@ def test_a_node_cannot_be_the_server_of_others(net):
 
 
 def test_a_role_that_does_not_belong_there_takes_nobodys_session(net):
-    """A node that is called as an aggregator is."""
+    """A node has the name of an aggregator."""
     server = net.serve(roles=("aggregator",))
     near = Link(net.loop, SECRET, Identity("aggregator", "local", 5), [server.address], SCHEMAS, lambda *_: None)
     net.until(lambda: near.session)

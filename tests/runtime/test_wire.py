@@ -1,4 +1,4 @@
-"""The wire: whole messages out of any pieces, and nothing else."""
+"""The wire: whole messages from pieces of any size, and nothing else."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_fields_are_checked_by_name():
 
 
 class Wrapped:
-    """A socket that is written to by a function of Python, as one with TLS is: its frame holds what was to be sent."""
+    """A socket whose `send` is a Python function, as with TLS: its frame holds the data that was to be sent."""
 
     def __init__(self, sock):
         self._sock = sock
@@ -105,7 +105,7 @@ class Wrapped:
 
 
 def test_a_peer_that_is_gone_in_the_middle_of_a_write_ends_nothing_else():
-    """The buffer could not be emptied while the error was handled, and the process died of it."""
+    """The buffer once could not be emptied while the error was handled, and the process died of that."""
     ours, theirs = socket.socketpair()
     conn = Conn(Wrapped(ours))
     theirs.close()

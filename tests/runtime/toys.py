@@ -1,6 +1,6 @@
-"""Services and workers for the tests of the node, without torch: the zygote preloads this module. Workers meet by
-files in a folder that all share: those of a replica in its world, all of them in a generation. A step has a sum and
-then a vote per rank; when all votes are there, it is committed."""
+"""Services and workers for the tests of the node, without torch: the zygote preloads this module. Workers meet by files
+in a shared folder: those of a replica in its world, all of them in a generation. A step has a sum and then a vote per
+rank; when all votes are there, it is committed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARD = dict(checkpoint="x", step=1, generation=1, ranks=1, rank=0, size=1, root
 
 
 def store(channel, args):
-    """Its address has its pid, so that one that was started again has another."""
+    """Serve an address that contains the pid, so that a restarted store has another."""
     channel.send({"type": "store", "address": f"store-{os.getpid()}"})
     while channel.recv() is not None:
         pass
@@ -35,7 +35,7 @@ def data(channel, args):
 
 
 def keeper(channel, args):
-    """Holds what its arguments say, and says too much when the file `flood` is there."""
+    """Hold what the arguments list, and send far too much when the file `flood` exists."""
     channel.send({"type": "keeper", "address": f"keeper-{os.getpid()}", "port": 1})
     flood = Path(args.get("flood", "/nowhere"))
     while True:
@@ -58,11 +58,12 @@ def broken(channel, args):
 
 
 class Halted(Exception):
-    """Its world is over."""
+    """The worker's world is over."""
 
 
 class Trainee:
-    """A worker as `train.worker` is one: its groups are files that it waits for, and it listens while it waits."""
+    """A worker that behaves as `train.worker` does: its groups are files that it waits for, and it listens while it
+    waits."""
 
     def __init__(self, channel, args):
         self.channel, self.args, self.rank = channel, args, args["rank"]
@@ -94,7 +95,7 @@ class Trainee:
                 self.on_halt(self.halted)
 
     def listen(self, timeout):
-        """One message. What it says of halts, parts and pauses counts at once, also in the middle of a step."""
+        """Take one message. Halts, parts and pauses count at once, even in the middle of a step."""
         try:
             message = self.channel.recv(timeout)
         except TimeoutError:
@@ -127,7 +128,7 @@ class Trainee:
         near.rename(self.folder / f"{point}-{self.rank}")
 
     def wait(self, point, ranks, is_over=lambda: False):
-        """As one waits in a collective. What each of them has put there; None: it is over."""
+        """Wait as in a collective. Return what each rank has put there; None: it is over."""
         paths = [self.folder / f"{point}-{rank}" for rank in ranks]
         while not all(path.exists() for path in paths):
             threading.Event().wait(POLL_S)
@@ -139,7 +140,7 @@ class Trainee:
         return [json.loads(path.read_text()) for path in paths]
 
     def agree(self, point, *values):
-        """With the ranks of its replica: the least of each value."""
+        """Return the least of each value among the ranks of the replica."""
         self.put(f"w{self.member.world}-{point}", values)
         return [min(column) for column in zip(*self.wait(f"w{self.member.world}-{point}", self.peers), strict=True)]
 
@@ -200,7 +201,7 @@ class Trainee:
         return found is not None
 
     def agree_to_enter(self, generation, entered):
-        """All ranks of the replica, or none."""
+        """Enter with all ranks of the replica, or with none."""
         m = self.member
         entered, *held, minus_made = self.agree(f"enter{generation}", entered, m.step, m.prepared, m.made, -m.made)
         if not entered:

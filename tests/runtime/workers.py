@@ -21,7 +21,7 @@ def echo(channel, args):
 
 
 def facts(channel, args):
-    """What the bootstrap has made of this process."""
+    """Report what the bootstrap has made of this process."""
     fds = [name for name in os.listdir("/proc/self/fd") if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}")]
     channel.send(
         {
@@ -46,7 +46,7 @@ def leave(channel, args):
 
 
 def die(channel, args):
-    """Of a signal, with a last message still in the pipe."""
+    """Die of a signal, with a last message still in the pipe."""
     channel.send({"type": "last words"})
     os.kill(os.getpid(), getattr(signal, args["signal"]))
     time.sleep(30)
@@ -76,7 +76,7 @@ def garble(channel, args):
 
 
 def stand(channel, args):
-    """Mark a phase, then stand still as told: waiting for others, or busy with something else."""
+    """Mark a phase, then stand still as told: wait for others, or be busy with something else."""
     progress = channel.progress
     for _ in range(args.get("moves", 1)):
         progress.mark(Phase[args.get("phase", "forward")], step=args.get("step", 3), micro=0)
@@ -96,7 +96,7 @@ def busy_doing_something_else():
 
 
 def torch_rank(channel, args):
-    """Two ranks over gloo: reduce once, then rank 1 leaves rank 0 waiting in the next collective."""
+    """Be one of two ranks over gloo: reduce once, then rank 1 leaves rank 0 waiting in the next collective."""
     from datetime import timedelta
 
     import torch

@@ -1,4 +1,4 @@
-"""The real `phalanx` command in a process of its own, and everything that it left behind."""
+"""The real `phalanx` command in a process of its own, and everything that it leaves behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import forked, warm
 from tests.runtime.conftest import alive_with, wait_gone
 
 PHALANX = Path(sys.executable).with_name("phalanx")
-# One layer, two ranks that wait for each other in every pass: what a failure needs, and no more.
+# One layer, two ranks that wait for each other in every pass: just enough for a failure.
 TINY = {
     "model.dim": 16,
     "model.num_layers": 1,
@@ -54,7 +54,8 @@ class Ended:
     summary: dict | None = None
 
     def check_clean(self) -> None:
-        """No traceback of ours; no process (and with it no port), no shared memory, no half-written file."""
+        """Check that nothing is left: no traceback of ours, no process (and with it no port), no shared memory, no
+        half-written file."""
         lines = (self.out + self.err).splitlines()
         assert not [line for line in lines if line.startswith("Traceback")], self.err
         assert self.left == {}
@@ -63,14 +64,14 @@ class Ended:
 
 
 class Command:
-    """`phalanx train` in a directory of its own, where it keeps its records under runs/."""
+    """`phalanx train` in a directory of its own, in which it keeps its records under runs/."""
 
     def __init__(self, directory: Path, *args: object, limit_kb: int = 0, env: dict[str, str] | None = None):
         self.directory, self.token = directory, uuid.uuid4().hex
         self.scratch = directory / "scratch"
         self.scratch.mkdir(parents=True)
         given = {"PHALANX_TOKEN": self.token, "TMPDIR": str(self.scratch)}
-        limit = f"ulimit -f {limit_kb} && " if limit_kb else ""  # no file may grow larger, as on a full disk
+        limit = f"ulimit -f {limit_kb} && " if limit_kb else ""  # no file may grow beyond this, as on a full disk
         self.process = subprocess.Popen(
             ["bash", "-c", f'{limit}exec "$@"', "bash", PHALANX, "train", *map(str, args)],
             cwd=directory,
@@ -135,5 +136,5 @@ def train(directory: Path, *args: object, **env: str) -> Ended:
 
 
 def phalanx(directory: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    """Any other command."""
+    """Run any other command."""
     return forked.phalanx(*args, cwd=directory)

@@ -1,4 +1,4 @@
-"""The dense family with a fault: what, on which rank and in which step is in model.options."""
+"""The dense family with a fault. model.options say which, on what rank and in which step."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The dense family, which writes down the tokens that it is given: what a rank really trained on."""
+"""The dense family, which logs the tokens that it is given: what a rank really trained on."""
 
 import json
 

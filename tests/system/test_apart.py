@@ -1,5 +1,5 @@
-"""A run whose process is not the command that was typed: the command may return or die, the run can be seen and ended
-from elsewhere, and what refuses it is still said where it was typed."""
+"""A run whose process is not the command that was typed. The command may return or die, the run can be watched and
+ended from elsewhere, and a refusal of it still appears where it was typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx train` without a layout: the planner chooses one, and is held to what it said."""
+"""`phalanx train` without a layout: the planner chooses one, and must keep to what it reported."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Checkpoints of real runs on a bad day: files that are damaged, a disk that is full, slow or not to be written to,
-memory that changes by itself. Each is found, named and recorded; the newest good checkpoint is used; training goes
-on."""
+"""Checkpoints of real runs under bad conditions: damaged files, a disk that is full, slow or not writable, memory that
+changes by itself. Each is found, named and recorded; the newest good checkpoint is used; training continues."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ JOB = TINY | {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run with checkpoints of steps 4 and 8, and the digests that it came to after 12."""
+    """Return a run with checkpoints of steps 4 and 8, and the digests that it had after 12."""
     directory = tmp_path_factory.mktemp("trained") / "run"
     ended = Command(directory, *sets(JOB)).end(PATIENCE_S)
     assert ended.code == 0 and committed(directory) == [4, 8, 12], ended.err
@@ -41,7 +40,7 @@ def trained(tmp_path_factory):
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The newest first."""
+    """Return the checkpoints, the newest first."""
     return sorted(directory.glob("runs/*/checkpoints/step-*"), reverse=True)
 
 
@@ -52,7 +51,7 @@ def swap_ranks(newest: Path, other: Path) -> None:
     (newest / "x").rename(b)
 
 
-# What is done to the newest checkpoint; the file that is named and what is said of it.
+# What is done to the newest checkpoint; the file that the message names, and what it says.
 DAMAGE = {
     "flipped": (
         lambda new, old: flip(new / "rank-000001.bin", 99),
@@ -79,7 +78,7 @@ FAST = ("flipped",)
     "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in DAMAGE]
 )
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_used(trained, tmp_path, kind):
-    """Whether a rank finds it while it loads, or the launcher before that."""
+    """A rank may find the damage while it loads, or the launcher before that."""
     directory, whole = trained
     shutil.copytree(directory, tmp_path / "run")
     newest, other = checkpoints(tmp_path / "run")[:2]
@@ -89,7 +88,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_used(trained, t
     ended = command.end(PATIENCE_S)
     ended.check_clean()
     assert ended.code == 0, ended.err
-    missing = kind == "missing"  # that may pass
+    missing = kind == "missing"  # a missing file may come back
     (event,) = command.events("checkpoint_unreadable" if missing else "checkpoint_quarantined")
     assert event["checkpoint"] == newest.name
     assert f"{newest.name}/{named}" in event["reason"] and expected in event["reason"]
@@ -121,12 +120,12 @@ def test_when_no_checkpoint_is_good_the_run_says_so(trained, tmp_path):
 
 
 def disk_full(directory: Path) -> dict | None:
-    """Full for the first checkpoint, then with room again."""
+    """Run on a disk that is full for the first checkpoint, then has room again."""
     directory.mkdir(exist_ok=True)
     with small_disk(directory / "disk", size_kb=4096) as disk:
         if disk is None:
             return None
-        filler = fill_disk(disk, leave_bytes=6 * 4096)  # room to say who writes there, and for no checkpoint
+        filler = fill_disk(disk, leave_bytes=6 * 4096)  # room to note who writes there, but for no checkpoint
         values = JOB | {"train.steps": 160, "checkpoint.every_steps": 40, "checkpoint.dir": disk}
         command = Command(directory / "run", *sets(values))
         command.wait_until(lambda: command.events("checkpoint_failed"), PATIENCE_S)
@@ -137,12 +136,12 @@ def disk_full(directory: Path) -> dict | None:
 
 
 def full_then_killed(directory: Path) -> dict | None:
-    """The first checkpoint fails; later a rank dies, and what is newer is only in memory."""
+    """Have the first checkpoint fail and later a rank die, while what is newer is only in memory."""
     directory.mkdir(exist_ok=True)
     with small_disk(directory / "disk", size_kb=4096) as disk:
         if disk is None:
             return None
-        filler = fill_disk(disk, leave_bytes=6 * 4096)  # room to say who writes there, and for no checkpoint
+        filler = fill_disk(disk, leave_bytes=6 * 4096)  # room to note who writes there, but for no checkpoint
         every = {"checkpoint.every_steps": 50, "checkpoint.memory_every_steps": 1, "checkpoint.dir": disk}
         command = Again(directory / "run", *sets(JOB | every | {"train.steps": 100_000}))
         command.wait_until(lambda: command.events("checkpoint_failed"), PATIENCE_S)
@@ -183,13 +182,13 @@ def slots_of(pid: int) -> list[str]:
 
 
 def memory_flipped(directory: Path) -> dict:
-    """The keeper is stopped until two snapshots of each rank wait for it; then a bit of them changes."""
+    """Stop the keeper until two snapshots of each rank wait for it, then flip a bit of each."""
     values = JOB | {"train.steps": 200, "checkpoint.every_steps": 50, "checkpoint.memory_every_steps": 50}
     command = Again(directory / "run", *sets(values))
     command.wait_until(lambda: command.events("ready"), PATIENCE_S)
     keeper = command.pid_of("keeper-0")
     os.kill(keeper, signal.SIGSTOP)
-    # Those of 50, 100 and 150 are sealed; that of 200 must wait.
+    # The snapshots of 50, 100 and 150 are sealed; that of 200 must wait.
     command.wait_until(lambda: len(command.rows()) >= 198, PATIENCE_S)
     time.sleep(0.5)
     slots = slots_of(keeper)
@@ -242,7 +241,7 @@ def test_a_checkpoint_that_failed_does_not_cost_those_after_it(outcomes, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["disk slow"])
 def test_the_last_retention_is_not_left_out(outcomes, name):
-    """Though it takes its time when the run is over."""
+    """It is done even though it takes its time when the run is over."""
     (kept,) = outcomes(name)["kept"]
     assert kept.name.startswith("step-000000060-")
 

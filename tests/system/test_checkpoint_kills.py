@@ -1,5 +1,5 @@
-"""A run whose processes are killed without warning goes on from its last checkpoint and ends with the very weights of
-a run that nobody disturbed."""
+"""A run whose processes are killed without warning continues from its last checkpoint, and ends with exactly the
+weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOB = TINY | {
     "layout.tp": 1,
     "train.micro_batch": 1,
     "train.steps": STEPS,
-    "optimizer.lr": 0.01,  # so that a step more or less is seen in the weights
+    "optimizer.lr": 0.01,  # so that one step more or less shows in the weights
     "checkpoint.every_steps": 6,
     "checkpoint.memory_every_steps": 2,
 }
@@ -29,7 +29,7 @@ VICTIMS = ("rank 0", "rank 1", "keeper-0", "launcher")
 
 
 def killed(directory: Path, whom: str, reached, values=(), env=None, delay_s=0.0) -> dict:
-    """An attempt that ends when it has `reached` a point, and what came of it."""
+    """Kill somebody in an attempt that has `reached` a point. Return what came of it."""
     before = newest(directory)
     command = Again(directory, "--resume", "auto", *sets(JOB | dict(values)), env=env)
     command.wait_until(lambda: reached(command), PATIENCE_S)
@@ -54,9 +54,9 @@ def newest(directory: Path) -> int:
 
 
 def at_random(directory: Path, rng: random.Random) -> dict:
-    """Somebody, at some moment: while it starts, or some steps later."""
+    """Kill somebody at some moment: while it starts, or some steps later."""
     whom, after = rng.choice(VICTIMS), rng.randrange(0, 12)
-    after = min(after, max(0, STEPS - newest(directory) - 15))  # it goes on for some steps before it is met
+    after = min(after, max(0, STEPS - newest(directory) - 15))  # it takes some more steps before the signal arrives
     return killed(
         directory,
         whom,
@@ -66,10 +66,10 @@ def at_random(directory: Path, rng: random.Random) -> dict:
 
 
 def chain(directory: Path, seed: int, kills: int, first=None) -> dict:
-    """Run, kill somebody, go on, and so forth; then to the end."""
+    """Run, kill somebody, continue, and so on; then run to the end."""
     rng = random.Random(seed)
     story = [first(directory)] if first else []
-    while len(story) < kills + bool(first) and newest(directory) <= STEPS - 15:  # or it would be done before it is met
+    while len(story) < kills + bool(first) and newest(directory) <= STEPS - 15:  # or it might end before the signal
         story.append(at_random(directory, rng))
     before = newest(directory)
     command = Again(directory, "--resume", "auto", *sets(JOB))
@@ -81,13 +81,13 @@ def chain(directory: Path, seed: int, kills: int, first=None) -> dict:
 
 
 def of_memory(directory: Path) -> dict:
-    """A rank dies when all there is are snapshots in memory, one of each step."""
+    """Kill a rank when there are only snapshots in memory, one of each step."""
     values = {"checkpoint.every_steps": 100_000, "checkpoint.memory_every_steps": 1}
     return killed(directory, "rank 1", lambda c: len(c.rows()) >= 10, values)
 
 
 def in_a_drain(directory: Path) -> dict:
-    """A rank dies while the checkpoint of step 6 is on its way to a slow disk."""
+    """Kill a rank while the checkpoint of step 6 is on its way to a slow disk."""
     values = {"checkpoint.every_steps": 6, "checkpoint.memory_every_steps": 6}
     there = "runs/*/checkpoints/step-000000006-*/*.bin"
     return killed(directory, "rank 0", lambda c: any(directory.glob(there)), values, slow_disk(directory))
@@ -105,7 +105,7 @@ Slot.seal = seal
 
 
 def slow_copy(directory: Path) -> dict:
-    """As `of_memory`, but the rank that dies takes longer for its snapshots than the others do for a step."""
+    """Do as `of_memory`, but the rank that dies takes longer for its snapshots than the others do for a step."""
     directory.mkdir(exist_ok=True)
     (directory / "slow_copy.py").write_text(SLOW_COPY)
     values = {"checkpoint.every_steps": 100_000, "checkpoint.memory_every_steps": 1}
@@ -124,7 +124,7 @@ FAST, SLOW = ["of memory", "in a drain"], [name for name in SCENARIOS if name.st
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Nobody is killed, and nothing is saved."""
+    """Return a run in which nobody is killed, and nothing is saved."""
     ended = Command(tmp_path_factory.mktemp("whole") / "run", *sets(JOB | {"checkpoint.every_steps": -1})).end(
         PATIENCE_S
     )

@@ -1,5 +1,5 @@
 """A failure stops its replica and nobody else, with the real command and real kills: the other ranks keep their
-processes and their worlds, the broken replica joins again, and the bits are those of a run that was left alone."""
+processes and their worlds, the broken replica joins again, and the bits are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = {
 
 
 class Run(Command):
-    """A run whose ranks are killed."""
+    """A run whose ranks can be killed."""
 
     def pid(self, rank):
         return [e["pid"] for e in self.events("started") if e["rank"] == rank][-1]
@@ -45,7 +45,7 @@ class Run(Command):
         self.wait_until(lambda: self.pid(rank) != before)
 
     def wait_whole(self, after):
-        """Until a later generation has all replicas, and has committed steps."""
+        """Wait until a later generation has all replicas, and has committed steps."""
 
         def whole():
             forms = [e for e in self.events("control form") if e["generation"] > after]
@@ -62,7 +62,8 @@ class Run(Command):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What was said in each of the cases, one after the other in one run; its ledger, and that of a run left alone."""
+    """Run all cases, one after the other in one run. Return the events of each, the ledger, and that of an undisturbed
+    run."""
     folder, told = tmp_path_factory.mktemp("contained"), {}
     run = Run(folder / "disturbed", *sets(JOB))
     run.wait_until(lambda: len(run.rows()) > 5)
@@ -114,7 +115,7 @@ def test_the_bits_are_those_of_a_run_left_alone(runs):
 
 
 def test_a_rank_that_dies_in_the_first_step_joins_again(tmp_path):
-    """There is nothing but first values to compare, and no optimizer has moments yet."""
+    """There are only first values to compare, and no optimizer has moments yet."""
     fault = {"what": "kill", "rank": 0, "step": 0, "once": str(tmp_path / "killed")}
     options = {f"model.options.{name}": value for name, value in fault.items()}
     two = {"layout.replica": 2, "recovery.wait_s": 60, "train.global_batch": 4, "train.steps": 5}

@@ -1,5 +1,5 @@
-"""docs/continue-pretraining.md, line by line: from a folder of transformers and Parquet to a run that continues its
-training, and back. When this fails, a newcomer's first hour does."""
+"""Follow docs/continue-pretraining.md line by line: from a folder of transformers and Parquet to a run that continues
+its training, and back. When this fails, a newcomer's first hour does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def commands() -> list[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """What the page begins with, with a model that fits in a test."""
+    """Return the folder that the page begins with, with a model that fits in a test."""
     transformers = pytest.importorskip("transformers")
     import pyarrow as pa
     import pyarrow.parquet as pq

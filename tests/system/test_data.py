@@ -1,4 +1,4 @@
-"""Data in real runs: what a rank trained on can be found again, and damage is found, handled and recorded."""
+"""Data in real runs: what a rank trained on can be found, and damage is found, handled and recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, SEQ = 4, 32
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """Of the standard library's sources, by two shard ranks that log their tokens."""
+    """Train on the standard library's sources, with two shard ranks that log their tokens."""
     directory = tmp_path_factory.mktemp("where") / "run"
     values = TINY | {"layout.shard": 2, "layout.tp": 1, "train.steps": STEPS, "train.global_batch": 8}
     values |= {"model.family": FAMILY}
@@ -47,7 +47,7 @@ def test_where_prints_the_very_text_that_a_rank_trained_on(quickstart):
             texts = [bytes(t for t in sequence if t < 256).decode("utf-8", "replace") for sequence in tokens]
             assert [row["text"] for row in rows] == texts
             shard = directory / "runs" / ".data"
-            for row in rows:  # and it is where it says
+            for row in rows:  # and the tokens are where the row says
                 file = next(shard.glob(f"*/{row['shard']}"))
                 ids = np.fromfile(file, "<u2", SEQ + 1, offset=2 * row["offset"])
                 assert ids.tolist() == row["tokens"]
@@ -83,7 +83,7 @@ def test_the_record_carries_version_and_cursor(quickstart):
     assert all(row["data_ready"] >= 1 and row["data_wait_s"] >= 0 for row in ended.rows)
 
 
-# -- damage while the run goes
+# -- damage during the run
 
 CHUNK = 64  # items, two sequences: 500 steps of two sequences each meet every chunk
 
@@ -97,7 +97,7 @@ def data_set(root):
 
 
 def flip(shard):
-    """In place: a file that is written anew is for a moment a shorter one."""
+    """Flip a bit in place: a file that is written anew is shorter for a moment."""
     at = CHUNK * 2 * 3 + 5
     with open(shard, "r+b") as file:
         file.seek(at)
@@ -111,7 +111,7 @@ def truncate(shard):
 
 
 def damage(directory, how, **more):
-    """A run on a data set that is damaged once it trains; the shard's name with how it ended."""
+    """Damage the data set of a run once it trains. Return the shard's name, and how the run ended."""
     url = data_set(directory)
     values = TINY | {"data.source": url, "train.steps": 500, "data.buffer_steps": 2, "layout.tp": 1} | more
     command = Command(directory / "run", *sets(values))

@@ -1,4 +1,4 @@
-"""`phalanx demo`: what `make demo` shows to a newcomer is true."""
+"""What `phalanx demo`, and so `make demo`, shows to a newcomer is true."""
 
 from __future__ import annotations
 

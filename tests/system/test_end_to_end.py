@@ -1,4 +1,4 @@
-"""A short quickstart, from the command to its record, twice; and what the output looks like to a pipe."""
+"""A short quickstart, twice, from the command to its record; and what a pipe gets of its output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHORT = {
 
 
 def head(directory):
-    """`phalanx train | head -1`: the reader goes away while the run starts."""
+    """Run `phalanx train | head -1`: the reader goes away while the run starts."""
     command = f"set -o pipefail; {PHALANX} train {' '.join(sets(TINY))} | head -1"
     env = {**os.environ, "PHALANX_TOKEN": (token := f"head-{directory.name}-{os.getpid()}")}
     done = subprocess.run(["bash", "-c", command], cwd=directory, env=env, capture_output=True, text=True, timeout=300)
@@ -91,7 +91,7 @@ def test_a_reader_that_goes_away_stops_the_run(outcomes, name):
 
 
 def test_the_library_trains_a_model_of_ones_own(tmp_path):
-    """`phalanx.train` in a script, without any guard around it, with the example's family."""
+    """A script calls `phalanx.train` without any guard around it, with the example's family."""
     options = {"dim": 16, "heads": 2, "layers": 1, "context": 32}
     job = {
         "model": {"family": f"{EXAMPLES / 'custom_model.py'}:FAMILY", "options": options},
@@ -112,7 +112,7 @@ def test_the_library_trains_a_model_of_ones_own(tmp_path):
 
 @pytest.mark.slow
 def test_exact_gives_the_same_bits_over_splits_with_nothing_else_set(tmp_path):
-    """Through the command: what a rank derives from the number of ranks (its threads) must not show."""
+    """With the command, a rank derives its number of threads from the number of ranks: that must not show."""
     options = {"train.steps": 3, "train.micro_batch": 2, "train.global_batch": 4, "data.max_mb": 1}
     options |= {"train.reduction": "exact", "layout.tp": 1}  # sequences long enough for threads to show
     seen = {}

@@ -1,4 +1,4 @@
-"""Runs that used to go on for ever, with real processes: each ends, done or with the reason and an exit status."""
+"""Runs that once never ended, with real processes: each ends, done or with the reason and an exit status."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_last_checkpoint_that_fails_once_is_written_again(tmp_path):
 
 
 def test_a_last_checkpoint_that_fails_for_good_is_a_failure(tmp_path):
-    """All steps are done, and the last state is not durable: the exit status says so."""
+    """All steps are done, but the last state is not durable: the exit status must show that."""
     command = Command(tmp_path, *sets(LAST_ONLY))
     command.wait_until(command.rows)
     no_file_may_grow(command)

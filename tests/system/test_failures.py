@@ -1,5 +1,5 @@
-"""A run that fails: within seconds one message that names the rank, how it ended and its last log lines; exit
-code 1; the record says so; everything else is gone."""
+"""A run that fails prints one message within seconds, with the rank, how it ended and its last log lines. The exit code
+is 1, the record says the same, and everything else is gone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SAID = {
 
 
 def signalled(directory, number):
-    """A signal to rank 1, from outside, once the run is going."""
+    """Send a signal to rank 1 from outside, once the run is training."""
     command = Command(directory, *sets(TINY | {"run.hang_timeout_s": 2.0}))
     command.wait_until(command.rows)
     command.signal(number, pid=next(e["pid"] for e in command.events("started") if e["rank"] == 1))
@@ -60,7 +60,7 @@ def faulty(directory, more=(), **fault):
     family = {"model.family": f"{FAULTY}:FAULTY", "run.hang_timeout_s": 2.0}
     command = Command(directory, *sets(TINY | family | options | dict(more)))
     command.wait_until(lambda: command.events("ready"))
-    command.signal(0)  # from here the time counts: the fault is a step or two away
+    command.signal(0)  # time is measured from here: the fault is a step or two away
     return command.end()
 
 

@@ -1,4 +1,4 @@
-"""The library as a user types it: the script of docs/python.md, and the promises around it."""
+"""The library as a user calls it: the script of docs/python.md, and the promises around it."""
 
 import importlib
 import inspect

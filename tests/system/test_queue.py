@@ -1,6 +1,6 @@
-"""Ten real training jobs share eight nodes of one machine through `phalanx queue`: a gang of higher priority makes
+"""Ten real training jobs share eight nodes of one machine through `phalanx queue`. A gang of higher priority makes
 others shrink, the next one makes them save and leave, the queue and a run's controller are killed, a node dies. All
-come back and end with the bits of a run that nothing happened to."""
+come back, and end with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from phalanx.core.ledger import Record
 from tests.runtime.conftest import alive_with, wait_gone
 from tests.system.command import PHALANX, TINY, Command, sets
 
-PATIENCE_S = 1800.0  # the machine may be busy; nothing is judged by the clock
-STEPS, SHORT = 1200, 30  # enough that the first jobs are not done before the others have come
+PATIENCE_S = 1800.0  # the machine may be busy; nothing is judged by time
+STEPS, SHORT = 1200, 30  # enough steps that the first jobs still run when the others come
 ELASTIC = TINY | {
     "layout.replica": 4,
     "layout.tp": 1,
@@ -38,7 +38,7 @@ ALONE = ELASTIC | {"layout.replica": 1, "recovery.min_replicas": 1, "train.steps
 
 
 class Served:
-    """A queue in a process of its own, which can be killed and started again."""
+    """A queue in a process of its own, which can be killed and restarted."""
 
     def __init__(self, folder: Path):
         self.folder, self.token = folder, uuid.uuid4().hex
@@ -83,7 +83,7 @@ class Served:
         return sorted((self.folder / "queue" / "jobs" / job / "runs").glob("[!.]*"), key=lambda p: p.stat().st_ctime)
 
     def steps(self, job: str) -> dict[int, tuple]:
-        """What was committed, over all its runs; a later record of a step replaces an abandoned one."""
+        """Return what was committed, over all runs of a job; a later record of a step replaces an abandoned one."""
         return {step: said for run in self.runs(job) for step, said in ledger(run).items()}
 
     def end(self) -> None:
@@ -129,7 +129,7 @@ def test_ten_jobs_share_eight_nodes_and_end_with_the_bits_of_undisturbed_runs(tm
         assert all(len(queue.steps(job)) < STEPS for job in elastic), "they were done before they were stopped"
         alone = [queue.submit(ALONE) for _ in range(6)]
 
-        # The queue is killed: what runs goes on, and the next one finds it.
+        # The queue is killed: the jobs continue, and the next queue finds them.
         queue.wait(lambda: queue.steps(first))
         queue.process.kill()
         queue.process.wait()

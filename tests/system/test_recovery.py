@@ -1,4 +1,4 @@
-"""`phalanx train` goes on when its processes die, with the same bits; and does what it is told while it goes."""
+"""`phalanx train` continues when its processes die, with the same bits, and follows orders while it runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ JOB = TINY | {
 }
 STEPS_EACH = 80  # from one fault to the next
 KINDS = [kind for kind in FAULTS if kind not in ON_THE_NETWORK or not why_not()]
-# A process, a machine and the controller that die, and one that stands still.
+# A process, a machine and the controller die, and a process stands still.
 FEW = ["worker", "node", "controller", "hang"]
 
 
 @pytest.fixture(scope="module", params=[FEW, pytest.param(KINDS, marks=pytest.mark.slow)], ids=["few", "all"])
 def chaos(request, tmp_path_factory):
-    """One fault of each kind."""
+    """Run with one fault of each kind."""
     directory, kinds = tmp_path_factory.mktemp("chaos"), request.param
     steps = STEPS_EACH * (len(kinds) + 1)
     values = JOB | {"train.steps": steps, "checkpoint.memory_every_steps": 5, "recovery.beat_s": 0.5}
@@ -64,7 +64,7 @@ def test_survivors_keep_their_processes_and_every_sample_is_trained_once(chaos):
         if event["type"] == "started" and event["rank"] >= 0:
             workers.setdefault(event["rank"], []).append(event["worker"])
     assert all(numbers == sorted(set(numbers)) for numbers in workers.values()), "two for one rank"
-    # Who kept what it had did not start anew. (Controller and agents tell of themselves on different ways.)
+    # A worker that kept its state did not start anew. (Controller and agents report by different ways.)
     kept = {e["generation"] for e in said if e["type"] == "entered" and e["source"] == "kept"}
     branches = {e["generation"] for e in said if e["type"] == "control form" and e["branch"]}
     begun = {e["generation"] for e in said if e["type"] == "control started"}
@@ -124,7 +124,7 @@ def test_sigterm_saves_and_leaves(tmp_path):
 
 
 def test_an_error_of_the_program_ends_the_run(tmp_path):
-    """Trying again would not help."""
+    """A retry would not help."""
     values = JOB | {"optimizer.lr": 1e30, "optimizer.clip": 0, "train.steps": 100}
     ended = train(tmp_path, *sets(values))
     assert ended.code == 1 and "FloatingPointError" in ended.err
@@ -146,7 +146,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     ("kind", "ranks_per_node", "spares"), [("worker", 2, 0), ("node", 1, 1)], ids=["own memory", "its buddy's"]
 )
 def test_with_one_replica_all_go_back_to_the_snapshot_in_memory(tmp_path, kind, ranks_per_node, spares):
-    """No other copy of the rank's state is left; the steps since are a branch of the ledger."""
+    """No other copy of the rank's state is left, so the steps since then become a branch of the ledger."""
     values = JOB | {"layout.replica": 1, "layout.tp": 2, "layout.ranks_per_node": ranks_per_node}
     values |= {"recovery.spares": spares, "train.steps": 120}
     values |= {"checkpoint.memory_every_steps": 7}

@@ -1,5 +1,5 @@
-"""A user's mistake: one message that names the field, the value and the remedy; exit code 2; no traceback, no
-record of a run that never was, nothing running."""
+"""A user's mistake gives one message with the field, the value and the remedy, and exit code 2. There is no traceback,
+no record of a run that never was, and no process left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.system.command import TINY, sets, train
 
-# name: (what is set, and what is said). "{here}" is the directory of the run.
+# name: (settings, expected message). "{here}" is the directory of the run.
 AT_ONCE = {
     "ranks": (
         {"layout.ranks": 6},
@@ -59,7 +59,7 @@ AT_ONCE = {
     "no job file": ({}, ["job file = 'qiuckstart.toml'", "cannot be read", "remedy"]),
 }
 
-# What only a worker can find out is the user's mistake all the same.
+# These are the user's mistakes too, though only a worker can find them.
 FROM_A_WORKER = {
     "device": (
         {"run.device": "mps"},

@@ -1,4 +1,4 @@
-"""Real runs that continue: after their files were away, with another batch and layout, beside another run."""
+"""Real runs that continue: after their files were moved away, with another batch and layout, beside another run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB |= {"train.micro_batch": 1, "run.threads": 1}
 
 
 def served(command) -> list[tuple[int, int]]:
-    """The samples of every step, as the ledger has them."""
+    """Return the samples of every step, from the ledger."""
     return [tuple(json.loads(line)["samples"]) for line in (command.runs[0] / "ledger.jsonl").read_text().splitlines()]
 
 
@@ -28,7 +28,7 @@ def first(tmp_path_factory):
 
 
 def test_another_batch_and_layout_continue_where_the_data_was(first, tmp_path):
-    """And a change of what the order is made of is refused by its name."""
+    """A change of anything that decides the order is refused by its name."""
     directory, before = first
     assert before[-1] == (28, 32)
     more = {"train.steps": 12, "train.global_batch": 8, "layout.shard": 1, "layout.replica": 2}

@@ -1,4 +1,4 @@
-"""A run that is stopped at any moment: exit code 130, nothing running afterwards, a record that says how far it came,
+"""A run can be stopped at any moment. The exit code is 130, nothing is left running, the record shows how far it came,
 and every step that was trained is saved. A second signal does not wait for that. A command that is killed outright
 leaves no process either."""
 
@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoint.faults import PATIENCE_S, Again, resumed_from, slow_disk
 from tests.system.command import TINY, Command, sets
 
-STARTING = {"data.max_mb": 16}  # slow enough to be met while it reads
+STARTING = {"data.max_mb": 16}  # slow enough to be stopped while it reads
 LAST = {"train.steps": 30, "checkpoint.every_steps": 1000}
 NOTHING = ("term, first moment", "int, reading", "term, starting", "hup, starting")
 
@@ -44,7 +44,7 @@ def stopped(directory, *numbers, moment, **more):
     }
     command.wait_until(reached[moment], PATIENCE_S)
     if moment != "never":
-        if len(numbers) > 1:  # as a keeper leaves it that is killed while it writes
+        if len(numbers) > 1:  # as left by a keeper that is killed while it writes
             (next((command.directory / "runs").glob("*/checkpoints")) / ".catalog.json.1.2.tmp").write_text("{")
         command.signal(*numbers)
     ended = command.end(PATIENCE_S)
@@ -57,7 +57,7 @@ def begun(command: Command) -> list[int]:
 
 
 def made(command: Command) -> list[int]:
-    """The steps that have a checkpoint."""
+    """Return the steps that have a checkpoint."""
     return sorted(
         int(p.parent.name.split("-")[1]) for p in command.directory.glob("runs/*/checkpoints/*/manifest.json")
     )
@@ -78,7 +78,7 @@ SCENARIOS = {
 }
 
 
-# Another signal at the same moment, another save: they differ by little from those that run by default.
+# The same moment with another signal, or another save: they differ little from those that run by default.
 SLOW = ("term, starting", "hup, starting", "term", "int, saving")
 
 
@@ -126,7 +126,7 @@ def test_the_printed_command_continues_with_what_is_saved(outcomes, name):
 
 @pytest.mark.parametrize("name", ["int"])
 def test_a_run_that_is_stopped_while_it_starts_again_has_what_it_continues(outcomes, name):
-    """In a folder of its own, where nothing is saved yet."""
+    """The run has a folder of its own, in which nothing is saved yet."""
     command = Again(outcomes(name).runs[0].parent.parent, *sets(TINY), "--resume", "auto")
     command.wait_until(lambda: command.runs and (command.runs[0] / "logs" / "node-0.log").exists(), PATIENCE_S)
     command.signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`phalanx trace` on a run of real processes: the ranks record the steps, and their trace has what they did."""
+"""`phalanx trace` on a run of real processes: the ranks record the steps, and their trace shows what they did."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run that validates, and meets a step that is not finite: both are in its record, and neither ends it. The
-validation leaves no trace in what is trained."""
+"""A run that validates, and has a step that is not finite: both are in its record, and neither ends it. The validation
+leaves no trace in what is trained."""
 
 import hashlib
 import json
@@ -44,7 +44,8 @@ def test_a_run_validates_keeps_the_best_and_skips_a_step_that_is_not_finite(tmp_
 
 
 def state_of(run: Path) -> tuple:
-    """All that the run has trained: the ledger with the bits of every loss and norm, the cursor, weights, moments."""
+    """Return everything that the run has trained: the ledger with the bits of every loss and norm, the cursor, weights,
+    moments."""
     reader = Catalog(Folder(run / "checkpoints")).newest_good()
     manifest = reader.manifest
     digests = {

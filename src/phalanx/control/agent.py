@@ -1,7 +1,7 @@
 """The node's half of the protocol: which workers and services live here, what they are told, and what the controller
-hears of them. `runtime.node` carries out its actions and feeds it what happens; the simulation does the same.
+hears of them. `runtime.node` carries out its actions and reports events to it; the simulation does the same.
 
-Nothing stops while the controller is gone, until the lease ends: then the workers park and keep their state.
+While the controller is gone, nothing stops until the lease ends. Then the workers part and keep their state.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from phalanx.control.pace import Pace
 from phalanx.control.policy import S
 
 SERVICES = {"store": -1, "data": -2, "keeper": -3}  # their worker numbers
-GATHER_NS = 2_000_000  # in which reports that are alike become one event
+GATHER_NS = 2_000_000  # equal reports within this time become one event
 WRITTEN_NS = 20_000_000  # the same for files of a checkpoint
 HALT_NS = 8 * S  # from "halt" to "parked"
 LEAVE_NS = 20 * S  # from "leave" to the exit
 END_NS = 10 * S  # from SIGKILL to the end of a process
-AGAIN_NS = (S // 10, 5 * S)  # before a service that died is started again: first, and at most
+AGAIN_NS = (S // 10, 5 * S)  # the first and the longest pause before a dead service is restarted
 REASON_CHARS = 1000
 Body = dict[str, Any]
 
-#: What workers say to their agent: the fields of each message, and their types.
+#: The reports of workers to their agent: the fields of each message, and their types.
 REPORTS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "up": {"port": int},
     "built": {"world": int},
@@ -41,14 +41,14 @@ REPORTS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """To the controller, exactly once."""
+    """Send an event to the controller, exactly once."""
 
     event: Event
 
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """A service (`name`) or a worker (""), with arguments beside those that all have."""
+    """Start a service (`name`) or a worker (""). `args`: in addition to those that all processes get."""
 
     number: int
     name: str
@@ -63,14 +63,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """SIGKILL. `ended` follows."""
+    """Send SIGKILL. A call of `ended` follows."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """`fire` at that time; a later one of the same name replaces it."""
+    """Call `fire` at that time. A later alarm of the same name replaces it."""
 
     name: str
     at_ns: int
@@ -78,21 +78,21 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """To the process that started this node."""
+    """Send a message to the process that started this node."""
 
     body: Body
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Look for workers that stand still for so long."""
+    """Look for workers that stand still for this long."""
 
     limit_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Answer with `counted`."""
+    """Count how far workers have come, and answer with `counted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ Action = Post | Spawn | Send | End | Alarm | Tell | Watch | Count | Reboot | Red
 
 @dataclass(slots=True)
 class Service:
-    said: Body | None = None  # its first message; None: it is not there
+    said: Body | None = None  # its first message; None: it is not up
     deaths: int = 0
     error: tuple[str, str] = ("", "")
 
@@ -130,7 +130,7 @@ class Mate:
     said: Body | None = None  # the last report, which may have to be repeated
     error: tuple[str, str] = ("", "")  # kind and text of its exception
     hang: str = ""
-    why: str = ""  # it is being ended
+    why: str = ""  # why it is being ended
 
 
 @dataclass
@@ -151,20 +151,20 @@ class Agent:
     last: dict[int, int] = field(default_factory=dict)  # rank -> its last worker
     seats: dict[int, int] = field(default_factory=dict)  # rank -> its number among the ranks of this node
     queued: dict[int, int] = field(default_factory=dict)  # rank -> a worker that waits for the end of the one before
-    most: int = 0  # ranks here at a time
+    most: int = 0  # the most ranks that were here at a time
     fenced: bool = False
     left: str = ""  # why the run is over
     told_left: bool = False
-    # With each incarnation anew:
+    # Reset with each incarnation:
     linked: bool = False
     welcome: bool = False
     posted: int = 0  # events
     acked: int = 0
     joined: int = 0  # the number of the last NodeJoined
     stepped: int = 0  # the number of the last StepsDone
-    address: tuple[str, str] = ("", "")  # of the workers and the keeper, as they were last said
+    address: tuple[str, str] = ("", "")  # of the workers and the keeper, as last reported
     done: tuple[int, int] = (0, -1)  # generation, step: the last that was committed
-    told: tuple[int, int] = (0, -1)  # the part of it that the controller knows
+    told: tuple[int, int] = (0, -1)  # the last that was reported to the controller
     asks: list[int] = field(default_factory=list)  # generations for which the keeper was asked what it holds
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ class Agent:
         self._pieces: dict[tuple[int, int], dict[int, list[Any]]] = {}  # of an order to commit, by their first rank
 
     def take(self) -> list[Action]:
-        """What is to be done, in this order."""
+        """Return the actions to carry out, in order, and forget them."""
         out, self._out = self._out, []
         return out
 
@@ -218,7 +218,7 @@ class Agent:
             self._do(Spawn(SERVICES[name], name, {}))
 
     def booted(self, now_ns: int, incarnation: int) -> None:
-        """As a new incarnation: nothing that was said to an earlier one counts."""
+        """Begin a new incarnation: nothing that an earlier one was told counts."""
         self.now_ns, self.incarnation = max(self.now_ns, now_ns), incarnation
         self.linked = self.welcome = False
         self.posted = self.acked = self.joined = self.stepped = 0
@@ -235,11 +235,11 @@ class Agent:
         self.linked = False
 
     def acknowledged(self, number: int) -> None:
-        """All that was posted up to there was heard."""
+        """Note that the controller has heard all events up to this number."""
         self.acked = max(self.acked, number)
 
     def beat(self, now_ns: int) -> Body:
-        """What is said of this node, over and over."""
+        """Return the content of a heartbeat."""
         self.now_ns = max(self.now_ns, now_ns)
         self._join()
         self._tell_steps()
@@ -248,14 +248,15 @@ class Agent:
         return {"generation": generation, "step": max(0, self.done[1]), "step_ns": step_ns}
 
     def renew(self, now_ns: int, until_ns: int) -> None:
-        """The controller was heard of: the workers may train until then."""
+        """Renew the lease: the controller was heard of, so the workers may train until `until_ns`."""
         self.now_ns = max(self.now_ns, now_ns)
         if until_ns > self.alarms.get("lease", self.now_ns) and not self.fenced:
             self._alarm("lease", until_ns - self.now_ns)
             self._alarm("redial", (until_ns - self.now_ns) // 2)
 
     def _lapse(self) -> None:
-        """No controller for so long that it may have given this node up: train no more, and keep the state."""
+        """Stop training, and keep the state: the controller has been silent for so long that it may have given this
+        node up."""
         for number, mate in self.mates.items():
             if mate.formed:
                 self._do(Send(number, {"type": "part", "generation": mate.formed}))
@@ -264,7 +265,8 @@ class Agent:
         return all(service.said is not None for service in self.services.values())
 
     def _join(self) -> None:
-        """Until Welcome, and when the keeper has moved; not again before the last word was heard."""
+        """Announce this node until Welcome, and when the keeper has moved; not again before the last announcement was
+        heard."""
         if not self.linked or self.fenced or not self._is_up() or self.acked < self.joined:
             return
         keeper = self.services["keeper"].said if "keeper" in self.services else None
@@ -275,7 +277,7 @@ class Agent:
             self.joined = self.posted
 
     def _post(self, event: Event) -> None:
-        """After what was gathered: the order in which things happened is kept."""
+        """Post an event after those that were gathered, to keep the order in which things happened."""
         self._flush()
         self._do_post(event)
 
@@ -287,7 +289,7 @@ class Agent:
     # -- services
 
     def service_said(self, now_ns: int, name: str, body: Body) -> None:
-        """Its first words."""
+        """Handle the first message of a service."""
         self.now_ns = max(self.now_ns, now_ns)
         self.services[name].said = {key: value for key, value in body.items() if key != "type"}
         if not self._is_up():
@@ -346,7 +348,7 @@ class Agent:
         self.services[name].error = (kind, text)
 
     def _on_step(self, mate: Mate, body: Body) -> None:
-        """A step was committed. `step` is its number, from 0; the state has seen one more then."""
+        """Handle the report of a committed step. The report counts steps from 0, so the state has seen one more."""
         generation, step = body["generation"], body["step"] + 1
         mate.said = None
         taken, snapshot = int(body["time_s"] * S), body.get("snapshot")
@@ -362,14 +364,15 @@ class Agent:
                 self._tell_steps()
 
     def _tell_steps(self) -> None:
-        """Not again before the last word was heard: a controller that is gone for long needs no history of it."""
+        """Report the last committed step, but not before the last report was heard: a controller that is gone for long
+        needs no history."""
         if self.done > self.told and self.acked >= self.stepped:
             self.told = self.done
             self._post(messages.StepsDone(*self.done))
             self.stepped = self.posted
 
     def _report(self, number: int, mate: Mate) -> None:
-        """Where it stands, now or again."""
+        """Report where a worker stands, now or again."""
         body = mate.said
         if body is None:
             return
@@ -418,7 +421,7 @@ class Agent:
                 self._end(numbers, f"has reported what cannot be: {error}")
 
     def counted(self, now_ns: int, counters: dict[int, int]) -> None:
-        """How far workers have come, by number."""
+        """Report how far workers have come, by number."""
         self.now_ns = max(self.now_ns, now_ns)
         known = {number: counter for number, counter in counters.items() if number in self.mates}
         known |= dict.fromkeys(self.queued.values(), 0)
@@ -435,13 +438,13 @@ class Agent:
         self._post(messages.DeviceWarning(self.name, self.incarnation, sign, count))
 
     def link_changed(self, link: str, up: bool) -> None:
-        """A network of this node came or went: ranks that use it leave their groups."""
+        """Report that a network of this node came or went. Ranks that use it leave their groups."""
         kind = messages.LinkBack if up else messages.LinkLost
         self._post(kind(self.name, self.incarnation, link))
         self._to(self.mates, "link", interface=link, up=up)
 
     def ended(self, now_ns: int, number: int, how: Failure) -> None:
-        """A process is gone. `how`: its signal or code, its phase and step, and the end of its log."""
+        """Handle the end of a process. `how`: its signal or code, its phase and step, and the end of its log."""
         self.now_ns = max(self.now_ns, now_ns)
         name = next((name for name, at in SERVICES.items() if at == number), "")
         if name:
@@ -464,7 +467,7 @@ class Agent:
             self._tell_left()
 
     def _lost(self, name: str, how: Failure) -> None:
-        """It is started again. Workers that had it open cannot go on without it; the store they need only to meet."""
+        """Restart a service. Workers that had it open cannot continue without it; they need the store only to meet."""
         service = self.services[name]
         kind, text = service.error
         service.said, service.error = None, ("", "")
@@ -492,8 +495,8 @@ class Agent:
             self._alarm(f"ended {number}", self.end_ns)
 
     def _outlived(self, number: int) -> None:
-        """A process that was killed is still there: the kernel holds it, and what it would do next it never does. Its
-        peers need not wait for it; its rank cannot start here before it is gone."""
+        """Report a worker dead although its process is still there after SIGKILL. The kernel holds it, so it will do
+        nothing more, and its peers need not wait for it. Its rank cannot start here before it is gone."""
         mate = self.mates.get(number)
         if mate:
             text = f"did not end in {self.end_ns / S:g} s after SIGKILL: a driver or a file system may hold it"
@@ -516,7 +519,7 @@ class Agent:
         self.welcome = self.welcome or command.incarnation == self.incarnation
 
     def _fence(self, command: messages.Fence) -> None:
-        """Back when the last worker is gone: until then it may hold a device."""
+        """End all workers. The node comes back when the last one is gone: until then it may hold a device."""
         if command.incarnation == self.incarnation and not self.fenced:
             self.reset()
 
@@ -550,7 +553,7 @@ class Agent:
         self._post(messages.WorkerDied(self.name, self.incarnation, number, Failure(text=text)))
 
     def _spawn_queued(self) -> None:
-        """Those whose rank nobody has here any more."""
+        """Start the queued workers whose rank nobody has here any more."""
         if not self._is_up() or self.fenced or not self.queued:
             return
         here = {mate.rank for mate in self.mates.values()}
@@ -611,12 +614,12 @@ class Agent:
                 self._to([number], "build", rank=rank, **about)
 
     def _allow(self, number: int, what: str, meeting: int) -> None:
-        """Let a worker into a meeting, and out of the one before: what it sets can reach no other."""
+        """Let a worker into a meeting, and out of the one before, so that what it sets reaches no other meeting."""
         self._do(Send(SERVICES["store"], {"type": "allow", "worker": number, "scope": [what, meeting]}))
 
     @property
     def _store(self) -> str:
-        """Where workers here meet others; "": it is being started again."""
+        """Return the address where workers here meet others; "": the store is being restarted."""
         return str((self.services["store"].said or {}).get("address", ""))
 
     def _halt(self, command: messages.Halt) -> None:
@@ -629,7 +632,7 @@ class Agent:
             elif mate.world <= command.world:
                 mate.world = command.world
                 self._do(Send(number, {"type": "halt", "world": command.world}))
-                if f"parked {command.world}" not in self.alarms:  # a command that is repeated gives no more time
+                if f"parked {command.world}" not in self.alarms:  # a repeated command gives no more time
                     self._alarm(f"parked {command.world}", self.halt_ns)
 
     def _check_parked(self, world: int) -> None:

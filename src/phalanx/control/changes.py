@@ -1,5 +1,5 @@
-"""Changes that wait for a step boundary: a node takes over from another, a drained node leaves, replicas join, or are
-not wanted any more. Nobody is taken out of a step for them."""
+"""Changes that wait for a step boundary: a node takes over from another, a drained node leaves, replicas join or are no
+longer wanted. No step is interrupted for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Changes:
         self._staff, self._worlds, self._gen = staff, worlds, gen
 
     def scale(self, event: messages.Scale) -> bool:
-        """Want so many replicas: first those that take part, then those that are whole."""
+        """Set how many replicas are wanted. Keep those that take part first, then those that are whole."""
         members, active = self._members, self._gen.worlds
         count = max(self._policy.min_replicas, min(event.replicas, self.most))
         best = sorted(members.wanted, key=lambda r: (r not in active, members.down[r] > 0, r))
@@ -39,7 +39,7 @@ class Changes:
         return True
 
     def why_pause(self) -> str:
-        """Return what a step boundary is wanted for; "": nothing."""
+        """Return why a step boundary is wanted; "": it is not."""
         members, active, now_ns = self._members, self._gen.worlds, self._desk.now_ns
         for name in sorted(self._staff.leaving):
             place = members.nodes[name].place
@@ -58,13 +58,13 @@ class Changes:
         return f"replicas {back} are whole again" if back else ""
 
     def _leaves(self, replica: int) -> bool:
-        """Return whether a node of the replica is drained, and nobody is going to take over from it."""
+        """Return whether a node of the replica is drained."""
         nodes = self._members.nodes
         return any(nodes[name].drained for name in self._worlds.replicas[replica].nodes)
 
     def take_over(self, active: dict[int, int]) -> Iterator[int]:
-        """Let the next node of a place take over where it is ready; not from replicas that are in a step. Yields the
-        replicas that are there: they build their worlds anew."""
+        """Let the next node of a place take over where it is ready, but not from replicas that are in a step. Yield the
+        replicas there that have a world: they must rebuild it."""
         members = self._members
         for name in sorted(self._staff.leaving):
             place = members.nodes[name].place
@@ -82,8 +82,8 @@ class Changes:
                     yield number
 
     def retire(self) -> None:
-        """Let go of those that the gang has started without and does not want: nodes that leave, or all that replicas
-        have which are not wanted any more."""
+        """Release what the gang has started without and no longer wants: nodes that leave, and everything that belongs
+        to replicas that are no longer wanted."""
         members, active, replicas = self._members, self._gen.worlds, self._worlds.replicas
         leaving = {members.nodes[name].place for name in self._staff.leaving}
         for number in sorted(members.places if self.surplus else leaving):

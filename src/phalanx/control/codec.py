@@ -1,9 +1,11 @@
-"""Dataclasses as JSON and back, by their annotations: canonical, so that equal values are equal bytes on every machine,
-and strict, so that what comes from outside is refused with the field and the value. Sets travel as sorted lists.
+"""Encode dataclasses as JSON and decode them by their annotations. The encoding is canonical, so equal values are equal
+bytes on every machine. Decoding is strict, so bad input from outside is refused with the field and the value. Sets
+travel as sorted lists.
 
-What a kind of value takes is looked up once: a decoder is made for it, and where something is wrong is only put
-together when something is. As bytes, a dictionary is a table: its keys and a column for each field, in which what comes
-many times in a row is there once. A state has 100,000 workers, and most are alike."""
+A decoder is built once for each type, and an error message is composed only when something is wrong. In bytes, a
+dictionary is a table: its keys, then a column for each field, in which a run of equal values is stored once. A state
+has 100,000 workers, and most are alike.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ PLAIN = frozenset((int, str, bool))
 
 
 class _Refused(ValueError):
-    """What follows the name of the value."""
+    """A refusal. Its text follows the name of the value."""
 
 
 def to_bytes(value: Any) -> bytes:
@@ -58,8 +60,8 @@ def _table(value: dict[Any, Any]) -> list[Any]:
 
 
 def _column(values: list[Any]) -> list[list[Any]]:
-    """Its values; and, if that is shorter, how many times in a row each of them. Never of what can change: it would be
-    the same one afterwards."""
+    """Encode values as a list, or as runs with their lengths if that is shorter. Mutable values are never run-length
+    encoded: decoding would turn them into one shared object."""
     if len(values) > 1 and values[0] == values[1] and all(map(_fixed, set(map(type, values)))):
         runs = [(value, len([*same])) for value, same in groupby(values)]
         if 2 * len(runs) < len(values):
@@ -73,7 +75,7 @@ def _fixed(kind: type) -> bool:
 
 
 def decode(kind: Any, value: Any, where: str, table: bool = False) -> Any:
-    """ValueError: it is none of that kind."""
+    """Decode a value of a kind. Raise ValueError if it does not fit."""
     try:
         return _decoder(kind, table)(value)
     except _Refused as error:
@@ -111,7 +113,7 @@ def _plain(kind: type) -> Decoder:
 
 
 def _many(origin: Any, of: Any, table: bool) -> Decoder:
-    """A list, tuple or set of any length."""
+    """Return a decoder for a list, tuple or set of any length."""
     item, only = _decoder(of, table), {of}
 
     def take(value: Any) -> Any:
@@ -158,7 +160,7 @@ def _dict(of_key: type, of: Any) -> Decoder:
 
 
 def _rows(of_key: Any, of: Any) -> Decoder:
-    """A dictionary that is a table."""
+    """Return a decoder for a dictionary that is encoded as a table."""
     one, counts = is_dataclass(of), _many(list, int, True)
     key, kinds = _many(list, of_key, True), hints(of).values() if one else (of,)
     columns = [_many(list, kind, True) for kind in kinds]
@@ -180,7 +182,7 @@ def _rows(of_key: Any, of: Any) -> Decoder:
 
 
 def _number(key: str | int) -> int:
-    """JSON has text for a key; what has not travelled has the number itself."""
+    """Return a key as a number: JSON turns keys into text, but a value that has not travelled still has the number."""
     if isinstance(key, int):
         return key
     if not key.isascii() or not key.removeprefix("-").isdigit():
@@ -215,7 +217,7 @@ def _object(kind: Any, table: bool) -> Decoder:
 
 
 def hints(kind: Any) -> dict[str, Any]:
-    """The fields of a dataclass that do not follow from others, and their types."""
+    """Return the fields of a dataclass that are not derived from others, with their types."""
     return _hints(kind)
 
 
@@ -226,8 +228,8 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def describe(*kinds: Any) -> str:
-    """Return the form of dataclasses, and of all that are in them: what one release writes and another cannot read
-    differs here."""
+    """Describe the form of dataclasses and of all types in them. If one release writes what another cannot read, their
+    descriptions differ."""
     found: dict[str, str] = {}
     left = list(kinds)
     while left:

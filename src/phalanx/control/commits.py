@@ -1,6 +1,6 @@
-"""Checkpoints, from written files to a manifest. Keepers write the files of their ranks; when all of a checkpoint are
-there, one keeper is told to write the manifest. A file that could not be written is written again from the snapshot in
-memory, with growing pauses and a limit. What checkpoints cost decides how far apart they are."""
+"""Checkpoints, from written files to a manifest. Keepers write the files of their ranks. When all files of a checkpoint
+are there, one keeper is told to write the manifest. A file that could not be written is written again from the snapshot
+in memory, with growing pauses and a limit. The cost of checkpoints decides how far apart they are."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Draft:
 
     @property
     def whole(self) -> bool:
-        """Only the manifest is missing."""
+        """Return whether only the manifest is missing."""
         return bool(self.ranks) and len(self.files) == self.ranks
 
 
@@ -62,7 +62,7 @@ class Commits:
 
     @property
     def last(self) -> int:
-        """The newest step that has a checkpoint; -1: none but what the run began from."""
+        """Return the newest step that has a checkpoint; -1: none but what the run began from."""
         return max((step for step, _ in self.durable[1:]), default=-1)
 
     def has(self, step: int) -> bool:
@@ -71,7 +71,7 @@ class Commits:
     # -- files
 
     def written(self, event: messages.Written, lineage: Lineage) -> bool:
-        """Whether a file is new."""
+        """Record written files. Return whether any of them is new."""
         key = _key(event.step, event.generation)
         if not lineage.counts(event.step, event.generation) or (event.step, event.generation) in self.durable:
             return False
@@ -82,7 +82,7 @@ class Commits:
             self.lost.pop(key, None)
             while len(self.drafts) > MOST_OPEN:
                 self._give_up(next(iter(self.drafts.values())), "newer checkpoints have overtaken it")
-        if not draft.ranks:  # all that was known of it is a failure
+        if not draft.ranks:  # so far only a failure was known of it
             draft.checkpoint, draft.ranks, draft.seal = event.checkpoint, event.ranks, event.seal
         if (event.seal, event.ranks) != (draft.seal, draft.ranks):
             self._give_up(draft, f"ranks disagree: {event.seal} on {event.node}, {draft.seal} elsewhere")
@@ -156,7 +156,8 @@ class Commits:
             self._desk.say(messages.Note(-1, f"the checkpoint of step {draft.step} was given up: {reason}"))
 
     def lose_node(self, name: str, other: Callable[[], str]) -> None:
-        """A node is gone, and its keeper with it: the other one commits what this one was to, if there is any."""
+        """Handle the loss of a node and of its keeper: another one, if there is any, commits what this one was to
+        commit."""
         for draft in list(self.drafts.values()):
             if name in draft.failed or not (found := other()):
                 self._give_up(draft, f"node {name}, which had to write, is gone")
@@ -165,16 +166,16 @@ class Commits:
                 self._again(draft)
 
     def is_open(self, step: int, generation: int) -> bool:
-        """Whether it is being tried again."""
+        """Return whether a checkpoint is about to be tried again."""
         draft = self.drafts.get(_key(step, generation))
         return draft is not None and draft.retry_ns >= 0
 
     def why_lost(self, step: int, generation: int) -> str:
-        """Why the checkpoint of a step was given up; "": it was not."""
+        """Return why the checkpoint of a step was given up; "": it was not."""
         return self.lost.get(_key(step, generation), "")
 
     def made(self, event: messages.Durable, lineage: Lineage) -> bool:
-        """Whether it is news that a checkpoint has its manifest, and counts."""
+        """Record that a checkpoint has its manifest. Return whether that is news, and the checkpoint counts."""
         made = (event.step, event.generation)
         draft = self.drafts.pop(_key(*made), None)
         if not lineage.counts(*made) or made in self.durable:
@@ -192,19 +193,19 @@ class Commits:
         return True
 
     def forget(self, step: int, generation: int) -> None:
-        """A checkpoint of this run that cannot be loaded. What the run began from stays."""
+        """Drop a checkpoint of this run that cannot be loaded. What the run began from stays."""
         first, *others = self.durable
         self.durable = [first, *(d for d in others if d != (step, generation))]
 
     def keep_only(self, lineage: Lineage) -> None:
-        """After a branch: what was made of abandoned steps does not count."""
+        """Drop the checkpoints of abandoned steps, after a branch."""
         self.durable = [d for i, d in enumerate(self.durable) if i == 0 or lineage.counts(*d)]
         self.drafts = {k: d for k, d in self.drafts.items() if lineage.counts(d.step, d.generation)}
 
     # -- what they cost
 
     def cost(self, event: messages.Cost, nodes: int) -> bool:
-        """Whether another interval follows from it."""
+        """Record what a checkpoint cost, and choose the interval anew. Return whether that was possible."""
         body = self.untold.pop(event.step, "")
         if body:
             said = {"stall_s": event.stall_ns / 1e9, "slowdown_s": event.slowdown_ns / 1e9}
@@ -228,7 +229,7 @@ class Commits:
         return True
 
     def tell(self, before: int) -> None:
-        """Report the checkpoints of steps before that one: nobody will know any more what they cost."""
+        """Report the checkpoints of steps before `before`: their cost will never be known."""
         for step in [step for step in self.untold if step < before]:
             body = json.loads(self.untold.pop(step))
             self._report("checkpoint", step=step, **body, stall_s=0.0, slowdown_s=0.0)
@@ -237,7 +238,7 @@ class Commits:
         self._desk.say(messages.Report(about, json.dumps(body)))
 
     def outstanding(self) -> list[messages.Command]:
-        """What was ordered and not answered."""
+        """Return the commands that were not answered."""
         asked = [draft for draft in self.drafts.values() if draft.retry_ns < 0]
         whole = [draft for draft in asked if draft.whole]
         out: list[messages.Command] = [

@@ -1,4 +1,4 @@
-"""What all parts of the gang share: its phase, the time, its timers, and what it says."""
+"""The state that all parts of the gang share: its phase, the time, its timers, and the commands to send."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Desk:
         self.say(messages.SetTimer(timer, self.timers[timer]))
 
     def look_after(self, for_ns: int) -> None:
-        """Have the gang look at its state after a while, if it would not sooner."""
+        """Have the gang look at its state after a while, unless it will do so sooner."""
         if not self.now_ns < self.timers.get("again", 0) <= self.now_ns + for_ns:
             self.set("again", for_ns)
 
@@ -36,14 +36,15 @@ class Desk:
             self.timers.pop(timer, None)
 
     def due(self, timer: str) -> bool:
-        """Return whether a timer fires now; if so it is gone. One that was put off, or dropped, does not fire."""
+        """Return whether a timer fires now, and remove it if it does. A timer that was put off, or dropped, does not
+        fire."""
         if self.timers.get(timer, self.now_ns + 1) > self.now_ns:
             return False
         del self.timers[timer]
         return True
 
     def hold(self, text: str) -> None:
-        """Say once why nothing is done."""
+        """Report why nothing is done, once for each reason."""
         if self.said_ns < 0:
             self.said_ns = self.now_ns
         if text != self.said:

@@ -1,6 +1,7 @@
-"""How a run ends. One that is done, or is told to stop, saves its last step. One that fails writes what is in memory
-and newer than the last checkpoint; so does one, beside all else, that has not come to save its last step when half of
-the time to stop is over. Then all are told to leave. The phases saving, flushing and ended begin here."""
+"""How a run ends. A run that is done, or is told to stop, saves its last step. A run that fails writes what is in
+memory and newer than the last checkpoint. A stopping run that has not begun to save its last step when half of its
+grace period is over does so too, as a fallback. Then all nodes are told to leave. The phases saving, flushing and ended
+begin here."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from phalanx.control.worlds import Worlds
 @dataclass
 class Ending:
     steps: int  # of the whole run
-    stop_ns: int = -1  # by when to be gone
+    stop_ns: int = -1  # when the run must be gone; -1: it was not told to stop
     outcome: messages.Ended | None = None  # while flushing and after
-    asks: int = 0  # the generation whose snapshots in memory are to be written before the time to stop is over
-    write: messages.Write | None = None  # what is written of them
+    asks: int = 0  # the generation whose snapshots are to be written before the grace period ends
+    write: messages.Write | None = None  # the order to write them
 
     def bind(
         self,
@@ -51,8 +52,8 @@ class Ending:
         return True
 
     def look_at_time(self) -> None:
-        """At half of the time, have what is in memory written, in case that the last step cannot be saved; at its end,
-        give up."""
+        """Act when part of the grace period is over. At half of it, have the snapshots in memory written in case the
+        last step cannot be saved; at its end, give up."""
         left_ns = self.stop_ns - self._desk.now_ns
         if left_ns <= 0:
             self._end_flush()
@@ -66,7 +67,8 @@ class Ending:
     # -- the last checkpoint
 
     def save(self) -> bool:
-        """Save the last step. Return whether the replicas that are left of the generation are all it takes."""
+        """Save the last step, or end if that is done. Return False if the replicas left of the generation cannot do
+        it."""
         standing, committed = self._gen.standing(), self._lineage.committed
         if not standing or len(standing) < len(self._gen.worlds):
             return False
@@ -88,8 +90,8 @@ class Ending:
         self._desk.set("saving", self._policy.save_ns)
 
     def look(self) -> None:
-        """End when the checkpoint that is waited for is made, or was given up. (One of the same step, made in an
-        earlier generation, may be given up.)"""
+        """End when the awaited checkpoint is made or given up. (One of the same step, made in an earlier generation,
+        may have been given up before.)"""
         phase, commits, step = self._desk.phase, self._commits, self._lineage.committed
         if phase == "saving" and commits.has(step):
             self._done()
@@ -102,12 +104,12 @@ class Ending:
 
     @property
     def is_writing(self) -> bool:
-        """Whether what was in memory is neither durable yet nor given up."""
+        """Return whether the snapshots being written are neither durable nor given up yet."""
         write, commits = self.write, self._commits
         return write is not None and not (commits.has(write.step) or commits.why_lost(write.step, write.generation))
 
     def look_late(self) -> None:
-        """Give up a checkpoint that does not get any further."""
+        """Give up a checkpoint that makes no progress, unless it is being retried."""
         if self._desk.phase == "flushing":
             self._end_flush()
         elif self._desk.phase == "saving" and self._commits.is_open(self._lineage.committed, self._gen.number):
@@ -123,7 +125,7 @@ class Ending:
     # -- a failure
 
     def fail(self, reason: str, cause: Evidence | None = None, kind: str = "failed") -> None:
-        """End a run that is not done. What is in memory and newer than the last checkpoint is written first."""
+        """End a run that is not done. Snapshots in memory that are newer than the last checkpoint are written first."""
         rank, failure = (cause.rank, cause.failure) if cause else (-1, Failure())
         about = (self._lineage.committed, self._commits.last, kind, rank, failure)
         self.outcome = messages.Ended(False, reason, *about)
@@ -136,7 +138,7 @@ class Ending:
             self._end_flush()
 
     def flush(self) -> None:
-        """Write the newest step that all nodes have in memory, of this generation or of the last that made any."""
+        """Write the newest step that all nodes hold in memory, from this generation or from the last that made any."""
         self.asks = 0
         for generation, seats in sorted(self._gen.seats.items(), reverse=True):
             homes = [node for replica, nodes in seats.items() for node in self._worlds.homes(replica, nodes)]
@@ -149,7 +151,7 @@ class Ending:
             self._end_flush()
 
     def _end_flush(self) -> None:
-        """End as it has failed; or say what is saved of a run that could not save its last step in time."""
+        """End with the failure; for a run that could not save its last step in time, report which step is saved."""
         step, saved = self._lineage.committed, self._commits.last
         if e := self.outcome:
             self._end(e.ok, e.reason, e.cause, e.rank, e.failure)

@@ -1,6 +1,6 @@
-"""Which step a gang continues from, and where each rank gets it: from workers that are parked, from snapshots in the
-memory of nodes, from checkpoints, from what the run began with. A source that failed is not asked again before the
-next step is committed."""
+"""Which step a gang continues from, and where each rank gets it: from parked workers, from snapshots in the memory of
+nodes, from checkpoints, or from what the run began with. A source that failed is not asked again before the next step
+is committed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from phalanx.control.worlds import Worlds
 
 @dataclass
 class Finder:
-    asked: bool = False  # all that `held` can have is there
-    unanswered: set[str] = field(default_factory=set)  # nodes that were asked
+    asked: bool = False  # `held` is complete
+    unanswered: set[str] = field(default_factory=set)  # nodes that were asked and have not answered
     held: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)  # node -> what is in its memory
     banned: set[int] = field(default_factory=set)  # workers whose state nobody could take
 
@@ -31,8 +31,8 @@ class Finder:
         self._replicas, self._homes, self._lineage, self._commits = worlds.replicas, worlds.homes, lineage, commits
 
     def from_peer(self, replica: int, standing: list[int]) -> Gift | None:
-        """For a replica that lacks the last step: the same ranks of the next one that has it. None: nobody could take
-        the state of any."""
+        """Return a gift for a replica that lacks the last step: the state of the next replica that has it. None: no
+        replica is left whose state can be taken."""
         at = bisect(standing, replica)
         for donor in standing[at:] + standing[:at]:
             workers = tuple(self._replicas[donor].crew.values())
@@ -48,7 +48,8 @@ class Finder:
         return None
 
     def newest(self, crew: dict[int, int], committed: int | None) -> tuple[int, dict[int, Source]]:
-        """The last step, up to `committed`, that all ranks of a crew can have; and the sources of those without it."""
+        """Return the last step, up to `committed`, that all ranks of a crew can have, and the sources for those that
+        lack it."""
         members, steps = self._members, self._lineage.steps_of
         own = zip(crew.items(), steps(map(self._copy_of, crew.values())), strict=True)
         where = {rank: (members.workers[worker].node, step) for (rank, worker), step in own}
@@ -89,12 +90,12 @@ class Finder:
         return Ask(generation, tuple(sorted(self.unanswered)))
 
     def stop_asking(self) -> None:
-        """Take nodes that have not answered to hold nothing."""
+        """Stop waiting for answers. Nodes that have not answered count as holding nothing."""
         self._desk.drop("ask")
         self.unanswered = set()
 
     def hear(self, node: str, copies: tuple[tuple[int, int, int], ...]) -> bool:
-        """Return whether all have answered."""
+        """Record what a node holds. Return whether all nodes have answered."""
         self.held[node] = list(copies)
         self.unanswered.discard(node)
         return not self.unanswered
@@ -108,8 +109,8 @@ class Finder:
         self.asked, self.held = False, {}
 
     def fail(self, source: Source, step: int, damaged: bool) -> None:
-        """Drop a source that did not have what it should; if that was not damaged, the others of that memory are no
-        better."""
+        """Drop a source that did not have what it should. If its data was missing, not damaged, drop the rest of that
+        node's memory too."""
         if source.kind == "live":
             self.banned.add(source.number)
         elif source.kind == "memory" and source.node in self.held:
@@ -119,9 +120,8 @@ class Finder:
             self._commits.forget(step, source.made)
 
     def newest_whole(self, homes: list[str], generation: int, after: int) -> int:
-        """The newest step after `after`, made in `generation`, whose snapshots all nodes have in memory; -1: none that
-        counts.
-        `homes`: for each rank that took part, in order, its node."""
+        """Return the newest step after `after`, made in `generation`, whose snapshots all nodes have in memory; -1:
+        none that counts. `homes`: the node of each rank that took part, in order."""
         found: dict[int, int] = defaultdict(int)
         for rank, node in enumerate(homes):
             for step in {s for r, s, made in self.held.get(node, ()) if r == rank and made == generation}:

@@ -1,5 +1,5 @@
 """The next generation: which replicas take part, from which step they continue, where those that lack it get it, and
-the Form that says so. Whether to wait for more replicas is decided here; what a failed attempt means is not."""
+the Form that announces it. This file decides whether to wait for more replicas, but not what a failed attempt means."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Gifts = dict[int, Gift]  # by replica that does
 
 @dataclass
 class Forming:
-    patience_ns: int = -1  # until when full strength is waited for
+    patience_ns: int = -1  # when to stop waiting for full strength
     retry_ns: int = 0  # no Form before this
 
     def bind(
@@ -55,13 +55,13 @@ class Forming:
 
     @property
     def waits(self) -> bool:
-        """Whether replicas are missing that are still waited for."""
+        """Return whether replicas are missing that are still waited for."""
         missing = len(self._worlds.built) < len(self._members.wanted)
         return missing and self._desk.now_ns < self.patience_ns and not self._staff.leaving
 
     def gather(self) -> Form | list[int]:
-        """Form the next generation, if it can be. Nodes may have to be asked for what they hold first, and worlds to be
-        halted, which are returned, before a step is given up: only their workers know."""
+        """Form the next generation, if possible. Nodes may have to be asked first what they hold. Before a step is
+        given up, return the replicas whose worlds must be halted: only their workers know what they hold."""
         lineage, finder = self._lineage, self._finder
         has = self._worlds.up_to_date(lineage)
         chosen = self._choose(has)
@@ -86,11 +86,11 @@ class Forming:
 
     def _choose(self, has: set[int]) -> list[int]:
         """Choose the replicas that take part; []: too few can, or more are waited for. `has`: those that are up to
-        date. Replicas that have failed lately are left out while others can do without them."""
+        date. Leave out replicas that have failed lately while the others can do without them."""
         members, staff, worlds, now_ns = self._members, self._staff, self._worlds, self._desk.now_ns
         built = worlds.built & members.down.keys()
         late = {r for r in worlds.failing & built if now_ns < worlds.replicas[r].again_ns}
-        late -= has - late or has or built  # which are kept in any case
+        late -= has - late or has or built  # these are kept in any case
         if len(built) - len(late) < self._policy.min_replicas <= len(built):
             late = set()
         chosen = sorted(built - late)
@@ -116,8 +116,9 @@ class Forming:
         return chosen
 
     def _around(self, chosen: list[int], standing: list[int]) -> tuple[list[int], Gifts, tuple[int, ...]] | None:
-        """Continue with the replicas that stand; the others join them, and take the state of one of them. While a step
-        is redone whose gradients are kept, nobody joins, unless the job waits for full strength. None: too few can."""
+        """Continue with the replicas that stand; the others join them, and take the state of one of them. Nobody joins
+        while a step is redone whose gradients are kept, unless the job waits for full strength. None: too few can take
+        part."""
         gifts: Gifts = {}
         kept = self._keeping(standing)
         if kept and len(standing) >= self._policy.min_replicas and not self._policy.wait_ns:
@@ -135,8 +136,8 @@ class Forming:
         return chosen, gifts, () if gifts else kept
 
     def _keeping(self, standing: list[int]) -> tuple[int, ...]:
-        """Return the replicas that keep the gradients of what was dealt to them of the next step: all must know of that
-        deal."""
+        """Return the replicas that keep the gradients of their share of the next step; none, unless all that stand know
+        how that step was dealt."""
         replicas, number, committed = self._worlds.replicas, self._gen.number, self._lineage.committed
         for found in map(replicas.__getitem__, standing):
             if found.parted != number or found.copy is None or found.copy.step != committed:
@@ -148,7 +149,7 @@ class Forming:
     def _form(
         self, chosen: list[int], step: int, sources: Sources, gifts: Gifts | None = None, kept: tuple[int, ...] = ()
     ) -> Form:
-        """Put a Form together, and take the lineage to its step. `kept`: replicas that keep gradients of the next."""
+        """Build a Form, and move the lineage to its step. `kept`: replicas that keep gradients of the next step."""
         staff, replicas, lineage, wanted = self._staff, self._worlds.replicas, self._lineage, self._members.wanted
         number, last = self._gen.number + 1, max(step, lineage.committed)
         if self._gen.begun and any(source.kind in ("durable", "start") for source in sources.values()):
@@ -179,7 +180,7 @@ class Forming:
         )
 
     def _every(self, chosen: list[int], sources: Sources) -> Source | None:
-        """Return the source of all ranks, if they have one and the same."""
+        """Return the source that all ranks share, if it is a checkpoint or the start of the run."""
         every = next(iter(sources.values()), None)
         if every is None or every.kind not in ("durable", "start"):
             return None
@@ -195,7 +196,7 @@ class Forming:
         return homes if len(homes) == len(wanted) else {rank: homes[rank] for rank in sorted(wanted)}
 
     def _buddies(self, replicas: list[int]) -> dict[str, str]:
-        """Pair each node with another that keeps a copy of its snapshots; with a spare, where there is no other."""
+        """Pair each node with another that keeps a copy of its snapshots, or with a spare if there is no other."""
         if not self._policy.buddies:
             return {}
         nodes, names = self._members.nodes, sorted(self._worlds.nodes(replicas))

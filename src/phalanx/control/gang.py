@@ -1,5 +1,6 @@
-"""The gang: from what is heard, what is done about it. `apply` takes one event and returns commands; nothing else
-changes the state, so folding the same events gives the same state, and `outstanding` repeats what was not answered.
+"""The gang decides what to do about each event. `apply` takes one event and returns commands. The state changes only
+with events and with `put_off` and `disown`, so folding the same journal gives the same state. `outstanding` repeats the
+commands that were not answered.
 
     gathering   no generation is under way: until enough replicas are built
     asking      a state is wanted that no worker holds: which node has it in memory?
@@ -11,14 +12,14 @@ changes the state, so folding the same events gives the same state, and `outstan
     flushing    the run has failed: until the newest snapshots in memory are Durable
     ended
 
-A replica has a world of its own, which is built, broken and built again beside all this. A failure breaks the world of
-its replica; the others finish their pass, part, and form the next generation without it. When its world is built again
-it joins, at a step boundary.
+A replica has a world of its own, which is built, broken and rebuilt beside all this. A failure breaks the world of its
+replica; the others finish their pass, part, and form the next generation without it. Once its world is rebuilt, the
+replica joins at a step boundary.
 
 The parts: `staffing` knows who is there, `worlds` which worlds stand, `generation` who trains together, `finding` where
 state is, `commits` which checkpoints exist, `verdict` when to give up. `forming` begins the next generation, `changes`
-waits for a step boundary, `ending` ends the run. Parts say what they have to say; what follows for the other parts is
-decided here.
+waits for a step boundary, `ending` ends the run. Each part reports what has happened to it; the gang decides what that
+means for the others.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from phalanx.control.verdict import Evidence, Verdict
 from phalanx.control.worlds import Worlds
 from phalanx.core.layout import Layout
 
-EACH_NS = 1_000_000  # of patience with answers, per node
+EACH_NS = 1_000_000  # extra wait for answers, per node
 
 
 @dataclass
@@ -79,8 +80,8 @@ class Gang:
     def of(
         layout: Layout, steps: int, policy: Policy, start: int = 0, generation: int = 0, homes: tuple[str, ...] = ()
     ) -> Gang:
-        """`start`: the step that the run begins from; `generation`: the one in which that was made; `homes`: nodes, in
-        the order of the places that they are to fill."""
+        """Make a gang. `start`: the step that the run begins from; `generation`: the one that made that step; `homes`:
+        nodes, in the order of the places that they are to fill."""
         members = Membership(layout.replica_size, layout.ranks_per_node or layout.world_size)
         members.homes = {name: place for place, name in enumerate(homes)}
         members.want(list(range(layout.replica)))
@@ -112,12 +113,12 @@ class Gang:
         return desk.out
 
     def put_off(self, now_ns: int, timer: str) -> None:
-        """Fire a timer again after a while: what it was to do has raised."""
+        """Fire a timer again after a while, because its handler raised an error."""
         self.desk.now_ns = max(self.desk.now_ns, now_ns)
         self.desk.set(timer, self.policy.resend_ns)
 
     def disown(self, now_ns: int, name: str, incarnation: int) -> None:
-        """Count a node as lost, since what it has said could not be heard. It is fenced, and joins again."""
+        """Count a node as lost because its report raised an error. It is fenced, and joins again."""
         self.desk.now_ns = max(self.desk.now_ns, now_ns)
         node = self.members.nodes.get(name)
         if self.phase != "ended" and node and node.incarnation == incarnation and not node.dead:
@@ -142,14 +143,14 @@ class Gang:
 
     @property
     def calm(self) -> bool:
-        """Whether nothing is under way."""
+        """Return whether nothing is under way."""
         return self.phase == "ended" or (
             self.phase == "running" and self.gen.stepped and not self.gen.pausing and not self.worlds.astir
         )
 
     def outstanding(self) -> list[Command]:
-        """Return what was said and not answered, or is never answered. To be said again after a while, and by a new
-        controller at once."""
+        """Return the commands that were not answered, or never are. They are sent again after a while, and at once by a
+        new controller."""
         if self.phase == "ended":
             return self.ending.outstanding()
         out = [*self.staff.outstanding(), *self.worlds.outstanding(), *self.gen.outstanding()]
@@ -209,18 +210,18 @@ class Gang:
             self._all_answered()
 
     def _committer(self) -> str:
-        """Choose a node of the gang that is there; "": none is."""
+        """Choose a living node of the generation to commit a checkpoint; "": there is none."""
         nodes = (name for replica in self.gen.worlds for name in self.worlds.replicas[replica].nodes)
         return next((name for name in nodes if not self.members.nodes[name].dead), "")
 
     def _prove(self, name: str, proof: str) -> None:
-        """Note that a node has ended that was given up for its silence: no member on it votes any more."""
+        """Note that a node that was given up for its silence has ended: its members cannot vote any more."""
         if self.phase == "fencing" and any(name in self.worlds.replicas[r].nodes for r in self.gen.worlds):
             self.gen.prove(proof)
             self._resolve()
 
     def _hear_ghost(self, event: Event) -> None:
-        """Hear of a node that was declared dead."""
+        """Handle an event about a node that was declared dead."""
         if isinstance(event, messages.NodeDead) and event.proof:
             self._prove(event.node, event.proof)
             self._advance()
@@ -250,7 +251,8 @@ class Gang:
         self.verdict.hear(self.desk.now_ns, rank, name, failure, died)
 
     def _continues(self) -> bool:
-        """Fail at once if what was heard makes every further attempt useless. Return whether anything follows."""
+        """Fail at once if the evidence makes every further attempt useless. Return False if the run was already
+        ending."""
         if self.phase in ("flushing", "ended"):
             return False
         if found := self.verdict.fatal():
@@ -260,8 +262,7 @@ class Gang:
         return True
 
     def _lose(self, gone: Gone, proof: str = "") -> None:
-        """Break the worlds of workers that are gone, by rank. `proof`: how it is known that they cannot vote any
-        more."""
+        """Break the worlds of lost workers, given by rank. `proof`: how it is known that they cannot vote any more."""
         for number in sorted({self.members.replica_of(rank) for rank in gone}):
             found = self.worlds.replicas.get(number)
             if found is None or not any(found.crew.get(rank) == worker for rank, worker in gone.items()):
@@ -274,8 +275,8 @@ class Gang:
                 self._out(number)
 
     def _give_up_on(self, workers: set[int]) -> None:
-        """End workers that do not answer, on nodes that do: they hang. Not when many do not: they wait for something
-        else, or cannot be reached."""
+        """End workers that do not answer although their nodes do: they hang. Spare them when many nodes are affected:
+        then they wait for something else, or cannot be reached."""
         if not workers:
             return
         nodes, suspects = set(self.members.nodes_of(workers)), self.staff.suspects
@@ -303,7 +304,7 @@ class Gang:
     # -- the worlds of replicas
 
     def _build_late(self) -> None:
-        """Break worlds whose workers do not get any further."""
+        """Break worlds whose workers make no progress."""
         for number in self.worlds.among(self.worlds.astir, "building"):
             waiting = set(self.worlds.replicas[number].waiting)
             if self.staff.are_stuck(waiting):
@@ -332,7 +333,7 @@ class Gang:
     def _on_parked(self, event: messages.Parked) -> bool:
         number, workers = self.worlds.hear_parked(event)
         if self.phase == "fencing" and event.world in self.gen.worlds.values():
-            # That they have left the groups for good counts also if their node was declared dead.
+            # They have left the groups for good, which counts even if their node was declared dead.
             self.gen.prove("acknowledged")
             self._resolve()
         if not workers:
@@ -362,7 +363,7 @@ class Gang:
             self._judge(contained=self.phase != "gathering" or others, number=number)
 
     def _planned(self) -> bool:
-        """Return whether all that happened since the last Form was ordered, such as a node that takes over."""
+        """Return whether everything since the last Form was ordered, such as one node taking over from another."""
         why = self.staff.why
         return bool(why) and all(rung < 1 for rung, _ in why) and not self.verdict.evidence
 
@@ -381,7 +382,8 @@ class Gang:
         return True
 
     def _resend_later(self) -> None:
-        """Say again what is not answered. Many take longer to answer, and would only be kept from it."""
+        """Schedule unanswered commands to be sent again. Many nodes take longer to answer, and early repeats would only
+        delay them."""
         if "resend" not in self.desk.timers:
             self.desk.set("resend", self.policy.resend_ns + len(self.members.nodes) * EACH_NS)
 
@@ -445,8 +447,8 @@ class Gang:
         return self.phase == "gathering"
 
     def _hold_back(self, parted: list[int], step: int) -> None:
-        """Hold back a replica that was the first to leave a generation before any step, when nothing else is known to
-        be wrong; and those that have failed before, and did not get in."""
+        """Hold back the replica that left a generation first, if no step was made and nothing else is known to be
+        wrong. Also hold back those that have failed before and left while forming."""
         assert self.form
         late = {r for r in parted if self.phase == "forming" and self.worlds.replicas[r].failures}
         if not (self.gen.stepped or step > self.form.step or self.staff.why):
@@ -460,7 +462,8 @@ class Gang:
         self._resend_later()
 
     def _park_late(self) -> None:
-        """Break the worlds of replicas that have not parted. (Ranks that hang are ended for it.)"""
+        """Break the worlds of replicas that have not parted in time; agents end ranks that hang in them. After a
+        planned pause, order the replicas to part first."""
         if self.phase != "parting":
             return
         if self.gen.quiet:
@@ -486,7 +489,7 @@ class Gang:
             self._resolve()
 
     def _resolve(self) -> None:
-        """Go back to gathering, if it can be decided which step of the generation was the last."""
+        """Return to gathering once it can be decided which step of the generation was the last."""
         if not self.gen.resolve():
             return
         assert self.form
@@ -499,15 +502,15 @@ class Gang:
             self._judge(contained=contained)
 
     def _progress(self) -> None:
-        """Forgive what went wrong before: the generation has committed a step."""
+        """Forgive earlier failures, because the generation has committed a step."""
         self.verdict.progress()
         self.finder.banned.clear()
         self.worlds.succeed(self.gen.worlds)
 
     def _judge(self, contained: bool = False, number: int = -1) -> None:
-        """Decide whether what was broken is worth another attempt, and when. `contained`: others can do without it,
-        unless they have tried often and committed no step. `number`: the replica that was broken, if it is one. Its own
-        attempts count then: of a thousand replicas many may fail once, and alike."""
+        """Decide whether to try again after something broke, and when. `contained`: the others can continue without it,
+        unless many attempts have committed no step. `number`: the replica that broke, if one did. Its own attempts
+        count then, because among a thousand replicas many may fail once, and alike."""
         cause, fatal = self.verdict.cause(), self.verdict.fatal()
         times = self.worlds.replicas[number].failures if number >= 0 else 0
         enough = self.verdict.close(self.policy, times)
@@ -534,7 +537,7 @@ class Gang:
             self.forming.hold_back(self.policy.pause_before(self.verdict.attempts + 1))
 
     def _blame(self, cause: Evidence) -> None:
-        """Replace the node of the rank that the same error was first heard from again: another may do better."""
+        """Replace the node of the rank that caused the same error again: another node may do better."""
         worker = self.members.workers.get(self.members.worker_at(cause.rank))
         if worker and self.members.spares:
             self.staff.fault(worker.node, 2, cause.failure.brief)
@@ -583,7 +586,7 @@ class Gang:
 
     @property
     def _asks(self) -> bool:
-        """Whether it is to be heard what nodes have in memory."""
+        """Return whether answers about snapshots in memory are wanted."""
         return self.phase in ("asking", "flushing") or self.ending.asks == self.generation > 0
 
     def _on_formed(self, event: messages.Formed) -> bool:
@@ -613,7 +616,7 @@ class Gang:
             if source.kind == "start" and event.damaged:
                 self.ending.fail(event.reason, Evidence(worker.rank, name, Failure(text=event.reason), False), "start")
                 return True
-        if worker.misses > 1:  # with several sources: perhaps it is not they
+        if worker.misses > 1:  # several sources failed it, so perhaps they are not to blame
             self.staff.demerit(event.node)
         if source is None or source.kind == "start" or event.groups:  # else there is another source
             self._hear_of(worker.rank, name, Failure(text=text), died=False)
@@ -623,7 +626,7 @@ class Gang:
         return True
 
     def _form_late(self) -> None:
-        """Part from replicas that do not get any further."""
+        """Part from the generation if the replicas that it waits for make no progress."""
         if self.phase != "forming":
             return
         replicas = self.worlds.replicas
@@ -638,7 +641,7 @@ class Gang:
         self._part()
 
     def _start(self) -> None:
-        self.forming.patience_ns = self.desk.now_ns  # full strength is not waited for any more
+        self.forming.patience_ns = self.desk.now_ns  # do not wait for full strength any longer
         self.finder.close()
         self.gen.start()
         if self.commits.version:
@@ -679,7 +682,8 @@ class Gang:
         return news
 
     def _on_link(self, event: messages.LinkLost | messages.LinkBack) -> bool:
-        """Its ranks see to it themselves: what breaks is a failure of their replicas, as any other."""
+        """Note that a link was lost or is back. Ranks react by themselves, and what breaks is a failure of their
+        replicas like any other."""
         what = "has lost" if isinstance(event, messages.LinkLost) else "has again"
         self.desk.say(messages.Note(5, f"node {event.node} {what} its link {event.link}"))
         return False
@@ -697,7 +701,7 @@ class Gang:
         return messages.Interval(self.commits.version, *self.commits.interval, EVERYONE)
 
 
-# A handler returns whether something has changed that may let the gang move on.
+# A handler returns whether a change may let the gang move on.
 HANDLERS: dict[type[Event], Callable[[Gang, Any], bool]] = {
     messages.NodeJoined: Gang._on_joined,
     messages.NodeSuspect: Gang._on_suspect,

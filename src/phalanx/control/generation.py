@@ -13,22 +13,22 @@ from phalanx.control.policy import Policy
 from phalanx.control.sources import Copy, Lineage
 from phalanx.control.worlds import Worlds
 
-STEPS_TO_PAUSE = 4  # in which a pause must come, and a pass end
+STEPS_TO_PAUSE = 4  # a pause may take this many to come, and a pass to end
 
 
 @dataclass
 class Generation:
     number: int = 0
     form: Form | None = None
-    began_ns: int = 0  # when that was said
+    began_ns: int = 0  # when the Form was sent
     begun: bool = False  # this or an earlier one has run
     stepped: bool = False  # it is known to have committed a step
     step_seen: tuple[int, int] = (0, 0)  # a step, and when it was heard of
-    step_ns: int = 0  # as far as is known
+    step_ns: int = 0  # as last measured
     waiting: set[int] = field(default_factory=set)  # replicas that are not Formed yet
     left: set[int] = field(default_factory=set)  # replicas that have neither parted nor broken
-    quiet: bool = False  # parting: they stop after a step, by themselves
-    pausing: str = ""  # why Pause was said
+    quiet: bool = False  # parting: replicas leave by themselves, after a step
+    pausing: str = ""  # why Pause was sent
     doomed: set[int] = field(default_factory=set)  # members that are being killed, until their end is confirmed
     seats: dict[int, dict[int, tuple[str, ...]]] = field(default_factory=dict)  # generation -> replica -> its nodes
     over: str = ""  # how it is known that no member can commit another step: acknowledged, proven, or its lease ended
@@ -43,7 +43,7 @@ class Generation:
 
     def begin(self, form: Form) -> None:
         if self.form and self._lineage.ends.get(self.number, -1) > self.form.step:
-            self.seats = {self.number: self.seats.get(self.number, {})}  # what it has made may be in memory
+            self.seats = {self.number: self.seats.get(self.number, {})}  # its steps may still be in memory
         else:
             self.seats.pop(self.number, None)
         self.seats[form.generation] = {r: tuple(self._worlds.replicas[r].nodes) for r in form.replicas}
@@ -77,7 +77,7 @@ class Generation:
         self._lineage.commit(event.step)
 
     def pause(self, why: str) -> None:
-        """Have all stop after a step, if there is a reason to."""
+        """Have all replicas stop after a step, if there is a reason to."""
         self.pausing = why
         if why:
             self._desk.say(messages.Pause(self.number, EVERYONE))
@@ -85,7 +85,7 @@ class Generation:
     # -- its end
 
     def part(self, quiet: bool) -> None:
-        """Wait for all replicas to leave. `quiet`: they do so by themselves, after a step."""
+        """Wait for all replicas to leave. `quiet`: they leave by themselves, after a step."""
         self._desk.phase, self.quiet = "parting", quiet
         self._desk.drop("form")
         self._desk.resume()
@@ -98,7 +98,8 @@ class Generation:
         return messages.Part(self.number, tuple(self.worlds.values()), EVERYONE)
 
     def hear_parted(self, event: messages.Parted) -> list[int]:
-        """Return the replicas that have left by this. Those of a fenced generation were given up before."""
+        """Record replicas that have parted, and return them. Those of a fenced generation are only returned: they were
+        given up before."""
         named = zip(event.replicas, event.worlds, strict=True)
         fenced, worlds, left = self._desk.phase == "fencing", self.worlds, self.left
         parted = [r for r, world in named if (fenced or r in left) and worlds.get(r) == world]
@@ -112,14 +113,14 @@ class Generation:
         return parted
 
     def lose(self, replicas: list[int]) -> bool:
-        """Take off replicas that have parted, or are broken. Return whether any was in."""
+        """Remove replicas that have parted or are broken. Return whether any of them was still in."""
         count = len(self.left)
         self.left.difference_update(replicas)
         self.waiting.difference_update(replicas)
         return len(self.left) < count
 
     def has_world(self, replica: int) -> bool:
-        """Return whether the last world of a replica is, or was, in it."""
+        """Return whether the last world of a replica is, or was, in this generation."""
         return self._worlds.replicas[replica].world == self.worlds.get(replica)
 
     def prove(self, how: str) -> None:
@@ -127,15 +128,16 @@ class Generation:
         self.over = self.over or how
 
     def standing(self) -> list[int]:
-        """Return the replicas that have parted from it, and stand."""
+        """Return the replicas that have parted from this generation and still stand."""
         replicas, number = self._worlds.replicas, self.number
         return [r for r in self.worlds if replicas[r].parted == number]
 
     def resolve(self) -> bool:
-        """Decide which was its last step, when nobody is left in it. Return whether that is decided.
+        """Decide which step was the generation's last, once nobody is left in it. Return whether that is decided.
 
-        One member that has left, or is proven dead, ends it for all; without any, its agents' lease does. A replica
-        that stands speaks for itself. If none does, all that are left of the broken ones are waited for."""
+        One member that has left, or is proven dead, ends the generation for all; without any, the lease of its agents
+        does. A replica that stands speaks for itself. If none stands, wait for everyone who is left of the broken ones.
+        """
         desk, standing = self._desk, self.standing()
         if not standing and any(self._worlds.replicas[r].phase == "leaving" for r in self.worlds):
             return False
@@ -158,8 +160,9 @@ class Generation:
         return True
 
     def _last_vote(self, standing: list[int]) -> int | None:
-        """Return the step that all who are left have voted for; None: nobody is left. A step counts when all of them
-        have voted for it, as those that are gone may have seen it committed. If one has not, nobody can have."""
+        """Return the last step that everyone who is left has voted for; None: nobody is left. Such a step counts,
+        because members that are gone may have seen it committed. If one has not voted for a step, nobody can have seen
+        that."""
         assert self.form
         replicas, number, step = self._worlds.replicas, self.number, self.form.step
         copies = [replicas[r].copy for r in standing]

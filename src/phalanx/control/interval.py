@@ -3,8 +3,8 @@
     Young (1974)    T = sqrt(2 C M)                                     C: what one costs the training, M: MTBF
     Daly (2006)     T = sqrt(2 C M) (1 + sqrt(x) / 3 + x / 9) - C       x = C / 2M < 1; else T = M
 
-Daly's is taken always: it is Young's where C is small against M, and 5 % less at C = M / 100. As C = sqrt(2 C M)
-sqrt(x), it is sqrt(2 C M) - 2C / 3 + sqrt(2 C M) C / 18M, which needs no fractions.
+Daly's formula is always used. It equals Young's where C is small against M, and is 5 % less at C = M / 100. As C =
+sqrt(2 C M) sqrt(x), it is sqrt(2 C M) - 2C / 3 + sqrt(2 C M) C / 18M, which needs no fractions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FAILURES_PER_1000_NODE_DAYS = FAILURES_PER_MILLION_NODE_DAYS / 1000
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of one checkpoint, and of the gang."""
+    """The measured costs of one checkpoint, and the pace and MTBF of the gang."""
 
     step_ns: int  # without checkpoints
-    stall_ns: int  # in which training stood still
-    slowdown_ns: int  # by which steps were longer while it was written
+    stall_ns: int  # time that training stood still
+    slowdown_ns: int  # extra time of steps while it was written
     drain_ns: int  # until it was durable
     mtbf_ns: int
 
@@ -36,7 +36,7 @@ class Measured:
 class Interval:
     steps: int
     young_ns: int
-    daly_ns: int  # what was wanted, before it was made whole steps
+    daly_ns: int  # before rounding to whole steps
     binds: str  # formula | drain | step
     lost_ns: int  # per failure, expected
     cost_ppm: int  # of the time, for checkpoints
@@ -44,13 +44,13 @@ class Interval:
 
 
 def durable_interval(m: Measured) -> Interval:
-    """The next one cannot begin before the last is durable."""
+    """Choose the interval of durable checkpoints. The next one cannot begin before the last is durable."""
     return _interval(m.step_ns, m.cost_ns, m.drain_ns, m.mtbf_ns, -(-m.drain_ns // m.step_ns) + 1)
 
 
 def memory_interval(step_ns: int, stall_ns: int, copy_ns: int, mtbf_ns: int) -> Interval:
-    """Choose for the memory tier. The copy runs beside the next step and must be done before its update, which waits
-    for what is left of it: that is a stall too, so no interval is too short."""
+    """Choose the interval of snapshots in memory. The copy runs beside the next step and must be done before its
+    update, which waits for the rest of it. That wait is a stall too, so no interval is too short."""
     return _interval(step_ns, stall_ns + max(0, copy_ns - step_ns), copy_ns, mtbf_ns, 1)
 
 
@@ -62,7 +62,7 @@ def _interval(step_ns: int, cost_ns: int, drain_ns: int, mtbf_ns: int, floor: in
     steps = max(wanted, floor)
     binds = "formula" if steps == wanted else "drain" if floor > 1 else "step"
     period = steps * step_ns + cost_ns
-    # A failure comes anywhere in a period, and before the last checkpoint is durable the one before it counts.
+    # A failure comes anywhere in a period; until the last checkpoint is durable, the one before it counts.
     lost = period // 2 + drain_ns
     return Interval(steps, young, daly, binds, lost, 10**6 * cost_ns // period, min(10**6, 10**6 * lost // mtbf_ns))
 
@@ -73,9 +73,9 @@ def mtbf_ns(
     failures: int = 0,
     node_ns: int = 0,
 ) -> int:
-    """Estimate for the whole gang, after it has seen `failures` in `node_ns` (nodes times time). The prior on the rate
-    is a Gamma that weighs as much as one failure in the time that one takes on average; this is one over the mean of
-    the posterior: (prior time + node_ns) / (1 + failures)."""
+    """Estimate the MTBF of the whole gang, after it has seen `failures` in `node_ns` (nodes times time). The prior on
+    the rate is a Gamma that weighs as much as one failure in the time that one takes on average. The result is one over
+    the mean of the posterior: (prior time + node_ns) / (1 + failures)."""
     prior_ns = 1000 * DAY_NS * 10**6 // max(1, round(failures_per_1000_node_days * 10**6))
     return max(1, (prior_ns + node_ns) // ((1 + failures) * nodes))
 
@@ -87,7 +87,7 @@ def explain(
     failures: int = 0,
     node_ns: int = 0,
 ) -> list[str]:
-    """Why it is what it is. Without `nodes`, where the MTBF comes from is left out."""
+    """Explain an interval, in lines of text. Without `nodes`, the origin of the MTBF is left out."""
     i = durable_interval(m)
     floor = -(-m.drain_ns // m.step_ns) + 1
     mtbf = [f"  MTBF     M = {time_text(m.mtbf_ns)}"]

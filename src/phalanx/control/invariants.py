@@ -1,4 +1,5 @@
-"""What is always true of a gang's state. Cheap enough for every event in tests; a violation is a bug, never a fault."""
+"""The invariants of a gang's state, cheap enough to check after every event in tests. A violation is a bug, never a
+fault."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ PHASES = ("gathering", "asking", "forming", "running", "parting", "fencing", "sa
 
 
 def check(gang: Gang, before: tuple[int, int] = (0, 0)) -> None:
-    """`before`: generation and last worker of an earlier state."""
+    """Assert the invariants. `before`: generation and last worker of an earlier state."""
     members, replicas = gang.members, gang.worlds.replicas
     assert gang.phase in PHASES, gang.phase
     assert (gang.generation, members.last_worker) >= before, "generations and workers' numbers only grow"

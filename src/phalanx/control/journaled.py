@@ -1,5 +1,5 @@
-"""What a controller folds: entries of the journal into the state of the gang and of the roster. The same code makes the
-state, live, after a restart, and in the simulation."""
+"""How a controller folds entries of the journal into the state of the gang and of the roster. The same code makes the
+state in operation, after a restart, and in the simulation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.core.layout import Layout
 FROM_USERS = (messages.Drain, messages.Scale, messages.Stop, messages.Trace)
 MOST_TRACED = (16, 100)  # ranks, steps
 FROM_REPLICAS = (messages.Formed, messages.Parted)
-FROM_NODES = (messages.Built, messages.Parked)  # that say it alike
+FROM_NODES = (messages.Built, messages.Parked)  # their equal reports are merged
 FROM_AGENTS = (
     messages.NodeJoined, messages.WorkersUp, messages.WorkerDied, messages.ServiceDied, messages.Built,
     messages.Parked, messages.Formed, messages.Parted, messages.Missing, messages.Standing, messages.Held,
@@ -30,18 +30,18 @@ PASSING = ("DeviceWarning", "LinkLost", "LinkBack", "Cost", "ServiceDied", "Step
 
 
 def form() -> str:
-    """Return the form of entries and states. Another one: another release wrote them, and this one may read them
+    """Describe the form of entries and states. If it differs, another release wrote them, and this one may read them
     wrongly or not at all."""
     return codec.describe(Plan, Gang, *(kind for kind in messages.KINDS.values() if issubclass(kind, Event)))
 
 
 class Poison(Exception):
-    """The state machine raised on an entry. Its state is not to be trusted any more; fold again without that entry."""
+    """The state machine raised on an entry. Its state can no longer be trusted; fold again without that entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a gang begins with."""
+    """The parameters that a gang begins with."""
 
     layout: Layout
     steps: int
@@ -66,7 +66,7 @@ class State:
         return State(gang, codec.encode(plan))
 
     def take(self, kind: str, body: Item, time_ns: int) -> tuple[Item, list[Command]]:
-        """The news in an entry, and the commands that follow. Nothing but this changes the state."""
+        """Apply an entry. Return the news in it, and the commands that follow. Nothing else changes the state."""
         self.time_ns = max(self.time_ns, time_ns)
         if kind == "plan":
             self.check(body["plan"])
@@ -91,8 +91,8 @@ class State:
         return {**body, "items": news}, out
 
     def _set_aside(self, said: Item, time_ns: int) -> None:
-        """The gang raised on it, and does not know now how those stand that it is about: nodes start anew, a timer
-        fires a little later. It need not be sent again."""
+        """Set aside an entry that the gang raised on. The state of the nodes that it is about is unknown, so they start
+        anew; a timer fires a little later. The entry need not be sent again."""
         self.aside += 1
         for item in said.get("items", ()):
             with contextlib.suppress(ValueError):
@@ -114,7 +114,7 @@ class State:
             node = gang.members.nodes.get(name)
             if node is None or not (node.dead or name in gang.staff.suspects or gang.phase == "ended"):
                 return None
-            # One that was given up is fenced for it; one that has not heard of the end hears of it.
+            # A node that was given up is fenced; one that has not heard of the run's end hears of it.
             return messages.NodeClear(name, item["incarnation"])
         found = event_of(item)
         event = Event.from_dict(found) if found else None
@@ -131,7 +131,8 @@ class State:
         return event
 
     def _check_replicas(self, item: Item, event: messages.Formed | messages.Parted) -> None:
-        """A node speaks for replicas that have ranks on it. (What is said of a world before the last is no news.)"""
+        """Check that a node speaks only for replicas that have ranks on it. (A report about an earlier world is no
+        news.)"""
         speakers = {said[0] for said in item["said"]} if item["type"] == "many" else {item["node"]}
         replicas = self.gang.worlds.replicas
         for number, world in zip(event.replicas, event.worlds, strict=True):
@@ -144,7 +145,7 @@ class State:
             raise UserError("gang.json is not what the journal began with", remedy="begin in a new folder")
 
     def check_user(self, event: Event) -> None:
-        """ValueError: nobody may ask for that."""
+        """Raise ValueError if no user may ask for this event."""
         if isinstance(event, messages.NodeDead) and event.proof:
             return
         if not isinstance(event, FROM_USERS):
@@ -180,7 +181,8 @@ class State:
 
 
 def fences(said: Item) -> list[messages.Fence]:
-    """List the nodes that start anew when an entry is set aside: somebody may wait for what they have said."""
+    """List the nodes that start anew when an entry is set aside, since somebody may be waiting for what they
+    reported."""
     about = [said.get("event", {})]
     for item in said.get("items", ()):
         if item.get("event", {}).get("kind") in PASSING:
@@ -191,7 +193,7 @@ def fences(said: Item) -> list[messages.Fence]:
 
 
 def _check_agent(item: Item, event: Event | None) -> None:
-    """An agent speaks for itself."""
+    """Check that an agent speaks only for itself."""
     if not isinstance(event, FROM_AGENTS):
         raise ValueError(f"{type(event).__name__} is no event of an agent")
     told = [getattr(event, "node", item["node"]), getattr(event, "incarnation", item["incarnation"])]

@@ -1,7 +1,6 @@
-"""Who is alive, and who speaks for whom. An aggregator keeps a `Liveness` of its nodes and reports edges; the
-controller keeps a `Roster`, which says what aggregator reaches a node, and a `Liveness` of its own for the nodes whose
-aggregator is gone.
-"""
+"""Who is alive, and who speaks for whom. An aggregator keeps a `Liveness` of its nodes and reports edges. The
+controller keeps a `Roster`, which records the aggregator that reaches each node, and a `Liveness` of its own for the
+nodes whose aggregator is gone."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 
 from phalanx.control.policy import MISSED_BEATS
 
-SLACK = 2  # a node is dead after so many times the longest of its gaps, where that is longer than three beats
+SLACK = 2  # a node is dead after this many times its longest gap, if that is longer than three beats
 SEEN, SUSPECT, CLEAR, DEAD = "seen", "suspect", "clear", "dead"
 GONE = "gone"  # its connection ended, and it did not come back at once
 NO_LIMIT_NS = 1 << 62
@@ -25,16 +24,16 @@ class Seen:
     incarnation: int
     visit: int
     last_ns: int
-    gap_ns: int  # the longest between its beats; it is forgotten slowly
+    gap_ns: int  # the longest gap between its beats; it decays slowly
     suspect: bool = False
-    lease_ns: int = 0  # it may have a lease until then at most
+    lease_ns: int = 0  # its lease may last until then at most
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
     node: str
     incarnation: int
-    visit: int  # which of its connections, of all that it ever made
+    visit: int  # the number of its connection, of all that it ever made
     edge: str
 
     def to_item(self) -> Item:
@@ -42,8 +41,8 @@ class Edge:
 
 
 class Liveness:
-    """Who is silent for too long: three beats, or longer where gaps are longer. Costs O(1) per beat: a node's deadline
-    is looked at when it has passed, and put off if there were beats since."""
+    """Find nodes that are silent for too long: three beats, or longer where gaps are longer. A beat costs O(1): a
+    node's deadline is looked at only when it has passed, and put off if there were beats since."""
 
     def __init__(self, beat_ns: int):
         self.beat_ns = beat_ns
@@ -65,7 +64,7 @@ class Liveness:
             yield Edge(node, incarnation, visit, CLEAR)
 
     def expect(self, node: str, incarnation: int, now_ns: int) -> Seen:
-        """It should be there; its silence begins now."""
+        """Expect a node to be there: its silence begins now."""
         seen = self.nodes[node] = Seen(incarnation, 0, now_ns, self.beat_ns)
         heapq.heappush(self._deadlines, (self._due(seen), node, incarnation))
         return seen
@@ -74,15 +73,16 @@ class Liveness:
         self.nodes.pop(node, None)
 
     def all(self, lease_ns: int) -> list[Edge]:
-        """Those that were heard of, as if they were seen for the first time: for a controller that has not heard from
-        this aggregator for a while, and gave it a lease until `lease_ns` before."""
+        """Return an edge for each node that was heard of, as if it were seen for the first time. They are for a
+        controller that has not heard from this aggregator for a while, and whose last lease to it ended at
+        `lease_ns`."""
         heard = [(name, seen) for name, seen in self.nodes.items() if seen.visit]
         for _, seen in heard:
             seen.lease_ns = min(seen.lease_ns, lease_ns)
         return [Edge(name, s.incarnation, s.visit, SEEN) for name, s in heard]
 
     def confirm(self, item: Item) -> str:
-        """The controller has acknowledged an edge. Return the node if that gives it a right to leases: had it been
+        """Note that the controller has acknowledged an edge. Return the node if that entitles it to leases: had it been
         given up before, it would have been told so by now."""
         seen = self.nodes.get(item["node"])
         if item["edge"] != SEEN or not seen or (seen.incarnation, seen.visit) != (item["incarnation"], item["visit"]):
@@ -92,7 +92,7 @@ class Liveness:
 
     def lease(self, node: str, lease_ns: int) -> int:
         """Return until when a node may train, if the controller listens here until `lease_ns`. A node that is back
-        after a silence may have been given up: it is given none before the controller has heard that it is back."""
+        after a silence may have been given up, so it gets no lease until the controller has heard that it is back."""
         return min(lease_ns, self.nodes[node].lease_ns)
 
     def tick(self, now_ns: int) -> Iterator[Edge]:
@@ -116,7 +116,7 @@ class Liveness:
 
 
 def event_of(item: Item) -> Item | None:
-    """What an item tells a gang, as an event; None: no more than where a node is. A connection that ended proves
+    """Convert an item to an event for the gang; None: it only reports where a node is. A connection that ended proves
     nothing: the node may be alive behind a broken network."""
     if item["type"] != "edge":
         return dict(item["event"])
@@ -126,15 +126,16 @@ def event_of(item: Item) -> Item | None:
 
 
 class Roster:
-    """Which aggregator speaks for a node, and which of an agent's messages were heard. All of it can be folded again
-    from what `take` let through."""
+    """Which aggregator speaks for a node, and which of an agent's messages were heard. All of it can be rebuilt from
+    what `take` let through."""
 
     def __init__(self, state: dict[str, Any] | None = None):
         self._nodes: dict[str, list[Any]] = dict(state or {})  # name -> incarnation, visit, aggregator, number
         self.aggregators = {known[2] for known in self._nodes.values()} - {""}  # that nodes speak to, or did
 
     def take(self, aggregator: str, body: Item) -> bool:
-        """Whether it is news: an edge from the aggregator that a node speaks to, or an event not heard before."""
+        """Return whether an item is news: an edge from the aggregator that a node speaks to, or an event not heard
+        before."""
         if body["type"] == "many":
             if not all(isinstance(one, list) and [*map(type, one)] == [str, int, int] for one in body["said"]):
                 raise ValueError(f"many.said = {str(body['said'])[:200]}: expected names, incarnations and numbers")
@@ -156,7 +157,7 @@ class Roster:
         return True
 
     def _known(self, node: str, incarnation: int) -> list[Any] | None:
-        """None: a later incarnation is."""
+        """Return what is known of a node's incarnation; None: a later incarnation is known."""
         known = self._nodes.get(node)
         if known is None or incarnation > known[0]:
             known = self._nodes[node] = [incarnation, 0, "", 0]
@@ -170,7 +171,7 @@ class Roster:
         return True
 
     def homes(self, nodes: Iterable[str]) -> dict[str, list[str]]:
-        """By the aggregator that reaches them; those that none does are left out."""
+        """Group nodes by the aggregator that reaches them. Nodes that none reaches are left out."""
         homes: dict[str, list[str]] = {}
         known = self._nodes
         for node in nodes:
@@ -186,7 +187,7 @@ class Roster:
         return self._nodes[node][2] if node in self._nodes else ""
 
     def expected(self, aggregator: str) -> dict[str, int]:
-        """The nodes that speak to it, and their incarnations."""
+        """Return the nodes that speak to an aggregator, with their incarnations."""
         return {node: known[0] for node, known in self._nodes.items() if known[2] == aggregator}
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,7 +195,7 @@ class Roster:
 
 
 class Orphans:
-    """Nodes whose aggregator is gone. They speak to another one soon, or are dead."""
+    """Nodes whose aggregator is gone. They soon speak to another one, or are dead."""
 
     def __init__(self, roster: Roster, beat_ns: int):
         self._roster, self._liveness = roster, Liveness(beat_ns)
@@ -206,13 +207,13 @@ class Orphans:
             self._liveness.expect(node, incarnation, now_ns)
 
     def find(self, aggregator: str) -> None:
-        """It is back, and looks after its nodes itself."""
+        """Drop the nodes of an aggregator that is back: it looks after them itself."""
         for node in [node for node, lost in self._of.items() if lost == aggregator]:
             del self._of[node]
             self._liveness.forget(node)
 
     def tick(self, now_ns: int) -> list[tuple[str, Item]]:
-        """What the lost aggregators would have said by now."""
+        """Return what the lost aggregators would have reported by now."""
         for node in [node for node, lost in self._of.items() if self._roster.home(node) != lost]:
             del self._of[node]
             self._liveness.forget(node)

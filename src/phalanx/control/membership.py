@@ -1,8 +1,8 @@
 """Who is there, and who stands where: nodes, the places of the gang that they fill, and the workers on them.
 
-A place is as many neighbouring ranks as a node has. It is filled by a node, may have a next one that prepares to take
-over, and, until the gang has started without it, the old one that was taken over from. A node without a place is a
-spare.
+A place is as many neighbouring ranks as a node has. A node fills it. It may also have a next node, which prepares to
+take over, and an old one, which was taken over from and stays until the gang has started without it. A node without a
+place is a spare.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Membership:
     workers: dict[int, Worker] = field(default_factory=dict)
     last_worker: int = 0
     homes: dict[str, int] = field(default_factory=dict)  # node -> the place that it fills if that is vacant
-    # What follows from the above, so that nobody has to look through it.
+    # Derived from the above, so that nobody has to search it.
     alive: int = field(init=False)  # nodes
     spares: set[str] = field(init=False)
     fit: tuple[list[str], list[str]] = field(init=False)  # spares that are not drained: without a fault, with one
     fit_in: tuple[dict[str, set[str]], dict[str, set[str]]] = field(init=False)  # by the top level of their domain
     down: dict[int, int] = field(init=False)  # wanted replica -> its ranks without a worker that is up
     whole: set[int] = field(init=False)  # wanted replicas that lack none
-    news: set[int] = field(init=False)  # of those, which nobody has looked at since they lacked some
+    news: set[int] = field(init=False)  # those of them that nobody has looked at since they became whole
     vacant: set[int] = field(init=False)  # places without a node
     short: set[int] = field(init=False)  # places that have a node, and a rank without a worker
     ready: set[int] = field(init=False)  # ranks of wanted replicas whose worker is up
@@ -116,7 +116,7 @@ class Membership:
         return rank // self.replica_size
 
     def ranks(self, place: int) -> Sequence[int]:
-        """The ranks of wanted replicas."""
+        """Return the ranks of a place that belong to wanted replicas."""
         first, size = place * self.ranks_per_place, self.replica_size
         ranks = range(first, first + self.ranks_per_place)
         if first // size == ranks[-1] // size:
@@ -136,7 +136,8 @@ class Membership:
     # -- nodes
 
     def join(self, name: str, incarnation: int, domain: str, address: str = "", memory: str = "") -> None:
-        """Its last incarnation leaves two things behind: that it is drained, and when workers died on it."""
+        """Add a node. Its last incarnation leaves two things behind: whether it is drained, and when workers died on
+        it."""
         old = self.nodes.get(name)
         self._take(name)
         self.nodes[name] = Node(incarnation, domain, address, memory)
@@ -146,7 +147,7 @@ class Membership:
         self._free(name)
 
     def lose(self, name: str) -> dict[int, int]:
-        """The workers that are gone with it, by rank."""
+        """Count a node as dead. Return the workers that are gone with it, by rank."""
         node = self.nodes[name]
         node.dead = True
         self.alive -= 1
@@ -158,8 +159,8 @@ class Membership:
         return self.clear(node.place, which)
 
     def fences(self, nodes: Mapping[str, int]) -> list[Fence]:
-        """List those of the nodes, by incarnation, that were given up: somebody found them back, and they may not have
-        been told."""
+        """Return a Fence for each of the nodes, given by incarnation, that was given up: they are back, and may not
+        have been told."""
         known = [(name, incarnation, self.nodes.get(name)) for name, incarnation in nodes.items()]
         return [
             Fence(name, number) for name, number, node in known if node and node.dead and node.incarnation == number
@@ -211,8 +212,8 @@ class Membership:
             self.paired.add(place)
 
     def clear(self, number: int, which: str) -> dict[int, int]:
-        """Take a node off a place. Returns its workers by rank, which are gone. If it was the one that fills the place,
-        the old or the next one does from now on."""
+        """Take a node off a place. Return its workers by rank, which are gone. If this node filled the place, the old
+        or the next one does from now on."""
         place = self.places[number]
         seat = getattr(place, which)
         setattr(place, which, None)
@@ -245,7 +246,7 @@ class Membership:
     # -- workers
 
     def launch(self, place: int, which: str = "now") -> tuple[str, dict[int, int]]:
-        """Give every rank of a seat a worker. Returns its node, and the new workers by rank."""
+        """Give every rank of a seat a worker. Return its node, and the new workers by rank."""
         seat: Seat = getattr(self.places[place], which)
         name, there, workers, last = seat.node, seat.workers, self.workers, self.last_worker
         new: dict[int, int] = {}
@@ -261,14 +262,14 @@ class Membership:
         return name, new
 
     def up(self, ports: dict[int, int]) -> None:
-        """Workers on one node, and where they give their state to others."""
+        """Note that workers on one node are up. `ports`: where they give their state to others."""
         for worker, port in ports.items():
             found = self.workers[worker]
             found.up, found.port = True, port
         self._count(self.place_of(self.workers[next(iter(ports))].rank))
 
     def source(self, worker: int) -> Source:
-        """Its state, live."""
+        """Return a worker's live state as a source."""
         found = self.workers[worker]
         return Source("live", found.node, worker, address=f"{self.nodes[found.node].address}:{found.port}")
 
@@ -283,7 +284,7 @@ class Membership:
         return found
 
     def crew(self, replica: int) -> tuple[dict[int, int], tuple[str, ...]]:
-        """The crew of a whole replica: rank -> worker, and their nodes."""
+        """Return the crew of a whole replica, as rank -> worker, and its nodes."""
         crew: dict[int, int] = {}
         nodes: list[str] = []
         for number in self._places_of(replica):
@@ -295,7 +296,7 @@ class Membership:
         return crew, tuple(nodes)
 
     def worker_at(self, rank: int) -> int:
-        """The worker that fills a rank of a wanted replica; 0: none."""
+        """Return the worker that fills a rank of a wanted replica; 0: none."""
         place = self.places[self.place_of(rank)] if self.replica_of(rank) in self.down else None
         return place.now.workers.get(rank, 0) if place and place.now else 0
 
@@ -309,7 +310,8 @@ class Membership:
         return f"ranks {shown}" if len(numbers) <= 8 else f"ranks {shown} and {len(numbers) - 8} more"
 
     def filling(self, coordinates: set[int]) -> Iterator[tuple[int, int]]:
-        """Ranks of some coordinates, of all replicas, and their workers: who fills the place before who did."""
+        """Yield the ranks of some coordinates, in all replicas, with their workers. The worker of the node that fills a
+        place comes before that of the old one."""
         if not self.places:
             return
         replicas = ((max(self.places) + 1) * self.ranks_per_place - 1) // self.replica_size + 1
@@ -320,7 +322,7 @@ class Membership:
                     yield rank, worker
 
     def first_vacant(self) -> int | None:
-        """The vacant place with the least number."""
+        """Return the vacant place with the lowest number."""
         heap = self._first_vacant
         while heap and heap[0] not in self.vacant:
             heappop(heap)
@@ -329,7 +331,7 @@ class Membership:
     # -- counting
 
     def _count(self, number: int) -> None:
-        """Note what has changed at a place."""
+        """Bring the derived sets up to date after a change at a place."""
         seat, ranks, ready, workers = self.places[number].now, self.ranks(number), self.ready, self.workers
         filled = seat.workers if seat else {}
         for rank in ranks:
@@ -347,7 +349,7 @@ class Membership:
         self._shrink()
 
     def _shrink(self) -> None:
-        """Replace sets that are empty: one that was large stays slow to look through."""
+        """Replace sets that are empty: a set that was once large stays slow to iterate over."""
         self.short, self.vacant = self.short or set(), self.vacant or set()
 
     def _turn(self, rank: int, is_up: bool) -> None:

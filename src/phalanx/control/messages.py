@@ -1,9 +1,9 @@
-"""What the control plane hears (events) and what it says (commands).
+"""The messages of the control plane: the events that it hears and the commands that it sends.
 
-A worker has a number that is never used again, so a late message about one that is gone is recognised. A node has a
-name and an incarnation, which grows each time the node comes back. `step` counts the updates that a state has seen.
-A replica's world and the gang's generation have numbers of their own, which only grow. Every command may arrive twice,
-or late: its world, generation, worker or incarnation tells the receiver whether it still counts.
+A worker's number is never reused, so a late message about a worker that is gone is recognised. A node has a name and an
+incarnation, which grows each time the node comes back. `step` counts the updates that a state has seen. A replica's
+world and the gang's generation have numbers of their own, which only grow. Every command may arrive twice, or late: its
+world, generation, worker or incarnation tells the receiver whether it still counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.control import codec
 from phalanx.core.errors import MOST_INT
 
 M = TypeVar("M", bound="Message")
-EVERYONE = ("*",)  # all nodes that are there
+EVERYONE = ("*",)  # all nodes that are present
 
 
 class Message:
@@ -28,7 +28,7 @@ class Message:
 
     @classmethod
     def from_dict(cls: type[M], body: Any) -> M:
-        """An event for Event, a command for Command. ValueError names the field and its value."""
+        """Decode an event (on Event) or a command (on Command). ValueError names the field and its value."""
         base: Any = cls
         kinds = _kinds(base)
         kind: Any = kinds.get(body["kind"]) if isinstance(body, dict) and isinstance(body.get("kind"), str) else None
@@ -52,7 +52,7 @@ def _kinds(base: Any) -> dict[str, Any]:
 
 @cache
 def _least(kind: Any) -> list[tuple[str, int]]:
-    """What its numbers must be."""
+    """List the integer fields of a message with the least value that each may have."""
     named = [name for name, hint in codec.hints(kind).items() if hint is int]
     return [(name, -1 if name in ("step", "prepared", "rung", "rank") else 0) for name in named]
 
@@ -88,7 +88,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined(Event):
-    """An agent is there: for the first time, again, or after its connection was lost. Repeated until Welcome."""
+    """An agent announces itself: as a new incarnation, or because its addresses have changed. Repeated until
+    Welcome."""
 
     node: str
     incarnation: int
@@ -99,7 +100,7 @@ class NodeJoined(Event):
 
 @dataclass(frozen=True, slots=True)
 class NodeSuspect(Event):
-    """It is silent for longer than usual."""
+    """The node has been silent for longer than usual."""
 
     node: str
     incarnation: int
@@ -113,8 +114,8 @@ class NodeClear(Event):
 
 @dataclass(frozen=True, slots=True)
 class NodeDead(Event):
-    """`proof`: how it is known that every process of this incarnation has ended. Without one there is only silence, and
-    the node may still be training."""
+    """The node was declared dead. `proof`: how it is known that every process of this incarnation has ended. Without
+    one there is only silence, and the node may still be training."""
 
     node: str
     incarnation: int
@@ -123,7 +124,7 @@ class NodeDead(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkersUp(Event):
-    """They run, hold no state, and wait for a Build."""
+    """Workers run, hold no state, and wait for a Build."""
 
     node: str
     incarnation: int
@@ -145,7 +146,7 @@ class WorkerDied(Event):
 
 @dataclass(frozen=True, slots=True)
 class ServiceDied(Event):
-    """A store, data service or keeper of the node. Its agent starts it again."""
+    """A store, data service or keeper of the node has died. Its agent restarts it."""
 
     node: str
     incarnation: int
@@ -155,8 +156,8 @@ class ServiceDied(Event):
 
 @dataclass(frozen=True, slots=True)
 class Built(Event):
-    """Workers are in the world of their replica, with an engine: it can take part. What several nodes say alike comes
-    as one."""
+    """Workers have joined the world of their replica and have an engine: it can take part. Equal reports of several
+    nodes are merged into one."""
 
     nodes: tuple[str, ...]
     incarnations: tuple[int, ...]  # of those
@@ -169,7 +170,8 @@ class Built(Event):
 
 @dataclass(frozen=True, slots=True)
 class Parked(Event):
-    """Workers have left `world` and all worlds before it, for good. What several nodes say alike comes as one."""
+    """Workers have left `world` and all worlds before it, for good. Equal reports of several nodes are merged into
+    one."""
 
     nodes: tuple[str, ...]
     incarnations: tuple[int, ...]  # of those
@@ -201,8 +203,8 @@ class Formed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Parted(Event):
-    """All ranks of these replicas have left the groups of `generation`, and of all before it, for good. Their worlds
-    stand, and the ranks of each hold the same."""
+    """All ranks of these replicas have left the groups of `generation`, and of all earlier ones, for good. Their worlds
+    stand, and all ranks of a replica hold the same state."""
 
     replicas: tuple[int, ...]
     worlds: tuple[int, ...]  # of those
@@ -210,7 +212,7 @@ class Parted(Event):
     step: int
     prepared: int
     made: int
-    kept: bool = False  # they keep the gradients of what was dealt to them of the step under way
+    kept: bool = False  # they keep the gradients of their share of the step under way
 
     def __post_init__(self) -> None:
         _check_columns(self, "replicas", "worlds")
@@ -227,8 +229,8 @@ def _check_columns(event: Event, first: str, *others: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Missing(Event):
-    """A rank cannot enter `generation`: the source that Form named does not have the state, cannot be read, or what it
-    has is damaged; or (`groups`) its groups cannot be formed."""
+    """A rank cannot enter `generation`: the source named by Form does not have the state, cannot be read, or holds
+    damaged data; or (`groups`) the rank's groups cannot be formed."""
 
     node: str
     incarnation: int
@@ -275,9 +277,9 @@ class Written(Event):
     checkpoint: str
     step: int
     generation: int
-    ranks: int  # files that the checkpoint has
+    ranks: int  # how many files the whole checkpoint has
     files: dict[int, tuple[int, str]]  # rank -> size in bytes, hash
-    seal: str  # what all ranks say alike of the step, as JSON: ledger, cursor, updates
+    seal: str  # what all ranks must report alike about the step, as JSON: ledger, cursor, updates
     drain_ns: int
 
 
@@ -287,12 +289,12 @@ class Unwritten(Event):
 
     node: str
     incarnation: int
-    checkpoint: str  # "": there is no snapshot that could tell
+    checkpoint: str  # "": unknown, as there is no snapshot
     step: int
     generation: int
     rank: int
     reason: str
-    gone: bool = False  # there is no snapshot any more from which it could be written
+    gone: bool = False  # no snapshot is left from which it could be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +307,7 @@ class Durable(Event):
 
 @dataclass(frozen=True, slots=True)
 class Cost(Event):
-    """What a checkpoint cost the training, measured on the node that committed it."""
+    """The cost of a checkpoint to training, measured on the node that committed it."""
 
     step: int
     step_ns: int  # a usual step
@@ -324,7 +326,8 @@ class DeviceWarning(Event):
 
 @dataclass(frozen=True, slots=True)
 class LinkLost(Event):
-    """A network of the node is gone. Its ranks leave the groups that use it, and form the next on one that is left."""
+    """A network link of the node is gone. Its ranks leave the groups that use it, and form the next ones on a link that
+    is left."""
 
     node: str
     incarnation: int
@@ -340,7 +343,7 @@ class LinkBack(Event):
 
 @dataclass(frozen=True, slots=True)
 class Drain(Event):
-    """Use the node no more; `off`: use it again."""
+    """Stop using the node; `off`: use it again."""
 
     node: str
     off: bool = False
@@ -360,7 +363,7 @@ class Stop(Event):
 
 @dataclass(frozen=True, slots=True)
 class Trace(Event):
-    """Have some ranks record what they do in the steps from `first` to before `last`."""
+    """Have some ranks record a trace of the steps from `first` up to, but not including, `last`."""
 
     first: int
     last: int
@@ -380,7 +383,7 @@ class Command(Message):
 
     @property
     def to(self) -> tuple[str, ...]:
-        """The nodes that it is sent to; none: it is for the controller itself."""
+        """Return the nodes that the command is sent to; none: it is for the controller itself."""
         nodes: tuple[str, ...] = getattr(self, "nodes", ())
         return nodes or ((self.node,) if hasattr(self, "node") else ())
 
@@ -393,7 +396,8 @@ class Welcome(Command):
 
 @dataclass(frozen=True, slots=True)
 class Fence(Command):
-    """It was declared dead: it ends its workers and comes back with a greater incarnation. Its snapshots stay."""
+    """Tell a node that it was declared dead: it ends its workers and comes back with a greater incarnation. Its
+    snapshots stay."""
 
     node: str
     incarnation: int
@@ -401,7 +405,8 @@ class Fence(Command):
 
 @dataclass(frozen=True, slots=True)
 class Launch(Command):
-    """Answered by WorkersUp or WorkerDied. An older worker of the same rank on this node is ended first."""
+    """Start workers. Answered by WorkersUp or WorkerDied. An older worker of the same rank on this node is ended
+    first."""
 
     node: str
     incarnation: int
@@ -410,7 +415,7 @@ class Launch(Command):
 
 @dataclass(frozen=True, slots=True)
 class Kill(Command):
-    """Answered by WorkerDied, also for a worker that never was."""
+    """End workers. Answered by WorkerDied, even for a worker that never existed."""
 
     node: str
     workers: tuple[int, ...]
@@ -418,14 +423,14 @@ class Kill(Command):
 
 @dataclass(frozen=True, slots=True)
 class Release(Command):
-    """A drained node has nothing left to do."""
+    """Tell a drained node that it has nothing left to do."""
 
     node: str
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: of large replicas come hundreds
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, for speed: large replicas take hundreds
 class Build(Command):
-    """The world of a replica, which nothing that happens to others touches: its groups and its engine. Answered by
+    """Build the world of a replica, which is its groups and its engine; no other replica can disturb it. Answered by
     Built, or by Parked with the reason."""
 
     node: str
@@ -434,10 +439,10 @@ class Build(Command):
     crew: dict[int, int]  # of the node: rank -> worker
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: of large replicas come hundreds
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, for speed: large replicas take hundreds
 class Halt(Command):
-    """Leave the world now, in the middle of a step. Answered by Parked; a worker that does not leave is ended by its
-    agent, which answers WorkerDied."""
+    """Leave the world now, even in the middle of a step. Answered by Parked; a worker that does not leave is ended by
+    its agent, which answers WorkerDied."""
 
     node: str
     world: int
@@ -446,8 +451,7 @@ class Halt(Command):
 
 @dataclass(frozen=True, slots=True)
 class Part(Command):
-    """Leave the groups of the generation, or do not enter it, when the pass that is under way has ended. Answered by
-    Parted."""
+    """Leave the groups of the generation, or do not enter them, once the current pass has ended. Answered by Parted."""
 
     generation: int
     worlds: tuple[int, ...]  # that are in it
@@ -462,21 +466,21 @@ class Pause(Command):
     nodes: tuple[str, ...]
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: large replicas take thousands at once, in a third of the time
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, in a third of the time: large replicas take thousands
 class Source:
-    """Where a rank's state comes from, if it has not got it already."""
+    """Where a rank's state comes from, if the rank does not hold it already."""
 
     kind: str  # live: a worker | memory: a rank's snapshot in a node's memory | durable: a checkpoint | start
     node: str = ""
     number: int = 0  # of the worker, or of the rank
-    made: int = 0  # in which generation; there may be an abandoned one of the same step
+    made: int = 0  # its generation; there may be an abandoned state of the same step
     address: str = ""  # of that worker or memory
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Gift:
-    """The state of a replica for another that lacks it, in columns: each rank takes that of the same rank there. A
-    large replica has thousands, and only their nodes need to know."""
+    """The state of one replica for another that lacks it, in columns: each rank takes the state of its counterpart. A
+    large replica has thousands of ranks, and only their nodes need to know."""
 
     givers: tuple[str, ...]  # nodes
     workers: tuple[int, ...]
@@ -485,28 +489,28 @@ class Gift:
     takers: tuple[str, ...]  # nodes
 
     def source(self, at: int) -> Source:
-        """Return where the rank at a place of the replica takes it."""
+        """Return the source for the rank at index `at` of the replica."""
         node = self.givers[at]
         return Source("live", node, self.workers[at], 0, f"{self.addresses[node]}:{self.ports[at]}")
 
 
 @dataclass(frozen=True, slots=True)
 class Form(Command):
-    """A new generation: these replicas train together. Ranks without a source keep their state; if that is at `step`
-    - 1 they first apply `step`, which they have prepared; a step after `step` that they have prepared they drop.
-    Answered by Formed, or Missing."""
+    """Start a new generation: these replicas train together. Ranks without a source keep their state. If that is at
+    `step` - 1, they first apply `step`, which they have prepared; they drop a prepared step after `step`. Answered by
+    Formed, or Missing."""
 
     generation: int
-    step: int  # to go on from
+    step: int  # to continue from
     replicas: tuple[int, ...]
     worlds: tuple[int, ...]  # of those
-    every: Source | None  # of all ranks; None: `sources` says whose
+    every: Source | None  # one source for all ranks; None: see `sources`
     sources: dict[int, Source]  # by rank
     takers: dict[int, str]  # the nodes of those ranks
-    kept: tuple[int, ...]  # replicas that keep the gradients of what was dealt to them of the next step
+    kept: tuple[int, ...]  # replicas that keep the gradients of their share of the next step
     buddies: dict[str, str]  # node -> the address to which it copies its snapshots
     branch: bool  # all steps after `step` are abandoned; the ledger keeps them as a branch
-    last: int  # that is known to have been committed: `step` + 1 to `last` are abandoned
+    last: int  # the last step known to be committed: `step` + 1 to `last` are abandoned
     rung: int  # of the ladder; -1: nothing had failed
     reason: str
     nodes: tuple[str, ...]
@@ -514,8 +518,8 @@ class Form(Command):
     gifts: dict[int, Gift] = field(default_factory=dict)  # by replica that joins; nodes are told theirs as `sources`
 
     def own(self) -> dict[str, dict[str, Any]]:
-        """What only some nodes are told, by node: the sources of its ranks and those that it is a source of, and its
-        buddy. All others are told the rest, which is the same for all."""
+        """Return, by node, what only that node is told: the sources of its ranks, the sources that it provides, and its
+        buddy. The rest of the command is the same for all nodes."""
         own: dict[str, dict[str, Any]] = {}
         takers = self.takers | {rank: gift.takers[at] for rank, gift, at in self._given()}
         for rank, source in self.by_rank().items():
@@ -530,7 +534,7 @@ class Form(Command):
         return self.sources | {rank: gift.source(at) for rank, gift, at in self._given()}
 
     def source_of(self, rank: int) -> Source | None:
-        """Return where a rank takes its state; None: it keeps what it has."""
+        """Return where a rank takes its state from; None: it keeps what it has."""
         size = len(next(iter(self.gifts.values())).workers) if self.gifts else 1
         if gift := self.gifts.get(rank // size):
             return gift.source(rank % size)
@@ -544,14 +548,14 @@ class Form(Command):
 
 @dataclass(frozen=True, slots=True)
 class Probe(Command):
-    """Answered by Standing."""
+    """Ask how far workers have come. Answered by Standing."""
 
     nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask(Command):
-    """Answered by Held."""
+    """Ask which snapshots nodes hold in memory. Answered by Held."""
 
     generation: int
     nodes: tuple[str, ...]
@@ -569,7 +573,7 @@ class Save(Command):
 
 @dataclass(frozen=True, slots=True)
 class Write(Command):
-    """Write the snapshots of `step` that are in memory, made in `generation`. Answered by Written or Unwritten, also
+    """Write the snapshots of `step` that are in memory, made in `generation`. Answered by Written or Unwritten, even
     for files that are there already."""
 
     step: int
@@ -579,8 +583,8 @@ class Write(Command):
 
 @dataclass(frozen=True, slots=True)
 class Commit(Command):
-    """All files of a checkpoint are written: write its manifest. Answered by Durable, or Unwritten. Many files come in
-    several commands."""
+    """Write the manifest of a checkpoint, as all its files are written. Answered by Durable or Unwritten. A long list
+    of files is split into several commands."""
 
     node: str
     checkpoint: str
@@ -594,7 +598,7 @@ class Commit(Command):
 
 @dataclass(frozen=True, slots=True)
 class Interval(Command):
-    """How many steps lie between checkpoints, and between snapshots in memory, from the next checkpoint on."""
+    """Set how many steps lie between checkpoints, and between snapshots in memory, from the next checkpoint on."""
 
     version: int
     steps: int
@@ -604,7 +608,7 @@ class Interval(Command):
 
 @dataclass(frozen=True, slots=True)
 class Profile(Command):
-    """What a Trace asks for."""
+    """Carry out a Trace."""
 
     first: int
     last: int
@@ -622,7 +626,7 @@ class Leave(Command):
 
 @dataclass(frozen=True, slots=True)
 class SetTimer(Command):
-    """TimerFired at that time; a later one of the same name replaces it."""
+    """Ask for TimerFired at that time. A later one of the same name replaces it."""
 
     timer: str
     at_ns: int
@@ -630,7 +634,7 @@ class SetTimer(Command):
 
 @dataclass(frozen=True, slots=True)
 class Note(Command):
-    """For people: what was decided, or why nothing is. Rung 6: nothing can be done."""
+    """A message for people: what was decided, or why nothing is done. Rung 6: nothing can be done."""
 
     rung: int
     text: str
@@ -638,7 +642,7 @@ class Note(Command):
 
 @dataclass(frozen=True, slots=True)
 class Report(Command):
-    """For the run's record."""
+    """An entry for the run's record."""
 
     about: str
     body: str  # JSON
@@ -646,7 +650,7 @@ class Report(Command):
 
 @dataclass(frozen=True, slots=True)
 class Started(Command):
-    """For the run: all replicas of the generation are in its groups."""
+    """Tell the run that all replicas of the generation are in its groups."""
 
     generation: int
 

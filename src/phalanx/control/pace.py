@@ -1,5 +1,5 @@
-"""How fast a node's ranks go: from when on they hang, and what a checkpoint cost them. Steps end together on all ranks,
-so what one node sees of their times is true of the gang."""
+"""The pace of a node's ranks: how long they may stand still before they count as hung, and what a checkpoint costs
+them. Steps end together on all ranks, so the times that one node sees hold for the whole gang."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ KEPT_STEPS = 50
 START_NS = 300 * S  # before the first step is known: compiling may come first
 LEAST_NS = 10 * S
 STEPS_TO_HANG = 20
-BEATS_TO_HANG = 74  # the beat is 1/375 of the time between failures; one in 25 hangs, and may cost 1/125 of the time
+BEATS_TO_HANG = 74  # a beat is 1/375 of the MTBF; one failure in 25 is a hang, and hangs may cost 1/125 of the time
 LEAST_BEYOND_NS = 30 * S  # beyond a usual step, where the beat alone would allow less
 
 
 def hang_limit_ns(step_ns: int, beat_ns: int) -> int:
-    """How long a rank may stand still: many steps, but in a large fleet, where beats are short, no more than hangs may
-    cost it. (125,000 nodes, steps of 31 s: 61 s instead of 628; 2,048 nodes, steps of 6.4 s: 128 s.)"""
+    """Return how long a rank may stand still: many steps, but in a large fleet, where beats are short, no longer than
+    the time that hangs may cost it. (125,000 nodes, steps of 31 s: 61 s instead of 628; 2,048 nodes, steps of 6.4 s:
+    128 s.)"""
     most_ns = max(step_ns + LEAST_BEYOND_NS, BEATS_TO_HANG * beat_ns)
     return max(LEAST_NS, min(STEPS_TO_HANG * step_ns, most_ns))
 
 
 @dataclass
 class Pace:
-    """`fixed_ns`: a limit that the job sets; 0: it follows from the steps, and from how often nodes beat."""
+    """The latest step times, the hang limit, and the costs of checkpoints. `fixed_ns`: a limit set by the job; 0: it
+    follows from the steps, and from how often nodes beat."""
 
     fixed_ns: int = 0
     beat_ns: int = BEATS_NS[1]
     limit_ns: int = START_NS
-    times: dict[int, int] = field(default_factory=dict)  # step -> its slowest rank's, of the latest
+    times: dict[int, int] = field(default_factory=dict)  # step -> the time of its slowest rank, for the latest steps
     stalls: dict[int, int] = field(default_factory=dict)  # step of a snapshot -> the longest stall
     drains: dict[int, int] = field(default_factory=dict)  # checkpoints that were committed here and not yet costed
 
@@ -39,7 +41,7 @@ class Pace:
         self.limit_ns = self.fixed_ns or self.limit_ns
 
     def step(self, step: int, time_ns: int, snapshot: tuple[int, int] | None = None) -> bool:
-        """Note one rank's step; `snapshot`: the step of one, and how long training stood still for it. Returns
+        """Record one rank's step. `snapshot`: the step of a snapshot, and how long training stood still for it. Return
         whether the hang limit has changed by more than a tenth."""
         self.times[step] = max(time_ns, self.times.get(step, 0))
         if snapshot:
@@ -55,11 +57,11 @@ class Pace:
         return True
 
     def committed(self, step: int, drain_ns: int) -> None:
-        """A checkpoint; what it cost is known some steps later."""
+        """Record a committed checkpoint. Its cost is known some steps later."""
         self.drains[step] = drain_ns
 
     def costs(self) -> list[Cost]:
-        """List what checkpoints cost, two steps after each, when every rank has told its stall."""
+        """Return the costs of checkpoints, each two steps later, when every rank has reported its stall."""
         latest = max(self.times, default=0)
         found = [step for step in self.drains if step + 1 < latest]
         return [self._cost(step, self.drains.pop(step)) for step in found]
@@ -72,5 +74,5 @@ class Pace:
             left -= self.times[later]
             if left <= 0:
                 break
-        # Other steps are longer than usual too, so no more than the drain took counts.
+        # Other steps are longer than usual too, so the slowdown counts up to the drain's duration only.
         return Cost(step, usual, stall, min(max(0, total - stall), drain_ns), drain_ns)

@@ -1,5 +1,5 @@
-"""What a job asks of its recovery. The defaults suit a gang whose steps take about a second; `derived` says which of
-them follow from the size of the fleet."""
+"""The parameters of a job's recovery. The defaults suit a gang whose steps take about a second; `beat_ns` follows from
+the size of the fleet."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ WARNINGS = {"ecc": 16, "throttle": 60, "link_errors": 100}
 # Unexpected interruptions of Llama 3: 419 in 54 days on 16,384 GPUs, 8 in a node (arXiv:2407.21783).
 FAILURES_PER_MILLION_NODE_DAYS = 3_790
 
-MISSED_BEATS = 3  # a node that misses as many is dead
-LOST_TO_SILENCE = 125  # one part in so many of the time may pass between failures and their detection
+MISSED_BEATS = 3  # a node that misses this many is dead
+LOST_TO_SILENCE = 125  # at most one part in this many of the time may pass between failures and their detection
 BEATS_NS = (S // 4, 5 * S)  # the shortest and the longest time between two beats
 
 
@@ -20,17 +20,17 @@ BEATS_NS = (S // 4, 5 * S)  # the shortest and the longest time between two beat
 class Policy:
     recover: bool = True  # False: the first loss ends the run
     min_replicas: int = 1
-    max_replicas: int = 0  # that Scale may ask for; 0: as many as the layout has
-    gather_ns: int = 300 * S  # a beginning waits so long for all nodes before it starts with those that are there
-    start_ns: int = 0  # a broken gang waits so long for workers that are starting
-    wait_ns: int = 0  # a broken gang waits so long for full strength
-    hold_ns: int = 300 * S  # a gang that cannot continue waits so long before it ends
-    lease_ns: int = 60 * S  # agents train so long without a word from the controller
+    max_replicas: int = 0  # the most that Scale may ask for; 0: as many as the layout has
+    gather_ns: int = 300 * S  # a new run waits this long for all nodes before it starts with those that are there
+    start_ns: int = 0  # a broken gang waits this long for workers that are starting
+    wait_ns: int = 0  # a broken gang waits this long for full strength
+    hold_ns: int = 300 * S  # a gang that cannot continue waits this long before it ends
+    lease_ns: int = 60 * S  # agents train this long without a word from the controller
     park_ns: int = 10 * S  # from Halt to Parked, and from Part to Parted
     pause_ns: int = 60 * S  # from Pause to Parted: a step, with room
     form_ns: int = 30 * S  # without progress, from Build to Built, and from Form to Formed
     launch_ns: int = 60 * S  # without progress, from Launch to WorkersUp
-    late_ns: int = 5 * S  # a rank that starts again takes so long: a spare starts beside it, the first one ready stays
+    late_ns: int = 5 * S  # if a rank takes longer to restart, a spare starts beside it, and the first one ready stays
     ask_ns: int = 5 * S  # from Ask to Held, from Probe to Standing
     resend_ns: int = 2 * S  # a command without an answer is sent again
     deaths: int = 3  # of workers on one node within `deaths_ns`: the node is bad
@@ -49,21 +49,21 @@ class Policy:
     save_ns: int = 120 * S  # without progress, of the last checkpoint
     buddies: bool = False  # each node keeps a copy of another's snapshots
     failures: int = FAILURES_PER_MILLION_NODE_DAYS  # expected before the run has seen any of its own
-    warnings: dict[str, int] = field(default_factory=lambda: dict(WARNINGS))  # sign -> count from which a device goes
+    warnings: dict[str, int] = field(default_factory=lambda: dict(WARNINGS))  # sign -> count that gets a node replaced
 
     def pause_before(self, attempt: int) -> int:
-        """How long to wait before an attempt to form, counted from 1 since the last committed step."""
+        """Return how long to wait before an attempt to form, counted from 1 since the last committed step."""
         if attempt < 3:
             return 0
         return min(self.backoff_most_ns, self.backoff_ns << min(attempt - 3, 40))
 
 
 def beat_ns(nodes: int, failures: int = FAILURES_PER_MILLION_NODE_DAYS) -> int:
-    """The time between two heartbeats of a node.
+    """Return the time between two heartbeats of a node.
 
     A silent node is known after MISSED_BEATS of them. With one failure of the fleet every M = 1 / (nodes x rate), the
-    share of time lost to silence is MISSED_BEATS x beat / M; it is kept to 1 / LOST_TO_SILENCE. (125,000 nodes: M = 182
-    s, a beat of 0.49 s, known in 1.5 s.)
+    share of time lost to silence is MISSED_BEATS x beat / M, which is kept to 1 / LOST_TO_SILENCE. (125,000 nodes: M =
+    182 s, a beat of 0.49 s, known in 1.5 s.)
     """
     between_ns = 10**6 * DAY_NS // max(1, failures * nodes)
     shortest, longest = BEATS_NS

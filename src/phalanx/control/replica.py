@@ -23,9 +23,9 @@ class Replica:
     waiting: set[int] = field(default_factory=set)  # workers whose Built or Parked is awaited
     parted: int = -1  # the generation that it has left, whole; -1: none since its world was built, or it takes part
     copy: Copy | None = None  # what all its ranks hold since
-    kept: bool = False  # the gradients of what was dealt to it of the next step
-    failures: int = 0  # to build its world or to join, since it last was in a step
-    again_ns: int = 0  # not before
+    kept: bool = False  # it keeps the gradients of its share of the next step
+    failures: int = 0  # to build its world or to join, since its last step
+    again_ns: int = 0  # no attempt before this time
 
     def build(self, world: int, crew: dict[int, int], nodes: tuple[str, ...]) -> None:
         self.phase, self.world, self.crew, self.nodes = "building", world, crew, nodes
@@ -33,7 +33,7 @@ class Replica:
         self.parted, self.copy, self.kept = -1, None, False
 
     def enter(self) -> None:
-        """A generation with it was formed."""
+        """Note that a generation with this replica was formed."""
         self.parted, self.copy, self.kept = -1, None, False
 
     def part(self, generation: int, copy: Copy | None, kept: bool) -> None:

@@ -1,5 +1,5 @@
-"""Where state is, and which of it counts. A state is a step and the generation in which it was made. When a gang goes
-back to a step, the later ones that were made before are abandoned, even if copies of them turn up later."""
+"""Where state is, and which state counts. A state is a step and the generation that made it. When a gang goes back to a
+step, the later steps that were made before are abandoned, even if copies of them turn up later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT_ENDS = 64
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What a parked worker holds (see Parked)."""
+    """The state that a parked worker holds (see Parked)."""
 
     step: int
     prepared: int
@@ -30,10 +30,10 @@ class Copy:
 class Lineage:
     """Which steps were committed, and which of them were abandoned."""
 
-    ends: dict[int, int] = field(default_factory=dict)  # of the last generations: the last step that each committed
-    branches: list[tuple[int, int]] = field(default_factory=list)  # from this generation on, after this step
-    committed: int = 0  # the last step that is known to have been
-    certain: bool = True  # no later one can have been
+    ends: dict[int, int] = field(default_factory=dict)  # a recent generation -> the last step that it committed
+    branches: list[tuple[int, int]] = field(default_factory=list)  # generation, step: it abandoned later ones
+    committed: int = 0  # the last step known to be committed
+    certain: bool = True  # no later step can have been committed
 
     def commit(self, step: int) -> None:
         self.committed = max(self.committed, step)
@@ -58,7 +58,7 @@ class Lineage:
         return all(made >= generation or step <= last for generation, last in self.branches)
 
     def step_of(self, copy: Copy | None) -> int:
-        """The step that a copy has, or can make of what it has; -1: none that counts."""
+        """Return the step that a copy has, or can reach with what it has prepared; -1: none that counts."""
         if copy is None:
             return -1
         if copy.prepared <= self.ends.get(copy.made, -1) and self.counts(copy.prepared, copy.made):
@@ -66,7 +66,7 @@ class Lineage:
         return copy.step if self.counts(copy.step, copy.made) else -1
 
     def steps_of(self, copies: Iterable[Copy | None]) -> Iterator[int]:
-        """Most are alike, and are looked at once."""
+        """Yield the step of each copy. Most copies are alike, so equal neighbours are looked at once."""
         last, step = None, -1
         for copy in copies:
             if copy is not last and copy != last:
@@ -86,7 +86,7 @@ class Stocks:
     memories: dict[str, str]  # node -> the address of its memory
 
     def newest(self, limit: int | None) -> tuple[int, dict[int, Source]]:
-        """The last step, up to `limit`, that all ranks can have, and from where those that lack it get it."""
+        """Return the last step, up to `limit`, that all ranks can have, and the sources for those that lack it."""
         steps = self.live.keys() | {step for step, _ in self.durable}
         steps |= {step for found in self.held.values() for step in found}
         for step in sorted((s for s in steps if limit is None or s <= limit), reverse=True):
@@ -96,8 +96,8 @@ class Stocks:
         raise AssertionError("what the run began from is always there")
 
     def at(self, step: int) -> dict[int, Source] | None:
-        """None: one of them cannot have that step. The best source first: a worker, the node's own memory, another's, a
-        checkpoint, what the run began from."""
+        """Return a source for each rank that lacks a step; None: one of them cannot have it. The best source comes
+        first: a worker, the node's own memory, another node's, a checkpoint, what the run began from."""
         size, live = self.replica_size, self.live.get(step, {})
         holders: dict[int, list[int]] = defaultdict(list)  # coordinate -> ranks
         for rank in sorted(live):

@@ -1,6 +1,5 @@
-"""Nodes and workers come and go: who is believed dead, which worker stands at which rank, which spare takes a place.
-What follows for the generation that the lost workers were in is the gang's to decide; methods that lose workers return
-them by rank."""
+"""Nodes and workers come and go: who is believed dead, which worker fills which rank, which spare takes a place.
+Methods that lose workers return them by rank; the gang decides what that means for their generation."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ Gone = dict[int, int]  # rank -> worker
 
 @dataclass(slots=True)
 class Patience:
-    """With workers that are late. They are asked how far they have come, and given up when they have not moved."""
+    """Patience with late workers: they are asked how far they have come, and given up if they have not moved."""
 
     counters: dict[int, int] = field(default_factory=dict)  # as of their last answer
     doubted: set[int] = field(default_factory=set)  # asked, and not seen to move since
 
     def moved(self, counters: dict[int, int]) -> set[int]:
-        """Workers that have come further since their last answer."""
+        """Return the workers that have come further since their last answer."""
         found = {worker for worker, counter in counters.items() if counter > self.counters.get(worker, 0)}
         self.counters.update(counters)
         self.doubted -= found
@@ -41,20 +40,20 @@ class Patience:
 
 @dataclass
 class Staff:
-    starting: dict[int, int] = field(default_factory=dict)  # worker -> until when it must be up, or move
+    starting: dict[int, int] = field(default_factory=dict)  # worker -> when it must be up, or have moved
     killed: dict[int, str] = field(default_factory=dict)  # worker -> node, until its end is confirmed
     leaving: set[str] = field(default_factory=set)  # nodes with a place that are to be replaced
-    late_ns: dict[str, int] = field(default_factory=dict)  # node that starts ranks again -> when it takes too long
+    late_ns: dict[str, int] = field(default_factory=dict)  # node that restarts ranks -> when that takes too long
     suspects: set[str] = field(default_factory=set)  # nodes that are silent
-    silent: set[str] = field(default_factory=set)  # those of them that were reported dead for it
-    given_up_ns: list[int] = field(default_factory=list)  # when nodes were, for their silence
+    silent: set[str] = field(default_factory=set)  # those of them that were reported dead
+    given_up_ns: list[int] = field(default_factory=list)  # when nodes were given up for their silence
     rounds: int = 0  # of waiting for the network
-    noted: bool = False  # that it is waited for
+    noted: bool = False  # people were told of the waiting
     patience: Patience = field(default_factory=Patience)
     why: list[tuple[int, str]] = field(default_factory=list)  # rungs and reasons since the last Form
 
     def __post_init__(self) -> None:
-        self.late_ns = dict(sorted(self.late_ns.items(), key=lambda item: item[1]))  # it may come in order of names
+        self.late_ns = dict(sorted(self.late_ns.items(), key=lambda item: item[1]))  # it may arrive sorted by name
 
     def bind(self, desk: Desk, members: Membership, policy: Policy) -> None:
         self._desk, self._members, self._policy = desk, members, policy
@@ -62,7 +61,7 @@ class Staff:
     # -- nodes
 
     def refuses(self, event: Event) -> bool:
-        """Whether it comes from a node, or from an incarnation of one, that does not count any more."""
+        """Return whether an event comes from a node, or from an incarnation of one, that no longer counts."""
         incarnation = getattr(event, "incarnation", None)
         if incarnation is None or isinstance(event, messages.NodeJoined):
             return False
@@ -70,7 +69,7 @@ class Staff:
         return not self.counts(getattr(event, "node", ""), incarnation, fence)
 
     def counts(self, name: str, incarnation: int, fence: bool = True) -> bool:
-        """Return whether this incarnation of a node counts. One that was declared dead, and speaks, is fenced."""
+        """Return whether this incarnation of a node counts. One that was declared dead but still speaks is fenced."""
         node = self._members.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             return False
@@ -79,7 +78,8 @@ class Staff:
         return not node.dead
 
     def join(self, event: messages.NodeJoined) -> tuple[bool, Gone]:
-        """Whether it is new, and the workers of its last incarnation, which are proven to be gone."""
+        """Add a node. Return whether it is new, and the workers of its last incarnation, which are proven to be
+        gone."""
         node = self._members.nodes.get(event.node)
         gone: Gone = {}
         if node and event.incarnation <= node.incarnation:
@@ -104,14 +104,15 @@ class Staff:
             self.rounds, self.noted = 0, False
 
     def give_up(self, name: str) -> dict[str, Gone]:
-        """A node was reported dead, and there is no proof of it. Returns those that are given up now."""
+        """Note that a node was reported dead without proof. Return the nodes that are given up now."""
         self.suspects.add(name)
         self.silent.add(name)
         return self.give_up_silent()
 
     def give_up_silent(self, waited: bool = False) -> dict[str, Gone]:
-        """Give up those that were reported dead for their silence. Not while so many are silent that it may be the
-        network: that is waited for in rounds, and for `hold_ns` while the gang could not go on without them."""
+        """Give up the nodes that were reported dead for their silence, unless so many are silent that it may be the
+        network. Then wait for the network in rounds, and for `hold_ns` while the gang could not continue without
+        them."""
         gone: dict[str, Gone] = {}
         if not self.silent:
             return gone
@@ -135,14 +136,14 @@ class Staff:
         return gone
 
     def most_silent(self) -> int:
-        """How many may be given up at once; never all."""
+        """Return how many nodes may be given up at once; never all."""
         alive = self._members.alive + len(self.given_up_ns)
         return min(max(1, alive * self._policy.silence_percent // 100), alive - 1)
 
     def _can_do_without(self, names: set[str]) -> bool:
-        """Whether enough replicas are left, or can be made up with spares."""
+        """Return whether enough replicas are left without these nodes, or can be completed with spares."""
         members = self._members
-        lacking: dict[int, int] = dict.fromkeys(members.wanted, 0)  # places of a replica
+        lacking: dict[int, int] = dict.fromkeys(members.wanted, 0)  # replica -> its places without a node
         for number, place in members.places.items():
             if place.now is None or place.now.node in names:
                 for replica in members.replicas_at(number):
@@ -154,7 +155,8 @@ class Staff:
         return enough >= self._policy.min_replicas
 
     def can_let_go(self, name: str, replicas: list[int]) -> bool:
-        """Whether nobody is going to take over from a drained node, and enough of the replicas are left without it."""
+        """Return whether no node is going to take over from a drained one, and enough of the replicas are left without
+        it."""
         node = self._members.nodes[name]
         place = self._members.places[node.place]
         if not node.drained or place.next or not place.now or place.now.node != name:
@@ -163,7 +165,7 @@ class Staff:
         return bool(there & set(replicas)) and len(set(replicas) - there) >= self._policy.min_replicas
 
     def lose_node(self, name: str, why: str, back: bool = False) -> Gone:
-        """`back`: it is there again, though without its workers."""
+        """Count a node as dead, and return its workers. `back`: it has returned, though without them."""
         place = self._members.nodes[name].place
         gone = self._members.lose(name)
         self.suspects.discard(name)
@@ -178,7 +180,7 @@ class Staff:
         return gone
 
     def fault(self, name: str, rung: int, text: str) -> None:
-        """The node should be replaced before it fails, or fails again."""
+        """Mark a node to be replaced before it fails, or fails again."""
         node = self._members.nodes[name]
         if not node.fault:
             self._members.mark(name, fault=text, rung=rung)
@@ -222,7 +224,7 @@ class Staff:
         return bool(new)
 
     def _stay(self, name: str) -> None:
-        """Keep a node on its place if its ranks have started after all, before those of the spare beside it."""
+        """Keep a node on its place if its ranks have started before those of the spare beside it."""
         if self._starts(name):
             return
         self.late_ns.pop(name, None)
@@ -235,7 +237,7 @@ class Staff:
                 self.release(node.place, "next")
 
     def _starts(self, name: str) -> bool:
-        """Return whether the node fills a place, and starts ranks of it."""
+        """Return whether the node fills a place and is starting ranks there."""
         place = self._members.places.get(self._members.nodes[name].place)
         seat = place.now if place else None
         return seat is not None and seat.node == name and not self.starting.keys().isdisjoint(seat.workers.values())
@@ -259,7 +261,7 @@ class Staff:
         return gone
 
     def demerit(self, name: str) -> None:
-        """Something went wrong on the node; a few times in a short time, and it is replaced."""
+        """Count a failure on a node. A few of them in a short time, and it is replaced."""
         node, now_ns = self._members.nodes.get(name), self._desk.now_ns
         if node is None or node.dead:
             return
@@ -276,7 +278,7 @@ class Staff:
             self._desk.say(messages.Kill(name, tuple(numbers)))
 
     def end_strangers(self, name: str, workers: Iterable[int]) -> None:
-        """Workers that should be gone by now."""
+        """End workers that should be gone by now."""
         known = self._members.workers
         strangers = tuple([w for w in workers if w not in known])
         if strangers:
@@ -288,7 +290,8 @@ class Staff:
         self.patience.forget(workers.values())
 
     def look_at_late(self) -> Gone:
-        """Workers that are not up in time: they are asked how far they are, and those that do not move are lost."""
+        """Ask workers that are not up in time how far they are. Return those that have not moved since they were asked:
+        they are lost."""
         now_ns, gone = self._desk.now_ns, Gone()
         late = sorted(w for w, until_ns in self.starting.items() if until_ns <= now_ns)
         asked = [w for w in late if w not in self.patience.doubted]
@@ -310,7 +313,7 @@ class Staff:
             self._desk.say(messages.Probe(self._members.nodes_of(doubted)))
 
     def are_stuck(self, workers: set[int]) -> bool:
-        """Ask late workers how far they are. Return whether they were asked before, and none of them has moved since:
+        """Ask late workers how far they are. Return whether they were asked before and none of them has moved since:
         while one moves, the others may be waiting for it."""
         if not workers <= self.patience.doubted:
             self.doubt(workers)
@@ -319,7 +322,7 @@ class Staff:
         return True
 
     def standing(self, event: messages.Standing) -> set[int]:
-        """Return the workers on a node that have moved since they were last asked."""
+        """Return the workers on a node that have moved since their last answer."""
         moved = self.patience.moved({w: c for w, c in event.counters.items() if w in self._members.workers})
         until_ns = self._desk.now_ns + self._policy.launch_ns
         for worker in moved & self.starting.keys():
@@ -327,7 +330,7 @@ class Staff:
         return moved
 
     def outstanding(self) -> list[Command]:
-        """Launch and Kill again what was not answered."""
+        """Return the Launch and Kill commands that were not answered."""
         members, launched, doomed = self._members, defaultdict[str, Gone](Gone), defaultdict[str, list[int]](list)
         for worker in sorted(self.starting):
             found = members.workers[worker]
@@ -340,8 +343,8 @@ class Staff:
     # -- filling places
 
     def _spare(self, place: int, good: bool = False) -> str | None:
-        """The best there is: without a fault, near to the last one in the network, in the order of names. `good`: none
-        that has a fault."""
+        """Choose the best spare: without a fault if possible, then near the place's last node in the network, then by
+        name. `good`: do not accept one that has a fault."""
         members, domain = self._members, self._members.places[place].domain
         for which in (0,) if good else (0, 1):
             near = members.fit_in[which].get(top_of(domain), set()) - self.suspects
@@ -353,7 +356,8 @@ class Staff:
         return None
 
     def fill(self) -> Gone:
-        """Return the workers of nodes that were taken off a place for it."""
+        """Fill places, and start the ranks that lack a worker. Return the workers of nodes that were taken off a place
+        for it."""
         members = self._members
         for name in [*members.fit[0]] if members.homes and members.vacant else ():
             if members.homes.get(name) in members.vacant and name not in self.suspects:
@@ -376,8 +380,8 @@ class Staff:
         return gone
 
     def _look_at_slow(self) -> None:
-        """Have nodes leave whose ranks take too long to start again, if there are others. They are in the order of
-        time: those that are not due yet are not looked at."""
+        """Mark nodes to be replaced whose ranks take too long to restart, if there are good spares. `late_ns` is in
+        order of time, so nodes that are not due yet are not looked at."""
         now_ns, late = self._desk.now_ns, self.late_ns
         if not late or (next(iter(late.values())) <= now_ns and not self._members.fit[0]):
             return
@@ -391,12 +395,12 @@ class Staff:
 
     @property
     def is_hopeful(self) -> bool:
-        """Whether ranks start on a node that has not failed again and again."""
+        """Return whether ranks are starting on a node that has not failed again and again."""
         nodes, workers, most = self._members.nodes, self._members.workers, self._policy.deaths
         return any(len(nodes[workers[number].node].deaths) < most for number in self.starting)
 
     def _is_to_leave(self, name: str) -> bool:
-        """Return whether the node is to leave its place also if its ranks are up."""
+        """Return whether the node is to leave its place even if its ranks are up."""
         node = self._members.nodes[name]
         return bool(node.fault) or node.drained
 
@@ -408,8 +412,8 @@ class Staff:
             self._seat(place, spare)
 
     def _part_pairs(self) -> Gone:
-        """Where two nodes stand at one place, one only prepares, or is taken over from. Places without a node need it
-        more, unless it is drained. Returns the workers that are gone."""
+        """Take the second node off places that have two, if other places have none. It only prepares to take over, or
+        was taken over from, so it is needed more elsewhere, unless it is drained. Return the workers that are gone."""
         members, gone, lacking = self._members, Gone(), len(self._members.vacant)
         for number in sorted(members.paired):
             place = members.places[number]
@@ -431,8 +435,8 @@ class Staff:
         self._desk.say(messages.Note(2, f"node {name} takes place {place}"))
 
     def _vacant(self) -> Iterator[int]:
-        """First those whose replicas lack least; at a beginning, when one is as good as another, as they are numbered.
-        Each must be filled before the next is asked for."""
+        """Yield the vacant places, first those whose replicas lack least. At the start of a run, when all are alike, go
+        by number. Each must be filled before the next is asked for."""
         members = self._members
         while members.spares and len(members.vacant) > MANY:
             first = members.first_vacant()
@@ -447,7 +451,7 @@ class Staff:
         yield from sorted(members.vacant, key=lambda p: (min(lacking[r] for r in members.replicas_at(p)), p))
 
     def _restart(self, place: int) -> None:
-        """The ranks of a place that have no worker, unless too many have died there lately."""
+        """Start the ranks of a place that have no worker, unless too many have died there lately."""
         seat = self._members.places[place].now
         assert seat
         deaths, now_ns = self._members.nodes[seat.node].deaths, self._desk.now_ns
@@ -458,7 +462,7 @@ class Staff:
                     self._desk.set("retry", again_ns - now_ns)
                 return
         self._launch(place, "now")
-        # Not at a beginning, when all start, and not from under other replicas that train.
+        # Not at the start of a run, when all start, and not where replicas that train share the place.
         if deaths and seat.node not in self.late_ns and len(self._members.replicas_at(place)) == 1:
             self.late_ns[seat.node] = now_ns + self._policy.late_ns
 
@@ -471,13 +475,13 @@ class Staff:
         desk.say(messages.Launch(name, self._members.nodes[name].incarnation, workers))
 
     def is_replacing(self, names: Iterable[str]) -> bool:
-        """Whether one of them is bad, and another node prepares to take its place."""
+        """Return whether one of the nodes is bad, and another prepares to take its place."""
         nodes, places = self._members.nodes, self._members.places
         bad = (nodes[name].place for name in names if name in self.leaving and nodes[name].fault)
         return any(places[number].next for number in bad)
 
     def release(self, place: int, which: str) -> Gone:
-        """Take a node that lives off a place. Returns its workers, which are gone."""
+        """Take a living node off a place. Return its workers, which are gone."""
         seat = getattr(self._members.places[place], which)
         gone = self._members.clear(place, which)
         self._forget(gone)
@@ -490,6 +494,6 @@ class Staff:
 
 
 def _levels_shared(one: str, other: str) -> int:
-    """How many levels of the network two nodes have in common: spine.leaf1 and spine.leaf2 have one."""
+    """Return how many levels of the network two nodes share: spine.leaf1 and spine.leaf2 share one."""
     pairs = zip(one.split("."), other.split("."), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

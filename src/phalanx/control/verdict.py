@@ -1,6 +1,6 @@
 """Which failure is the cause, and which ends a run. A generation that ends without a step leaves evidence: deaths, and
-the errors of workers that had to leave their groups. The same failure again and again, or an error that trying again
-cannot mend, ends the run with that rank's own words."""
+the errors of workers that had to leave their groups. A failure that repeats, or an error that a retry cannot mend, ends
+the run with the rank's own words."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from phalanx.control.messages import Failure
 from phalanx.control.policy import Policy, S
 
-FATAL = ("UserError", "FloatingPointError", "DataLost")  # trying again does not help
-INCIDENT_NS = 30 * S  # evidence that is older belongs to something else
+FATAL = ("UserError", "FloatingPointError", "DataLost")  # a retry does not help
+INCIDENT_NS = 30 * S  # older evidence belongs to another incident
 MOST_EVIDENCE = 64
 MOST_SIGNATURES = 256
 
@@ -36,12 +36,12 @@ class Evidence:
     rank: int  # -1: not a rank
     name: str  # for people
     failure: Failure
-    died: bool = True  # False: it has left its groups, and lives
+    died: bool = True  # False: it has left its groups, but lives
     at_ns: int = 0
 
     @property
     def severity(self) -> int:
-        """Lower is nearer to the first cause."""
+        """Return a number that is lower the nearer the failure is to the first cause."""
         f = self.failure
         if f.signal not in ("", "SIGABRT") or f.hang:
             return 0
@@ -51,7 +51,7 @@ class Evidence:
 
     @property
     def signature(self) -> str:
-        """Equal for equal failures."""
+        """Return a text that is equal for equal failures."""
         f = self.failure
         if f.kind or f.text or f.hang:
             return _NUMBERS.sub("#", f"{f.kind}: {f.hang or f.text}")[:500]
@@ -79,7 +79,7 @@ class Evidence:
 
 
 def is_echo(kind: str, text: str) -> bool:
-    """Whether an error reads like the consequence of a peer's end. Only ranks what people are told."""
+    """Return whether an error reads like the consequence of a peer's end. It only ranks what people are told."""
     return bool(_ECHO.search(f"{kind}: {text}"))
 
 
@@ -99,7 +99,7 @@ def remedy(failure: Failure) -> str:
 class Verdict:
     evidence: list[Evidence] = field(default_factory=list)  # of the incident under way
     strikes: dict[str, int] = field(default_factory=dict)  # signature -> times since the last step
-    attempts: int = 0  # to form, since the last step
+    attempts: int = 0  # to form a generation, since the last step
 
     def hear(self, now_ns: int, rank: int, name: str, failure: Failure, died: bool = True) -> None:
         self.evidence = [e for e in self.evidence if e.at_ns > now_ns - INCIDENT_NS]
@@ -107,16 +107,16 @@ class Verdict:
             self.evidence.append(Evidence(rank, name, failure, died, now_ns))
 
     def fatal(self) -> Evidence | None:
-        """A failure that no new attempt can mend."""
+        """Return a failure that no new attempt can mend."""
         return next((e for e in self.evidence if e.failure.kind in FATAL), None)
 
     def cause(self) -> Evidence | None:
-        """The first among the worst."""
+        """Return the first piece of evidence among the most severe."""
         return min(self.evidence, key=lambda e: e.severity, default=None)
 
     def close(self, policy: Policy, times: int = 0) -> tuple[Evidence, int] | None:
-        """The incident is over. Returns its cause and how often it was seen since the last step, if that is enough.
-        `times`: as the caller has counted."""
+        """Close the incident. Return its cause and how often it was seen since the last step, if that is often enough
+        to end the run. `times`: the caller's own count, which replaces that number."""
         found, self.evidence = self.cause(), []
         if found is None:
             return None
@@ -128,9 +128,10 @@ class Verdict:
         return (found, count) if count >= most else None
 
     def seen(self, evidence: Evidence) -> int:
-        """How often it was the cause since the last step."""
+        """Return how often this failure was the cause since the last step."""
         return self.strikes.get(evidence.signature, 0)
 
     def progress(self) -> None:
-        """A step was committed. (Evidence may be of an incident that came after it.)"""
+        """Reset the counts, because a step was committed. (Evidence stays: it may be of an incident that came after the
+        step.)"""
         self.strikes, self.attempts = {}, 0

@@ -1,6 +1,6 @@
-"""The worlds of the replicas: built, broken and built again, each by itself. A world stands when all its workers have
-said Built, and is gone when all that are left have said Parked. What a broken world means for the generation is the
-gang's to decide."""
+"""The worlds of the replicas, each built, broken and rebuilt by itself. A world stands when all its workers have
+reported Built, and is gone when all that are left have reported Parked. The gang decides what a broken world means for
+the generation."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Worlds:
     last: int = 0  # the number of the newest world
 
     def __post_init__(self) -> None:
-        # What follows from the above, so that nobody has to look through it.
+        # Derived from the above, so that nobody has to search it.
         self.astir = {*self.among(self.replicas, "building", "leaving")}
         self.built = {*self.among(self.replicas, "built")}
         self.failing = {r for r, found in self.replicas.items() if found.failures}
 
     def bind(self, desk: Desk, members: Membership, policy: Policy, staff: Staff, active: dict[int, int]) -> None:
-        """`active`: the worlds of the generation, by replica."""
+        """Connect the other parts of the gang. `active`: the worlds of the generation, by replica."""
         self._desk, self._members, self._policy, self._staff = desk, members, policy, staff
-        self.aside = {r for r in self.built if self.replicas[r].world != active.get(r)}  # built, and not among them
+        self.aside = {r for r in self.built if self.replicas[r].world != active.get(r)}  # built, but not active
 
     def among(self, replicas: Iterable[int], *phases: str) -> list[int]:
         """Return those of the replicas whose world is in one of the phases, in order."""
@@ -68,7 +68,7 @@ class Worlds:
                 self._desk.set("build", self._policy.form_ns)
 
     def hear_built(self, event: messages.Built) -> bool:
-        """Return whether a world stands now that did not."""
+        """Record workers that are Built. Return whether their world stands now."""
         number, workers = self._about(event)
         found = self.replicas.get(number)
         if found is None or found.phase != "building" or found.world != event.world:
@@ -84,7 +84,7 @@ class Worlds:
         return True
 
     def enter(self, numbers: tuple[int, ...]) -> None:
-        """Note that these take part in a generation; the others that are built stand aside."""
+        """Note that these replicas take part in a generation; the others that are built stand aside."""
         self.aside = self.built.difference(numbers)
         for number in numbers:
             self.replicas[number].enter()
@@ -92,8 +92,8 @@ class Worlds:
     # -- leaving
 
     def halt(self, number: int) -> bool:
-        """Tell all to leave the world of a replica: it is broken, or not wanted any more. Return whether nobody is left
-        in it."""
+        """Have all workers leave the world of a replica, because it is broken or no longer wanted. Return whether
+        nobody is left in it."""
         found = self.replicas[number]
         found.leave(self._members.workers.keys() & found.crew.values())
         self.astir.add(number)
@@ -106,8 +106,8 @@ class Worlds:
         return not found.waiting
 
     def hear_parked(self, event: messages.Parked) -> tuple[int, list[int]]:
-        """Note what workers hold that have left their world. Return the replica and the workers; no workers: it is no
-        news."""
+        """Record the state of workers that have left their world. Return the replica and the workers; no workers: it is
+        no news."""
         number, workers = self._about(event)
         found = self.replicas.get(number)
         if found is None or found.world != event.world or found.phase == "out":
@@ -118,13 +118,13 @@ class Worlds:
         return number, workers
 
     def leave(self, number: int, workers: Iterable[int]) -> bool:
-        """Take workers off the world of a replica. Return whether they were the last that it waited for."""
+        """Take workers out of the world of a replica. Return whether they were the last that it waited for."""
         found = self.replicas[number]
         found.waiting.difference_update(workers)
         return found.phase == "leaving" and not found.waiting
 
     def end(self, number: int) -> None:
-        """Note that nobody is left in the world of a replica. It is built again when its ranks are all there."""
+        """Note that nobody is left in the world of a replica. It is rebuilt when all its ranks are there."""
         found = self.replicas[number]
         found.phase, found.waiting = "out", set()
         self._fail(number)
@@ -133,7 +133,7 @@ class Worlds:
             self._members.news.add(number)
 
     def forget(self, number: int) -> None:
-        """Drop a replica that has lost its node, and its world with it. What its other workers hold stays known."""
+        """Drop a replica that was let go, and its world. What its remaining workers hold stays known."""
         found = self.replicas.pop(number, None)
         if found and found.parted >= 0:
             for worker in self._members.workers.keys() & found.crew.values():
@@ -150,8 +150,8 @@ class Worlds:
         found.again_ns = self._desk.now_ns + self._policy.pause_before(found.failures)
 
     def fail_to_join(self, numbers: Iterable[int], since_ns: int) -> None:
-        """Hold back replicas that have stopped the others in vain since then: these train many times as long before the
-        next attempt."""
+        """Hold back replicas that have stopped the others in vain since `since_ns`: the others train many times as long
+        before the next attempt."""
         now_ns = self._desk.now_ns
         for number in numbers:
             self._fail(number)
@@ -161,7 +161,7 @@ class Worlds:
                 found.again_ns = max(found.again_ns, now_ns + wait_ns)
 
     def succeed(self, worlds: dict[int, int]) -> None:
-        """Forgive the failures of replicas that were in a step, unless they have failed since."""
+        """Forgive the failures of replicas that took part in a step, unless they have failed since."""
         for number in self.failing & worlds.keys():
             found = self.replicas[number]
             if found.phase == "built" and found.world == worlds[number]:
@@ -174,7 +174,7 @@ class Worlds:
         return [order for number in sorted(self.astir) for order in self._orders(number)]
 
     def _orders(self, number: int) -> list[Command]:
-        """Tell each node which of its workers build the world, or leave it."""
+        """Return the commands that tell each node which of its workers build the world, or leave it."""
         found = self.replicas[number]
         world, waiting = found.world, found.waiting
         if found.phase == "leaving":
@@ -184,7 +184,7 @@ class Worlds:
         return [messages.Build(node, number, world, crew) for node, crew in self.crews(number, waiting).items()]
 
     def crews(self, number: int, workers: set[int]) -> dict[str, dict[int, int]]:
-        """Group those workers of a replica by node, then by rank."""
+        """Group the given workers of a replica by node, then by rank."""
         crews = {}
         for node, there in self._by_node(number, self.replicas[number].crew.items()):
             crew = dict(there)
@@ -195,32 +195,33 @@ class Worlds:
         return crews
 
     def _by_node(self, number: int, values: Iterable[T]) -> Iterator[tuple[str, Iterator[T]]]:
-        """Return what each node of a replica has of one value for each rank."""
+        """Yield each node of a replica with its part of some values, one value for each rank."""
         per, values = self._members.ranks_per_place, iter(values)
-        first = number * self._members.replica_size % per  # of its first place the replica may have a part
+        first = number * self._members.replica_size % per  # the replica may have only part of its first place
         for node in self.replicas[number].nodes:
             yield node, islice(values, per - first)
             first = 0
 
     def homes(self, number: int, nodes: Iterable[str] | None = None) -> Iterator[str]:
-        """Return the node of each rank of a replica in order, also of ranks that are gone. `nodes`: that it had."""
+        """Return the node of each rank of a replica, in order, including ranks that are gone. `nodes`: the nodes that
+        it had; None: those that it has."""
         size, per = self._members.replica_size, self._members.ranks_per_place
         nodes = self.replicas[number].nodes if nodes is None else nodes
-        first = number * size % per  # of its first place the replica may have a part
+        first = number * size % per  # the replica may have only part of its first place
         return islice(chain.from_iterable(map(repeat, nodes, repeat(per))), first, first + size)
 
     def nodes(self, numbers: Iterable[int]) -> set[str]:
         return {name for number in numbers for name in self.replicas[number].nodes}
 
     def unsaid(self) -> list[int]:
-        """Return the replicas that have parted without a state of all their ranks: some of these may hold one, which
-        they say when their world is halted."""
+        """Return the replicas that have parted without a state common to all their ranks. Some ranks may hold one, and
+        report it when their world is halted."""
         if self._members.replica_size == 1:
             return []
         return [r for r in sorted(self.built) if self.replicas[r].parted >= 0 and self.replicas[r].copy is None]
 
     def up_to_date(self, lineage: Lineage) -> set[int]:
-        """Return the replicas that stand, and have the last step."""
+        """Return the replicas that stand and hold the last step."""
         if not lineage.certain:
             return set()
         replicas, committed = self.replicas, lineage.committed
@@ -229,8 +230,8 @@ class Worlds:
         return {r for r, step in zip(parted, steps, strict=True) if step == committed}
 
     def _about(self, event: messages.Built | messages.Parked) -> tuple[int, list[int]]:
-        """Return the replica that a report is about, and its workers. A node speaks for its own; those that should be
-        gone are ended."""
+        """Return the replica that a report is about, and its workers. Each node speaks for its own workers; those that
+        should be gone are ended."""
         known, staff = self._members.workers, self._staff
         workers: list[int] = []
         for at, node in enumerate(event.nodes):

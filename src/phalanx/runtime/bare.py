@@ -1,5 +1,5 @@
-"""Processes of this machine that do what one client says: spawn, send, kill. The same zygote, channels and watch as a
-node's, and no cluster: for measurements that are over in minutes, and for tests."""
+"""A process that obeys one client: spawn, send, kill. It has the same zygote, channels and watch as a node, but no
+cluster. It is for measurements that are over in minutes, and for tests."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class Bare(Host):
 
 
 class Together:
-    """Processes that live and die together. When one fails its peers fail milliseconds later as a consequence: these
-    deaths are gathered, and the first cause is named. A process has done its duty when it exits with code 0."""
+    """Processes that live and die together. When one fails, its peers fail milliseconds later as a consequence: these
+    deaths are gathered, and the first cause is named. A process succeeds when it exits with code 0."""
 
     def __init__(self, client: BareClient):
         self.client, self._names, self._errors = client, dict[int, str](), dict[int, tuple[str, str]]()
@@ -95,7 +95,7 @@ class Together:
         self.client.spawn(worker, entry, args, log)
 
     def next(self, timeout: float) -> Message | None:
-        """The next event, None after `timeout`; RunFailed once one of them has failed."""
+        """Return the next event, None after `timeout`. Raise RunFailed once one of the processes has failed."""
         event = self.client.events(timeout)
         if event is None:
             pass

@@ -1,6 +1,6 @@
-"""The processes between the agents of a large fleet and its top, each started by anything on any host: `phalanx
-aggregator` serves some hundred agents, and `phalanx relay` folds what some aggregators say for the record. They end
-when nobody above them has answered for long: the run is over, or lost to them."""
+"""The processes between the agents of a large fleet and its controller. They can be started by anything on any host.
+`phalanx aggregator` serves some hundred agents; `phalanx relay` folds what some aggregators report for the record. They
+end when nothing above them has answered for long: the run is over, or out of their reach."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _main(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
 
 
 def _serve(loop: Loop, args: argparse.Namespace) -> tuple[tuple[str, int], Link]:
-    """Listen, and call the top. Returns where it listens, and the link."""
+    """Listen, and connect to the level above. Return the address to join at, and the link."""
     secret, me = load_secret(args.secret, create=False), Identity("aggregator", args.name, time.time_ns())
     if "record" in args:
         above = [parse_address(args.record, "--record")]

@@ -33,8 +33,8 @@ EVENTS: Schemas = {
 
 
 class BareClient:
-    """One such process. `preload`: modules that the zygote imports before it forks; `env`: added to the environment of
-    all; `log`: where it and the zygote write, else standard error."""
+    """A process of `runtime.bare`. `preload`: modules that the zygote imports before it forks; `env`: added to the
+    environment of all processes; `log`: where this process and the zygote write, else standard error."""
 
     def __init__(self, preload: list[str], env: dict[str, str] | None = None, log: Path | None = None):
         self.session = uuid.uuid4().hex
@@ -68,7 +68,7 @@ class BareClient:
         self.command(type="send", worker=worker, body=body)
 
     def kill(self, worker: int) -> None:
-        """SIGKILL, also for what the worker started. Its exit event follows."""
+        """Send SIGKILL to a worker and to everything that it started. Its exit event follows."""
         self.command(type="kill", worker=worker)
 
     def watch(self, timeout_s: float) -> None:
@@ -77,16 +77,16 @@ class BareClient:
 
     def command(self, **command: Any) -> None:
         if self._lost:
-            return  # the event that says so is all that the caller can get any more
+            return  # the event that reports it is all that the caller can get now
         try:
             self._conn.send(command, SEND_TIMEOUT_S)
         except TimeoutError:
             self._lost = {"type": "node_lost", "reason": f"the node took no message for {SEND_TIMEOUT_S:.0f} s"}
         except OSError:
-            pass  # it is gone; what it still said can be read, and then its end
+            pass  # it is gone; its last messages can still be read, and then its end
 
     def events(self, timeout: float | None = None) -> Message | None:
-        """The next event, or None after `timeout` seconds. Once the node is lost, that is the only event."""
+        """Return the next event, or None after `timeout` seconds. Once the node is lost, that is the only event."""
         if self._lost:
             return self._lost
         try:
@@ -111,7 +111,7 @@ class BareClient:
         return self._conn.fileno()
 
     def close(self) -> bool:
-        """End everything. Returns whether every process of the tree is known to be gone."""
+        """End everything. Return whether every process of the tree is known to be gone."""
         if self._lifeline < 0:
             return True
         self._conn.close()  # the node takes it as its order to leave
@@ -136,7 +136,7 @@ class BareClient:
         self.close()
 
     def _sweep(self) -> None:
-        """The workers end with their node; what they had started ends here if the node could not see to it."""
+        """End what workers had started, in case the node could not. (The workers themselves end with their node.)"""
         for pid in filter(None, self.running.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""Rules for nftables that keep strangers off the ports of a run's hosts. Gloo and NCCL prove nothing to each other, so
-that is the network's task (docs/security.md)."""
+"""Rules for nftables that keep strangers off the ports of a run's hosts. Peers of Gloo and NCCL prove nothing to each
+other, so keeping strangers out is the network's task (docs/security.md)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ SSH = 22
 
 
 def rules(members: Iterable[str], interfaces: Iterable[str] = (), keep: Iterable[int] = (SSH,)) -> str:
-    """For `nft -f -`, on each host of the run. `members`: addresses or networks of all hosts, the controller's too.
-    `interfaces`: to which it applies; none: all. `keep`: ports that stay open to everybody."""
+    """Return the rules for `nft -f -` on each host of the run. `members`: addresses or networks of all hosts, including
+    the controller's. `interfaces`: where the rules apply; none: everywhere. `keep`: ports that stay open to
+    everybody."""
     found: dict[int, list[str]] = {4: [], 6: []}
     for text in members:
         try:

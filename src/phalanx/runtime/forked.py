@@ -1,5 +1,5 @@
-"""A worker's first and last moments: what the forked child does before its entry function runs, the channel
-it is given, and how it ends. What it works on is not known here."""
+"""A worker's first and last moments: what the forked child does before its entry function runs, the channel it is
+given, and how it ends. This file knows nothing about the worker's task."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Channel:
             self._conn.send(body)
 
     def fileno(self) -> int:
-        """Readable when there is a message, or when the other side is gone."""
+        """Return a descriptor that is readable when there is a message, or when the other side is gone."""
         return self._conn.fileno()
 
     def recv(self, timeout: float | None = None) -> Message | None:
-        """The next message; None when the other side is gone. TimeoutError."""
+        """Return the next message; None when the other side is gone. Raise TimeoutError."""
         return self._conn.recv(timeout)
 
 
 def main(fds: list[int], *, slot: int, parent: int | None, close: list[int]) -> NoReturn:
-    """Become a worker. `fds`: channel, progress board, log, and what it and all that it starts hold. It ends with
-    `parent`, if that is given."""
+    """Become a worker. `fds`: channel, progress board, log, and descriptors that it and everything that it starts hold.
+    It ends with `parent`, if that is given."""
     code = 1
     try:
         if parent is not None:
@@ -115,7 +115,7 @@ def _run(channel: Channel) -> int:
 
 
 def _title(start: Message) -> str:
-    """As "phalanx rank 3", "phalanx keeper"."""
+    """Return a title such as "phalanx rank 3" or "phalanx keeper"."""
     if "rank" in start["args"]:
         return f"phalanx rank {start['args']['rank']}"
     room, module = f".{start['entry']}".partition(":")[0].split(".")[-2:]
@@ -123,8 +123,8 @@ def _title(start: Message) -> str:
 
 
 def take_title(title: str) -> None:
-    """Be found by `ps` and `top`. The kernel keeps 15 characters; `ps aux` shows the arguments instead, which are the
-    zygote's, so they are written over where they lie."""
+    """Make this process recognisable in `ps` and `top`. The kernel keeps 15 characters. `ps aux` shows the arguments
+    instead, which are the zygote's, so they are overwritten in place."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(title[:15])
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/stat") as file:
@@ -135,6 +135,6 @@ def take_title(title: str) -> None:
 
 
 def entry(name: str) -> Callable[..., object]:
-    """The function behind "package.module:function"."""
+    """Return the function behind "package.module:function"."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)

@@ -1,13 +1,13 @@
-"""How long an aggregator gathers what its nodes say before it passes it on in one message.
+"""How long an aggregator gathers the reports of its nodes before it passes them on in one message.
 
-A fleet speaks in rounds: all nodes say that they are up, then that their ranks are built, and so on. The first word of
-a round waits `FIRST_S`. A later one waits as long as the round has lasted, so gathering at most doubles it, but not
-longer than `limit_s`, the time that an aggregator needs for one round of all its nodes. A round costs a logarithmic
-number of messages, and one more for each `limit_s` that it lasts; both grow with the nodes. A handful of nodes never
-waits longer than `FIRST_S`.
+A fleet reports in rounds: all nodes are up, then their ranks are built, and so on. The first report of a round waits
+`FIRST_S`. A later one waits as long as the round has lasted, so gathering at most doubles the round, but no longer than
+`limit_s`, the time that an aggregator needs for one round of all its nodes. A round costs a logarithmic number of
+messages, and one more for each `limit_s` that it lasts; both grow with the nodes. A handful of nodes never waits longer
+than `FIRST_S`.
 
-What a node says in answer to an answer belongs to the next round, so a chain of questions and answers does not slow
-down: the n-th word of a node, since nobody spoke for `limit_s`, belongs to the n-th round.
+A node's response to an answer belongs to the next round, so a chain of questions and answers does not slow down. The
+n-th report of a node, since nobody reported for `limit_s`, belongs to the n-th round.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Generic, TypeVar
 from phalanx.gate.loop import Loop
 
 FIRST_S = 0.002
-NODE_S = 0.0004  # of CPU for a node's part in a round of a start: half of what first_step.py finds, which is that of
-# an aggregator and a controller in one process
+NODE_S = 0.0004  # of CPU for a node's part in a round of a start: half of what first_step.py finds, as that has an
+# aggregator and a controller in one process
 MOST = 500  # items in a message
-ROUNDS = 1000  # that are told apart: in training nobody need ever be silent
+ROUNDS = 1000  # that are told apart: in training there may never be a silence
 NODES = 100_000  # likewise
 
 T = TypeVar("T")
 
 
 def limit_s(nodes: int) -> float:
-    """Return the longest time to gather what so many nodes say: 0.2 s for 500."""
+    """Return the longest time to gather the reports of this many nodes: 0.2 s for 500."""
     return max(FIRST_S, nodes * NODE_S)
 
 
 class Rounds:
-    """Say how long each word waits. Time comes in as seconds of any clock."""
+    """Decide how long each report waits. Times are seconds of any clock."""
 
     def __init__(self) -> None:
         self._words: dict[Hashable, int] = {}  # by node, since the last silence
@@ -53,7 +53,7 @@ class Rounds:
 
 
 class Gatherer(Generic[T]):
-    """Hand items to `send` in bundles. `limit_s()`: how long one may wait."""
+    """Pass items to `send` in bundles. `limit_s()`: how long an item may wait."""
 
     def __init__(self, loop: Loop, limit_s: Callable[[], float], send: Callable[[list[T]], object]):
         self.items: list[T] = []
@@ -62,7 +62,7 @@ class Gatherer(Generic[T]):
         self._due_at = math.inf
 
     def add(self, node: Hashable, item: T, urgent: bool = False) -> None:
-        """`urgent`: it and all before it wait no longer than `FIRST_S`, whatever others say."""
+        """Add an item. `urgent`: it and all before it wait no longer than `FIRST_S`."""
         self.items.append(item)
         now = time.monotonic()
         self._at_latest(now + (FIRST_S if urgent else self._rounds.wait_s(node, self._limit_s(), now)))
@@ -70,7 +70,7 @@ class Gatherer(Generic[T]):
             self.flush()
 
     def put_back(self, items: list[T], after_s: float) -> None:
-        """They could not be sent: try again, before what came since."""
+        """Put back items that could not be sent: they are tried again, before those that came since."""
         self.items[:0] = items
         if self.items:
             self._at_latest(time.monotonic() + after_s)

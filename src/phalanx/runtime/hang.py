@@ -1,7 +1,7 @@
 """Hangs: who stands still too long, and which of the ranks that wait for each other is the cause.
 
-Pure functions over what the node has read (progress records, process states, stacks), so that a judgement can
-be tested without hanging anything. Looking and asking is the node's work.
+These are pure functions over what the node has read (progress records, process states, stacks), so a judgement can be
+tested without hanging anything. The node does the reading and the asking.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from phalanx.observe.progress import QUIET, Reading
 
 SOLO_FACTOR = 3  # patience with a worker that stands still while others move
-STOPPED = frozenset("Tt")  # states of a process, as /proc has them: by a signal, by a debugger
+STOPPED = frozenset("Tt")  # states of a stopped process in /proc: by a signal, by a debugger
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _WAITS = re.compile(
     r"\.wait\(|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|\bi?(recv|send)\(", re.IGNORECASE
@@ -22,8 +22,8 @@ _WAITS = re.compile(
 
 
 def stuck(readings: dict[int, Reading], now_ns: int, since_ns: int, limit_ns: int) -> set[int]:
-    """Workers that stand still too long: all that should move when none does, else those that are far too late.
-    No age counts from before `since_ns`."""
+    """Return the workers that stand still too long: all that should move if none does, else those that are far too
+    late. No age counts from before `since_ns`."""
     ages = {worker: now_ns - max(r.time_ns, since_ns) for worker, r in readings.items()}
     active = {worker for worker, r in readings.items() if r.phase not in QUIET}
     if active and min(ages.values()) > limit_ns:
@@ -44,8 +44,8 @@ class Evidence(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """For others: inside torch.distributed, in a wait(), or at a line that calls a collective. What waits in
-        C++ has no Python frame of its own, hence the look at the source line."""
+        """Return whether the worker waits for others: it is inside torch.distributed, in a wait(), or at a line that
+        calls a collective. A wait in C++ has no Python frame of its own, hence the look at the source line."""
         frames = [m.groupdict() for m in _FRAME.finditer(self.stack)]
         inside = takewhile(lambda f: "/torch/" in f["file"] or f["function"] == "wait", frames)
         if any("torch/distributed" in f["file"] or f["function"] == "wait" for f in islice(inside, 3)):
@@ -54,7 +54,7 @@ class Evidence(NamedTuple):
 
 
 def judge(evidence: list[Evidence]) -> tuple[list[int], str]:
-    """The culprits among stuck workers and what is said of each: "rank 3 " + reason."""
+    """Return the culprits among stuck workers, and the reason, to be read after "rank 3 ", for example."""
     stopped = [e for e in evidence if e.state in STOPPED]
     if stopped:
         return [e.worker for e in stopped], "is stopped, by SIGSTOP or by a debugger"

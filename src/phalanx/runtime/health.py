@@ -1,9 +1,9 @@
-"""What the devices of a node say of themselves, as counts that only grow: the signs of `control.policy.WARNINGS` that
-NVML knows. Without its Python package, or without a GPU, there is nothing to say.
+"""Warnings from the devices of a node, as counts that only grow: the signs of `control.policy.WARNINGS` that NVML
+knows. Without its Python package, or without a GPU, there is nothing to report.
 
 A driver's library may crash, and may hang while a device falls off the bus, so NVML is asked in a process of its own
-(`python -m phalanx.runtime.health`): a node that loses it only knows less. Counters of links are many, so each look
-reads those of one device.
+(`python -m phalanx.runtime.health`): a node that loses it only knows less. There are many counters of links, so each
+look reads those of one device.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LIVES, PAUSE_S = 4, 10.0  # how often the process is started, and how long the f
 
 
 class Monitor:
-    """The process, as its node sees it: `look` yields (sign, count) for what has grown, `readings` what each device
-    said last. None of it waits."""
+    """The process, as its node sees it: `look` yields (sign, count) for what has grown, `readings` returns the last
+    readings of each device. Neither waits."""
 
     def __init__(self, command: tuple[str, ...] = (sys.executable, "-P", "-m", __name__), lives: int | None = None):
-        """`lives`: how often it is started at most; None: not at all without the package."""
+        """`lives`: how often the process is started at most; None: LIVES times, or never without the package."""
         self.counts = dict.fromkeys(WARNINGS, 0)
         self._command, self._lives = command, (LIVES if can_ask() else 0) if lives is None else lives
         self._process: subprocess.Popen[bytes] | None = None
@@ -53,7 +53,7 @@ class Monitor:
 
     @property
     def alive(self) -> bool:
-        """Whether there is more to hear, now or after a pause."""
+        """Return whether there is more to hear, now or after a pause."""
         return self._process is not None or self._lives > 0
 
     def readings(self) -> list[dict[str, float]]:
@@ -103,8 +103,8 @@ def can_ask() -> bool:
 
 
 def main() -> None:
-    """Tell what devices say, a line of JSON each second, until nobody reads it; null: nothing. Where its library
-    crashes goes to the log."""
+    """Print what devices report, a line of JSON each second, until nobody reads it; null: there is nothing to report.
+    If NVML's library crashes, the stack goes to the log."""
     kernel.die_with_parent(os.getppid())
     faulthandler.enable()
     health = Health()
@@ -132,7 +132,7 @@ class Health:
             self._nvml = nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
             self.devices = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
-        with contextlib.suppress(Exception):  # some devices tell no events
+        with contextlib.suppress(Exception):  # some devices report no events
             if self.devices:
                 self._xids = self._nvml.nvmlEventSetCreate()
                 for device in self.devices:
@@ -149,7 +149,7 @@ class Health:
                 yield sign, count
 
     def readings(self) -> list[dict[str, float]]:
-        """What each device says of its load: see `observe.readings`. What it cannot say is left out."""
+        """Return the load of each device (see `observe.readings`). What a device cannot tell is left out."""
         try:
             return list(self._read())
         except AttributeError:  # a release of the package with other names
@@ -174,8 +174,8 @@ class Health:
             yield found
 
     def _tensor(self, device: Any) -> float | None:
-        """Share of time since the last look in which the tensor cores computed: NVML's GPM, of Hopper and newer. Busy
-        only says that some kernel ran."""
+        """Return the share of time since the last look in which the tensor cores computed, from NVML's GPM (Hopper and
+        newer). NVML's utilisation only says that some kernel ran."""
         n, number = self._nvml, self.devices.index(device)
         if not hasattr(n, "nvmlGpmSampleAlloc") or number in self._without_gpm:
             return None
@@ -216,7 +216,7 @@ class Health:
             self._last[sign, device] = count
 
     def _ecc(self, device: Any) -> int | None:
-        """One that could not be corrected is as bad as many that could."""
+        """Count memory errors. One that could not be corrected is as bad as many that could."""
         n = self._nvml
         kinds = ((n.NVML_MEMORY_ERROR_TYPE_CORRECTED, 1), (n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, WARNINGS["ecc"]))
         found = [
@@ -227,7 +227,8 @@ class Health:
         return sum(count * weight for count, weight in found) if len(found) == len(kinds) else None
 
     def _throttled(self, device: Any) -> bool:
-        """Whether it is slowed down now, by heat or by its power supply; not by a limit that somebody set."""
+        """Return whether the device is slowed down now, by heat or by its power supply; not by a limit that somebody
+        set."""
         n = self._nvml
         bad = (
             n.nvmlClocksThrottleReasonHwSlowdown
@@ -260,7 +261,7 @@ class Health:
                     self.counts[sign] += WARNINGS[sign]
 
     def _get(self, call: Callable[..., Any], *args: Any) -> Any:
-        """None: this device cannot say."""
+        """Call NVML; None: this device cannot tell."""
         try:
             return call(*args)
         except self._nvml.NVMLError:

@@ -1,5 +1,5 @@
-"""A process with a zygote and workers: one loop that hears signals, the zygote and the workers, and watches for hangs.
-What is done with what is heard is for others to say: `started`, `heard`, `ended` and `hung`."""
+"""A process with a zygote and workers: one loop that handles signals, the zygote and the workers, and watches for
+hangs. Subclasses decide how to respond: `started`, `heard`, `ended` and `hung`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from phalanx.runtime.transport import Loop
 from phalanx.runtime.wire import Message
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-BACKLOG_BYTES = 16 << 20  # that nobody takes: workers are not read either, and wait in send
+BACKLOG_BYTES = 16 << 20  # beyond this backlog workers are not read either, and wait in send
 
 
 class Host(ABC):
-    spawner: Spawner | None = None  # None: it is not known yet what to preload
+    spawner: Spawner | None = None  # None: what to preload is not known yet
     stopped: Stop | None = None  # what has ended it
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Host(ABC):
         kernel.adopt_orphans()
 
     def run(self) -> str:
-        """Serve until something ends the process; returns what it was."""
+        """Serve until something ends the process. Return what it was."""
         try:
             while True:
                 self._register(self._signals, READ, self._on_signal)
@@ -74,12 +74,12 @@ class Host(ABC):
 
     @abstractmethod
     def listen(self) -> None:
-        """Register who else may speak."""
+        """Register everything else that may send messages."""
 
     @property
     @abstractmethod
     def backlog_bytes(self) -> int:
-        """What was said and not taken."""
+        """Return how many bytes of messages nobody has taken yet."""
 
     @abstractmethod
     def started(self, w: Worker) -> None: ...

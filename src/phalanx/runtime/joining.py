@@ -1,5 +1,5 @@
-"""How an agent joins: it says which node it is, which code it runs and what it has, and is told its incarnation and
-what to serve. It asks until it is answered; a refusal that asking again cannot change ends it."""
+"""How an agent joins: it reports which node it is, which code it runs and what it has, and is told its incarnation and
+what to serve. It asks until it is answered; a refusal that cannot change ends it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.runtime.transport import Link, Loop, Session
 from phalanx.runtime.wire import Message
 
 AGAIN_S = 1.0
-WAITING = "not joined yet: "  # how a line of the log begins that says why
+WAITING = "not joined yet: "  # the beginning of a log line that says why
 
 
 HINTS = {
@@ -31,7 +31,7 @@ def hint(trouble: str) -> str:
 
 
 class Refusal(Stop):
-    """It may not join."""
+    """The agent may not join."""
 
 
 class Joiner:
@@ -46,7 +46,7 @@ class Joiner:
         give_up_s: float,
         known: dict[str, int] | None = None,
     ):
-        """`about`: life, version and about, as REPORTS in `runtime.aggregator` has them."""
+        """`about`: life, version and about, as REPORTS in `runtime.aggregator` defines them."""
         self._about, self._on_served, self._said = about, on_served, ""
         self._loop, self._done = loop, False
         me = Identity("agent", name, 0)
@@ -70,7 +70,7 @@ class Joiner:
                 self._complain(f"{WAITING}{self._link.trouble}{hint(self._link.trouble)}")
 
     def _complain(self, text: str) -> None:
-        """Each once, until another comes."""
+        """Log a text, unless it is the same as the last one."""
         if text != self._said:
             kernel.complain(text)
             self._said = text

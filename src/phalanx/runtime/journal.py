@@ -1,9 +1,9 @@
 """The journal: what a controller heard and what it decided. State is the fold of it, so a command may take effect only
-when the entries that led to it are durable. One writer; anybody may `read` beside it.
+when the entries that led to it are durable. There is one writer; anybody may `read` beside it.
 
 Its tables are in one file of SQLite (`journal_file`), or on a PostgreSQL server where several controllers stand by
-(`journal_server`). As a commit takes milliseconds, a thread commits whatever was appended while the commit before it
-ran, all at once. Every commit names the term of its writer, and fails if that is not the last one.
+(`journal_server`). As a commit takes milliseconds, a thread commits at once everything that was appended while the
+commit before it ran. Every commit names the term of its writer, and fails if that is not the last one.
 
 Each entry carries a hash over itself and the hash before it, and the head of that chain is kept beside them: an entry
 that was changed, lost or cut off is found and named.
@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 GENESIS = bytes(16)  # the hash before the first entry
 KEPT_SNAPSHOTS = 2
-PACKED_BYTES = 1024  # and more: compressed
+PACKED_BYTES = 1024  # a body of this size or more is compressed
 RETRY_S = 1.0  # between attempts to write, where that fails
 CLOSE_S = 5.0  # for the last commit, where a lease may end first
 RESTORE = "restore it from a backup, or begin a new one"
@@ -40,19 +40,19 @@ Row = tuple[Any, ...]
 
 
 class JournalError(RuntimeError):
-    """It cannot be opened or written; nothing that was acknowledged is lost."""
+    """The journal cannot be opened or written; nothing that was acknowledged is lost."""
 
 
 class Fenced(JournalError):
-    """Another controller has taken the journal over: this one must not decide any more."""
+    """Another controller has taken the journal over: this one may decide nothing more."""
 
 
 class Damaged(JournalError):
-    """What is in the file is not what was written."""
+    """The journal does not hold what was written."""
 
 
 class Tables(Protocol):
-    """Where the rows of a journal are. Statements have `?` for their values; `errors` are what they raise."""
+    """The storage of a journal's rows. Statements have `?` for their values and raise `errors`."""
 
     name: str
     errors: type[Exception]
@@ -65,7 +65,7 @@ class Tables(Protocol):
     def take(
         self, db: Any, form: int
     ) -> None: ...  # in one transaction: make the tables if there are none, and begin a new term
-    def interrupt(self, db: Any) -> None: ...  # whoever waits for an answer
+    def interrupt(self, db: Any) -> None: ...  # end the wait for an answer
     def explained(self, error: Exception, more: str = "") -> JournalError: ...
     def close(self) -> None: ...
 
@@ -80,18 +80,19 @@ class Entry:
 
 
 class Journal:
-    """`place`: the path of its file, or the tables themselves. `snapshot_every`: entries after which `snapshot_due`.
-    `prune`: drop entries that no kept snapshot needs. `form`: what entries and snapshots look like; a journal that was
-    begun with another is refused.
+    """`place`: the path of the journal's file, or the tables themselves. `snapshot_every`: entries after which
+    `snapshot_due` is true. `prune`: drop entries that no kept snapshot needs. `form`: the form of entries and
+    snapshots; a journal that was begun with another is refused.
 
     `term` grows with every opening, and every commit checks that it is still the last one: a controller that was
-    believed dead and continues writes nothing any more. A selector may wait on the journal itself: it is readable when
-    `settled()` has news."""
+    believed dead but continues can write nothing more. A selector may wait on the journal itself: it is readable when
+    `settled()` has news.
+    """
 
     def __init__(self, place: Path | Tables, snapshot_every: int = 10_000, prune: bool = False, form: str = ""):
         self.tables = tables_of(place)
         self.snapshot_every, self.prune = snapshot_every, prune
-        self._form = zlib.crc32(form.encode()) >> 1 or 1  # a positive number is all that SQLite keeps of it
+        self._form = zlib.crc32(form.encode()) >> 1 or 1  # SQLite keeps no more of it than a positive number
         self.damaged_snapshots: list[int] = []  # that `recover` had to pass over
         self._news = threading.Condition()
         self._rows: list[Row] = []  # not yet given to a commit
@@ -118,11 +119,12 @@ class Journal:
 
     @property
     def is_held(self) -> bool:
-        """Whether nobody else can have taken it over: by this host's clock, from before the last renewal was sent."""
+        """Return whether nobody else can have taken the journal over, by this host's clock, counted from before the
+        last renewal was sent."""
         return not self.tables.lease_s or time.monotonic() < self._held_until
 
     def recover(self, load: Callable[[bytes | None], S], apply: Callable[[S, Entry], object]) -> S:
-        """Fold the state at the end of the journal: `load` makes it of the newest good snapshot, or of nothing, and
+        """Fold the state at the end of the journal: `load` makes it from the newest good snapshot, or from nothing, and
         `apply` folds each later entry into it. To be called before the first append."""
         try:
             with contextlib.closing(self.tables.open(read_only=True)) as db:
@@ -135,7 +137,7 @@ class Journal:
         return state
 
     def append(self, kind: str, body: dict[str, Any], time_ns: int) -> int:
-        """Its number. It is durable when `settled` or `wait` say so."""
+        """Append an entry, and return its number. It is durable when `settled` or `wait` say so."""
         text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
         with self._news:
             self._raise_trouble()
@@ -146,7 +148,7 @@ class Journal:
             return self._number
 
     def snapshot(self, state: bytes) -> None:
-        """Store the state after all that was appended until now."""
+        """Store the state after everything that was appended until now."""
         with self._news:
             self._raise_trouble()
             chain, self.snapshot_number = self._hash, self._number
@@ -159,14 +161,14 @@ class Journal:
 
     @property
     def number(self) -> int:
-        """The number of the last entry appended."""
+        """Return the number of the last entry appended."""
         return self._number
 
     def fileno(self) -> int:
         return self._event
 
     def settled(self) -> int:
-        """All entries up to this number are durable. JournalError while nothing can be written."""
+        """Return the number up to which all entries are durable. Raise JournalError while nothing can be written."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         with self._news:
@@ -174,7 +176,7 @@ class Journal:
             return self._durable
 
     def wait(self, number: int, timeout_s: float | None = None) -> None:
-        """Until an entry is durable. TimeoutError; JournalError."""
+        """Wait until an entry is durable. Raise TimeoutError or JournalError."""
         with self._news:
             if not self._news.wait_for(lambda: self._durable >= number or self._trouble, timeout_s):
                 raise TimeoutError(f"entry {number} is not durable after {timeout_s} s")
@@ -182,7 +184,7 @@ class Journal:
                 self._raise_trouble()
 
     def close(self) -> None:
-        """What was appended is written first. JournalError if it could not be."""
+        """Write what was appended, and close. Raise JournalError if it could not be written."""
         if self._closing:
             return
         with self._news:
@@ -237,8 +239,8 @@ class Journal:
                 return
 
     def _commit(self, rows: list[Row], snapshots: list[Row]) -> JournalError | None:
-        """What went wrong: then nothing of it is there, or all of it if the answer was lost. Without rows and
-        snapshots it renews the lease."""
+        """Commit rows and snapshots; without any, renew the lease. Return what went wrong: then nothing was written, or
+        all of it, if only the answer was lost."""
         run, renewal = self.tables.run, self.tables.renewal
         try:
             if self._db is None:
@@ -273,7 +275,7 @@ class Journal:
         return None
 
     def _roll_back(self) -> None:
-        """On a server the next attempt has a connection of its own."""
+        """Roll back a failed commit. On a server the next attempt opens a connection of its own."""
         if self._db is None:
             return
         with contextlib.suppress(self.tables.errors):
@@ -290,7 +292,7 @@ class Journal:
     # -- opening
 
     def _take_over(self) -> tuple[int, int, bytes]:
-        """A term of its own, durable before anything is done in it; the head."""
+        """Begin a term, durable before anything is done in it. Return the head."""
         self.tables.take(self._db, self._form)
         head = self.tables.run(self._db, "SELECT term, number, hash FROM head").fetchall()
         if len(head) != 1:
@@ -322,7 +324,7 @@ def tables_of(place: Path | Tables) -> Tables:
 
 
 def read(place: Path | Tables, after: int = 0) -> Iterator[Entry]:
-    """Verified, beside a controller that may be writing. Entries that were pruned are passed over."""
+    """Yield verified entries, even while a controller is writing. Entries that were pruned are skipped."""
     tables = tables_of(place)
     try:
         with contextlib.closing(tables.open(read_only=True)) as db:
@@ -340,8 +342,8 @@ def read(place: Path | Tables, after: int = 0) -> Iterator[Entry]:
 
 
 def _entries(tables: Tables, db: Any, number: int, chain: bytes) -> Iterator[Entry]:
-    """After `number`, each verified, up to the head."""
-    # Head and entries of one moment.
+    """Yield the entries after `number`, up to the head, each verified."""
+    # Read head and entries as of one moment.
     tables.run(db, "BEGIN ISOLATION LEVEL REPEATABLE READ" if tables.lease_s else "BEGIN")
     head_term, head_number, head_hash = tables.run(db, "SELECT term, number, hash FROM head").fetchone()
     for row in tables.run(db, "SELECT * FROM entry WHERE number > ? ORDER BY number", (number,)):
@@ -364,7 +366,7 @@ def _entries(tables: Tables, db: Any, number: int, chain: bytes) -> Iterator[Ent
 
 
 def _packed(text: str) -> str | bytes:
-    """When a gang re-forms, reports of thousands of nodes are one entry, and much of it is the same."""
+    """Compress a large body. When a gang re-forms, reports of thousands of nodes are one entry, and most are alike."""
     return text if len(text) < PACKED_BYTES else zlib.compress(text.encode(), 1)
 
 

@@ -1,9 +1,9 @@
 """A journal in one file of SQLite, for the controller of one machine.
 
-SQLite runs in WAL mode with synchronous=FULL: each commit ends with an fsync of the WAL, and what was acknowledged is
-there after a power failure. (With NORMAL, which syncs only when the WAL is folded into the file, a power failure takes
-the last commits with it; a killed process loses nothing in either.) What SQLite itself throws away cannot be found: a
-WAL that was damaged from outside before it was folded ends, for SQLite, where the damage begins.
+SQLite runs in WAL mode with synchronous=FULL: each commit ends with an fsync of the WAL, so what was acknowledged
+survives a power failure. (With NORMAL, which syncs only when the WAL is folded into the file, a power failure takes the
+last commits with it; a killed process loses nothing in either mode.) What SQLite itself throws away cannot be found: if
+a WAL is damaged from outside before it is folded, SQLite ends it where the damage begins.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class JournalFile:
         uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
         db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
         if read_only:
-            db.text_factory = bytes  # a flipped bit need not leave text
+            db.text_factory = bytes  # a flipped bit may leave bytes that are not text
             return db
         try:
             if db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
@@ -53,7 +53,7 @@ class JournalFile:
         return db
 
     def _lock(self) -> None:
-        """A file beside it, locked for as long as this process lives; its text is the process."""
+        """Lock a file beside the journal for as long as this process lives, and write the process's id into it."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

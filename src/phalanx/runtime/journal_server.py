@@ -1,12 +1,13 @@
-"""A journal on a PostgreSQL server, for controllers on several machines; one of them acts.
+"""A journal on a PostgreSQL server, for controllers on several machines. Only one of them acts.
 
-The head of the journal names its holder and counts beats: each commit is one, and there is one now and then without
+The head of the journal names its holder and counts beats: each commit is a beat, and now and then there is one without
 entries. A controller that stands by watches term and beat. If neither changes for the length of a lease, by its own
-clock, it begins a new term by comparing and setting both: of several one succeeds. The holder counts its lease from
-before it sent the beat, so it has ended by then, and knows it. No clock is compared with that of another host.
+clock, it begins a new term by comparing and setting both, so only one of several succeeds. The holder counts its lease
+from before it sent the beat, so the lease has ended by then, and the holder knows it. No clock is compared with that of
+another host.
 
-Beside the entries the server keeps what a controller needs to continue a run: the plan of its gang and what its nodes
-serve, with the key by which ranks hand state to each other. Passwords are libpq's matter: PGPASSWORD, or a file. A
+Besides the entries, the server keeps what a controller needs to continue a run: the plan of its gang, and what its
+nodes serve, with the key by which ranks hand state to each other. Passwords are left to libpq: PGPASSWORD, or a file. A
 database holds one journal, in the schema `phalanx`.
 """
 
@@ -29,7 +30,7 @@ LEASE_S = 10.0
 POLL_S = 1.0  # between two looks at the head
 LEFT = -1  # the beat of a holder that has left
 WAIT_MS = 3000  # for a lock, and for a client that is silent in a transaction
-_LATCH = 0x7068616C  # of those who make the tables
+_LATCH = 0x7068616C  # the lock under which tables are made
 
 _SCHEMA = """
 CREATE TABLE entry (number bigint PRIMARY KEY, time_ns bigint NOT NULL, term bigint NOT NULL,
@@ -47,7 +48,7 @@ _CLAIM = "UPDATE head SET term = term + 1, beat = 0, holder = %s, host = %s WHER
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the server keeps of a run. `done`: it is over, and there is nothing to continue."""
+    """A run as the server keeps it. `done`: it is over, and there is nothing to continue."""
 
     name: str
     plan: dict[str, Any]
@@ -56,7 +57,8 @@ class Kept:
 
 
 class JournalServer:
-    """`holder`: the name of a controller, the same for all its processes; no other has it."""
+    """The tables of a journal on a server. `holder`: the name of a controller, the same for all its processes; no other
+    has it."""
 
     errors: type[Exception]
     lease_s = LEASE_S
@@ -100,7 +102,7 @@ class JournalServer:
             "keepalives_count": 3,
         }
         if not is_local(known) and "PGSSLMODE" not in os.environ:
-            times["sslmode"] = "require"  # libpq would do without; the key by which ranks hand on state goes there
+            times["sslmode"] = "require"  # libpq would do without, but the key by which ranks hand on state goes there
         self._about: dict[str, Any] = {**times, "tcp_user_timeout": 5000, "application_name": "phalanx", **known}
 
     # -- as tables
@@ -110,7 +112,7 @@ class JournalServer:
         db.execute("SET search_path = phalanx")
         for name in ("lock_timeout", "idle_in_transaction_session_timeout"):
             db.execute(f"SET {name} = {0 if read_only else WAIT_MS}")
-        # What is acknowledged must be on the server's disk, whatever else it usually does.
+        # What is acknowledged must be on the server's disk, even if its configuration is laxer.
         db.execute(
             "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
         )
@@ -125,7 +127,7 @@ class JournalServer:
             db.cursor().executemany(text.replace("?", "%s"), as_bytes)
 
     def take(self, db: Any, form: int) -> None:
-        """Begin a term. Only who has claimed the journal may: it may have had others since."""
+        """Begin a term. Only the controller that has claimed the journal may: others may have held it since."""
         self._make(db)
         mine = "UPDATE head SET term = term + 1, beat = 0 WHERE holder = %s AND beat <> %s"
         if db.execute(mine, (self.holder, LEFT)).rowcount == 0:
@@ -151,9 +153,9 @@ class JournalServer:
     # -- as what several controllers share
 
     def claim(self, standby: bool, on_wait: Callable[[str], object], begins: bool = True) -> Kept | None:
-        """Become the holder, and return the run that is there, if any. A holder that beats is waited for if this
-        controller stands by, else refused: UserError. One that begins no run waits until there is one. The journal is
-        held by a thread of this process until `rest`: then the controller must."""
+        """Become the holder, and return the run that is there, if any. While another holder beats, wait if this
+        controller stands by; else raise UserError. A controller that begins no run waits until there is one. A thread
+        of this process holds the journal until `rest`; from then on the controller must."""
         seen: tuple[Any, ...] = ()
         since, said = 0.0, ""
         while True:
@@ -184,8 +186,8 @@ class JournalServer:
             time.sleep(POLL_S)
 
     def _swap(self, db: Any, seen: tuple[Any, ...]) -> bool:
-        """One whose lease has ended may have been cut off in the middle of a commit. End its session, or the server
-        keeps its lock for as long as it believes in the connection."""
+        """Try to become the holder. The last one may have been cut off in the middle of a commit. End its session, or
+        the server keeps its lock for as long as it believes in the connection."""
         db.execute(_END_CUT_OFF, (WAIT_MS,))
         return bool(db.execute(_CLAIM, (self.holder, _host(), *seen)).rowcount == 1)
 
@@ -212,7 +214,8 @@ class JournalServer:
             db.execute("INSERT INTO run VALUES (%s, %s, %s, false)", (name, json.dumps(plan), json.dumps(spec)))
 
     def leave(self, done: bool) -> None:
-        """Let others take it at once. `done`: there is nothing to continue. Nothing, if it has another holder."""
+        """Let others take the journal at once. `done`: there is nothing to continue. Do nothing if it has another
+        holder."""
         self.rest()
         with contextlib.suppress(Fenced), self._held() as db:
             db.execute("UPDATE head SET beat = %s", (LEFT,))
@@ -221,7 +224,7 @@ class JournalServer:
 
     @contextlib.contextmanager
     def _held(self) -> Any:
-        """A transaction of the holder."""
+        """Open a transaction as the holder."""
         try:
             with contextlib.closing(self.open()) as db, db.transaction():
                 if db.execute("SELECT holder FROM head FOR UPDATE").fetchone() != (self.holder,):

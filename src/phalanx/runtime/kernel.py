@@ -21,7 +21,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def signal_name(number: int) -> str:
-    """Real-time signals have none."""
+    """Return the name of a signal. Real-time signals have none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -29,19 +29,19 @@ def signal_name(number: int) -> str:
 
 
 def how(status: int) -> str:
-    """How a process ended, by its wait status."""
+    """Describe how a process ended, by its wait status."""
     code = os.waitstatus_to_exitcode(status)
     return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
 
 
 def complain(text: object) -> None:
-    """To the log; which may be on the disk that is full."""
+    """Write to the log, which may be on a full disk."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when `parent` ends, however it ends."""
+    """Have SIGKILL sent to this process when `parent` ends, however it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
@@ -56,12 +56,12 @@ def allow_files() -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, so that it can end and reap them."""
+    """Make descendants whose parent ends children of this process, so that it can end and reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def stat(pid: int) -> tuple[str, int]:
-    """(state letter, parent) of a process; ("", 0) when there is none."""
+    """Return (state letter, parent) of a process; ("", 0) when there is none."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             fields = f.read().rpartition(")")[2].split()  # the name before it may hold spaces and brackets
@@ -71,7 +71,8 @@ def stat(pid: int) -> tuple[str, int]:
 
 
 def began(pid: int) -> str:
-    """When it did, in ticks since the machine's start: with the pid, no other process has it. "": it is not there."""
+    """Return when a process began, in ticks since the machine's start; "": it is not there. No other process has the
+    same pid and time."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             fields = f.read().rpartition(")")[2].split()
@@ -86,7 +87,7 @@ def children() -> list[int]:
 
 
 def end_all_children(timeout: float) -> None:
-    """SIGKILL and reap every child; with `adopt_orphans`, every descendant."""
+    """Send SIGKILL to every child and reap it; with `adopt_orphans`, to every descendant."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         for pid in children():

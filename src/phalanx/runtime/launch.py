@@ -1,6 +1,6 @@
-"""How the agents of a run are started. An adapter knows one engine: it says which nodes there are, and starts `phalanx
-agent` on one of them. `Local` plays all nodes on this machine, `Hand` leaves it to people; the others are in
-`phalanx.engines`. All agents join by the same door."""
+"""How the agents of a run are started. An adapter knows one engine: it lists the nodes, and starts `phalanx agent` on
+one of them. `Local` runs all nodes on this machine, `Hand` leaves the starting to people; the others are in
+`phalanx.engines`. All agents join in the same way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GIVE_UP_S = 600.0  # of an agent without a controller
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A node on which an agent can be started. `topology`: where it stands in the network, from the top: spine.leaf3;
+    """A node on which an agent can be started. `topology`: its place in the network, from the top, such as spine.leaf3;
     "": the agent may know."""
 
     name: str
@@ -51,8 +51,8 @@ class Call:
     env: dict[str, str]  # for processes of this machine
 
     def command(self, python: str) -> list[str]:
-        """The agent, without its secret: `token` is written to its standard input, or a file names it. It ends when
-        its standard input does."""
+        """Return the command that starts the agent, without its secret: `token` is written to its standard input, or a
+        file holds it. The agent ends when its standard input does."""
         return [python, "-P", "-m", "phalanx.runtime.node", *self.options]
 
     @property
@@ -67,12 +67,12 @@ class Call:
 
     @property
     def log(self) -> Path:
-        """What the agent says of itself."""
+        """Return the file of the agent's own output."""
         return self.run_dir / "logs" / f"{self.seat.name}.log"
 
 
 class Started(Protocol):
-    """An agent that was started. `proves`: when `close` says so, every process of the node is gone."""
+    """An agent that was started. `proves`: `close` can know that every process of the node is gone."""
 
     pid: int
     proves: bool
@@ -87,25 +87,25 @@ class Started(Protocol):
 
 
 class Adapter(ABC):
-    """One engine. It decides nothing about the run: `runtime.cluster` starts again what dies."""
+    """The interface to one engine. It decides nothing about the run: `runtime.cluster` restarts what dies."""
 
     is_one_machine = False
     restarted = False  # the engine has started this run before
 
     @abstractmethod
     def seats(self, count: int) -> list[Seat]:
-        """The nodes, in the order in which ranks are given to them; those that the layout does not need are spares.
-        `count`: how many are wanted, where nodes can be had at will; []: agents are started by others."""
+        """Return the nodes, in the order in which they are given ranks; those that the layout does not need are spares.
+        `count`: how many are wanted, where nodes can be had at will; []: others start the agents."""
 
     @abstractmethod
     def address(self) -> str:
-        """Where the controller listens, as the nodes reach this host."""
+        """Return where the controller listens, as the nodes reach this host."""
 
     def prepare(self, preload: Sequence[str], env: dict[str, str], log: Path) -> None:  # noqa: B027
         """Begin to import what ranks need, where that can be done once for several nodes."""
 
     def is_preparing(self) -> bool:
-        """Whether agents had better be started later."""
+        """Return whether it is better to start agents later."""
         return False
 
     @abstractmethod
@@ -115,28 +115,30 @@ class Adapter(ABC):
         """Give back what the engine has lent."""
 
     def describe(self) -> str:
-        """What would be asked of the engine, for people; "": nothing."""
+        """Return what would be asked of the engine, for people; "": nothing."""
         return ""
 
     def time_left_s(self, job: Job) -> float:
-        """Until the run must begin to leave, so that it is gone when the engine ends it."""
+        """Return the time until the run must begin to leave, so that it is gone when the engine ends it."""
         return math.inf
 
     def run_again(self) -> str:
-        """Ask the engine to start the run again, after its time was over. In words, what it will do; "": nothing."""
+        """Ask the engine to start the run again, after its time was over. Return what it will do, in words; "":
+        nothing."""
         return ""
 
     def reference(self) -> dict[str, str]:
-        """How `engines.table` finds the run on the engine from another host: on, id."""
+        """Return how `engines.table` finds the run on the engine from another host: on, id."""
         return {}
 
 
 class AgentProcess(ABC):
-    """An agent that is a process of this machine, or whose client is. It ends when it is let go or its starter ends;
-    everything below it does.
+    """An agent that is a process of this machine, or whose client is one. When it is let go, or its starter ends, it
+    ends with everything below it.
 
-    `proves`: all that it starts holds the writing end of a pipe: at its end the last of them is gone. Of an ssh client
-    nothing is known but its own end."""
+    `proves`: everything that it starts holds the writing end of a pipe, which closes when the last of them is gone. For
+    an ssh client, only its own end is known.
+    """
 
     pid: int
     _pidfd: int
@@ -147,7 +149,7 @@ class AgentProcess(ABC):
         self._lifeline, self._held = os.pipe()
 
     def fileno(self) -> int:
-        """Readable when it has ended."""
+        """Return a descriptor that is readable when the agent has ended."""
         return self._pidfd
 
     @abstractmethod
@@ -161,10 +163,10 @@ class AgentProcess(ABC):
 
     @abstractmethod
     def _code(self) -> int | None:
-        """The exit code of a process that has ended, negative for a signal; None if that cannot be known."""
+        """Return the exit code of a process that has ended, negative for a signal; None if that cannot be known."""
 
     def close(self) -> bool:
-        """End everything. Returns whether every process is known to be gone."""
+        """End everything. Return whether every process is known to be gone."""
         if self._lifeline < 0:
             return True
         self.let_go()
@@ -201,7 +203,7 @@ def _readable(fd: int, timeout: float) -> bool:
 
 
 class StartedAgent(AgentProcess):
-    """A command. It ends when its standard input does. `token`: written to that."""
+    """An agent that a command starts. It ends when its standard input does. `token`: written to its standard input."""
 
     def __init__(self, command: Sequence[str], token: str, log: Path, env: dict[str, str], proves: bool):
         super().__init__(log, proves)
@@ -259,7 +261,8 @@ class ForkedAgent(AgentProcess):
         return self._ended
 
     def _last_word(self) -> int | None:
-        """What it said itself, if the process that it was forked from has ended before it."""
+        """Return the exit code that the node reported itself, in case the process that it was forked from ended
+        first."""
         try:
             said = self._channel.recv(0.0)
         except (OSError, ValueError):  # nothing, or it was let go
@@ -268,8 +271,8 @@ class ForkedAgent(AgentProcess):
 
 
 class Local(Adapter):
-    """All nodes are processes of this machine. `hosts`: their names, if others are wanted, and the command that runs
-    another one in the namespace of each."""
+    """Run all nodes as processes of this machine. `hosts`: the names of the nodes, if others are wanted, each with a
+    command that runs another command in the namespace of that node."""
 
     is_one_machine = True
 

@@ -1,5 +1,5 @@
-"""The logs of a node's processes, on their way to the run's record on another host: what was added to each file since
-the last look, as items for the record. A process that writes without end is cut short, and the record says so."""
+"""Logs of a node's processes, on their way to the run's record on another host: what was added to each file since the
+last look, as items for the record. A log that grows without end is cut short, and the record says so."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Logs:
             yield {"type": "log", "file": path.name, "text": text}
 
     def rest(self) -> Iterator[Message]:
-        """Everything that was not told yet."""
+        """Yield everything that was not yielded yet."""
         while items := list(self.look()):
             yield from items
 
 
 def write(folder: Path, node: str, item: Message) -> None:
-    """Add a piece to the record's copy. Names that lead elsewhere are not followed."""
+    """Append an item to the record's copy of a log. Names that could lead elsewhere are ignored."""
     name = str(item["file"])
     if NAME.fullmatch(node) and NAME.fullmatch(name):
         (folder / node).mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""One process of this machine that has imported what ranks need. All nodes that the machine plays are forked from it:
-imports take seconds, and are done once; a node that is started again is there at once.
+"""A process on this machine that has imported what ranks need. All nodes of the machine are forked from it: imports
+take seconds but are done once, and a restarted node is up at once.
 
 A node is not bound to this process: it ends with its channel, which its starter holds.
 """
@@ -42,7 +42,8 @@ class Nursery:
         self._statuses: dict[int, int] = {}  # of nodes that have ended
 
     def is_importing(self) -> bool:
-        """False once nodes can be forked, or never will be: then each imports by itself, and says what is wrong."""
+        """Return False once nodes can be forked, or never will be: then each imports by itself, and reports what is
+        wrong."""
         if self._is_ready or self._process.poll() is not None:
             return False
         said = self._hear(0.0)
@@ -50,8 +51,8 @@ class Nursery:
         return not said
 
     def fork(self, entry: str, argv: Sequence[str], log: Path, held: int) -> tuple[int, int, int, Conn]:
-        """A process that runs `entry` with the arguments: its number here, its pid, its pidfd and its channel. It and
-        all that it starts hold the descriptor `held`. OSError."""
+        """Fork a process that runs `entry` with the arguments. Return its number here, its pid, its pidfd and its
+        channel. It and everything that it starts hold the descriptor `held`. Raise OSError if it cannot be forked."""
         if not self._is_ready:
             raise ConnectionError("nothing was imported")
         self._count += 1
@@ -76,7 +77,7 @@ class Nursery:
         return number, int(said["pid"]), said["pidfd"], channel
 
     def status(self, number: int, timeout: float) -> int | None:
-        """How a node has ended, as wait(2) says it; None if that cannot be known."""
+        """Return how a node has ended, as wait(2) reports it; None: that cannot be known."""
         deadline = time.monotonic() + timeout
         while number not in self._statuses and self._hear(deadline - time.monotonic()):
             pass
@@ -92,7 +93,7 @@ class Nursery:
             self._process.wait()
 
     def _hear(self, timeout: float) -> dict:
-        """The next packet; {} if there is none in time, or will be none any more."""
+        """Return the next packet; {}: there is none in time, or there will never be one."""
         try:
             self._control.settimeout(max(timeout, 1e-6))
             packet, fds, _, _ = socket.recv_fds(self._control, 1 << 20, 1, socket.MSG_CMSG_CLOEXEC)

@@ -35,7 +35,7 @@ _LENGTH, _NUMBER, _TAG_BYTES = struct.Struct(">I"), struct.Struct(">Q"), 16
 
 
 def load_secret(path: Path, create: bool = True) -> Secret:
-    """Read the secret, or make it. If several processes come first, one makes it and all get the same."""
+    """Read the secret, or create it. If several processes do so at once, one creates it and all get the same."""
     path = Path(path)
     if create and not path.exists():
         _create(path, secrets.token_hex(KEY_BYTES))
@@ -43,7 +43,7 @@ def load_secret(path: Path, create: bool = True) -> Secret:
 
 
 def copy_secret(source: Path, path: Path) -> Secret:
-    """Take over a secret that several controllers share; `source` is made if it is not there."""
+    """Copy a secret that several controllers share; create `source` if it does not exist."""
     _create(path, load_secret(source).key.hex(), replace=True)
     return load_secret(path, create=False)
 
@@ -57,7 +57,7 @@ def load_keys(path: Path) -> Secret | Token:
 
 
 def read_token(fd: int) -> Token:
-    """From what somebody who knows it writes, and no file of this host keeps."""
+    """Read a token from a descriptor, so that no file of this host keeps it."""
     text = b""
     while text.count(b"\n") < 3 and len(text) < 1024 and (byte := os.read(fd, 1)):
         text += byte
@@ -68,7 +68,7 @@ def read_token(fd: int) -> Token:
 
 
 def token_text(secret: Secret, role: str, name: str) -> str:
-    """For load_keys and read_token: role, name and token, each on a line."""
+    """Return a token as text for load_keys and read_token: role, name and token, each on a line."""
     return f"{role}\n{name}\n{secret.token_of(role, name).hex()}"
 
 
@@ -197,7 +197,7 @@ class Secure(Conn):
             return []
 
     def _is_bound(self) -> bool:
-        """Whether TLS, if there is any, stands. Then the proofs begin, and are bound to it."""
+        """Return whether TLS, if there is any, is established. The proofs begin then, and are bound to it."""
         if self._proof is None and not self.eof:
             try:
                 binding = binding_of(self.sock)

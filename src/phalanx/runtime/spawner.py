@@ -1,5 +1,5 @@
-"""The processes of one host: a zygote that forks workers, a channel to each of them, and the memory in which they note
-their progress. Nothing here blocks; `listen` says what a loop is to wait for."""
+"""The processes of one host: a zygote that forks workers, a channel to each of them, and the memory in which they
+record their progress. Nothing here blocks; `listen` registers what a loop is to wait for."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from phalanx.runtime import kernel
 from phalanx.runtime.wire import Conn, Message, Schemas, WireError, check
 
 SLOTS = 256  # workers on one host at a time
-WORKER_BACKLOG_BYTES = 128 << 20  # unread by a worker: it is given up
-TAIL_BYTES, TAIL_LINES, TAIL_CHARS = 1 << 16, 15, 4000  # of a log: read, and told
+WORKER_BACKLOG_BYTES = 128 << 20  # a worker that leaves more than this unread is killed
+TAIL_BYTES, TAIL_LINES, TAIL_CHARS = 1 << 16, 15, 4000  # of a log: bytes to read, lines and characters to report
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
-#: From the zygote.
+#: Reports from the zygote.
 REPORTS: Schemas = {
     "ready": {"threads": int},
     "failed": {"text": str},
@@ -36,11 +36,11 @@ REPORTS: Schemas = {
 
 
 class Stop(Exception):
-    """The end of the host's processes, and what is said about it."""
+    """The end of the host's processes, with the reason."""
 
 
 class Owner(Protocol):
-    """Hears of the workers."""
+    """The receiver of reports about the workers."""
 
     def started(self, w: Worker) -> None: ...
     def heard(self, w: Worker, body: Message) -> None: ...
@@ -59,14 +59,14 @@ class Worker:
     error: str = ""
 
     def kill(self) -> None:
-        """With everything that it started."""
+        """Kill the worker, with everything that it started."""
         self.doomed = True
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def tail(self) -> str:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         size = os.fstat(self.log).st_size
         text = os.pread(self.log, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")
         return "\n".join(text.splitlines()[-TAIL_LINES:])[-TAIL_CHARS:]
@@ -74,7 +74,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Warm:
-    """A zygote that was forked with everything imported, and the environment that it has."""
+    """A zygote that was forked with everything imported, and its environment."""
 
     pid: int
     socket: socket.socket
@@ -83,8 +83,8 @@ class Warm:
 
 class Spawner:
     def __init__(self, owner: Owner, preload: list[str], warm: Warm | None = None):
-        """`preload`: modules that the zygote imports. What is inheritable here, all processes inherit. `warm`: a zygote
-        that is there already, and has imported them."""
+        """`preload`: modules that the zygote imports. All processes inherit the descriptors that are inheritable here.
+        `warm`: a zygote that runs already, and has imported them."""
         self.owner = owner
         self.workers: dict[int, Worker] = {}
         self.board_fd = os.memfd_create("phalanx-board")
@@ -104,7 +104,8 @@ class Spawner:
         self._zygote.setblocking(False)
 
     def listen(self, register: Callable[[Any, int, Callable[[int], None]], None], may_read: bool) -> None:
-        """Register everybody who may speak, or is owed something. `may_read`: of the workers, too."""
+        """Register every channel that may bring something, or has something left to send. `may_read`: read from the
+        workers, too."""
         register(self._zygote, READ | (WRITE if self._requests else 0), self._on_zygote)
         for w in self.workers.values():
             mask = READ if may_read and w.pid and not w.conn.eof else 0
@@ -112,11 +113,11 @@ class Spawner:
         self._register = register
 
     def reap(self) -> None:
-        """After SIGCHLD: the zygote, or what a worker left behind."""
+        """Reap the children that have ended, after SIGCHLD: the zygote, or what a worker left behind."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.zygote_pid:
-                    self._zygote_status = ended[1]  # the end of its socket follows, after what it had to say
+                    self._zygote_status = ended[1]  # the end of its socket follows, after its last reports
         except ChildProcessError:
             pass
 
@@ -179,7 +180,7 @@ class Spawner:
         try:
             packet = self._zygote.recv(1 << 20)
         except ConnectionError:
-            return  # it left requests unread; the kernel says so once, before what it had sent
+            return  # it left requests unread; the kernel reports that once, before what it had sent
         if not packet:
             if self._zygote_status is None:
                 os.kill(self.zygote_pid, signal.SIGKILL)  # it is ending: this only bounds the wait
@@ -207,7 +208,7 @@ class Spawner:
 
     def _on_exit(self, worker: int, status: int, error: str) -> None:
         w = self.workers[worker]
-        self._on_worker(w, READ, drain=True)  # its last words come before its death
+        self._on_worker(w, READ, drain=True)  # its last messages come before its death
         w.kill()  # all that it leaves behind
         self._register(w.conn, 0, lambda mask: None)
         w.conn.close()

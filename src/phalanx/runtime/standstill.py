@@ -1,8 +1,9 @@
-"""The node's watch over its workers: reads their progress records, asks those that stand still for their
-stacks, and says who hangs. How a hang is judged is in `hang`.
+"""The node's watch over its workers. It reads their progress records, asks those that stand still for their stacks, and
+reports who hangs. The rules for judging a hang are in `hang`.
 
-A worker that waits for others may wait for one on another node, whose watch sees to it. If it still stands there much
-later, nobody does, and the hang is final."""
+A worker that waits for others may be waiting for one on another node, whose watch finds it. If it still stands there
+much later, no watch does, and the hang is final.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Probe:
 
 class Watch:
     def __init__(self) -> None:
-        self.limit_ns = 0  # 0: nobody watches
+        self.limit_ns = 0  # 0: do not watch
         self._since_ns = 0
         self._last_look_ns = 0
         self._probe: Probe | None = None
@@ -51,14 +52,14 @@ class Watch:
         self.forgive()
 
     def forgive(self) -> None:
-        """Nobody is blamed for the time until now: it was not theirs."""
+        """Do not count the time until now: the workers were not to blame for it."""
         self._since_ns = self._last_look_ns = time.monotonic_ns()
 
     def tick_s(self) -> float | None:
         return max(0.02, min(0.25, self.limit_ns / 10e9)) if self.limit_ns else None
 
     def look(self, workers: Iterable[Watched]) -> Iterator[Message]:
-        """To be called at least every tick; yields a hang event when there is one."""
+        """Yield a hang event when there is one. To be called at least every tick."""
         if not self.limit_ns:
             return
         now = time.monotonic_ns()
@@ -117,7 +118,7 @@ class Watch:
         yield event
 
     def _still(self, now: int, readings: dict[int, Reading]) -> Iterator[Message]:
-        """Those that waited for others, much later."""
+        """Yield a final event for those that still wait for others, much later."""
         if self._waiting and now >= self._waiting[0]:
             _, stood, event = self._waiting
             self._waiting = None

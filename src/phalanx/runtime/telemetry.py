@@ -1,4 +1,4 @@
-"""What a node reads of its host, from /proc, and of its devices, from NVML: see `observe.readings`."""
+"""Readings of a node's host, from /proc, and of its devices, from NVML (see `observe.readings`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from phalanx.runtime.health import Health, Monitor
 
 
 class Telemetry:
-    """`values`: what was read last. Of several devices the mean, or what tells of trouble first."""
+    """`values`: the last readings. Several devices are combined by their mean, or by the value that shows trouble
+    first."""
 
     def __init__(self, health: Health | Monitor, proc: Path = Path("/proc"), every_s: float = 5.0):
         self.values: dict[str, float] = {}

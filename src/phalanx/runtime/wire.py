@@ -23,7 +23,7 @@ Schemas = dict[str, dict[str, type | tuple[type, ...]]]
 
 
 def check(message: object, schemas: Schemas) -> Message:
-    """The message, if it has a known type and all its fields with the right types."""
+    """Return the message, if it has a known type and all its fields with the right types."""
     kind = message.get("type") if isinstance(message, dict) else None
     if not isinstance(message, dict) or not isinstance(kind, str) or kind not in schemas:
         raise WireError(f"unknown message {str(message)[:200]!r}; expected a type of {sorted(schemas)}")
@@ -41,8 +41,8 @@ def encode(message: Message) -> bytes:
 
 
 class Conn:
-    """Framed messages over one stream socket. `push`, `flush` and `pull` never block and suit a selector;
-    `send` and `recv` are for an end that has nothing else to do than wait."""
+    """Framed messages over one stream socket. `push`, `flush` and `pull` never block and suit a selector; `send` and
+    `recv` are for an end that has nothing to do but wait."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -73,7 +73,8 @@ class Conn:
             self._out = bytearray()  # the old one cannot shrink while the error's traceback holds a part of it
 
     def pull(self, drain: bool = False) -> list[Message]:
-        """The messages completed by one read, or by as many as there is something to read."""
+        """Return the messages completed by one read, or with `drain`, by as many reads as there is something to
+        read."""
         messages: list[Message] = []
         while not self.eof:
             try:
@@ -90,7 +91,7 @@ class Conn:
         return messages
 
     def send(self, message: Message, timeout: float | None = None) -> None:
-        """Wait until the kernel has taken it all. TimeoutError; BrokenPipeError when the peer is gone."""
+        """Wait until the kernel has taken everything. Raise TimeoutError; BrokenPipeError when the peer is gone."""
         self._out += encode(message)
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._out:
@@ -100,7 +101,7 @@ class Conn:
                 self._wait(select.POLLOUT, deadline)
 
     def recv(self, timeout: float | None = None) -> Message | None:
-        """The next message; None when the peer is gone. TimeoutError."""
+        """Return the next message; None when the peer is gone. Raise TimeoutError."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._inbox and not self.eof:
             self._wait(select.POLLIN, deadline)

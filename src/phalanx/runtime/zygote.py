@@ -36,8 +36,8 @@ def main(argv: list[str]) -> None:
 
 
 def fork_off(close: list[int]) -> tuple[int, socket.socket]:
-    """Fork a zygote from a process that has imported everything itself, before that does anything else: its pid, and
-    the socket to speak with it."""
+    """Fork a zygote from a process that has imported everything itself, before it does anything else. Return the
+    zygote's pid, and the socket to speak with it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     me = os.getpid()
     if pid := os.fork():
@@ -64,12 +64,12 @@ def _settle(parent: int) -> None:
 
 
 def preload(modules: list[str]) -> None:
-    """Import modules; of "module:function", call the function too."""
+    """Import modules; for "module:function", call the function too."""
     # OpenBLAS starts its threads when numpy is imported, and threads do not survive a fork. Workers get the
     # variable back as it was: libraries that read it later, after the fork, may use threads.
     before = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    gc.disable()  # a fifth of the time that imports take; workers switch it on again
+    gc.disable()  # saves a fifth of the time of imports; workers switch it on again
     for name in modules:
         if ":" in name:
             forked.entry(name)()

@@ -1,4 +1,5 @@
-"""The judge: sees what every worker really does, knows nothing of how control decides, and says what must not be."""
+"""The judge of a simulation. It sees what every worker really does, knows nothing of how control decides, and raises on
+anything that must not happen."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ def must(true, text, *args):
 
 
 def advanced(state, step, attempt):
-    """The state after one more step. A step that is done again in another generation gives another state, as with the
-    fast reduction, so that nobody can mix the two unseen."""
+    """Return the state after one more step. A step that is redone in another generation gives another state, as with
+    the fast reduction, so that nobody can mix the two unnoticed."""
     return blake2b(f"{state}/{step}/{attempt}".encode(), digest_size=8).hexdigest()
 
 
@@ -27,7 +28,7 @@ def initial(coordinate):
 
 
 class Slot:
-    """Where the time of one rank's slot went. What runs is told twice, by the clock and by the attempts, and both must
+    """The account of one rank's time. Running time is recorded twice, by the clock and by the attempts, and both must
     agree; whether an attempt was productive is known at the end."""
 
     def __init__(self):
@@ -52,13 +53,14 @@ class Ledger:
         self.in_slot = {}  # (generation, rank) -> worker
         self.starts = {}  # generation -> when its first worker began
         self.undone = 0
-        self.shares = {}  # (generation, replica, step) -> what `share` has found
+        self.shares = {}  # (generation, replica, step) -> the result of `share`
 
     # -- steps
 
     def share(self, generation, replica, step):
-        """The samples that one of the active replicas takes, and those whose gradients it has: equal shares. If some
-        kept theirs, the first step of a generation has those, and what is missing is dealt."""
+        """Return the samples that an active replica takes, and those whose gradients it has already. Shares are equal.
+        If some replicas kept theirs, they reuse these in the first step of a generation, and only the missing samples
+        are dealt."""
         about = generation, replica, step
         if about not in self.shares:
             self.shares[about] = self._share(*about)
@@ -74,11 +76,11 @@ class Ledger:
         return tuple(sorted([*own, *missing[index::count]])), own
 
     def reduced(self, coordinate, samples):
-        """`samples`: that went into the gradients of a coordinate."""
+        """Check the samples that went into the gradients of a coordinate."""
         must(sorted(samples) == list(range(BATCH)), "coordinate {} was trained on {}", coordinate, sorted(samples))
 
     def applied(self, rank, step, attempt, before, after, voted_ns=0):
-        if self.abandoned(step, attempt):  # by one that was given up and does not know it
+        if self.abandoned(step, attempt):  # the worker was given up and does not know it
             later = [at for generation, at in self.starts.items() if generation > attempt]
             must(all(voted_ns <= at for at in later), "generation {} goes on after it was replaced", attempt)
             return
@@ -113,7 +115,7 @@ class Ledger:
     # -- time
 
     def owns(self, rank, worker, now):
-        """From now on this worker's time is the slot's."""
+        """Give a slot to a worker: its time counts for the slot from now on."""
         slot = self.slots[rank]
         if slot.owner != worker:
             self._cut(slot, now)
@@ -141,7 +143,8 @@ class Ledger:
             slot.attempts[-1][2], slot.open_ns = now - slot.open_ns, 0
 
     def accounts(self, now):
-        """Per slot: productive, stalled, lost, idle; they are all the time there was."""
+        """Return productive, stalled, lost and idle time per slot, and check that they add up to all the time there
+        was."""
         out = []
         for slot in self.slots.values():
             self._cut(slot, now)
@@ -155,7 +158,7 @@ class Ledger:
         return out
 
     def finish(self, steps, now, final):
-        """All steps are done, each once, and what was saved is what they make."""
+        """Check that all steps are done, each once, and that what was saved is what they make."""
         must(sorted(self.history) == list(range(1, steps + 1)), "the history is {}", sorted(self.history))
         for coordinate, state in final.items():
             want = initial(coordinate)

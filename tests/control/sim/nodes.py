@@ -36,7 +36,7 @@ class Node:
         self.act()
 
     def power_off(self, proved=False, back=None, fin=False):
-        """The host, with all that is on it. Without `fin`, its peers see nothing but silence."""
+        """Stop the host, with everything on it. Without `fin`, its peers see nothing but silence."""
         if not self.alive:
             return
         world, incarnation = self.world, self.incarnation
@@ -51,14 +51,14 @@ class Node:
             world.after(back, self.power_on)
 
     def prove(self, incarnation):
-        """Somebody who knows says that it is gone: its supervisor, its scheduler."""
+        """Report that the host is gone, as its supervisor or scheduler would."""
         if not self.world.controller.take("event", {"event": NodeDead(self.name, incarnation, "it is off").to_dict()}):
             self.world.after(S, self.prove, incarnation)
 
     # -- the network
 
     def dial(self, agent):
-        """Connect to an aggregator, whichever answers."""
+        """Connect to any aggregator that answers."""
         world = self.world
         if not self.alive or agent is not self.agent or self.connected or not self.incarnation:
             return
@@ -86,7 +86,7 @@ class Node:
                 self.world.after(self.world.ms(50, 500), self.dial, self.agent)
 
     def pump(self, line):
-        """One message at a time, in order; each is kept until it is acknowledged."""
+        """Send one message at a time, in order; each is kept until it is acknowledged."""
         world = self.world
         if line != self.line or not self.connected or not self.unsent or self.busy == line:
             return
@@ -107,7 +107,7 @@ class Node:
         if incarnation != self.incarnation or line != self.line:
             return
         if self.name in self.world.unthanked and self.world.rng.random() < 0.3:
-            self.hang_up()  # the word that it was heard is lost with the connection
+            self.hang_up()  # the acknowledgement is lost with the connection
             return
         self.busy = -1
         self.unsent.remove(number)
@@ -245,7 +245,7 @@ class Node:
     # -- the keeper
 
     def keep(self, rank, step, made, state):
-        """The last ones of each rank."""
+        """Keep a snapshot, and only the last few of each rank."""
         if self.alive:
             self.memory[rank, step, made] = state
             for old in sorted((key for key in self.memory if key[0] == rank), key=lambda k: (k[2], k[1]))[:-SLOTS]:
@@ -306,13 +306,13 @@ class Node:
 
 
 class Meeting:
-    """Where processes wait for each other: the ranks of a world, or those of one coordinate in a generation. It breaks
-    when one of them leaves: those that wait learn of it a little later, and those that come, at once. What was under
-    way then reaches some and others not."""
+    """A place where processes wait for each other: the ranks of a world, or those of one coordinate in a generation. It
+    breaks when one of them leaves. Those that wait learn of it a little later, and those that come, at once. A message
+    that was under way then reaches only some."""
 
     def __init__(self, world, count):
         self.world, self.count, self.broken = world, count, False
-        self.points = {}  # name -> {process: what it brings, and whom to tell}
+        self.points = {}  # name -> {process: its value, and the callback}
 
     def arrive(self, name, proc, value, then):
         if self.broken:
@@ -338,7 +338,7 @@ class Meeting:
 
 
 class Proc:
-    """A worker: it hears and says what `train.worker` does."""
+    """A worker: it behaves as `train.worker` does."""
 
     def __init__(self, world, node, rank, number):
         self.world, self.node, self.rank, self.number = world, node, rank, number
@@ -354,7 +354,7 @@ class Proc:
         world.after(S, self.start_up)
 
     def start_up(self):
-        """While it starts, it makes progress."""
+        """Make progress while the worker starts."""
         if self.alive and not self.up and not self.stuck:
             self.moves += 1
             self.world.after(S, self.start_up)
@@ -377,7 +377,7 @@ class Proc:
             self.node.heard(self.number, body)
 
     def vanish(self, fin):
-        """With its host."""
+        """End along with the host."""
         if self.alive:
             self.alive = False
             del self.node.procs[self.number]
@@ -436,7 +436,7 @@ class Proc:
             world.after(world.ms(10, 200), self.meet_crew, number)
 
     def move(self, phase, number):
-        """While it builds or restores, it makes progress."""
+        """Make progress while the worker builds or restores."""
         m = self.member
         there = self.alive and not self.stuck and not self.waits and m.phase == phase
         if there and number == (m.world if phase == "building" else m.generation):
@@ -471,7 +471,7 @@ class Proc:
             self.leave_world()
 
     def leave_world(self):
-        """Its sockets close."""
+        """Close all sockets."""
         if self.member.world in self.world.crews:
             self.crew.leave()
         self.leave_groups()
@@ -484,7 +484,7 @@ class Proc:
 
     @property
     def cross(self):
-        """The groups over all replicas, of its coordinate."""
+        """Return the group of this coordinate over all replicas."""
         generation = self.form["generation"]
         made = self.world.crosses.setdefault((generation, self.coordinate), None)
         if made is None:
@@ -496,7 +496,7 @@ class Proc:
         source = Source(**body["source"]) if body["source"] else None
         generation, step = body["generation"], body["step"]
         if m.phase in ("entering", "running") and generation > m.generation:
-            self.queued = body  # it is about to part, as its replica has said
+            self.queued = body  # it is about to part, as its replica has reported
             return
         if not m.form(generation, body["world"], source):
             if m.generation == generation:
@@ -542,7 +542,8 @@ class Proc:
         world.tender(self, "restored")
 
     def formed(self, generation, values):
-        """All ranks of the coordinate are there: those whose state is another than most have know it by themselves."""
+        """Handle the arrival of all ranks of the coordinate. A rank whose state differs from that of the majority ends
+        by itself."""
         if not self.entering(generation):
             return
         if values and len({state for state, _ in values}) > 1:
@@ -580,7 +581,7 @@ class Proc:
             self.depart(generation, in_common(*held, max(made for *_, made in values)))
 
     def part(self, generation):
-        """Told to, by its node: it finishes its pass and does not wait for others."""
+        """Obey an order to part: finish the pass, and do not wait for others."""
         m = self.member
         if generation == m.generation and m.phase in ("entering", "running"):
             self.leave_groups()
@@ -591,7 +592,7 @@ class Proc:
             self.say(m.standing())
 
     def depart(self, generation, agreed=None, kept=False):
-        """With all ranks of its replica."""
+        """Leave the generation, with all ranks of the replica."""
         m, world = self.member, self.world
         m.generation = max(m.generation, generation)
         if m.part(generation, agreed, kept):
@@ -700,13 +701,13 @@ class Proc:
             self.world.tender(self, "apply")
 
     def keep(self, generation, step):
-        """It leaves, with the gradients of its pass."""
+        """Leave the generation, but keep the gradients of the pass."""
         self.kept = (step, self.share)
         self.depart(generation, kept=True)
 
     @staticmethod
     def may_commit(seen):
-        """One rank of the replica that has seen all votes is enough."""
+        """Return whether any rank of the replica has seen all votes: one is enough."""
         return any(votes is not None for votes in seen)
 
     def applied(self, generation, step, pause):
@@ -731,7 +732,7 @@ class Proc:
             self.crew.arrive(f"end {generation}", self, None, self.rested)
 
     def rested(self, values):
-        """All ranks of the replica have applied the last step."""
+        """Report, now that all ranks of the replica have applied the last step."""
         if self.alive and not self.stuck and self.member.phase == "built":
             if values is None:
                 self.halt(self.member.world, "connection closed by peer")
@@ -739,7 +740,7 @@ class Proc:
                 self.say(self.member.standing())
 
     def place(self, made):
-        """Among the ranks that take part, which is how files and snapshots are counted."""
+        """Return the index among the ranks that take part, by which files and snapshots are counted."""
         return self.world.ledger.forms[made].replicas.index(self.replica) * self.world.size + self.coordinate
 
     def snapshot(self, step, made, durable):

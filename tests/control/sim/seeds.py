@@ -11,17 +11,17 @@ from phalanx.core.layout import Layout
 from tests.control.sim.ledger import must
 from tests.control.sim.world import MS, QUICK, S, Setting, World
 
-# Tender points of the protocol, as a worker passes them.
+# Vulnerable points of the protocol, in the order in which a worker passes them.
 POINTS = ("build", "meet", "built", "enter", "restored", "agree", "entered", "sum", "vote", "apply", "end", "parted")
-# Where a rank of a replica stands that joins.
+# The stages that a rank of a joining replica goes through.
 JOINING = {
     "building": lambda proc: proc.member.phase == "building",
-    "built": lambda proc: proc.member.phase == "built",  # and waits for the pause
+    "built": lambda proc: proc.member.phase == "built",  # it waits for the pause
     "taking": lambda proc: proc.member.phase == "entering" and not proc.waits,
     "meeting": lambda proc: proc.member.phase == "entering" and proc.waits,
     "running": lambda proc: proc.member.phase == "running",
 }
-LIMIT_NS = 1800 * S  # by when every run must have ended, done or with a reason
+LIMIT_NS = 1800 * S  # every run must have ended by then, done or with a reason
 
 
 @dataclasses.dataclass
@@ -73,13 +73,13 @@ def draw(rng):
     )
 
 
-# What lasts on a node, in some seeds beside their mix. (Another kind in the mix would change the worlds of all seeds,
-# and tests tell of some.)
+# Lasting faults of a node, which some seeds have beside their mix. (Another kind in the mix would change the worlds of
+# all seeds, and tests name some of them.)
 BESIDE = ("duds", "undead", "mum", "unthanked", "unreached")
 
 
 class Faults:
-    """Each seed has a mix of its own."""
+    """The faults of one seed: each has a mix of its own."""
 
     def __init__(self, world, seed=0):
         self.world, self.rng = world, Random(f"more {seed}")
@@ -108,12 +108,12 @@ class Faults:
         return self.rng.choice(list(self.world.nodes.values()))
 
     def _back(self):
-        """After how long it is back; None: it is lost for good."""
+        """Return after how long a node is back; None: it is lost for good."""
         back = self.world.ms(1000, 40000)
         return back if back % 8 else None
 
     def _for(self, held, *what, often=0.8):
-        """For a while, or for good."""
+        """Let a fault last for a while, or for good."""
         if self.rng.random() < often:
             self.world.after(self.world.ms(1000, 60000), held.difference_update, set(what))
 
@@ -128,7 +128,7 @@ class Faults:
         return ""
 
     def do_again(self):
-        """The same rank, again and again."""
+        """Kill the same rank again and again."""
         rank = self.rng.randrange(self.world.set.layout.world_size)
         for i in range(4):
             self.world.after(i * 4 * S, self._kill_rank, rank)
@@ -139,7 +139,7 @@ class Faults:
             proc.die("SIGKILL")
 
     def do_join(self):
-        """While a replica joins, it breaks again, or the one that it takes the state from, or another."""
+        """While a replica joins, break it again, or the one that it takes the state from, or another."""
         procs = [p for p in self.world.procs() if p.member.world]
         if not procs:
             return ""
@@ -157,14 +157,14 @@ class Faults:
             self.world.after(20 * MS, self._at_join, replica, last, phase, whom, tries - 1)
 
     def do_coordinate(self):
-        """The same coordinate of all replicas at once."""
+        """Kill the same coordinate of all replicas at once."""
         coordinate = self.rng.randrange(self.world.size)
         for proc in [p for p in self.world.procs() if p.rank % self.world.size == coordinate]:
             proc.die("SIGKILL")
         return str(coordinate)
 
     def do_error(self):
-        """An exception of the program, which may be one that no new attempt can mend."""
+        """Raise an exception of the program, perhaps one that no new attempt can mend."""
         procs = [p for p in self.world.procs() if p.up]
         if procs:
             proc, kind = self.rng.choice(procs), self.rng.choice(["ValueError", "ValueError", "UserError"])
@@ -184,7 +184,7 @@ class Faults:
         return domain
 
     def do_agent(self):
-        """Its workers end with it, and it is started again at once."""
+        """End an agent, and its workers with it; it is restarted at once."""
         node = self._node()
         node.power_off(fin=True, back=self.world.ms(200, 900))
         return node.name
@@ -206,7 +206,7 @@ class Faults:
         return "hangs"
 
     def do_poison(self):
-        """The controller's own code raises on some of the next entries."""
+        """Have the controller's own code raise on some of the next entries."""
         self.world.controller.poisoned += [""] * self.rng.randrange(1, 4)
         return "soon"
 
@@ -217,7 +217,7 @@ class Faults:
         return home.name
 
     def do_rack(self):
-        """An aggregator, with all nodes that speak to it."""
+        """Kill an aggregator, with all nodes that speak to it."""
         home = self.rng.choice(list(self.world.homes.values()))
         if home.alive:
             for node in [n for n in self.world.nodes.values() if n.home == home.name]:
@@ -261,13 +261,13 @@ class Faults:
             world.homes[home].found()
 
     def do_blip(self):
-        """A connection is lost for a moment."""
+        """Break a connection for a moment."""
         node = self._node()
         node.hang_up()
         return node.name
 
     def do_overflow(self):
-        """Nobody has listened to a node for very long: what it had to say is too much."""
+        """Overflow the outbox of a node, as if nobody had listened to it for very long."""
         node = self._node()
         if node.alive and node.incarnation:
             node.agent.reset()
@@ -275,7 +275,7 @@ class Faults:
         return node.name
 
     def do_link(self):
-        """A node loses one of its networks for a while."""
+        """Take one of its networks from a node for a while."""
         node = self._node()
         self._change_link(node, False)
         self.world.after(self.world.ms(1000, 30000), self._change_link, node, True)
@@ -294,21 +294,21 @@ class Faults:
     # -- what does not work
 
     def do_full(self):
-        """A disk takes nothing."""
+        """Fill a disk."""
         node = self._node()
         self.world.full.add(node.name)
         self._for(self.world.full, node.name)
         return node.name
 
     def do_deaf(self):
-        """Nobody can take state from a node."""
+        """Prevent others from taking state from a node."""
         node = self._node()
         self.world.deaf.add(node.name)
         self._for(self.world.deaf, node.name, often=0.5)
         return node.name
 
     def do_lonely(self):
-        """A node's ranks cannot form groups; or no node's."""
+        """Prevent the ranks of a node from forming groups, or of all nodes."""
         names = sorted(self.world.nodes) if self.rng.random() < 0.2 else [self._node().name]
         for name in names:
             self.world.lonely[name] = "there is no such interface: eth9"
@@ -317,7 +317,7 @@ class Faults:
         return ", ".join(names)
 
     def do_walled(self):
-        """A node's ranks never meet those of other replicas, and nobody is told why."""
+        """Keep a node's ranks from ever meeting those of other replicas, without telling anybody why."""
         node = self._node()
         self.world.walled.add(node.name)
         self._for(self.world.walled, node.name)
@@ -328,20 +328,20 @@ class Faults:
             self.world.lonely.pop(name, None)
 
     def do_unreadable(self):
-        """A checkpoint is damaged, or what the run began from."""
+        """Damage a checkpoint, or what the run began from."""
         known = [-1, *self.world.durables]
         bad = self.rng.choice(known)
         self.world.unreadable.add(bad)
         return str(bad)
 
     def do_forget(self):
-        """Snapshots are damaged, and found to be."""
+        """Damage the snapshots of a node, so that it finds and drops them."""
         node = self._node()
         node.memory.clear()
         return node.name
 
     def do_flip(self):
-        """A state is damaged in a way that only its peers' digests tell."""
+        """Damage a state in a way that only its peers' digests reveal."""
         self.world.flip = True
         return "a bit"
 

@@ -55,11 +55,11 @@ class Setting:
     breaks: float = 0.0  # chance that a connection ends with a message
     twice: float = 0.0  # chance that a command comes twice
     delay_ms: tuple[int, int] = (1, 5)
-    late_ms: int = 10  # what comes twice comes that much later
+    late_ms: int = 10  # how much later the second one comes
     restore_ms: tuple[int, int] = (50, 800)
     start_ms: tuple[int, int] = (300, 2500)
-    points: tuple[str, ...] = ()  # tender points of the protocol, at which
-    point_kills: int = 0  # so many workers or nodes die
+    points: tuple[str, ...] = ()  # vulnerable points of the protocol, at which
+    point_kills: int = 0  # this many workers or nodes die
     point_chance: float = 0.05
 
 
@@ -82,10 +82,10 @@ class World(Agenda):
         self.walled = set()  # nodes whose ranks wait for other replicas in vain
         self.mute = set()  # nodes whose ranks do not enter, and do not say why
         self.frail = set()  # nodes whose ranks lose the other replicas in each sum
-        self.duds = set()  # nodes on which no worker comes up, and nobody is told why
+        self.duds = set()  # nodes on which no worker comes up, without a reason
         self.undead = set()  # nodes whose workers do not end when they are killed
         self.mum = set()  # nodes whose keeper does not answer
-        self.unthanked = set()  # nodes that do not hear that they were heard
+        self.unthanked = set()  # nodes that lose acknowledgements
         self.unreached = set()  # nodes that are heard, and hear nothing
         self.unreadable = set()  # durable steps that cannot be loaded; -1: what the run began from
         self.kills_left = setting.point_kills
@@ -103,7 +103,7 @@ class World(Agenda):
         return self.rng.randrange(low * MS, high * MS + 1)
 
     def run(self, until=10**15, stop=None):
-        """Until the run has ended, or `stop()`."""
+        """Run until the run has ended, or `stop()`."""
         super().run(until, lambda: self.over or (stop and stop()))
 
     @property
@@ -126,7 +126,7 @@ class World(Agenda):
         return [proc for node in self.nodes.values() for proc in node.procs.values()]
 
     def tender(self, proc, point):
-        """A point of the protocol at which a death is worth a try."""
+        """Perhaps kill somebody: the worker is at a vulnerable point of the protocol."""
         if self.kills_left and point in self.set.points and self.rng.random() < self.set.point_chance:
             self.kills_left -= 1
             victim = self.rng.choice([proc, *self.procs()])
@@ -137,7 +137,7 @@ class World(Agenda):
                 victim.node.power_off(proved=self.rng.random() < 0.5, back=self.ms(2000, 20000))
 
     def needs(self, form):
-        """Nothing is abandoned while workers that can be reached have it, or have prepared it."""
+        """Check that nothing is abandoned while workers that can be reached have it, or have prepared it."""
         last, known = form.last, [proc for proc in self.procs() if proc.number in self.gang.members.workers]
         attempt = self.ledger.history.get(last, max((g for g, _ in self.ledger.in_slot), default=0))
         takes = [p for p in known if p.node.name not in self.deaf and p.number not in self.gang.finder.banned]
@@ -147,7 +147,7 @@ class World(Agenda):
 
 
 class Controller:
-    """Journals, then folds, then says."""
+    """A controller: it journals, then folds, then sends commands."""
 
     def __init__(self, world):
         self.world, self.alive, self.life, self.stopped = world, True, 0, False
@@ -159,7 +159,7 @@ class Controller:
         self.orphans = Orphans(self.state.roster, BEAT_NS)
         self.crash_at = -1  # the journal's length
         self.waiting = []  # while it hangs
-        self.poisoned = []  # its own code is to raise on an entry with this word in it; "": on the next
+        self.poisoned = []  # it raises on an entry with this word in it; "": on the next
         world.after(S, self.tick, 0)
 
     def hear(self, home, items):
@@ -194,7 +194,7 @@ class Controller:
         return True
 
     def set_aside(self, kind, body):
-        """As if the state machine had raised on it, half-way through: the entry never happened."""
+        """Set an entry aside, as if the state machine had raised half-way through it: the entry never happened."""
         del self.poisoned[0]
         entry = {"kind": kind, "body": body, "why": "it raised"}
         self.journal.append((self.world.now, "aside", entry))
@@ -203,7 +203,7 @@ class Controller:
             self.do(command)
 
     def fold(self, half=0):
-        """The journal; from `half` on, as if from a snapshot."""
+        """Fold the journal; from entry `half` on, as if from a snapshot."""
         self.state = State.of(self.plan)
         for i, (at, kind, body) in enumerate(self.journal):
             if i == half:
@@ -272,7 +272,7 @@ class Controller:
             self.do(command)
 
     def hang(self, for_ns):
-        """Something notices, ends it, and starts another."""
+        """Stand still until something notices, ends it, and starts another."""
         self.stopped = True
         self.world.after(for_ns, self.unhang, self.life)
 
@@ -287,7 +287,7 @@ class Controller:
         self.world.after(self.world.ms(500, 8000), self.restart)
 
     def restart(self):
-        """Folds the journal, from a snapshot or from nothing, to the very same state."""
+        """Fold the journal, from a snapshot or from nothing, to the very same state, and continue."""
         world = self.world
         was = self.state.to_bytes()
         self.fold(len(self.journal) // 2 if world.rng.random() < 0.5 else 0)
@@ -304,14 +304,14 @@ class Controller:
 
 
 class Aggregator:
-    """Passes on what agents post, in order, and says who is silent."""
+    """An aggregator: it passes on what agents post, in order, and reports who is silent."""
 
     def __init__(self, world, name):
         self.world, self.name, self.alive, self.life = world, name, True, 0
         self.liveness, self.outbox, self.beats = Liveness(BEAT_NS), [], {}
-        self.lease_ns = world.set.policy.lease_ns  # it ends then, unless the controller renews it
+        self.lease_ns = world.set.policy.lease_ns  # when it ends, unless the controller renews it
         self.told_ns = self.finds = 0  # when the last command arrives here; how often the controller was found
-        self.unheard = {}  # node -> the line over which it could not be told that it was given up
+        self.unheard = {}  # node -> the line on which it missed its Fence
         world.after(S // 4, self.tick, 0)
 
     def tick(self, life):
@@ -325,13 +325,13 @@ class Aggregator:
 
     @property
     def reaches(self):
-        """Whether the controller can be spoken to."""
+        """Return whether the controller can be reached."""
         controller = self.world.controller
         return self.alive and controller.alive and not controller.stopped and self.name not in self.world.cut_homes
 
     def edge(self, edge):
-        """Posted, as all that it passes on: kept until the controller has it, in order. One that was given up must
-        connect anew."""
+        """Post an edge. It is kept until the controller has it, in order. A node that was given up must connect
+        anew."""
         node = self.world.nodes[edge.node]
         if edge.edge in (DEAD, GONE) and node.home == self.name and node.incarnation == edge.incarnation:
             node.hang_up(tell=False)
@@ -344,14 +344,14 @@ class Aggregator:
             return
         if self.reaches and self.world.controller.take("reports", {"from": self.name, "items": [self.outbox[0]]}):
             item, told = self.outbox.pop(0), max(0, self.told_ns - self.world.now)
-            if self.reaches:  # it has not died of it
+            if self.reaches:  # the entry did not kill it
                 self.world.after(told, self.acked, life, self.finds, item)
             self.world.after(self.world.delay(), self.pump, life)
         else:
             self.world.after(200 * MS, self.pump, life)
 
     def acked(self, life, finds, item):
-        """After the commands that followed from it."""
+        """Handle an acknowledgement, which comes after the commands that followed from the item."""
         if (life, finds) == (self.life, self.finds) and (node := self.liveness.confirm(item)):
             self.lease(node, MS)
 
@@ -363,13 +363,14 @@ class Aggregator:
             self.lease(node, self.world.delay())
 
     def lease(self, node, delay):
-        """Nothing is told while what was posted before waits: it comes again over the next connection."""
+        """Renew a node's lease, unless a Fence that it did not get still waits: that comes again over the next
+        connection."""
         left, host = self.liveness.lease(node, self.lease_ns) - self.world.now, self.world.nodes[node]
         if left > 0 and host.home == self.name and host.connected and self.unheard.get(node) != host.line:
             self.world.after(delay, host.renew, host.line, self.beats[node] + left)
 
     def found(self):
-        """The controller can be reached again."""
+        """Report all nodes, as the controller can be reached again."""
         self.finds += 1
         self.expect(self.world.controller.state.roster.expected(self.name))
         for edge in self.liveness.all(self.lease_ns):
@@ -382,7 +383,7 @@ class Aggregator:
                 self.liveness.expect(node, incarnation, self.world.now)
 
     def hung_up(self, node, incarnation, visit):
-        """Its connection ended; is it back in a moment?"""
+        """Note that a connection ended; the node may be back in a moment."""
         self.world.after(GONE_NS, self.missed, node, incarnation, visit)
 
     def missed(self, node, incarnation, visit):
@@ -393,7 +394,7 @@ class Aggregator:
             self.edge(Edge(node, incarnation, visit, GONE))
 
     def pass_up(self, item):
-        """Whether the controller has it. In the form in which many say the same, if it has one."""
+        """Pass an item to the controller, in its merged form if it has one. Return whether the controller has it."""
         return self.reaches and self.world.controller.take("reports", {"from": self.name, "items": merged([item])})
 
     def pass_down(self, node, command):
