@@ -201,6 +201,17 @@ def test_a_message_that_is_not_understood_is_told_and_ends_nothing(tmp_path):
     assert told == ["node", "checkpoints_removed"]
 
 
+def test_a_stop_saves_what_was_trained_before_the_start_was_heard_of(tmp_path):
+    asked = []
+    cluster = Cluster(Job(), tmp_path, Entries("x:y", "x:y"), lambda event: None, lambda: True, gently=lambda: True)
+    cluster._link = SimpleNamespace(post=asked.append)
+    with pytest.raises(KeyboardInterrupt):
+        cluster._stop(0.0)
+    cluster._hear({"type": "step", "generation": 1, "step": 9})
+    cluster._stop(0.0)
+    assert [item["type"] for item in asked] == ["ask"]
+
+
 def test_a_controller_that_waits_for_its_disk_is_told_once(tmp_path):
     told = []
     cluster = Cluster(Job(), tmp_path, Entries("x:y", "x:y"), told.append, lambda: False)

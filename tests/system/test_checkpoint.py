@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_used(trained, t
     ended.check_clean()
     assert ended.code == 0, ended.err
     missing = kind == "missing"  # a missing file may come back
-    (event,) = command.events("checkpoint_unreadable" if missing else "checkpoint_quarantined")
+    event = command.events("checkpoint_unreadable" if missing else "checkpoint_quarantined")[-1]
     assert event["checkpoint"] == newest.name
     assert f"{newest.name}/{named}" in event["reason"] and expected in event["reason"]
     told = "CANNOT BE READ and is left as it is" if missing else "is DAMAGED and was put aside"

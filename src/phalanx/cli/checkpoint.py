@@ -49,7 +49,7 @@ def ls_command(path: Place) -> None:
                     state = f"{'unreadable' if isinstance(bad, Unreadable) else 'BAD'}: {bad}"
             state += f": {f.quarantine['reason']}" if f.status == "quarantined" else ""
             state += ", best" if best and (best.step, best.lineage) == (f.step, f.lineage) else ""
-            age = time_text(max(0, int((time.time() - f.since) * 1e9)))
+            age = time_text(max(0, int((time.time() - f.since) * 1e9))) if f.since else "-"
             print(f"{f.step:>9}  {f.name}  {size:>8}  {ranks:>6}  {age:>8}  {layout:<32}  {state}")
 
 
@@ -147,7 +147,8 @@ def _print_report(report: dict[str, list[Fault]], remedy: str) -> None:
     if bad:
         print(f"{len(bad)} BAD: {', '.join(bad)}\n  {remedy}")
     if away:
-        print(f"{len(away)} CANNOT BE READ NOW: {', '.join(away)}\n  remedy: bring back what is missing")
+        print(f"{len(away)} CANNOT BE READ NOW: {', '.join(away)}")
+        print("  remedy: bring back what is missing, and make it readable")
     if bad or away:
         raise typer.Exit(1)
     print(f"good: all bytes of {', '.join(report)}")

@@ -461,7 +461,8 @@ class Cluster:
             raise handed
         leaving = self._leave_by < float("inf")
         deserted = leaving and self.seats and not self.nodes_up and not self._left
-        if not self.gently() or not self.start_s or now > self._leave_by or deserted:
+        trains = self.start_s or self._first_commit  # either may be heard of first
+        if not self.gently() or not trains or now > self._leave_by or deserted:
             raise KeyboardInterrupt
         if not leaving:
             grace_s = min(self.job.recovery.grace_s, 86_400.0)
