@@ -332,7 +332,7 @@ def test_what_is_being_written_may_be_asked_for_again(keeper, lines, monkeypatch
 
 @pytest.mark.parametrize(
     "catalog, said",
-    [(b'{"che', "catalog.json: is damaged"), (b'{"format": 2, "checkpoints": {}}', "is newer than this program")],
+    [(b'{"che', "catalog.json is damaged"), (b'{"format": 2, "checkpoints": {}}', "is newer than this program")],
     ids=["torn", "newer"],
 )
 def test_a_catalog_that_cannot_be_written_is_told_and_may_be_mended(catalog, said):
@@ -399,6 +399,22 @@ def test_a_slow_retention_holds_up_no_commit(keeper, lines, monkeypatch):
         removing.set()
 
 
+def test_the_last_checkpoint_is_reported_after_its_retention(keeper, lines, monkeypatch):
+    """The report ends the run, and the keeper with it."""
+    seen, real = [], keeper.catalog.retain
+
+    def late(*args):
+        seen.append(len(keeper.channel.of("committed")))
+        return real(*args)
+
+    monkeypatch.setattr(keeper.catalog, "retain", late)
+    keeper.last = NEW
+    for number, step in ((0, OLD), (1, NEW)):
+        keeper.order(written(keeper, lines, number, step))
+        wait_for(lambda number=number: len(keeper.channel.of("committed")) == number + 1)
+    assert seen[-1] == 1, "the last one was reported before what it replaces was removed"
+
+
 def test_a_commit_that_hangs_is_not_queued_again(keeper, lines, monkeypatch):
     """The command is sent again every two seconds, and names every file."""
     disk, real = threading.Event(), files.commit
@@ -415,11 +431,11 @@ def test_a_commit_that_hangs_is_not_queued_again(keeper, lines, monkeypatch):
 
 def test_a_retention_that_finds_a_torn_index_says_so(keeper, monkeypatch):
     def torn(*args):
-        raise BadCheckpoint("catalog.json: is damaged")
+        raise BadCheckpoint("catalog.json is damaged")
 
     monkeypatch.setattr(keeper.catalog, "retain", torn)
     keeper._retain("step")
-    assert [m["reason"] for m in keeper.channel.of("checkpoint_not_removed")] == ["catalog.json: is damaged"]
+    assert [m["reason"] for m in keeper.channel.of("checkpoint_not_removed")] == ["catalog.json is damaged"]
 
 
 @pytest.mark.parametrize("seal", [None, "{"], ids=["none", "torn"])

@@ -41,6 +41,7 @@ PACKET_BYTES = 1 << 16
 WRITERS = 4
 NOT_HELD = "no snapshot of it is in memory any more"
 KEPT_REPORTS = 16  # of checkpoints, in case they are asked for again
+LAST_RETAIN_S = 20.0  # for the last retention, before the end of the run
 
 
 @dataclass
@@ -66,8 +67,10 @@ class Keeper:
         peers: Peers,
         has_buddy: bool,
         run: str = "",
+        last: int = -1,
     ):
-        self.run = run
+        """`last`: the run's last step; -1: not known."""
+        self.run, self.last = run, last
         self.channel, self.keep, self.num_ranks, self.peers, self.has_buddy = channel, keep, ranks, peers, has_buddy
         self.store = open_store(url)
         self.catalog = Catalog(self.store)
@@ -406,12 +409,15 @@ class Keeper:
             return
         about = {"checkpoint": name, "step": order["step"], "generation": order["generation"]}
         report = {"type": "committed", **about, "drain_s": time.perf_counter() - began + self._drain_s(name)}
-        with self.lock:
-            self.committed[name] = report
-        self.channel.send(report)
         if self.retaining:
             self.retaining.cancel()  # if it has not begun, the new one does its work
         self.retaining = self.retainer.submit(self._retain, name)
+        if order["step"] == self.last:  # the run ends with this report, and this process with it
+            with contextlib.suppress(TimeoutError):
+                self.retaining.result(LAST_RETAIN_S)
+        with self.lock:
+            self.committed[name] = report
+        self.channel.send(report)
 
     def _check_owner(self) -> None:
         """Check that no other run has taken over this place while this one was believed to be dead."""
@@ -465,6 +471,7 @@ def main(channel: Any, args: dict[str, Any]) -> None:
         Peers(**args["peers"], host=args["host"]),
         bool(args["has_buddy"]),
         str(args.get("run", "")),
+        int(args.get("last", -1)),
     ).serve()
 
 

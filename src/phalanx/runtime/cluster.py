@@ -348,6 +348,7 @@ class Cluster:
                 "ranks": layout.ranks_per_node or layout.world_size,
                 "keep_last": c.keep_last,
                 "keep_every": c.keep_every,
+                "last": self.job.train.steps,
                 "peers": peers,
                 "run": self.mark,
                 "has_buddy": policy_of(self.job, True, self.num_nodes).buddies,
