@@ -404,6 +404,7 @@ def test_the_last_checkpoint_is_reported_after_its_retention(keeper, lines, monk
     seen, real = [], keeper.catalog.retain
 
     def late(*args):
+        time.sleep(0.2)
         seen.append(len(keeper.channel.of("committed")))
         return real(*args)
 
