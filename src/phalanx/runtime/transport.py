@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.gate.loop import READ, WRITE, Loop
 from phalanx.gate.porch import HANDSHAKE_S, Porch, dialled
@@ -36,6 +36,8 @@ BACKOFF_S = (0.05, 5.0)  # between attempts to connect: first, and at most
 
 #: What a handler raises on something that nobody thought that a peer could send.
 ODD = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+
+T = TypeVar("T")
 
 _ENVELOPES: Schemas = {
     "resume": {"seq": int},  # all that I posted up to here was acknowledged
@@ -144,6 +146,20 @@ class Session:
         elif seq > self.received:
             raise WireError(f"message {seq} came after {self.received}")
         return None
+
+
+def in_parts(say: Callable[[list[T]], object], items: list[T]) -> None:
+    """Say items in one message, or in several if one cannot hold them all. Drop an item that none can hold: its sender
+    would repeat it for ever, and everybody else would wait."""
+    try:
+        say(items)
+    except WireError as error:
+        if len(items) < 2:
+            kernel.complain(f"dropped: {str(items)[1:101]}: {error}")
+            return
+        half = len(items) // 2
+        in_parts(say, items[:half])
+        in_parts(say, items[half:])
 
 
 def key_of(peer: Identity) -> str:
