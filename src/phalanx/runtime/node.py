@@ -134,6 +134,7 @@ class Node(Host):
         self.telemetry = Telemetry(self.health)
         self.ranks: dict[int, int] = {}  # worker -> rank
         self.rails: dict[str, bool] = {}  # interface -> whether it is up; of several
+        self._told_rails = 0  # the incarnation in which the controller was told of those that are down
         self.reporter = Reporter(self.loop, self.life, self._tell_record, self._check_done)
         self.logs = options.logs or options.folder / "logs"
         self.shipped = None if options.logs else Logs(self.logs)
@@ -207,6 +208,10 @@ class Node(Host):
     def _look_at_rails(self) -> None:
         assert self.agent
         self.loop.after(RAILS_S, self._look_at_rails)
+        if self.agent.joined and self._told_rails != self.agent.incarnation:
+            self._told_rails = self.agent.incarnation
+            for interface in [interface for interface, was_up in self.rails.items() if not was_up]:
+                self.agent.link_changed(interface, up=False)  # what an earlier incarnation said is not heard
         for interface, was_up in self.rails.items():
             up = is_up(interface)
             if up != was_up:
