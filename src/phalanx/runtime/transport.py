@@ -32,6 +32,7 @@ from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 OUTBOX_BYTES = 64 << 20  # posted and not acknowledged
 WINDOW_BYTES = 1 << 20  # given to a connection and not yet taken by the kernel
+REACH_S = 1.0  # for a connection, where there are other addresses
 BACKOFF_S = (0.05, 5.0)  # between attempts to connect: first, and at most
 
 #: What a handler raises on something that nobody thought that a peer could send.
@@ -360,6 +361,8 @@ class Link:
         self._sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._sock.setblocking(False)
         self._loop.after(self._handshake_s, partial(self._expire, self._sock))
+        if len(self.addresses) > 1:
+            self._loop.after(REACH_S, partial(self._pass_over, self._sock))
         try:
             code = self._sock.connect_ex((host, port))
             if code not in (0, errno.EINPROGRESS):
@@ -372,6 +375,11 @@ class Link:
     def _expire(self, sock: socket.socket) -> None:
         if sock is self._sock and not self.session:
             self._end(f"{self._address} did not answer in {self._handshake_s:g} s")
+
+    def _pass_over(self, sock: socket.socket) -> None:
+        """Do not wait out an address that is cut off: by then this end is taken for dead."""
+        if sock is self._sock and self._conn is None:
+            self._end(f"{self._address} did not answer in {REACH_S:g} s, and there are other addresses")
 
     def _connected(self, mask: int) -> None:
         assert self._sock
