@@ -101,6 +101,15 @@ def test_there_are_never_more_than_64_strangers(crowd):
     assert many.most == 64
 
 
+def test_strangers_that_are_gone_leave_nothing_behind(crowd):
+    """Each left a timer, and with it what was known of it, until its time would have been over."""
+    many = crowd(50)
+    many.until(lambda: len(many.came) == 50)
+    for channel in many.came:
+        many.porch.leave(channel)
+    assert len(many.loop._timers) == 1
+
+
 def test_who_has_proven_nothing_makes_way_when_others_wait(crowd):
     """Long before its time is over: else a crowd keeps a member of the run out for as long as a handshake may take."""
     many = crowd(65)

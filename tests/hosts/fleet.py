@@ -26,12 +26,12 @@ ENV = {
     "AWS_ALLOW_HTTP": "true",
     "PATH": os.environ["PATH"],
 }
-JOB = {
+JOB = {  # patient: a busy machine is no fault
     "model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 2, "model.ffn_dim": 32,
     "layout.replica": 3, "layout.shard": 1, "layout.tp": 1, "layout.ranks_per_node": 1,
     "train.seq_len": 32, "train.global_batch": 24, "train.micro_batch": 1, "train.reduction": "exact",
     "data.source": "s3://bucket/data", "checkpoint.every_steps": 100,
-    "recovery.on": "true", "recovery.beat_s": 0.5, "recovery.restart_s": 1.0, "run.hang_timeout_s": 5.0,
+    "recovery.on": "true", "recovery.beat_s": 1.0, "recovery.restart_s": 1.0, "run.hang_timeout_s": 10.0,
 }  # fmt: skip
 MAKE_BUCKET = (
     "import urllib.request as u; u.urlopen(u.Request('http://s3:9000/bucket', method='PUT', data=b''), timeout=2)"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.chaos.hosts import why_not
-from tests.engines.submitted import PATIENCE_S
+from tests.engines.submitted import PATIENCE_S, until
 from tests.hosts.fleet import ENV, NETWORKS, PHALANX, SSHD, TRAINERS, Fleet, Training
 
 missing = why_not() or ("" if SSHD else "sshd not found: apt install openssh-server")
@@ -98,9 +98,17 @@ def cut_a_link(fleet, run, rail) -> str:
     fleet.hosts[name].cut(rail)
     run.until(lambda: links(run, lost) > before[0])
     run.goes_on(40)
-    fleet.hosts[name].mend(rail)
+    mend(fleet, name, rail)
     run.until(lambda: links(run, back) > before[1] and at_full_strength(run))
     return name
+
+
+def mend(fleet, name, rail) -> None:
+    """Until it carries something: the kernel takes a second or two more, and the other network may be cut next."""
+    host = fleet.hosts[name]
+    host.mend(rail)
+    dial = f"</dev/tcp/{host.addresses[rail]}/22"
+    until(lambda: fleet.hosts["head"].run("timeout", "1", "bash", "-c", dial).returncode == 0)
 
 
 def kill_behind_a_cut_link(fleet, run) -> str:
@@ -112,7 +120,7 @@ def kill_behind_a_cut_link(fleet, run) -> str:
     killed = fleet.hosts[name].run("pkill", "-KILL", "-f", "^phalanx rank 0")
     assert killed.returncode == 0, killed
     run.until(lambda: len(run.events("control form")) >= before + 2 and at_full_strength(run))
-    fleet.hosts[name].mend(0)
+    mend(fleet, name, rail=0)
     run.until(lambda: links(run, "has again its link eth0") > again)
     return name
 

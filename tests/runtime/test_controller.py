@@ -21,7 +21,7 @@ from phalanx.control.messages import Failure
 from phalanx.control.policy import Policy
 from phalanx.core.layout import Layout
 from phalanx.runtime import controller as module
-from phalanx.runtime import gathering, transport
+from phalanx.runtime import gathering, secret, transport
 from phalanx.runtime.aggregator import COMMANDS, Aggregator
 from phalanx.runtime.controller import ANSWERS, FENCED, PINGS, Printer, ask, orders, read_address, write_plan
 from phalanx.runtime.controller import Controller as InProcess
@@ -633,6 +633,19 @@ def test_an_aggregator_that_takes_nothing_is_given_up_and_the_controller_lives(p
     count = len(a.of("Launch"))
     turn_until(made.loop, lambda: len(a.of("Launch")) > count)
     x.close()
+
+
+def test_commands_that_one_message_cannot_hold_travel_as_several(play, inside, monkeypatch):
+    """The files of 100,000 ranks: the controller ended by them, again after each restart."""
+    made = inside(aggregate=True)
+    a = Puppet(made.loop, play.secret, "a", [made.aggregator.server.address])
+    turn_until(made.loop, lambda: a.of("Launch"))
+    monkeypatch.setattr(secret, "FRAME_BYTES", 30_000)
+    files = ((10**9, "0" * 64),) * 100
+    cuts = [messages.Commit("a", "c", 1, 1, 500, first, files, "s") for first in range(0, 500, 100)]
+    made._post(cuts)
+    turn_until(made.loop, lambda: len(a.of("Commit")) == 5)
+    assert [command["first"] for command in a.of("Commit")] == [0, 100, 200, 300, 400]
 
 
 def test_what_an_aggregator_cannot_keep_its_agents_keep(play, inside, monkeypatch):

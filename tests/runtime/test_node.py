@@ -20,6 +20,7 @@ from phalanx.core.layout import Layout
 from phalanx.gate.peers import Peers
 from phalanx.observe.progress import Progress
 from phalanx.runtime import kernel
+from phalanx.runtime import node as module
 from phalanx.runtime.aggregator import COMMANDS
 from phalanx.runtime.controller import read_address
 from phalanx.runtime.node import Node
@@ -460,3 +461,19 @@ def test_a_keeper_says_what_it_holds_of_its_own_ranks_and_for_others(tmp_path):
     keeper.order({"type": "held"})
     keeper.server.close()
     assert said == [{"type": "held", "copies": [(0, 8, 2), (5, 7, 1)]}]
+
+
+def test_a_node_that_joins_anew_tells_again_which_networks_it_has_lost(monkeypatch):
+    """The controller refuses what an earlier incarnation says, and what comes before the new one has joined."""
+    told = []
+    agent = SimpleNamespace(joined=0, incarnation=2, link_changed=lambda link, up: told.append((link, up)))
+    nothing = lambda *_: None  # noqa: E731
+    node = SimpleNamespace(agent=agent, rails={"eth0": False, "eth1": True}, _told_rails=1, _act=nothing)
+    node.loop, node._look_at_rails = SimpleNamespace(after=nothing), nothing
+    monkeypatch.setattr(module, "is_up", lambda interface: interface == "eth1")
+    Node._look_at_rails(node)
+    assert told == []
+    agent.joined = 1
+    for _ in range(2):
+        Node._look_at_rails(node)
+    assert told == [("eth0", False)]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.core.job import Job
-from phalanx.gate.proof import Token
+from phalanx.gate.proof import Token, parsed
 from phalanx.observe import fold
 from phalanx.observe.fold import fold_of
 from phalanx.observe.steps import StepTable
@@ -16,8 +16,9 @@ from phalanx.runtime import reports
 from phalanx.runtime.cluster import TROUBLED, WELL, Cluster, Entries
 from phalanx.runtime.log_tail import write
 from phalanx.runtime.reports import Folder, Recorder, Relay, Reporter
-from phalanx.runtime.secret import Identity, load_secret
+from phalanx.runtime.secret import FRAME_BYTES, Identity, body_of, load_secret
 from phalanx.runtime.transport import Link, Loop
+from tests.runtime.cluster import wait_for
 
 STEP = {"type": "step", "generation": 1, "lr": 0.1, "time_s": 1.0, "grad_norm": 1.0, "whole": None}
 
@@ -173,6 +174,25 @@ def test_logs_of_a_node_stay_in_its_folder(tmp_path, node, file):
     assert not list(tmp_path.rglob("*"))
     write(logs, "a", {"file": "rank-00000.log", "text": "!"})
     assert (logs / "a" / "rank-00000.log").read_text() == "!"
+
+
+def test_what_no_frame_holds_is_said_in_several(capsys):
+    """A rank that logs much, on a host that does not keep the record: the agent ended by it, and so did its ranks."""
+    loop, heard = Loop(), []
+
+    def tell(body):
+        heard.append(parsed(body_of(body)))
+        agent.recorded(body["upto"])
+        return True
+
+    agent = Reporter(loop, "life", tell, lambda: None)
+    for i in range(40):
+        agent.say({"type": "log", "text": "x" * (300 << 10)})
+        if i == 20:
+            agent.say({"type": "log", "text": "y" * FRAME_BYTES})
+    wait_for(lambda: loop.turn(0.01) or agent.is_empty)
+    assert [item["n"] for body in heard for item in body["items"]] == list(range(1, 41)) and len(heard) > 1
+    assert "not recorded, because it has" in capsys.readouterr().err
 
 
 def test_steps_are_kept_by_those_who_said_them_until_all_of_them_are_recorded(tmp_path):

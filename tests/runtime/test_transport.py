@@ -529,6 +529,20 @@ def test_a_server_that_says_nothing_is_left_for_the_next(net):
     assert net.values() == [1]
 
 
+def test_an_address_that_is_cut_off_is_soon_left_for_the_next(net):
+    """Long before the time of a handshake is over: a node that has lost a network is taken for dead in a few beats."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        waiting = [socket.socket() for _ in range(3)]  # more than it keeps: what comes now is dropped
+        for sock in waiting:
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        link = net.link(addresses=[full.getsockname(), net.serve().address], handshake_s=1000.0)
+        net.until(lambda: link.session)
+        link.close()
+        for sock in waiting:
+            sock.close()
+
+
 def test_a_server_that_answers_without_the_secret_is_not_believed(net):
     ours, theirs = socket.socketpair()
     client = transport.Secure(net.loop.watch, ours, SECRET, Identity("agent", "a", 1), False, lambda *_: None)

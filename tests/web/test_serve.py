@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_a_server_beside_a_run_takes_what_the_ranks_leave(tmp_path):
         group = Path(f"/proc/{server}/autogroup")
         if group.exists() and group.read_text():
             assert group.read_text().endswith(f"nice {LESS_URGENT}\n")
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"], ids=["first", "second"])
+def test_half_a_request_does_not_keep_others_out(tmp_path, before):
+    """Connections that said nothing whole were kept for ever, and with 256 of them nobody else was answered."""
+    with beside(tmp_path) as address:
+        at = urllib.parse.urlsplit(address)
+        with socket.create_connection((at.hostname, at.port), 60) as sock:
+            sock.sendall(before)
+            heard = sock.recv(1 << 16) if before else b""
+            sock.sendall(b"GET / HT")
+            while piece := sock.recv(1 << 16):
+                heard += piece
+        assert heard.startswith(b"HTTP/1.1 200" if before else b"")
 
 
 def test_a_run_waits_for_no_server_that_hangs(tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ class Porch:
     ):
         self.strangers: dict[Any, float] = {}  # when they came, the oldest first
         self._loop, self._greet, self._refuse, self._handshake_s = loop, greet, refuse, handshake_s
-        self._encrypt, self._paused = encrypt, False
+        self._encrypt, self._paused, self._has_timer = encrypt, False, False
         self._tls = None
         hosts = host.split(",")
         if any(must_encrypt(encrypt, each) for each in hosts):
@@ -82,7 +82,7 @@ class Porch:
                 sock.close()
                 continue
             self.strangers[stranger] = time.monotonic()
-            self._loop.after(self._handshake_s, partial(self._expire, stranger))
+            self._set_timer()
         self._paused = True  # all others wait with the kernel
         for each in self._listeners:
             self._loop.watch(each, 0)
@@ -106,9 +106,18 @@ class Porch:
             self._paused = False
             self._watch()
 
-    def _expire(self, stranger: Any) -> None:
-        if stranger in self.strangers:
+    def _set_timer(self) -> None:
+        """One for all of them: strangers that come and go by the thousand leave none behind."""
+        if self.strangers and not self._has_timer:
+            self._has_timer = True
+            oldest = next(iter(self.strangers.values()))
+            self._loop.after(oldest + self._handshake_s - time.monotonic(), self._expire)
+
+    def _expire(self) -> None:
+        self._has_timer, began = False, time.monotonic() - self._handshake_s
+        for stranger in [stranger for stranger, since in self.strangers.items() if since <= began]:
             self._refuse(stranger, "it has proven nothing in time")
+        self._set_timer()
 
 
 def listeners(hosts: list[str], port: int) -> list[socket.socket]:

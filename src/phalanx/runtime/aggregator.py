@@ -25,12 +25,12 @@ from phalanx.control.messages import EVERYONE
 from phalanx.gate.hub import Hub, Item
 from phalanx.observe import fold_form
 from phalanx.observe.fold import block_of
-from phalanx.runtime import inventory, kernel
+from phalanx.runtime import inventory
 from phalanx.runtime.gathering import FIRST_S, Gatherer, limit_s
 from phalanx.runtime.reports import Folder
 from phalanx.runtime.secret import NAME, Identity, Secret
 from phalanx.runtime.spawner import SLOTS
-from phalanx.runtime.transport import Link, Loop, Server, Session, key_of
+from phalanx.runtime.transport import Link, Loop, Server, Session, in_parts, key_of
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ Report = tuple[Message, Session | None]  # who waits for an answer
 
 
 class Sending:
-    """What hubs say to those below them, in one message for each and round of the loop."""
+    """What hubs say to those below them, in one message for each and round of the loop, if that can hold it."""
 
     def __init__(self, loop: Loop, session_of: Callable[[str], Session | None]):
         self._loop, self._session_of = loop, session_of
@@ -127,7 +127,7 @@ class Sending:
         items, self._items = self._items, {}
         for name, said in items.items():
             if session := self._session_of(name):
-                session.tell({"type": "store", "items": said}, must=True)
+                in_parts(partial(tell_store, session), said)
 
 
 class Aggregator:
@@ -248,7 +248,7 @@ class Aggregator:
         self._joins.add(object(), item)  # one that asks again does not begin a round
 
     def _send_joins(self, items: list[Message]) -> None:
-        self.link.tell({"type": "joins", "items": items})
+        in_parts(lambda part: self.link.tell({"type": "joins", "items": part}), items)
 
     def _admitted(self, items: list[Message]) -> None:
         for item in items:
@@ -285,7 +285,7 @@ class Aggregator:
         self._above.add(self._asker, item, urgent=item[0] == "call")
 
     def _send_above(self, items: list[Item]) -> None:
-        self.link.tell({"type": "store", "items": items}, must=True)
+        in_parts(partial(tell_store, self.link), items)
 
     def _ping(self) -> None:
         if not self._closed:
@@ -387,23 +387,15 @@ class Aggregator:
 
     def _send_reports(self, bundle: list[Report]) -> None:
         try:
-            number = self._post_reports(merged([item for item, _ in bundle]))
+            self._post_reports(merged([item for item, _ in bundle]))
         except OverflowError:  # nobody has listened for very long
             self._give_back(bundle)
             return
+        number = self.link.outbox.last
         self._passed += [(number, report) for report in bundle if report[1] or report[0]["edge"] == SEEN]
 
-    def _post_reports(self, items: list[Message]) -> int:
-        """Post them, in several messages if one cannot hold them all. Return the number of the last."""
-        try:
-            return self.link.post({"type": "reports", "items": items})
-        except WireError as error:
-            if len(items) == 1:  # its sender would repeat it for ever, and everybody else would wait
-                kernel.complain(f"a report of node {items[0].get('node')} is dropped: {error}")
-                return self.link.outbox.last
-        half = len(items) // 2
-        self._post_reports(items[:half])
-        return self._post_reports(items[half:])
+    def _post_reports(self, items: list[Message]) -> None:
+        in_parts(lambda part: self.link.post({"type": "reports", "items": part}), items)
 
     def _give_back(self, bundle: list[Report]) -> None:
         """Agents connect anew, and send what they said again, from the first on that was not acknowledged. Of the edges
@@ -422,6 +414,10 @@ class Aggregator:
         self._ticked_ns = now
         self._post(self.liveness.tick(self._now_ns()))
         self._loop.after(TICK_S, self._tick)
+
+
+def tell_store(end: Session | Link, items: list[Item]) -> None:
+    end.tell({"type": "store", "items": items}, must=True)
 
 
 def check_said(item: Any, node: str) -> None:

@@ -46,7 +46,7 @@ from phalanx.runtime.aggregator import BEAT_S, ITEMS, PASSED, PING_S, Aggregator
 from phalanx.runtime.journal import Entry, Fenced, Journal, JournalError, Tables
 from phalanx.runtime.journal_server import JournalServer
 from phalanx.runtime.secret import READ, Identity, Secret, load_secret
-from phalanx.runtime.transport import ODD, Link, Loop, Server, Session
+from phalanx.runtime.transport import ODD, Link, Loop, Server, Session, in_parts
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 URGENT_S = 0.1  # that a decision is waited for, before others are heard
@@ -151,6 +151,10 @@ def orders(commands: list[Command], roster: Roster) -> dict[str, list[Message]]:
             more = {node: own[node] for node in owners.get(home, ()) if everyone or node in nodes}
             out.setdefault(home, []).append({"type": "command", "nodes": nodes, "command": common, "own": more})
     return out
+
+
+def _post_commands(session: Session, items: list[Message]) -> None:
+    in_parts(lambda part: session.post({"type": "commands", "items": part}), items)
 
 
 class Printer:
@@ -351,7 +355,7 @@ class Controller:
             commands = [*self.gang.members.fences(nodes), *self.gang.outstanding()]
             said = orders(commands, self.state.roster).get(name)
             if said:
-                session.post({"type": "commands", "items": said})
+                _post_commands(session, said)
 
     def _closed(self, session: Session) -> None:
         if session.peer.role == "user":
@@ -444,7 +448,8 @@ class Controller:
         if body["type"] == "ping":
             self._pinged(session, body)
         elif body["type"] == "joins":
-            session.tell({"type": "admitted", "items": [self._admit(item) for item in body["items"]]})
+            admitted = [self._admit(item) for item in body["items"]]
+            in_parts(lambda part: session.tell({"type": "admitted", "items": part}), admitted)
         else:
             for item in body["items"]:
                 self.hub.take(session.peer.name, item)
@@ -619,7 +624,7 @@ class Controller:
     def _post(self, commands: list[Command]) -> None:
         for home, items in orders(commands, self.state.roster).items():
             if home in self.server.sessions:
-                self.server.sessions[home].post({"type": "commands", "items": items})
+                _post_commands(self.server.sessions[home], items)
 
     def _troubled(self, error: JournalError) -> None:
         """Nothing more is said, and no sender is told that it was heard, until the journal can be written."""

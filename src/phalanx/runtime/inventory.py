@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import ipaddress
+import json
 import os
 import platform
 import resource
@@ -23,6 +24,7 @@ from phalanx.core.errors import MOST_INT, UserError
 from phalanx.core.limits import limit_bytes, num_cores
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
+MOST_ABOUT_BYTES = 64 << 10  # a host with a thousand interfaces and devices says less
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 NUMA = Path("/sys/devices/system/node")
 
@@ -177,6 +179,8 @@ def check_about(said: Message) -> None:
     check({**said, "type": "about"}, ABOUT)
     if more := said.keys() - ABOUT["about"].keys():
         raise WireError(f"about.{min(more)} is not known")
+    if (size := len(json.dumps(said))) > MOST_ABOUT_BYTES:
+        raise WireError(f"about has {size} bytes: expected at most {MOST_ABOUT_BYTES}")
     for name, value in said.items():
         if isinstance(value, (int, float)) and not -MOST_INT < value < MOST_INT:  # no number at all is refused too
             raise WireError(f"about.{name} = {str(value)[:30]}: expected at most {MOST_INT}")

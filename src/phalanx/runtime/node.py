@@ -34,7 +34,7 @@ from phalanx.core.carrier import is_up
 from phalanx.core.errors import UserError
 from phalanx.observe.fold import fold_of
 from phalanx.runtime import inventory, kernel, zygote
-from phalanx.runtime.aggregator import COMMANDS
+from phalanx.runtime.aggregator import COMMANDS, tell_store
 from phalanx.runtime.forked import Channel
 from phalanx.runtime.health import Monitor
 from phalanx.runtime.hosting import Host
@@ -45,7 +45,7 @@ from phalanx.runtime.reports import Reporter
 from phalanx.runtime.secret import NAME, READ, Identity, Keys, load_keys, read_token
 from phalanx.runtime.spawner import Spawner, Stop, Warm, Worker
 from phalanx.runtime.telemetry import Telemetry
-from phalanx.runtime.transport import Link, Session
+from phalanx.runtime.transport import Link, Session, in_parts
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 STDIN = "-"
@@ -134,6 +134,7 @@ class Node(Host):
         self.telemetry = Telemetry(self.health)
         self.ranks: dict[int, int] = {}  # worker -> rank
         self.rails: dict[str, bool] = {}  # interface -> whether it is up; of several
+        self._told_rails = 0  # the incarnation in which the controller was told of those that are down
         self.reporter = Reporter(self.loop, self.life, self._tell_record, self._check_done)
         self.logs = options.logs or options.folder / "logs"
         self.shipped = None if options.logs else Logs(self.logs)
@@ -207,6 +208,10 @@ class Node(Host):
     def _look_at_rails(self) -> None:
         assert self.agent
         self.loop.after(RAILS_S, self._look_at_rails)
+        if self.agent.joined and self._told_rails != self.agent.incarnation:
+            self._told_rails = self.agent.incarnation
+            for interface in [interface for interface, was_up in self.rails.items() if not was_up]:
+                self.agent.link_changed(interface, up=False)  # what an earlier incarnation said is not heard
         for interface, was_up in self.rails.items():
             up = is_up(interface)
             if up != was_up:
@@ -466,7 +471,7 @@ class Node(Host):
             self.agent.service_said(now_ns, service, check(body, FIRST))
         elif service == "store" and kind == "relay":
             if self.link:
-                self.link.tell({"type": "store", "items": body["items"]}, must=True)
+                in_parts(partial(tell_store, self.link), body["items"])
             return
         elif service and kind == "error" and body.get("kind") == UserError.__name__ and not self.agent.incarnation:
             raise Refusal(f"this node may not join: {body.get('text')}")

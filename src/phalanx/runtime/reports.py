@@ -12,18 +12,21 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from phalanx.observe.fold import aged, folded, in_blocks
+from phalanx.runtime import kernel
 from phalanx.runtime.secret import Identity, Secret
-from phalanx.runtime.transport import Link, Loop, Server, Session
-from phalanx.runtime.wire import Message, Schemas, WireError
+from phalanx.runtime.transport import Link, Loop, Server, Session, in_parts
+from phalanx.runtime.wire import Message, Schemas
 
 GATHER_S = 0.005  # in which an agent gathers
 FOLD_S = 0.01  # and an aggregator, events
 STEPS_S = 0.1  # and steps, which nobody waits for: enough for all nodes to have said theirs
 RELAY_S = 0.5  # and a relay, steps that some of its aggregators have not said yet
 RETRY_S = 0.25
+MOST_BYTES = 1 << 20  # in a message of an agent
 AGGREGATORS = ("aggregator",)  # who may speak for the record
 
 #: To a keeper of records, or to another aggregator before it.
@@ -45,10 +48,13 @@ class Reporter:
         return not self._kept
 
     def say(self, item: Message) -> None:
+        size = len(json.dumps(item)) if len(item) < 12 else 1024  # folds are of about this size
+        if size > MOST_BYTES:
+            kernel.complain(f"not recorded, because it has {size} bytes: {str(item)[:100]}")
+            return
         self._last += 1
         if "ranks" not in item:
             item = {**item, "n": self._last, "life": self._life}
-        size = len(json.dumps(item)) if len(item) < 12 else 1024  # folds are of about this size
         self._kept.append((self._last, item, size, time.monotonic()))
         self.size_bytes += size
         self._later(GATHER_S)
@@ -70,14 +76,25 @@ class Reporter:
             self._loop.after(seconds, self._flush)
 
     def _flush(self) -> None:
+        """Say as much as a frame is sure to hold, and the rest next."""
         self._due = False
-        now = time.monotonic()
-        items = [aged(item, now - at) for number, item, _, at in self._kept if number > self._sent]
-        if items:
-            if self._tell({"type": "said", "upto": self._last, "items": folded(items)}):
-                self._sent = self._last
-            else:
-                self._later(RETRY_S)
+        now, upto, items, size_bytes = time.monotonic(), self._sent, list[Message](), 0
+        for number, item, size, at in self._kept:
+            if number <= self._sent:
+                continue
+            size_bytes += size
+            if items and size_bytes > MOST_BYTES:
+                break
+            upto = number
+            items.append(aged(item, now - at))
+        if not items:
+            return
+        if self._tell({"type": "said", "upto": upto, "items": folded(items)}):
+            self._sent = upto
+            if upto < self._last:
+                self._later(0.0)
+        else:
+            self._later(RETRY_S)
 
 
 class Folder:
@@ -128,26 +145,20 @@ class Folder:
         if self._items and self.upstream:
             now = time.monotonic()
             items = folded(aged(item, now - at) for item, at in self._items)
+            blocks = [in_blocks(item, self.block) for item in items]
             try:
-                number = self._post([in_blocks(item, self.block) for item in items])
+                in_parts(partial(_post_said, self.upstream), blocks)
             except OverflowError:  # the record's keeper is away for long
                 return self._later(RETRY_S)
-            self._passed.append((number, self._owed))
+            self._passed.append((self.upstream.outbox.last, self._owed))
             self._items, self._owed = [], {}
         elif self._items:
             self._later(RETRY_S)
         return None
 
-    def _post(self, items: list[Message]) -> int:
-        assert self.upstream
-        try:
-            return self.upstream.post({"type": "said", "items": items})
-        except WireError:
-            if len(items) == 1:
-                return self.upstream.outbox.last  # nobody could ever take it
-        half = len(items) // 2
-        self._post(items[:half])
-        return self._post(items[half:])
+
+def _post_said(link: Link, items: list[Message]) -> None:
+    link.post({"type": "said", "items": items})
 
 
 class Relay:

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.gate.loop import READ, WRITE, Loop
 from phalanx.gate.porch import HANDSHAKE_S, Porch, dialled
@@ -32,10 +32,13 @@ from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 OUTBOX_BYTES = 64 << 20  # posted and not acknowledged
 WINDOW_BYTES = 1 << 20  # given to a connection and not yet taken by the kernel
+REACH_S = 1.0  # for a connection, where there are other addresses
 BACKOFF_S = (0.05, 5.0)  # between attempts to connect: first, and at most
 
 #: What a handler raises on something that nobody thought that a peer could send.
 ODD = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+
+T = TypeVar("T")
 
 _ENVELOPES: Schemas = {
     "resume": {"seq": int},  # all that I posted up to here was acknowledged
@@ -144,6 +147,20 @@ class Session:
         elif seq > self.received:
             raise WireError(f"message {seq} came after {self.received}")
         return None
+
+
+def in_parts(say: Callable[[list[T]], object], items: list[T]) -> None:
+    """Say items in one message, or in several if one cannot hold them all. Drop an item that none can hold: its sender
+    would repeat it for ever, and everybody else would wait."""
+    try:
+        say(items)
+    except WireError as error:
+        if len(items) < 2:
+            kernel.complain(f"dropped: {str(items)[1:101]}: {error}")
+            return
+        half = len(items) // 2
+        in_parts(say, items[:half])
+        in_parts(say, items[half:])
 
 
 def key_of(peer: Identity) -> str:
@@ -344,6 +361,8 @@ class Link:
         self._sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._sock.setblocking(False)
         self._loop.after(self._handshake_s, partial(self._expire, self._sock))
+        if len(self.addresses) > 1:
+            self._loop.after(REACH_S, partial(self._pass_over, self._sock))
         try:
             code = self._sock.connect_ex((host, port))
             if code not in (0, errno.EINPROGRESS):
@@ -356,6 +375,11 @@ class Link:
     def _expire(self, sock: socket.socket) -> None:
         if sock is self._sock and not self.session:
             self._end(f"{self._address} did not answer in {self._handshake_s:g} s")
+
+    def _pass_over(self, sock: socket.socket) -> None:
+        """Do not wait out an address that is cut off: by then this end is taken for dead."""
+        if sock is self._sock and self._conn is None:
+            self._end(f"{self._address} did not answer in {REACH_S:g} s, and there are other addresses")
 
     def _connected(self, mask: int) -> None:
         assert self._sock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -18,6 +19,7 @@ from phalanx.web.shelf import Shelf
 PORT = 7474
 LESS_URGENT = 10
 MOST_OPEN = 256  # connections at once; others are asked to try again
+PATIENCE_S = 5  # for a request, or the next one
 START_S, LEAVE_S = 20.0, 5.0  # how long a run waits for its dashboard
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -38,13 +40,36 @@ def serve(root: Path, host: str, port: int, price: float | None, say: Callable[[
         say(f"dashboard of {root}: {address}" + (f"?token={token}" if token else ""))
         config = uvicorn.Config(
             create_app(Shelf(root, price), token),
+            http=_hasty(),
             log_level="warning",
             access_log=False,
             limit_concurrency=MOST_OPEN,
-            timeout_keep_alive=5,
+            timeout_keep_alive=PATIENCE_S,
             timeout_graceful_shutdown=1,
         )
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _hasty() -> type[asyncio.Protocol]:
+    """Return a protocol that ends connections without a whole request, because a few silent ones would keep all others
+    out."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Hasty(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(PATIENCE_S, self._look, None)
+
+        def _look(self, before: object) -> None:
+            """`before`: the request that was answered last when it looked the last time."""
+            if self.transport.is_closing():
+                return
+            if self.cycle is before and (before is None or before.response_complete):
+                self.transport.close()
+            else:
+                self.loop.call_later(PATIENCE_S, self._look, self.cycle)
+
+    return Hasty
 
 
 def _give_way() -> None:
