@@ -437,6 +437,17 @@ def test_an_order_of_the_operator_ends_no_run_that_a_death_would():
     assert crew.gang.phase == "flushing", "recovery is off: what is saved is looked for, and the run ends"
 
 
+def test_a_replica_that_is_wanted_again_leaves_a_node_that_others_were_moved_from():
+    crew = Crew(replicas=2, per_node=2, spares=1)
+    crew.say(Scale(1), Drain("n0"))
+    crew.mute = Form
+    crew.say(crew.parted(0, 1), crew.parted(1, 1))
+    crew.mute = ()
+    crew.say(Scale(2), *crew.answers(crew.gang.form))
+    crew.say(crew.parted(0, 2))
+    assert crew.gang.form.replicas == (0, 1) and crew.node(0) == crew.node(1) == "n1"
+
+
 def test_nodes_fill_the_places_they_were_given_in_whatever_order_they_come():
     gang = Gang.of(Layout(replica=3, ranks_per_node=1), 10, Policy(), homes=("x", "y", "z"))
     launched = {}

@@ -67,16 +67,20 @@ class Changes:
         replicas there that have a world: they must rebuild it."""
         members = self._members
         for name in sorted(self._staff.leaving):
-            place = members.nodes[name].place
-            if not members.can_switch(place) or not active.keys().isdisjoint(members.replicas_at(place)):
+            old = members.nodes[name]
+            place = members.places[old.place]
+            if not members.can_switch(old.place):
                 continue
-            members.switch(place)
-            seat, old = members.places[place].now, members.nodes[name]
-            assert seat
+            assert place.now
+            there = members.replicas_at(old.place)
+            there |= {members.replica_of(rank) for rank in place.now.workers}  # not wanted now, and perhaps later
+            if not active.keys().isdisjoint(there):
+                continue
+            members.switch(old.place)
             reason = old.fault or ("it is drained" if old.drained else "its ranks take long to start")
-            why = f"node {seat.node} takes place {place} over from {name}: {reason}"
+            why = f"node {place.now.node} takes place {old.place} over from {name}: {reason}"
             self._staff.why.append((old.rung, why))
-            for number in sorted(members.replicas_at(place)):
+            for number in sorted(there):
                 found = self._worlds.replicas.get(number)
                 if found and found.phase in ("building", "built"):
                     yield number
