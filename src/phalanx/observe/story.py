@@ -52,7 +52,7 @@ class Part:
         self.rows: list[Row] = []  # in the order in which they were written
         self.slimmed = 0  # rows that are no longer whole
         self.events: list[Row] = []
-        self.incidents = Incidents(self.layout.replica)
+        self.incidents = Incidents(self.layout.replica, self.layout.replica_size)
         self._metrics, self._events = Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")
         self._anchors: dict[int, float] = {}  # generation -> when its first step was committed
 
