@@ -163,9 +163,9 @@ def print_mix(run: Path | None, as_json: bool) -> None:
     for those, _, counts in _served(record):
         places = np.array(those)
         stages = order.stage(order.position(places))
-        if stages[0] == stages[-1]:
+        if stages[0] == stages[-1] and sum(counts.values()) == len(places):
             served[int(stages[0])].update(counts)
-        else:  # the ranks report a step as a whole; which part of it was in which stage, the order knows
+        else:  # the order knows what was in which stage, and what a rank had that died before it reported
             for stage, stream in zip(stages.tolist(), order.locate(places)[0].tolist(), strict=True):
                 served[stage][order.streams[stream].source] += 1
     rows: list[dict[str, Any]] = []

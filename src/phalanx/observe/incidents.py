@@ -73,7 +73,7 @@ class Incident:
         }
         out, last = {}, self.since or self.at
         for name, mark in marks.items():
-            if mark and (self.stops or mark > self.at):
+            if mark and (name != "heal" or mark > last):
                 out[name] = max(0.0, mark - last)
                 last = max(last, mark)
         return out
@@ -202,14 +202,15 @@ class Incidents:
 
     def _node(self, at: float, event: Event) -> None:
         name, what = str(event.get("node")), str(event.get("what"))
+        how = what.removeprefix("died: ") if what.startswith(("died: was ", "died: ended ")) else what
         if name == "controller":
             if what.startswith(("died", "is silent")):
-                self._open("controller", at, "The controller", what, event, stops=False)
+                self._open("controller", at, "The controller", how, event, stops=False)
             elif what == "started":
                 self._heal("controller", at, "The controller")
         elif what.startswith("died"):
             held = [rank for rank, node in self._nodes.items() if node == name] if self._nodes else None
-            self._fail("node", at, f"Node {name}", what, event, held)
+            self._fail("node", at, f"Node {name}", how, event, held)
 
     def _notice(self, kind: str, at: float, event: Event) -> None:
         name = next((name for name in ("checkpoint", "shard", "step") if name in event), "")
@@ -331,8 +332,10 @@ def figure(value: float) -> str:
 
 
 def seconds(value: float) -> str:
+    if value < 1e-3:
+        return f"{value * 1e6:.3g} µs" if value > 0 else "0 s"
     if value < 1:
-        return f"{max(0.0, value) * 1e3:.3g} ms"
+        return f"{value * 1e3:.3g} ms"
     if value < 120:
         return f"{value:.3g} s"
     minutes, rest = divmod(round(value), 60)

@@ -41,9 +41,14 @@ export function ticks(low, high, most) {
 function timeTicks(view, most) {
   const span = view.end - view.begin;
   const steps = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
-  const step = steps.find((each) => span / each <= most) || 2592000, offset = new Date(view.begin * 1e3).getTimezoneOffset() * 60;
-  const out = [];
-  for (let t = Math.ceil((view.begin - offset) / step) * step + offset; t <= view.end; t += step) out.push(t);
+  const offset = new Date(view.begin * 1e3).getTimezoneOffset() * 60;
+  const fitting = steps.findIndex((each) => span / each <= most);
+  let step = steps[fitting] || 2592000, out = [];
+  for (const each of [step, steps[fitting - 1]]) {  // one tick alone is no scale
+    if (!each || out.length > 1) break;
+    step = each; out = [];
+    for (let t = Math.ceil((view.begin - offset) / step) * step + offset; t <= view.end; t += step) out.push(t);
+  }
   return { at: out, text: (t) => (span > 172800 ? date(t) : step < 1 ? `${clock(t)}.${Math.round((t % 1) * 10)}` : clock(t)) };
 }
 
@@ -151,7 +156,11 @@ export function lineChart(view, { title, unit, name, dots = "", data, marks = ()
     if (predicted) { low = Math.min(low, predicted[0]); high = Math.max(high, predicted[1]); }
     if (range) [low, high] = range;
     const isLog = options.log && low > 0;
-    if (!isLog && !range) { const pad = 0.06 * (high - low || Math.abs(high) || 1); low = low >= 0 ? Math.max(0, low - pad) : low - pad; high += pad; }
+    if (!isLog && !range) {
+      if (!high && !low) high = 1;
+      const pad = 0.06 * (high - low || Math.abs(high));
+      low = low >= 0 ? Math.max(0, low - pad) : low - pad; high += pad;
+    }
     const scale = isLog ? Math.log : (v) => v;
     const y = (v) => height - BOTTOM - ((scale(v) - scale(low)) / (scale(high) - scale(low) || 1)) * (height - BOTTOM - TOP);
     const levels = isLog ? [low, Math.sqrt(low * high), high] : ticks(low, high, height < 150 ? 3 : 5);
