@@ -98,15 +98,19 @@ def totals(pieces: Iterable[Segment], ranks: int) -> dict[str, int]:
     return out
 
 
-def lost(pieces: Sequence[Segment], ranks: int, begin: float, end: float) -> float:
-    """GPU-seconds in a span that a failure cost: standing still, absent ranks, abandoned steps."""
-    first, last, out = _ns(begin), _ns(end), 0
+def lost(pieces: Sequence[Segment], ranks: int, begin: float, end: float, back: float) -> float:
+    """GPU-seconds that a failure cost: of standing still and of absent ranks between two times, and of the steps before
+    them, from `back` on, that were abandoned."""
+    first, last, earliest, out = _ns(begin), _ns(end), _ns(back), 0
     for piece in pieces:
         length = min(last, piece.end_ns) - max(first, piece.begin_ns)
         if length > 0:
             out += length * (ranks - piece.present)
-            if piece.state in ("recovery", "rollback"):
+            if piece.state == "recovery":
                 out += length * piece.present
+        before = min(first, piece.end_ns) - max(earliest, piece.begin_ns)
+        if before > 0 and piece.state == "rollback":
+            out += before * piece.present
     return out / NS
 
 

@@ -37,6 +37,7 @@ class Incident:
     subject: str
     what: str
     since: float = 0.0  # when the last step before it ended
+    undone_since: float = 0.0  # when the first of the steps that it undid began
     step: int = -1  # where the run stood
     rung: int = -1
     stops: bool = True  # whether training waited for it
