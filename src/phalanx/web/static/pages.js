@@ -66,10 +66,10 @@ function figures(run) {
   return h("dl", { class: "figures" }, rows.map(([name, value, small]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, small ? h("small", {}, small) : null))));
 }
 
-function story(run) {
+function story(run, whole) {
   const out = [];
-  if (run.parts.length > 1) out.push(h("p", { class: "sub" }, "Continues ", run.parts.slice(0, -1).map((name, i) => [i ? ", then " : "", h("a", { href: at(name) }, name)]), ". Time between the parts is not counted."));
-  for (const branch of run.branches) out.push(h("p", { class: "sub" }, `Branch: ${count(branch.steps)} steps from step ${count(branch.step)} on were abandoned and done again.`));
+  if (whole && run.parts.length > 1) out.push(h("p", { class: "sub" }, "Continues ", run.parts.slice(0, -1).map((name, i) => [i ? ", then " : "", h("a", { href: at(name) }, name)]), ". Time between the parts is not counted."));
+  for (const branch of whole ? run.branches : []) out.push(h("p", { class: "sub" }, `Branch: ${count(branch.steps)} steps from step ${count(branch.step)} on were abandoned and done again.`));
   if (run.damaged_lines) out.push(h("div", { class: "note bad" }, `${count(run.damaged_lines)} damaged lines of the record were passed over.`));
   if (run.dropped) out.push(h("div", { class: "note bad" }, `${count(run.dropped)} lines of the record were lost: its disk was full.`));
   return out;
@@ -84,7 +84,7 @@ export async function runPage(name, tab, query) {
   const fill = () => {
     answer.textContent = part.says ? part.says() : run.headline;
     about.textContent = part.says ? run.headline : [run.layout, `began ${date(run.began)}`, run.promise].filter(Boolean).join(" · ");
-    refill(strip, part.says ? null : figures(run)); refill(notes, story(run)); links.incidents.textContent = run.incidents ? `Incidents (${count(run.incidents)})` : "Incidents";
+    refill(strip, part.says ? null : figures(run)); refill(notes, story(run, !part.says)); links.incidents.textContent = run.incidents ? `Incidents (${count(run.incidents)})` : "Incidents";
   };
   const makers = { "": overview, steps: stepsTab, goodput: goodputTab, ranks: ranksTab, map: mapTab, hosts: hostsTab, incidents: incidentsTab, checkpoints: checkpointsTab, data: dataTab, logs: logsTab, record: recordTab };
   const part = await (makers[tab] || overview)(name, run, query, () => fill());
