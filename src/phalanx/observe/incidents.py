@@ -349,6 +349,8 @@ def seconds(value: float) -> str:
 def money(value: float) -> str:
     if value >= 10_000:
         return f"${value / 1e3:,.3g} k"
+    if value >= 100:
+        return f"${float(f'{value:.3g}'):,.0f}"
     return f"${value:,.2f}" if value >= 0.1 else f"${value:.2g}"
 
 

@@ -241,12 +241,14 @@ export function ribbon(view, { segments, incidents, checkpoints, spikes, stages 
       svg.append(s("rect", { x: a, width: Math.max(0.5, b - a), y: 32, height: 24 * share, fill: paint(state), "data-state": state }));
       if (share < 1) svg.append(s("rect", { x: a, width: Math.max(0.5, b - a), y: 32 + 24 * share, height: 24 * (1 - share), fill: paint("out"), "data-state": "out" }));
     }
+    let named = -Infinity;  // where the last number stands: they do not run into each other
     for (const one of incidents()) {
       if (one.at < view.begin || one.at > view.end) continue;
       const x = clamp(one.at), colour = one.stops ? "var(--recovery)" : "var(--soft)";
       svg.append(s("a", { class: "glyph", href: href(one.number), "aria-label": one.verdict },
         s("title", {}, one.verdict), s("path", { d: `M${x},30l-6,-8h12Z`, fill: colour }),
-        s("text", { x, y: 16, "text-anchor": "middle" }, one.number)));
+        x - named >= 18 ? s("text", { x, y: 16, "text-anchor": "middle" }, one.number) : null));
+      if (x - named >= 18) named = x;
     }
     for (const one of checkpoints()) {
       if (one.time < view.begin || one.time > view.end) continue;

@@ -43,7 +43,7 @@ export function figure(v) {
   return String(Number(v.toPrecision(3)));
 }
 export const percent = (v, digits = 1) => (known(v) ? `${v === 1 || v === 0 ? 100 * v : (100 * v).toFixed(digits)} %` : "–");
-export const money = (v) => (!known(v) ? "–" : v >= 1e4 ? `$${figure(v / 1e3)} k` : v >= 0.1 ? `$${v.toFixed(2)}` : `$${figure(v)}`);
+export const money = (v) => (!known(v) ? "–" : v >= 1e4 ? `$${figure(v / 1e3)} k` : v >= 100 ? `$${count(Number(v.toPrecision(3)))}` : v >= 0.1 ? `$${v.toFixed(2)}` : `$${figure(v)}`);
 export function seconds(v) {
   if (!known(v)) return "–";
   if (v <= 0) return "0 s";

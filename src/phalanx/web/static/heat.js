@@ -51,6 +51,12 @@ export function heatMap(view, { run, onRank, onRanks, onDrawn, ranks = [0, Infin
     if (!found.rows) { ink.fillText("This run's record has no step times of ranks yet: they come with its first step.", LEFT, 40); status.textContent = ""; return; }
     const tall = height / found.rows, hatch = hatched(ink, style);
     let worst = 0, who = 0, when = 0;
+    const hot = [], edge = (v) => Math.round(v * scale) / scale;  // on the pixels of the screen: no seams
+    const paint = (a, b, r, code) => {
+      const x = edge(a), y = edge(r * tall);
+      ink.fillStyle = code ? `rgb(${colour(ratio(code))})` : hatch;
+      ink.fillRect(x, y, Math.max(1 / scale, edge(b) - x), Math.max(1 / scale, edge((r + 1) * tall) - y));
+    };
     state.worst = new Uint8Array(found.rows);
     for (let c = 0; c < found.columns; c++) {
       const a = Math.max(LEFT, view.x(found.begins[c], width)), b = Math.min(width - RIGHT, view.x(found.ends[c], width));
@@ -59,10 +65,11 @@ export function heatMap(view, { run, onRank, onRanks, onDrawn, ranks = [0, Infin
         const code = codes[r * found.columns + c];
         if (code > worst) { worst = code; who = r; when = c; }
         state.worst[r] = Math.max(state.worst[r], code);
-        ink.fillStyle = code ? `rgb(${colour(ratio(code))})` : hatch;
-        ink.fillRect(a, r * tall, Math.max(0.6, b - a + 0.3), Math.max(0.6, tall + 0.3));
+        paint(a, b, r, code);
+        if (code && ratio(code) >= STANDS_OUT) hot.push([a, b, r, code]);
       }
     }
+    for (const cell of hot) paint(...cell);  // where columns are narrower than a pixel, the larger value stays
     ink.fillStyle = style.getPropertyValue("--soft"); ink.textAlign = "right";
     const rows = found.ranks[1] - found.ranks[0];
     const names = rows <= 16 ? [...Array(rows).keys()] : [0, 0.25, 0.5, 0.75, 1].map((part) => Math.min(rows - 1, Math.floor(part * rows)));
