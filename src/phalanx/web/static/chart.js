@@ -189,7 +189,7 @@ export function lineChart(view, { title, unit, name, dots = "", data, marks = ()
       run.push(i);
     });
     flush();
-    lines.append(s("path", { class: "envelope", d: envelope }));
+    if (one.min !== one.mean) lines.append(s("path", { class: "envelope", d: envelope }));  // else each point is one step
     if (smooth) lines.append(s("path", { class: "raw", d: raw }));
     lines.append(s("path", { class: "smooth", d: strong }));
     if (d.time.length < 3) for (const i of inside) if (known(one.mean[i])) lines.append(s("circle", { cx: x[i], cy: y(one.mean[i]), r: 2.5, fill: "var(--productive)" }));
