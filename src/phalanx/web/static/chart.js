@@ -105,7 +105,7 @@ function show(parts, svg) {
 function axis(view, width, height) {
   const { at, text } = timeTicks(view, Math.max(2, Math.floor(width / 140)));
   const half = 28;  // of a label, which stays inside
-  return at.map((t) => s("text", { x: Math.min(view.x(t, width), width - half), y: height - 4, "text-anchor": "middle" }, text(t)));
+  return at.map((t) => s("text", { x: Math.max(LEFT + half - 4, Math.min(view.x(t, width), width - half)), y: height - 4, "text-anchor": "middle" }, text(t)));
 }
 
 function cursor(parts, view, tell) {

@@ -207,10 +207,18 @@ const READINGS = {  // title, format, unit of the axis
   device_throttle: ["Times slowed down, the most on a node", count], device_ecc: ["ECC errors, the most on a node", count], device_link_errors: ["Link errors, the most on a node", count],
 };
 
-const ANSWERS = [  // what is said first: of which reading, which end of it, in which words
-  ["device_busy", "min", (v) => `the least busy device works ${v} of the time`], ["device_heat", "max", (v) => `the hottest has ${v}`], ["device_memory", "max", (v) => `the fullest is ${v} full`],
-  ["host_cpu", "max", (v) => `the busiest host uses ${v} of its cores`], ["host_memory", "max", (v) => `the fullest uses ${v} of its memory`],
-];
+const ANSWERS = {  // what is said first, of devices or else of hosts: of which reading, which end of it, in which words
+  Devices: [["device_busy", "min", (v) => `the least busy works ${v} of the time`], ["device_heat", "max", (v) => `the hottest is at ${v}`], ["device_memory", "max", (v) => `the fullest is ${v} full`]],
+  Hosts: [["host_cpu", "max", (v) => `the busiest uses ${v} of its cores`], ["host_memory", "max", (v) => `the fullest uses ${v} of its memory`]],
+};
+
+function readingsInWords(readings) {
+  for (const [what, list] of Object.entries(ANSWERS)) {
+    const known = list.filter(([key]) => readings[key]).map(([key, end, words]) => words(READINGS[key][1](readings[key][end])));
+    if (known.length) return `${what}: ${known.join(", ")}.`;
+  }
+  return "Nothing is known of the hosts yet.";
+}
 
 async function hostsTab(name, run, query) {
   const view = makeView(run, query);
@@ -230,8 +238,7 @@ async function hostsTab(name, run, query) {
     refill(last, table());
   };
   fill();
-  const says = () => Object.entries(run.readings).length ? `${ANSWERS.filter(([key]) => run.readings[key]).map(([key, end, words]) => words(READINGS[key][1](run.readings[key][end]))).join("; ")}.`.replace(/^./, (c) => c.toUpperCase()) : "Nothing is known of the hosts yet.";
-  return { view, says, element: [none, some, h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name} --json`), " (readings)")], async heard(next) { run = next; view.grow(run.ended); await load(); fill(); charts.forEach((c) => c.draw()); } };
+  return { view, says: () => readingsInWords(run.readings), element: [none, some, h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name} --json`), " (readings)")], async heard(next) { run = next; view.grow(run.ended); await load(); fill(); charts.forEach((c) => c.draw()); } };
 }
 
 function phasesBar(one) {
