@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -254,6 +256,35 @@ def test_mix_splits_a_step_at_a_change_of_stage(record):
         (1, "code"): 9 * BATCH - 19,
     }
     assert all(row["served"] == row["planned"] for row in rows.values())
+
+
+def test_mix_counts_a_step_that_was_done_again_once(record):
+    before = phalanx("mix", record, "--json").stdout
+    rows = (record / "metrics.jsonl").read_text().splitlines(keepends=True)
+    again = rows[4:]
+    rows[4] = rows[4].replace('"data_digest": "', '"data_digest": "f')
+    (record / "metrics.jsonl").write_text("".join([*rows, *again]))  # back to step 4 after the last one
+    assert phalanx("mix", record, "--json").stdout == before
+    assert phalanx("where", record, "--step", "4").stdout.endswith("these are the bytes that the ranks trained on\n")
+
+
+def test_mix_counts_the_runs_that_a_run_continues(record, monkeypatch):
+    """With another batch from the checkpoint on, and after the first run had come further than its checkpoint."""
+    before = json.loads(phalanx("mix", record, "--json").stdout)
+    data, runs = RunData.read(record), record.parent / "runs"
+    first, second = (runs / f"job-2026010{day}T000000Z-000{day}" for day in (1, 2))
+    shutil.copytree(record, first)
+    shutil.copytree(record, second)
+    half, rows = replace(data, first_step=6, first_place=6 * BATCH, global_batch=BATCH // 2), []
+    half.write(second)
+    resume = {"type": "resume", "time": 1.0, "step": 6, "name": "step-6", "url": str(first / "checkpoints")}
+    (second / "events.jsonl").write_text(json.dumps(resume) + "\n")
+    for step in range(6, 6 + 2 * (STEPS - 1 - 6)):
+        rows.append({"step": step, "served": {"code": BATCH // 2}, "data_digest": "0"})
+    (second / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert json.loads(phalanx("mix", second, "--json").stdout) == before
+    monkeypatch.chdir(runs.parent)
+    assert json.loads(phalanx("mix", second.name, "--json").stdout) == before, "by its name"
 
 
 def test_where_without_a_tokenizer_prints_the_ids(record):

@@ -42,7 +42,27 @@ def test_ls_and_show(root):
     assert "incident 1, worker" in text and "productive" in text and "$" in text
     story = json.loads(ask("show", "job", "--dir", root, "--json").output)
     assert sum(row["share"] for row in story["goodput"]["states"]) == pytest.approx(1)
+    assert story["record"]["job"]["job"]["name"] == "job" and "started" in story["record"]["meta"]
     assert story["incidents"][0]["verdict"].split(": ")[1].startswith("Rank 1 on node-0 was killed")
+
+
+def test_one_damaged_record_hides_no_other(tmp_path):
+    run = Written(tmp_path, "damaged").begin()
+    run.event("control form", replicas=5)
+    Written(tmp_path, "quiet").begin().steps(0, 30).end()
+    table = ask("ls", tmp_path).output
+    assert "30/40" in table and "Cannot be read: TypeError" in table
+
+
+def test_ranks_names_the_slowest_of_the_last_steps(tmp_path):
+    run = Written(tmp_path, "ranks").begin().steps(0, 20)
+    assert "no rank has told" in ask("ranks", "last", "--dir", tmp_path).output
+    for step in range(20):
+        run.record.rank_times(step, [1, {"0": 0.1, "1": 0.4 if step == 3 else 0.1}], 2)
+    run.end()
+    (first, *_) = json.loads(ask("ranks", "last", "--dir", tmp_path, "--json").output)
+    assert first["ranks"] == [1, 2] and first["ratio"] > 1.5
+    assert "1.00 x" in ask("ranks", "last", "--dir", tmp_path, "--last", 10).output.splitlines()[0]
 
 
 def test_diff_says_by_its_exit_code_whether_they_part(root):

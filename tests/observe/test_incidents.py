@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.observe.incidents import Incidents
+from phalanx.observe.incidents import Incidents, clock
 
 FORM = {"type": "control form", "rung": 1, "branch": False, "reason": "the worker of rank 1 was killed"}
 BEFORE = [
@@ -48,3 +48,63 @@ def test_a_join_that_is_decided_before_the_step_without_it_is_reported_is_told()
     incidents.add({**COMMITTED, "time": 7.0, "generation": 3, "step": 11})
     assert one.healed == 7.0 and one.join_s == pytest.approx(0.2) and one.generation == 2
     assert "at full strength after 2 s" in one.verdict()
+
+
+def placed(rank: int, node: str) -> dict:
+    return {"type": "started", "time": 0.5, "rank": rank, "node": node, "service": ""}
+
+
+def test_what_takes_no_part_stops_nobody():
+    """A spare that died at hour one and a worker at hour ninety made eighty-nine hours of recovery."""
+    incidents = Incidents(replicas=2)
+    died = {"type": "node", "node": "spare", "what": "died: was killed by SIGKILL"}
+    for event in [placed(0, "node-0"), placed(1, "node-1"), *BEFORE[:3], {**died, "time": 2.0}, {**died, "time": 3.0}]:
+        incidents.add(event)
+    (spare,) = incidents.all
+    assert not spare.stops and not spare.open and not spare.phases()
+    assert "It happened 2 times. It took no part" in spare.verdict()
+    for event in [*BEFORE[3:], {**STARTED, "time": 6.0}, {**COMMITTED, "time": 6.1}]:
+        incidents.add(event)
+    assert incidents.windows == [(5.0, 6.0)], "the gang stood still from the death of rank 1 on"
+
+
+def test_a_node_with_ranks_at_work_stops_the_gang():
+    incidents = Incidents(replicas=2, replica_size=2)
+    for event in [placed(rank, f"node-{rank // 2}") for rank in range(4)] + BEFORE[:3]:
+        incidents.add(event)
+    incidents.add({"type": "node", "time": 5.0, "node": "node-1", "what": "died: was killed by SIGKILL"})
+    (one,) = incidents.all
+    assert one.stops and one.open
+
+
+def test_a_replica_that_dies_again_before_it_is_back_is_the_same_incident():
+    """The others train meanwhile: only until they were formed anew did they stand still."""
+    incidents = Incidents(replicas=2)
+    again = {"type": "exit", "time": 8.0, "rank": 1, "node": "node-0", "signal": "SIGKILL"}
+    for event in [
+        placed(0, "node-0"), placed(1, "node-1"), *BEFORE[:4], {**BEFORE[4], "replicas": [0]},
+        {**STARTED, "time": 6.0}, {**COMMITTED, "time": 6.1}, again,
+        {**FORM, "time": 9.0, "generation": 3, "step": 20, "last": 20, "replicas": [0, 1], "rung": -1},
+        {**STARTED, "time": 9.5, "generation": 3}, {**COMMITTED, "time": 9.9, "generation": 3, "step": 21},
+    ]:  # fmt: skip
+        incidents.add(event)
+    (one,) = incidents.all
+    assert again in one.evidence and one.healed == 9.9
+    assert incidents.windows == [(5.0, 6.0), (9.0, 9.5)]
+
+
+def test_a_failure_that_is_answered_before_it_is_reported_is_one_of_its_own():
+    """It vanished in the incident before it, which still waited for its replica."""
+    incidents, form = Incidents(replicas=3), {**FORM, "step": 20, "last": 20}
+    for event in [
+        *(placed(rank, f"node-{rank}") for rank in range(3)),
+        {**BEFORE[0], "replicas": [0, 1, 2]}, *BEFORE[1:4], {**BEFORE[4], "replicas": [0, 2]},
+        {**STARTED, "time": 6.0}, {**COMMITTED, "time": 6.1},
+        {**form, "time": 9.0, "generation": 3, "replicas": [0]},
+        {"type": "exit", "time": 9.0, "rank": 2, "node": "node-2", "signal": "SIGKILL"},
+        {**STARTED, "time": 9.5, "generation": 3}, {**COMMITTED, "time": 9.9, "generation": 3, "step": 21},
+    ]:  # fmt: skip
+        incidents.add(event)
+    first, second = incidents.all
+    assert first.subject == "Rank 1 on node-0" and len(first.evidence) == 2
+    assert second.verdict().startswith(f"{clock(9.0)}: Rank 2 on node-2 was killed by SIGKILL. Training went on 900 ms")

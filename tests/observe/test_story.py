@@ -111,6 +111,20 @@ def test_abandoned_steps_are_a_branch_and_each_step_has_one_row(tmp_path):
     (one,) = story.incidents()
     assert one.lost_steps == 8 and "8 finished steps had to be done again" in one.verdict()
     assert shares(story)["rollback"] == pytest.approx(2 * 8 * 0.1)
+    assert one.lost_gpu_s == pytest.approx(shares(story)["rollback"] + shares(story)["recovery"])
+
+
+def test_steps_that_are_abandoned_twice_cost_each_incident_its_own(tmp_path):
+    run = Written(tmp_path).begin().steps(0, 20)
+    for end in (16, 40):
+        run.event("node", 0.2, node="node-0", what="died: it was killed")
+        run.generation += 1
+        run.form(12, rung=4, branch=True, last=20)
+        run.steps(12, end)
+    story = Story(run.end())
+    costs = [one.lost_gpu_s for one in story.incidents()]
+    assert sum(costs) == pytest.approx(shares(story)["rollback"] + shares(story)["recovery"])
+    assert costs[0] - costs[1] == pytest.approx(2 * (8 - 4) * 0.1, rel=1e-4)
 
 
 def test_a_resumed_run_is_one_story(tmp_path):

@@ -65,6 +65,18 @@ def test_one_slow_rank_shows_at_every_zoom(tmp_path):
     assert around["ranks"][0] + row == 4321 and around["steps"][0] + column == 321
 
 
+def test_the_slowest_ranks_are_found_by_name(tmp_path):
+    writer = TileWriter(tmp_path, 5000)
+    for step in range(20):
+        times = np.full(5000, 0.1, np.float32)
+        times[[7, 4321]] = 0.2 + 0.01 * step, 0.3 if step == 4 else 0.1
+        writer.add(step, times)
+    writer.close()
+    reader = TileReader(tmp_path)
+    assert [one["ranks"] for one in reader.slowest((0, 20), 2)] == [[7, 8], [4321, 4322]]
+    assert reader.slowest((0, 5), 1) == [{"ranks": [4321, 4322], "ratio": pytest.approx(3.0, rel=0.014)}]
+
+
 def test_steps_that_are_done_again_leave_nothing_of_the_abandoned_ones(tmp_path):
     table = np.full((200, 30), 0.1, np.float32)
     table[150, 7] = 1.0

@@ -8,7 +8,9 @@ import json
 
 import pytest
 
+from phalanx.cli.trace import _await
 from phalanx.observe import traces
+from phalanx.observe.provenance import provenance
 from phalanx.observe.story import Story
 from tests.observe.records import T0, Written
 from tests.observe.test_story import broken
@@ -59,6 +61,20 @@ def test_ranks_of_two_hosts_and_the_control_plane_are_on_one_clock(tmp_path):
     assert (row["longest_s"], row["total_s"]) == (pytest.approx(3e-3), pytest.approx(12e-3))
     traces.write(made, tmp_path / "out.json.gz")
     assert json.loads(gzip.decompress((tmp_path / "out.json.gz").read_bytes()))["traceEvents"] == made["traceEvents"]
+
+
+def test_a_rank_that_dies_is_not_waited_for(tmp_path, monkeypatch):
+    run = Written(tmp_path, process=provenance()["process"]).begin().steps(0, 3)
+    run.event("exit", rank=0, signal="SIGKILL", node="node-0", service="")  # before it was asked
+    story, folder = Story(run.path), traces.folder_of(run.path, 3, 5)
+
+    def while_it_waits(_):
+        send(run.path, 0, recorded(0, T0))
+        run.event("exit", rank=1, signal="SIGKILL", node="node-0", service="")
+
+    monkeypatch.setattr("time.sleep", while_it_waits)
+    files, failed = _await(story, folder, [0, 1], 60.0)
+    assert list(files) == [0] and failed == {1: "its worker died before"}
 
 
 @pytest.mark.parametrize("wrong", [{"first": 5, "last": 3}, {"part": 9, "of": 2}, {"last": 10**9}, {"of": 10**6}])

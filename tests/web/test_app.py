@@ -63,8 +63,8 @@ def test_every_view_says_what_the_record_says(client, root, name):
     worst = float(np.nanmax(decode(codes)))
     assert worst == pytest.approx(1.5, rel=0.014) and heat["columns"] == 10  # of a median of two ranks
     assert heat["ends"][-1] == pytest.approx(story.rows[-1]["time"], abs=1e-3)
-    assert run["phases"] == SPENT and series["series"]["phase_backward"]["max"][-1] == SPENT["backward"]
-    assert series["series"]["held_buddy"]["max"][-1] == 32
+    assert run["phases"] == SPENT and series["series"]["phase_backward"]["mean"][-1] == SPENT["backward"]
+    assert series["series"]["held_buddy"]["mean"][-1] == 32
     fleet = client.get(f"/api/runs/{name}/fleet").json()
     assert [node["name"] for node in fleet["nodes"]] == ["node-0"] and fleet["replicas"] == [[0, 2]]
     assert list(base64.b64decode(fleet["codes"])) == codes[:, -1].tolist(), "of the last steps, which were even"

@@ -43,7 +43,7 @@ def test_what_is_scraped_is_what_the_records_say(root):
     runs, samples = scraped(root)
     by = {(s.name, s.labels["job"], s.labels.get("state")): s.value for s in samples}
     assert by["phalanx_step", "job", None] == 40 and by["phalanx_loss", 'quo"te\\d', None] == pytest.approx(1.96)
-    states = [by["phalanx_gpu_seconds_total", "job", row["state"]] for row in runs["job"]["goodput"]["states"]]
+    states = [by["phalanx_gpu_seconds", "job", row["state"]] for row in runs["job"]["goodput"]["states"]]
     assert sum(states) == pytest.approx(runs["job"]["goodput"]["gpu_s"])
     assert by["phalanx_cost_dollars_total", 'quo"te\\d', None] > 0 and by["phalanx_failures_total", "job", None] == 1
     cpu = {
@@ -89,7 +89,7 @@ def test_a_real_prometheus_scrapes_a_run(root, tmp_path):
                 time.sleep(0.5)
                 found = _ask(address, 'phalanx_step{job="job"}')
             assert found and found[0]["value"][1] == "40", found
-            assert len(_ask(address, 'phalanx_gpu_seconds_total{job="job"}')) == 9
+            assert len(_ask(address, 'phalanx_gpu_seconds{job="job"}')) == 9
         finally:
             one.terminate()
             two.terminate()

@@ -43,6 +43,15 @@ def test_a_pause_breaks_the_line():
     assert columns(times, np.zeros(20)).query(0, 100, 100)["breaks"] == [10]
 
 
+def test_a_step_that_took_long_is_no_pause():
+    times, out = np.array([*range(10), *range(60, 70)], float), Columns()
+    took = np.where(times == 60, 50.0, 1.0)
+    out.load({"time": times, "step": np.arange(20), "time_s": took})
+    assert out.query(0, 100, 100)["breaks"] == []
+    out.load({"time": times, "step": np.arange(20), "time_s": np.ones(20)})
+    assert out.query(0, 100, 100)["breaks"] == [10]
+
+
 def test_part_of_a_run_reaches_both_edges():
     found = columns(np.arange(1000.0), np.arange(1000.0)).query(500, 600, 50)
     assert found["step"][0] <= 502 and found["step"][-1] == 601 and len(found["time"]) <= 50

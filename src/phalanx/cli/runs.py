@@ -59,13 +59,13 @@ def ls_command(
 ) -> None:
     """List the runs, the newest first."""
     from phalanx.core.errors import UserError
-    from phalanx.observe.story import Story, find_runs
-    from phalanx.observe.words import describe
+    from phalanx.observe.story import find_runs
+    from phalanx.observe.words import describe_any
 
     if not root.is_dir():
         remedy = "name the folder that holds runs (run.dir of the job)"
         raise UserError("there is no such folder", field="RUNS_DIR", value=str(root), remedy=remedy)
-    rows = [describe(Story(path, price)) for path in find_runs(root)]
+    rows = [describe_any(path, price) for path in find_runs(root)]
     if as_json:
         print(json.dumps(rows))
         return
@@ -76,6 +76,9 @@ def ls_command(
     say(f"{'run':<{width}}  {'state':<8} {'step':>15} {'loss':>8} {'goodput':>8} {'incidents':>9} {'GPU-hours':>10}")
     for r in rows:
         loss = f"{r['loss']:.4f}" if isinstance(r["loss"], float) else "-"
+        if r["state"] == "unreadable":
+            say(f"{r['run']:<{width}}  {r['headline']}")
+            continue
         step = f"{r['step']:,}/{r['steps']:,}"
         good = r["goodput"]
         say(
@@ -94,7 +97,8 @@ def show_command(run: Run, root: Dir = Path("runs"), as_json: Json = False, pric
     story = open_story(run, root, price)
     about, incidents = describe(story), story.incidents()
     if as_json:
-        print(json.dumps({**about, "incidents": [one.to_dict() for one in incidents]}))
+        record = {"job": story.part.job, "meta": story.part.meta, "summary": story.part.summary}
+        print(json.dumps({**about, "incidents": [one.to_dict() for one in incidents], "record": record}))
         return
     good = about["goodput"]
     say(f"{about['run']}\n{about['headline']}\n")
@@ -141,6 +145,30 @@ def fleet_command(run: Run, root: Dir = Path("runs"), as_json: Json = False) -> 
     for tier in tiers:
         again = f"{tier['behind']:,} steps ({seconds(tier['redo_s'])}) again" if tier["behind"] else "nothing again"
         say(f"  {tier['tier']:<7} step {tier['step']:>9,}  {again}; survives the loss of {tier['survives']}")
+
+
+@runs_app.command("ranks")
+def ranks_command(
+    run: Run,
+    root: Dir = Path("runs"),
+    last: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only of the last N steps.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the ranks that worked longest in a step, against the median rank of that step."""
+    from phalanx.observe.tiles import FOLDER, TileReader
+
+    story, found = open_story(run, root), []
+    if (story.path / FOLDER / "tiles.json").is_file():
+        found = TileReader(story.path / FOLDER).slowest((max(0, story.done - (last or story.done)), story.done))
+    if as_json:
+        print(json.dumps(found))
+        return
+    if not found:
+        say("no rank has told its step times")
+    for one in found:
+        a, b = one["ranks"]
+        name = f"rank {a:,}" if b == a + 1 else f"ranks {a:,} to {b - 1:,}"
+        say(f"{name:<28} at most {one['ratio']:.2f} x the median")
 
 
 @runs_app.command("diff")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import statistics
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from phalanx.cli.runs import find_folder
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
 from phalanx.core.limits import limit_bytes
@@ -27,6 +29,7 @@ from phalanx.data.selection import FILE, RunData
 from phalanx.data.tokenizer import tokenizer_of
 from phalanx.data.where import Found, where
 from phalanx.observe.record import RunRecord
+from phalanx.observe.story import Story
 from phalanx.run.console import PlainConsole
 
 PLACE_BYTES = 200  # of arithmetic for each row that is located
@@ -35,13 +38,15 @@ T = TypeVar("T")
 
 
 def find_run(path: Path | None) -> RunRecord:
-    """The record at `path`; without one, the newest in ./runs."""
+    """The record at `path`, or the run of that name in ./runs; without one, the newest there."""
     if path is None:
         runs = [file.parent for file in Path("runs").glob("*/meta.json")]
         if not runs:
             remedy = "name the record of a run, as `phalanx train` prints it"
             raise UserError("there is no run in it", field="RUN", value="runs", remedy=remedy)
         path = max(runs, key=lambda run: (run / "meta.json").stat().st_mtime_ns)
+    elif not path.is_dir():
+        path = find_folder(str(path), Path("runs"))
     for name in (FILE, "meta.json"):
         if not (path / name).is_file():
             remedy = "name the folder that `phalanx train` printed as the record"
@@ -60,11 +65,20 @@ def _read(record: RunRecord, name: str, read: Callable[[], T]) -> T:
         raise UserError(message, field="RUN", value=str(record.path), remedy=remedy) from None
 
 
-def _served(record: RunRecord) -> list[tuple[int, str, dict[str, int]]]:
-    """List every step that was trained: its number, the digest of its bytes, and how much was of each source."""
+def _served(record: RunRecord) -> list[tuple[range, str, dict[str, int]]]:
+    """List the steps that count, also those of the runs that this one continues: the places of a step, the digest of
+    its bytes, and how much came from each source."""
 
-    def read() -> list[tuple[int, str, dict[str, int]]]:
-        return [(int(row["step"]), str(row["data_digest"]), dict(row["served"])) for row in record.metrics()]
+    def read() -> list[tuple[range, str, dict[str, int]]]:
+        for row in record.metrics():  # a damaged line is an error here, not one step less
+            int(row["step"])
+        story = Story(record.path)
+        parts = [RunData.read(part.path) for part in story.parts]
+        owners = (parts[bisect_right(parts, row["step"], key=lambda part: part.first_step) - 1] for row in story.rows)
+        return [
+            (data.places(row["step"]), str(row["data_digest"]), dict(row["served"]))
+            for data, row in zip(owners, story.rows, strict=True)
+        ]
 
     return _read(record, "metrics.jsonl", read)
 
@@ -115,7 +129,7 @@ def print_where(run: Path | None, step: int, rank: int | None, url: str | None, 
             out.print(head, style="bold", soft_wrap=True, markup=False)
             out.print(f"{text}\n", soft_wrap=True, markup=False, highlight=False)
     if not as_json and rank is None:
-        out.print(_compared(record, step, found), soft_wrap=True)
+        out.print(_compared(record, data.places(step), step, found), soft_wrap=True)
 
 
 def _check_step(data: RunData, job: Job, step: int) -> None:
@@ -130,9 +144,9 @@ def _shapes(row: np.ndarray) -> str:
     return ", ".join(f"{name} {row[name][0].dtype}{list(row[name][0].shape)}" for name in row.dtype.names or ())
 
 
-def _compared(record: RunRecord, step: int, found: list[Found]) -> str:
+def _compared(record: RunRecord, places: range, step: int, found: list[Found]) -> str:
     """With the digest that the ranks reported of what they trained on."""
-    trained = next((digest for number, digest, _ in _served(record) if number == step), None)
+    trained = next((digest for those, digest, _ in _served(record) if those == places), None)
     if trained is None:
         return f"step {step} was not reached: this is what it would have been"
     same = int(trained, 16) == digest_of([f.row for f in found], [f.place for f in found])
@@ -146,12 +160,12 @@ def print_mix(run: Path | None, as_json: bool) -> None:
     order = _read(record, FILE, lambda: Order.from_dict(data.order))
     sources = list(dict.fromkeys(s.source for s in order.streams))
     served: dict[int, Counter[str]] = {stage: Counter() for stage in range(len(order.stages))}
-    for step, _, counts in _served(record):
-        places = np.array(data.places(step))
+    for those, _, counts in _served(record):
+        places = np.array(those)
         stages = order.stage(order.position(places))
-        if stages[0] == stages[-1]:
+        if stages[0] == stages[-1] and sum(counts.values()) == len(places):
             served[int(stages[0])].update(counts)
-        else:  # the ranks report a step as a whole; which part of it was in which stage, the order knows
+        else:  # the order knows what was in which stage, and what a rank had that died before it reported
             for stage, stream in zip(stages.tolist(), order.locate(places)[0].tolist(), strict=True):
                 served[stage][order.streams[stream].source] += 1
     rows: list[dict[str, Any]] = []

@@ -113,13 +113,16 @@ def _ranks(text: str, story: Story) -> list[int]:
 
 
 def _await(story: Story, folder: Path, ranks: list[int], wait_s: float) -> tuple[dict[int, Path], dict[int, str]]:
-    """Wait until all ranks have sent their traces, the run is over, or `wait_s` has passed."""
+    """Wait until all ranks have sent their traces or died, the run is over, or `wait_s` has passed."""
     from phalanx.observe import traces
 
+    asked = len(story.part.events)
     deadline = time.monotonic() + wait_s
     while True:
         over = story.part.state != "running"
         files, failed = traces.received(folder)
+        exits = {event.get("rank") for event in story.part.events[asked:] if event.get("type") == "exit"}
+        failed |= {rank: "its worker died before" for rank in ranks if rank in exits and rank not in files}
         missing = [rank for rank in ranks if rank not in files and rank not in failed]
         if not missing or over or time.monotonic() > deadline:
             return files, failed | dict.fromkeys(missing, "the run is over" if over else f"not within {wait_s:g} s")

@@ -98,15 +98,19 @@ def totals(pieces: Iterable[Segment], ranks: int) -> dict[str, int]:
     return out
 
 
-def lost(pieces: Sequence[Segment], ranks: int, begin: float, end: float) -> float:
-    """Return the GPU-seconds of a span lost to a failure: standing still, absent ranks, abandoned steps."""
-    first, last, out = _ns(begin), _ns(end), 0
+def lost(pieces: Sequence[Segment], ranks: int, begin: float, end: float, back: float) -> float:
+    """Return the GPU-seconds that a failure cost: ranks that stood still or were absent between `begin` and `end`, and
+    abandoned steps from `back` on."""
+    first, last, earliest, out = _ns(begin), _ns(end), _ns(back), 0
     for piece in pieces:
         length = min(last, piece.end_ns) - max(first, piece.begin_ns)
         if length > 0:
             out += length * (ranks - piece.present)
-            if piece.state in ("recovery", "rollback"):
+            if piece.state == "recovery":
                 out += length * piece.present
+        before = min(first, piece.end_ns) - max(earliest, piece.begin_ns)
+        if before > 0 and piece.state == "rollback":
+            out += before * piece.present
     return out / NS
 
 

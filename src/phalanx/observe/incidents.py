@@ -37,6 +37,7 @@ class Incident:
     subject: str
     what: str
     since: float = 0.0  # when the last step before it ended
+    undone_since: float = 0.0  # when the first of the steps that it undid began
     step: int = -1  # where the run stood
     rung: int = -1
     stops: bool = True  # whether training waited for it
@@ -73,7 +74,7 @@ class Incident:
         }
         out, last = {}, self.since or self.at
         for name, mark in marks.items():
-            if mark:
+            if mark and (name != "heal" or mark > last):
                 out[name] = max(0.0, mark - last)
                 last = max(last, mark)
         return out
@@ -90,6 +91,9 @@ class Incident:
                 )
             elif self.kind == "service" and self.healed:
                 said.append(f"It was started again after {seconds(self.healed - self.at)}.")
+            elif self.kind in ("worker", "hang", "node"):
+                again = f"It happened {len(self.evidence):,} times. " if len(self.evidence) > 1 else ""
+                said.append(f"{again}It took no part in training, which did not wait for it.")
             return " ".join(said)
         if self.sources:
             said.append(f"The ranks that joined took their state {' and '.join(sorted(self.sources))}.")
@@ -128,8 +132,8 @@ class Incident:
 class Incidents:
     """Fold events into incidents. `windows` are the times in which the gang stood still: (from, until)."""
 
-    def __init__(self, replicas: int):
-        self.replicas = replicas
+    def __init__(self, replicas: int, replica_size: int = 1):
+        self.replicas, self.replica_size = replicas, replica_size
         self.all: list[Incident] = []
         self.forms: list[Event] = []  # of generations, in order
         self.changes: list[Event] = []  # generations that nothing had failed for
@@ -137,6 +141,7 @@ class Incidents:
         self.ready = 0.0  # when the first generation began to train
         self.ended: Event | None = None
         self.step = -1
+        self._nodes: dict[int, str] = {}  # of each rank, where it was started last
         self._form: Event | None = None
         self._begun = False  # whether the generation that was formed last is known to train
 
@@ -152,6 +157,8 @@ class Incidents:
             self._node(at, event)
         elif kind == "started" and event.get("service"):
             self._heal("service", at, f"{event['service']} of {event.get('node')}")
+        elif kind == "started":
+            self._nodes[_int(event.get("rank"))] = str(event.get("node"))
         elif kind == "control state":
             self._heal("controller", at, "The controller")
         elif kind == "control form":
@@ -182,26 +189,29 @@ class Incidents:
         if event.get("service"):
             self._open("service", at, f"{event['service']} of {node}", how, event, stops=False)
         elif _int(event.get("rank")) >= 0:
-            self._fail("worker", at, f"Rank {event['rank']} on {node}", how, event)
+            self._fail("worker", at, f"Rank {event['rank']} on {node}", how, event, [_int(event["rank"])])
 
     def _hang(self, at: float, event: Event) -> None:
         how = f"hung: it {event.get('reason')}"
-        one = self._fail("hang", at, f"Rank {event.get('rank')} on {event.get('node')}", how, event)
+        rank, name = _int(event.get("rank")), f"Rank {event.get('rank')} on {event.get('node')}"
+        one = self._fail("hang", at, name, how, event, [rank] if rank >= 0 else None)
         if event.get("final") and one.kind == "hang":  # the others only wait for this one
-            one.subject, one.what = f"Rank {event.get('rank')} on {event.get('node')}", how
+            one.subject, one.what = name, how
         progress = event.get("progress")
         if isinstance(progress, dict):
             one.step = max(one.step, _int(progress.get("step")))
 
     def _node(self, at: float, event: Event) -> None:
         name, what = str(event.get("node")), str(event.get("what"))
+        how = what.removeprefix("died: ") if what.startswith(("died: was ", "died: ended ")) else what
         if name == "controller":
             if what.startswith(("died", "is silent")):
-                self._open("controller", at, "The controller", what, event, stops=False)
+                self._open("controller", at, "The controller", how, event, stops=False)
             elif what == "started":
                 self._heal("controller", at, "The controller")
         elif what.startswith("died"):
-            self._fail("node", at, f"Node {name}", what, event)
+            held = [rank for rank, node in self._nodes.items() if node == name] if self._nodes else None
+            self._fail("node", at, f"Node {name}", how, event, held)
 
     def _notice(self, kind: str, at: float, event: Event) -> None:
         name = next((name for name in ("checkpoint", "shard", "step") if name in event), "")
@@ -214,13 +224,24 @@ class Incidents:
         reason = event.get("reason") or (f"ranks {event['ranks']}" if "ranks" in event else "")
         self._open(group, at, about, f"{text}: {reason}" if reason else text, event, stops=False).healed = at
 
-    def _fail(self, kind: str, at: float, subject: str, what: str, event: Event) -> Incident:
-        """Open an incident that stops the gang, or add to the one that it waits for."""
-        for one in self.all:
-            if one.stops and not one.committed and one.open:
+    def _fail(self, kind: str, at: float, subject: str, what: str, event: Event, ranks: list[int] | None) -> Incident:
+        """Open an incident that stops the gang, or add to the one that it waits for. `ranks`: that failed; None: nobody
+        knows. Those that take no part stop nobody, but may be what an incident waits for to be healed."""
+        there = (self._form or {}).get("replicas")
+        stops = ranks is None or there is None or any(rank // self.replica_size in there for rank in ranks)
+        for one in reversed(self._waiting()):
+            if not one.committed or (ranks and not stops):
+                if one.kind == "generation":  # the controller's word has come before that of the agent
+                    one.kind, one.subject, one.what = kind, subject, what
                 one.evidence.append(event)
                 return one
-        return self._open(kind, at, subject, what, event)
+        for one in self.all if not stops else ():
+            if not one.stops and (one.kind, one.subject) == (kind, subject):  # the same again
+                one.evidence.append(event)
+                return one
+        one = self._open(kind, at, subject, what, event, stops)
+        one.healed = 0.0 if stops else at
+        return one
 
     def _open(self, kind: str, at: float, subject: str, what: str, event: Event, stops: bool = True) -> Incident:
         one = Incident(len(self.all) + 1, kind, at, subject, what, step=self.step, stops=stops, evidence=[event])
@@ -242,7 +263,7 @@ class Incidents:
         self._form, self._begun = event, False
         self.forms.append(event)
         lost = max(0, _int(event.get("last")) - _int(event.get("step"))) if event.get("branch") else 0
-        if _int(event.get("rung")) >= 1 and not self._waiting():
+        if _int(event.get("rung")) >= 1 and all(one.committed for one in self._waiting()):
             self._open("generation", at, "The gang", f"was formed anew: {event.get('reason')}", event)
         elif not self._waiting():
             if not first:
@@ -312,8 +333,10 @@ def figure(value: float) -> str:
 
 
 def seconds(value: float) -> str:
+    if value < 1e-3:
+        return f"{value * 1e6:.3g} µs" if value > 0 else "0 s"
     if value < 1:
-        return f"{max(0.0, value) * 1e3:.3g} ms"
+        return f"{value * 1e3:.3g} ms"
     if value < 120:
         return f"{value:.3g} s"
     minutes, rest = divmod(round(value), 60)
@@ -326,6 +349,8 @@ def seconds(value: float) -> str:
 def money(value: float) -> str:
     if value >= 10_000:
         return f"${value / 1e3:,.3g} k"
+    if value >= 100:
+        return f"${float(f'{value:.3g}'):,.0f}"
     return f"${value:,.2f}" if value >= 0.1 else f"${value:.2g}"
 
 

@@ -22,6 +22,7 @@ def mixture(story: Story) -> Row:
         "samples": {name: sum(each[name] for each in sums) for name in names},
         "steps": [piece[-1][0] for piece in pieces],
         "shares": {name: [each[name] / (sum(each.values()) or 1) for each in sums] for name in names},
+        "done": _count(story.rows[-1].get("cursor")) if story.rows else 0,
         "stages": _stages(story.part),
         "substituted": sum(e.get("type") == "data_substitute" for part in story.parts for e in part.events),
         "version": read_json(story.part.path / "data.json").get("version", ""),

@@ -84,7 +84,7 @@ METRICS = (
         "mtbf_seconds", "Wall-clock time for each failure.", _good("mtbf_s"), unit="s", panel="Time between failures"
     ),
     Metric(
-        "gpu_seconds_total",
+        "gpu_seconds",  # no counter: what was productive becomes rollback when a step is abandoned
         "GPU-seconds by state; every one is in exactly one.",
         lambda about: [((row["state"],), row["gpu_s"]) for row in about["goodput"]["states"]],
         ("state",),
@@ -154,8 +154,6 @@ def grafana() -> dict[str, Any]:
         expression, legend = f'{metric.full_name}{{run=~"$run"}}', "{{run}}"
         if metric.labels:
             legend = "{{run}} " + " ".join(f"{{{{{label}}}}}" for label in metric.labels)
-        if metric.name.endswith("_total") and metric.labels:
-            expression = f"rate({expression}[5m])"
         panels.append(
             {
                 "id": len(panels) + 1,

@@ -52,7 +52,7 @@ class Part:
         self.rows: list[Row] = []  # in the order in which they were written
         self.slimmed = 0  # rows that are no longer whole
         self.events: list[Row] = []
-        self.incidents = Incidents(self.layout.replica)
+        self.incidents = Incidents(self.layout.replica, self.layout.replica_size)
         self._metrics, self._events = Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")
         self._anchors: dict[int, float] = {}  # generation -> when its first step was committed
 
@@ -281,18 +281,19 @@ class Story:
         """All of them, numbered through, with what each of them cost."""
         out: list[Incident] = []
         price, watts = self.dollars_per_gpu_s, self.part.rates.get("watts_per_gpu")
-        for part, pieces in zip(self.parts, self._accounts, strict=True):
+        for part, pieces, abandoned in zip(self.parts, self._accounts, self._abandoned, strict=True):
             stops = [one for one in part.incidents.all if one.stops]
             times = list(accumulate((row["time"] for row in part.rows), max))
             for one in stops:
                 before = bisect_right(times, one.at)
                 one.since = times[before - 1] if before else one.at
+                one.undone_since = _undone(part.rows, abandoned, before, one.step) or one.since
             for one in part.incidents.all:
                 one.number = len(out) + 1
                 out.append(one)
                 if one.stops:
                     until = min([one.healed or part.ended, *(two.since for two in stops if two.at > one.at)])
-                    one.lost_gpu_s = lost(pieces, part.layout.world_size, one.since, until)
+                    one.lost_gpu_s = lost(pieces, part.layout.world_size, one.since, until, one.undone_since)
                     one.dollars = one.lost_gpu_s * price if price is not None else None
                     one.kwh = one.lost_gpu_s * watts / 3.6e6 if isinstance(watts, int | float) else None
         return out
@@ -348,6 +349,16 @@ class Story:
     @property
     def done(self) -> int:
         return self.rows[-1]["step"] + 1 if self.rows else 0
+
+
+def _undone(rows: list[Row], abandoned: set[int], end: int, step: int) -> float:
+    """When the steps from `step` on began that were abandoned with the row before `end`; 0: it counts."""
+    first = end
+    while first and first - 1 in abandoned and rows[first - 1]["step"] >= step:
+        if first < end and rows[first - 1]["step"] >= rows[first]["step"]:
+            break  # those that were abandoned before
+        first -= 1
+    return float(rows[first]["time"] - (rows[first].get("time_s") or 0.0)) if first < end else 0.0
 
 
 def find_runs(root: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from phalanx.observe.record import FULL
 
 FOLDER, NEAR = "ranks", "near"
 SHARD = 4096  # ranks of a table of an aggregator
+MOST_ROWS = 1024  # of a picture that is searched
 FACTOR = 4
 SIDE = 64  # ranks and steps of a page
 LEAST, MOST = 0.5, 16.0  # of the median; what is beyond is shown as the end of the scale
@@ -233,6 +234,23 @@ class TileReader:
                 near[unkept] = codes[(unkept + single[0]) // each - r0]
                 return {"ranks": [*single], "steps": [*shown], "codes": near}
         return {"ranks": [r0 * rows * each, min(self.ranks, r1 * rows * each)], "steps": [*shown], "codes": codes}
+
+    def slowest(self, steps: tuple[int, int], most: int = 10) -> list[dict[str, Any]]:
+        """List the ranks with the largest values in these steps; their block, where single ranks are not kept."""
+        out = []
+        for a, b, code in self._worst((0, self.ranks), steps)[:most]:
+            while (inside := self._worst((a, b), steps)) and inside[0][1] - inside[0][0] < b - a:
+                a, b, code = inside[0]
+            out.append({"ranks": [a, b], "ratio": float(decode(np.array(code, np.uint8)))})
+        return out
+
+    def _worst(self, ranks: tuple[int, int], steps: tuple[int, int]) -> list[tuple[int, int, int]]:
+        """(first rank, end, code) of the rows of a picture, the largest first."""
+        found = self.picture(ranks, steps, MOST_ROWS, 1)
+        (first, end), rows = found["ranks"], len(found["codes"])
+        codes, many = found["codes"].max(axis=1, initial=0).tolist(), end - first
+        spans = [(first + r * many // rows, first - (-(r + 1) * many // rows), codes[r]) for r in range(rows)]
+        return sorted((s for s in spans if s[2] and s[0] < ranks[1] and s[1] > ranks[0]), key=lambda s: -s[2])
 
     def _near(self, ranks: tuple[int, int], steps: tuple[int, int], columns: int) -> Codes | None:
         """Single ranks, from the tables of the aggregators; None: none of them has any of these."""

@@ -86,6 +86,14 @@ def describe(story: Story) -> dict[str, Any]:
     return out
 
 
+def describe_any(path: Path, price: float | None) -> dict[str, Any]:
+    """The overview of a run. One whose record makes no sense must not hide the others."""
+    try:
+        return describe(Story(path, price))
+    except Exception as error:
+        return unreadable(path, error)
+
+
 def unreadable(path: Path, error: Exception) -> dict[str, Any]:
     """The overview of a run whose record makes no sense: what is known of it is its name."""
     nothing = dict.fromkeys(

@@ -30,7 +30,7 @@ from phalanx.core.layout import num_nodes
 from phalanx.gate.proof import KEY_BYTES
 from phalanx.gate.tls import Certificate, is_loopback
 from phalanx.observe import fold
-from phalanx.runtime import controller, inventory, log_tail
+from phalanx.runtime import controller, inventory, kernel, log_tail
 from phalanx.runtime.joining import WAITING
 from phalanx.runtime.journal import Fenced, JournalError
 from phalanx.runtime.journal_server import JournalServer, Kept
@@ -528,11 +528,12 @@ class Cluster:
             self._controller.stdout.close()
             code = self._controller.wait()
             self._lines = b""
-            self._tell_node("controller", f"died ({code})")
+            how = f"was killed by {kernel.signal_name(-code)}" if code < 0 else f"ended with code {code}"
+            self._tell_node("controller", f"died: {how}")
             if code == controller.FENCED and not self.ended:
                 said = (self.run_dir / "logs" / "controller.log").read_text(errors="replace").splitlines()
                 raise Superseded(said[-1] if said else "another controller acts")
-            self._restart("controller", self.job.recovery.restart_s / 10, f"the controller ended with code {code}")
+            self._restart("controller", self.job.recovery.restart_s / 10, f"the controller {how}")
 
     def _decided(self, said: Message) -> None:
         kind = said["type"]

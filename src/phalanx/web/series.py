@@ -102,6 +102,8 @@ class Columns:
             }
         gaps = np.diff(times)
         usual = float(np.median(gaps)) if len(gaps) else 0.0
+        if "time_s" in named:  # a step that took long is no gap
+            gaps -= total[2 + named.index("time_s")][1:]
         where = np.flatnonzero(gaps > max(BREAK * usual, 1e-9)) + 1
         lasts = np.append(edges[1:], len(times)) - 1
         return {

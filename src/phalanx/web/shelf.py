@@ -29,7 +29,7 @@ from phalanx.observe.words import describe, unreadable
 from phalanx.web.series import Columns
 
 LOOK_S = 1.0  # least time between two reads of a record, for any number of viewers
-COST = 10  # and at least this many times the cost of the last one
+COST = 20  # and at least this many times what reading and answering cost the last time
 WHOLE = 1024  # last steps that are kept whole; older ones keep only what the columns lack
 MOST_OPEN = 16  # runs whose steps are kept in memory
 MOST_ANSWERS = 32  # of one version of a run
@@ -47,7 +47,7 @@ class Open:
     columns: Columns = field(default_factory=Columns)
     lock: threading.Lock = field(default_factory=threading.Lock)
     looked: float = 0.0
-    cost_s: float = 0.0  # of the last overview
+    cost_s: float = 0.0  # of the last read, and of the answers made from it
     version: int = 0
     about: dict[str, Any] | None = None
     state: str = ""
@@ -108,7 +108,7 @@ class Shelf:
                     one.columns.update(one.story)
                     one.story.slim(WHOLE)
                     one.version, one.about, one.state, one.answers = one.version + 1, None, state, {}
-                one.looked = now
+                one.looked, one.cost_s = now, time.monotonic() - now
         return one
 
     def about(self, name: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Shelf:
             if one.about is None:
                 began = time.monotonic()
                 one.about = describe(one.story)
-                one.cost_s = time.monotonic() - began
+                one.cost_s += time.monotonic() - began
             return {**one.about, "version": one.version}
 
     def whole(self, name: str) -> dict[str, Any]:
@@ -154,8 +154,10 @@ class Shelf:
         with one.making:
             answers = one.answers
             if key not in answers:
+                began, before = time.monotonic(), one.cost_s
                 text = json.dumps(getattr(self, kind)(name, *about), allow_nan=False).encode()
                 found = gzip.compress(text, LITTLE, mtime=0)
+                one.cost_s = before + time.monotonic() - began
                 if len(answers) < MOST_ANSWERS:
                     answers[key] = found
                 return found
@@ -210,7 +212,11 @@ class Shelf:
     def series(self, name: str, begin: float, end: float, points: int) -> dict[str, Any]:
         one = self.get(name)
         with one.lock:
-            return {"version": one.version, **one.columns.query(begin, end, points)}
+            found = one.columns.query(begin, end, points)
+        for name, drawn in found["series"].items():
+            if drawn["min"] == drawn["mean"] == drawn["max"]:  # each point is one step
+                found["series"][name] = {"mean": drawn["mean"]}
+        return {"version": one.version, **found}
 
     def heat(
         self, name: str, ranks: tuple[int, int], steps: tuple[int, int], height: int, width: int

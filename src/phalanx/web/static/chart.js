@@ -41,9 +41,14 @@ export function ticks(low, high, most) {
 function timeTicks(view, most) {
   const span = view.end - view.begin;
   const steps = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
-  const step = steps.find((each) => span / each <= most) || 2592000, offset = new Date(view.begin * 1e3).getTimezoneOffset() * 60;
-  const out = [];
-  for (let t = Math.ceil((view.begin - offset) / step) * step + offset; t <= view.end; t += step) out.push(t);
+  const offset = new Date(view.begin * 1e3).getTimezoneOffset() * 60;
+  const fitting = steps.findIndex((each) => span / each <= most);
+  let step = steps[fitting] || 2592000, out = [];
+  for (const each of [step, steps[fitting - 1]]) {  // one tick alone is no scale
+    if (!each || out.length > 1) break;
+    step = each; out = [];
+    for (let t = Math.ceil((view.begin - offset) / step) * step + offset; t <= view.end; t += step) out.push(t);
+  }
   return { at: out, text: (t) => (span > 172800 ? date(t) : step < 1 ? `${clock(t)}.${Math.round((t % 1) * 10)}` : clock(t)) };
 }
 
@@ -100,7 +105,7 @@ function show(parts, svg) {
 function axis(view, width, height) {
   const { at, text } = timeTicks(view, Math.max(2, Math.floor(width / 140)));
   const half = 28;  // of a label, which stays inside
-  return at.map((t) => s("text", { x: Math.min(view.x(t, width), width - half), y: height - 4, "text-anchor": "middle" }, text(t)));
+  return at.map((t) => s("text", { x: Math.max(LEFT + half - 4, Math.min(view.x(t, width), width - half)), y: height - 4, "text-anchor": "middle" }, text(t)));
 }
 
 function cursor(parts, view, tell) {
@@ -151,7 +156,11 @@ export function lineChart(view, { title, unit, name, dots = "", data, marks = ()
     if (predicted) { low = Math.min(low, predicted[0]); high = Math.max(high, predicted[1]); }
     if (range) [low, high] = range;
     const isLog = options.log && low > 0;
-    if (!isLog && !range) { const pad = 0.06 * (high - low || Math.abs(high) || 1); low = low >= 0 ? Math.max(0, low - pad) : low - pad; high += pad; }
+    if (!isLog && !range) {
+      if (!high && !low) high = 1;
+      const pad = 0.06 * (high - low || Math.abs(high));
+      low = low >= 0 ? Math.max(0, low - pad) : low - pad; high += pad;
+    }
     const scale = isLog ? Math.log : (v) => v;
     const y = (v) => height - BOTTOM - ((scale(v) - scale(low)) / (scale(high) - scale(low) || 1)) * (height - BOTTOM - TOP);
     const levels = isLog ? [low, Math.sqrt(low * high), high] : ticks(low, high, height < 150 ? 3 : 5);
@@ -180,7 +189,7 @@ export function lineChart(view, { title, unit, name, dots = "", data, marks = ()
       run.push(i);
     });
     flush();
-    lines.append(s("path", { class: "envelope", d: envelope }));
+    if (one.min !== one.mean) lines.append(s("path", { class: "envelope", d: envelope }));  // else each point is one step
     if (smooth) lines.append(s("path", { class: "raw", d: raw }));
     lines.append(s("path", { class: "smooth", d: strong }));
     if (d.time.length < 3) for (const i of inside) if (known(one.mean[i])) lines.append(s("circle", { cx: x[i], cy: y(one.mean[i]), r: 2.5, fill: "var(--productive)" }));
@@ -232,12 +241,14 @@ export function ribbon(view, { segments, incidents, checkpoints, spikes, stages 
       svg.append(s("rect", { x: a, width: Math.max(0.5, b - a), y: 32, height: 24 * share, fill: paint(state), "data-state": state }));
       if (share < 1) svg.append(s("rect", { x: a, width: Math.max(0.5, b - a), y: 32 + 24 * share, height: 24 * (1 - share), fill: paint("out"), "data-state": "out" }));
     }
+    let named = -Infinity;  // where the last number stands: they do not run into each other
     for (const one of incidents()) {
       if (one.at < view.begin || one.at > view.end) continue;
       const x = clamp(one.at), colour = one.stops ? "var(--recovery)" : "var(--soft)";
       svg.append(s("a", { class: "glyph", href: href(one.number), "aria-label": one.verdict },
         s("title", {}, one.verdict), s("path", { d: `M${x},30l-6,-8h12Z`, fill: colour }),
-        s("text", { x, y: 16, "text-anchor": "middle" }, one.number)));
+        x - named >= 18 ? s("text", { x, y: 16, "text-anchor": "middle" }, one.number) : null));
+      if (x - named >= 18) named = x;
     }
     for (const one of checkpoints()) {
       if (one.time < view.begin || one.time > view.end) continue;

@@ -9,9 +9,9 @@ export function s(tag, attributes = {}, ...children) {
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) continue;
+    if (value === null || value === undefined || (value === false && !name.startsWith("aria-"))) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element.setAttribute(name, value === true ? "" : String(value));
+    else element.setAttribute(name, value === true && !name.startsWith("aria-") ? "" : String(value));
   }
   element.append(...children.flat(4).filter((c) => c !== null && c !== undefined && c !== false).map((c) => (c instanceof Node ? c : String(c))));
   return element;
@@ -42,11 +42,13 @@ export function figure(v) {
   if (size < 1e-3) return v.toExponential(1);
   return String(Number(v.toPrecision(3)));
 }
-export const percent = (v, digits = 1) => (known(v) ? `${(100 * v).toFixed(digits)} %` : "–");
-export const money = (v) => (!known(v) ? "–" : v >= 1e4 ? `$${figure(v / 1e3)} k` : v >= 0.1 ? `$${v.toFixed(2)}` : `$${figure(v)}`);
+export const percent = (v, digits = 1) => (known(v) ? `${v === 1 || v === 0 ? 100 * v : (100 * v).toFixed(digits)} %` : "–");
+export const money = (v) => (!known(v) ? "–" : v >= 1e4 ? `$${figure(v / 1e3)} k` : v >= 100 ? `$${count(Number(v.toPrecision(3)))}` : v >= 0.1 ? `$${v.toFixed(2)}` : `$${figure(v)}`);
 export function seconds(v) {
   if (!known(v)) return "–";
-  if (v < 1) return `${figure(Math.max(0, v) * 1e3)} ms`;
+  if (v <= 0) return "0 s";
+  if (v < 1e-3) return `${figure(v * 1e6)} µs`;
+  if (v < 1) return `${figure(v * 1e3)} ms`;
   if (v < 120) return `${figure(v)} s`;
   const minutes = Math.floor(v / 60), hours = Math.floor(minutes / 60);
   if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
@@ -58,6 +60,7 @@ export const short = (v) => {
   return figure(v);
 };
 export const clock = (at) => new Date(at * 1e3).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
+export const precise = (at) => `${clock(at)}.${String(Math.floor((at % 1) * 1e3)).padStart(3, "0")}`;
 export const date = (at) => new Date(at * 1e3).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 
 // States: the same colour, the same pattern and the same word everywhere.

@@ -3,7 +3,7 @@
 import { h, get, count, clock } from "./dom.js";
 import { LEFT, RIGHT, nearest } from "./chart.js";
 
-const LEAST = 0.5, MOST = 16, HEIGHT = 256;
+const LEAST = 0.5, MOST = 16, HEIGHT = 256, STANDS_OUT = 1.2;
 export const ratio = (code) => LEAST * (MOST / LEAST) ** ((code - 1) / 254);
 // Viridis, by eight of its colours (Smith and van der Walt, matplotlib; CC0).
 const STOPS = [[68, 1, 84], [72, 40, 120], [62, 74, 137], [49, 104, 142], [38, 130, 142], [31, 158, 137], [110, 206, 88], [253, 231, 37]];
@@ -15,8 +15,8 @@ export function colour(value) {
 }
 
 // `ranks`: those that are shown at first. `onRank(rank)` opens one; `onRanks(first, end)` hears which are shown, if they
-// are not all: both only where ranks can be chosen.
-export function heatMap(view, { run, onRank, onRanks, ranks = [0, Infinity], height = HEIGHT }) {
+// are not all: both only where ranks can be chosen. `onDrawn(words)`: hears which is the slowest.
+export function heatMap(view, { run, onRank, onRanks, onDrawn, ranks = [0, Infinity], height = HEIGHT }) {
   const canvas = h("canvas", { height, tabindex: 0, role: "img", "aria-label": "Own work of each rank over time, against the median of the step" });
   const tip = h("div", { class: "tip", hidden: true, role: "status" }), status = h("span", {}, "");
   const plot = h("div", { class: "plot" }, canvas, tip);
@@ -51,6 +51,12 @@ export function heatMap(view, { run, onRank, onRanks, ranks = [0, Infinity], hei
     if (!found.rows) { ink.fillText("This run's record has no step times of ranks yet: they come with its first step.", LEFT, 40); status.textContent = ""; return; }
     const tall = height / found.rows, hatch = hatched(ink, style);
     let worst = 0, who = 0, when = 0;
+    const hot = [], edge = (v) => Math.round(v * scale) / scale;  // on the pixels of the screen: no seams
+    const paint = (a, b, r, code) => {
+      const x = edge(a), y = edge(r * tall);
+      ink.fillStyle = code ? `rgb(${colour(ratio(code))})` : hatch;
+      ink.fillRect(x, y, Math.max(1 / scale, edge(b) - x), Math.max(1 / scale, edge((r + 1) * tall) - y));
+    };
     state.worst = new Uint8Array(found.rows);
     for (let c = 0; c < found.columns; c++) {
       const a = Math.max(LEFT, view.x(found.begins[c], width)), b = Math.min(width - RIGHT, view.x(found.ends[c], width));
@@ -59,10 +65,11 @@ export function heatMap(view, { run, onRank, onRanks, ranks = [0, Infinity], hei
         const code = codes[r * found.columns + c];
         if (code > worst) { worst = code; who = r; when = c; }
         state.worst[r] = Math.max(state.worst[r], code);
-        ink.fillStyle = code ? `rgb(${colour(ratio(code))})` : hatch;
-        ink.fillRect(a, r * tall, Math.max(0.6, b - a + 0.3), Math.max(0.6, tall + 0.3));
+        paint(a, b, r, code);
+        if (code && ratio(code) >= STANDS_OUT) hot.push([a, b, r, code]);
       }
     }
+    for (const cell of hot) paint(...cell);  // where columns are narrower than a pixel, the larger value stays
     ink.fillStyle = style.getPropertyValue("--soft"); ink.textAlign = "right";
     const rows = found.ranks[1] - found.ranks[0];
     const names = rows <= 16 ? [...Array(rows).keys()] : [0, 0.25, 0.5, 0.75, 1].map((part) => Math.min(rows - 1, Math.floor(part * rows)));
@@ -70,7 +77,9 @@ export function heatMap(view, { run, onRank, onRanks, ranks = [0, Infinity], hei
     const cell = (r) => { const a = found.ranks[0] + Math.floor((r * rows) / found.rows), b = found.ranks[0] + Math.ceil(((r + 1) * rows) / found.rows); return b - a > 1 ? `ranks ${count(a)} to ${count(b - 1)}` : `rank ${count(a)}`; };
     state.cell = cell; state.who = found.ranks[0] + Math.floor((who * rows) / found.rows);
     if (state.picked !== null) { ink.strokeStyle = style.getPropertyValue("--text"); ink.lineWidth = 2; ink.strokeRect(LEFT, rowOf(state.picked) * tall, width - LEFT - RIGHT, Math.max(2, tall)); }
-    status.textContent = `${rows > 1 ? `ranks ${count(found.ranks[0])} to ${count(found.ranks[1] - 1)} of ${count(found.all[0])}` : `rank ${count(found.ranks[0])}`}; slowest: ${cell(who)}, ${ratio(worst).toFixed(2)} × the median at ${clock(found.ends[when])}`;
+    status.textContent = `${rows > 1 ? `ranks ${count(found.ranks[0])} to ${count(found.ranks[1] - 1)} of ${count(found.all[0])}` : `rank ${count(found.ranks[0])}`}`;
+    const most = `${ratio(worst).toFixed(2)} × the median`, slowest = cell(who);
+    onDrawn?.(!worst ? "No rank took part." : found.all[0] === 1 ? `One rank: nobody to compare it with.` : ratio(worst) < STANDS_OUT ? `No rank stands out: the slowest, ${slowest}, took ${most}.` : `Slowest: ${slowest}, with ${most} of its step at ${clock(found.ends[when])}.`);
     canvas.dataset.worst = ratio(worst).toFixed(3); canvas.dataset.who = state.who; canvas.dataset.ranks = found.ranks.join("-");
   }
 

@@ -23,7 +23,7 @@ export async function mapTab(name, run, query) {
   let found = await get(`/api/runs/${encodeURIComponent(name)}/fleet`);
   const how = { by: query.get("by") === "health" ? "health" : "time", picked: query.has("rank") ? Number(query.get("rank")) : null };
   const none = h("div", { class: "note" }, "No node has joined yet. Each node appears here with its ranks as soon as it does.");
-  const box = h("div", { class: "map" }), says = h("p", { class: "sub" }), first = h("h2", {}), detail = h("p", { class: "sub", role: "status" });
+  const box = h("div", { class: "map" }), says = h("p", { class: "sub" }), detail = h("p", { class: "sub", role: "status" });
   const remember = () => { const url = new URL(location.href); url.searchParams.set("by", how.by); if (how.picked === null) url.searchParams.delete("rank"); else url.searchParams.set("rank", how.picked); history.replaceState(null, "", url); };
   const buttons = ["time", "health"].map((by) => h("button", { type: "button", "aria-pressed": how.by === by, onclick: () => { how.by = by; buttons.forEach((b, i) => b.setAttribute("aria-pressed", ["time", "health"][i] === by)); remember(); draw(); } }, by === "time" ? "by work" : "by health"));
 
@@ -47,18 +47,17 @@ export async function mapTab(name, run, query) {
       sign.style.color = `var(--${tint})`;
       return h("div", { class: `node ${node.state}`, "data-node": node.name, "data-state": node.state },
         h("div", { class: "state" }, sign, h("b", {}, node.name)), h("div", { class: "what" }, words, node.deaths ? `, ${count(node.deaths)} ${node.deaths > 1 ? "deaths" : "death"}` : ""),
-        node.ranks.length ? h("div", { class: "cells" }, cells(node.ranks)) : h("div", { class: "what" }, node.state === "dead" ? `since ${clock(node.since)}: ${node.why}` : "no rank"),
+        node.ranks.length ? h("div", { class: "cells" }, cells(node.ranks)) : h("div", { class: "what why", title: node.why }, node.state === "dead" ? `since ${clock(node.since)}: ${node.why}` : "no rank"),
         h("div", { class: "what" }, [node.about.devices?.length ? `${node.about.devices.length} devices` : null, node.about.cores ? `${count(node.about.cores)} cores` : null, node.about.address].filter(Boolean).join(" · "))); })))) ;
     if (found.unplaced?.length) kids.push(h("section", {}, h("h3", {}, "on no node"), h("div", { class: "cells" }, cells(found.unplaced))));
     box.replaceChildren(...kids);
     none.hidden = found.nodes.length > 0;
-    first.textContent = found.headline;
     const axes = Object.entries(found.axes).filter(([, n]) => n > 1).map(([axis, n]) => `${axis} ${count(n)}`).join(" × ") || "one rank";
     says.textContent = `${count(found.ranks)} ranks: ${axes}. ${how.by === "time" ? `Colour: most work of its own in the last ${found.last} steps, against the median rank (violet 0.8 ×, yellow 2 ×).` : "Colour: takes part, or hatched: takes no part."}${per > 1 ? ` A cell is ${count(per)} ranks, and shows the slowest of them.` : ""}`;
     const own = how.picked === null ? null : coords(how.picked, found.axes), code = how.picked === null ? 0 : slow(how.picked);
     detail.replaceChildren(...(own ? [`Rank ${count(how.picked)}: ${Object.entries(own).filter(([axis]) => found.axes[axis] > 1).map(([axis, i]) => `${axis} ${i}`).join(", ") || "the only one"}${code ? `; ${ratio(code).toFixed(2)} × the median` : ""}. Letters mark its peers by axis. `, h("a", { href: `${at(name, "ranks")}?rank=${how.picked}` }, "Its steps over time")] : ["Click a rank to see its peers on each axis."]));
   }
   draw();
-  return { element: [none, first, says, h("p", {}, buttons), detail, box, h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs fleet ${name}`))],
+  return { says: () => found.headline, element: [none, says, h("p", {}, buttons), detail, box, h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs fleet ${name}`))],
     async heard() { found = await get(`/api/runs/${encodeURIComponent(name)}/fleet`); draw(); } };
 }

@@ -1,7 +1,7 @@
 // One question per page, answered in its first line; the evidence is below. A page returns its element, and perhaps what
 // to do when the run goes on.
-import { h, s, get, refill, figure, short, count, percent, money, seconds, clock, date, known, STATES, swatch, runState, paint, patterns } from "./dom.js";
-import { lineChart, ribbon } from "./chart.js";
+import { h, s, get, refill, figure, short, count, percent, money, seconds, clock, precise, date, known, STATES, swatch, runState, paint, patterns } from "./dom.js";
+import { lineChart, ribbon, ticks } from "./chart.js";
 import { heatMap } from "./heat.js";
 import { at, lineKey, makeView, seriesOf } from "./parts.js";
 import { stepsTab } from "./steps.js";
@@ -37,12 +37,12 @@ export async function runsPage() {
     h("td", { class: "n" }, percent(run.goodput)),
     h("td", { class: "n hide-narrow" }, count(run.incidents)),
     h("td", { class: "n hide-narrow" }, count(run.ranks)),
-    h("td", { class: "n hide-narrow" }, known(run.dollars) ? money(run.dollars) : `${figure(run.gpu_s / 3600)} GPU-h`),
+    h("td", { class: "n hide-narrow" }, known(run.dollars) ? money(run.dollars) : `${figure(run.gpu_s / 3600)} h`),
     h("td", { class: "n hide-narrow" }, date(run.began))));
   const filter = h("input", { class: "filter", type: "search", placeholder: "Filter ( / )", "aria-label": "Filter the runs", id: "filter",
     oninput: () => rows.forEach((row) => { row.hidden = !row.textContent.toLowerCase().includes(filter.value.toLowerCase()); }) });
-  const names = ["", "run", "state", "step", "loss", "goodput", "incidents", "ranks", "cost", "began"];
-  const element = h("div", {}, h("h1", {}, head), h("p", { class: "sub" }, "in ", h("code", {}, folder), ", the newest first"), filter, " ", compare,
+  const names = ["", "run", "state", "step", "loss", "goodput", "incidents", "ranks", runs.some((run) => known(run.dollars)) ? "cost" : "GPU-hours", "began"];
+  const element = h("div", {}, h("h1", {}, head), h("p", { class: "sub" }, "in ", h("code", {}, folder), ", the newest first", h("span", { class: "only-narrow" }, ". ", h("a", { href: "/compare" }, "Compare two"), ", ", h("a", { href: "/reports" }, "plans and simulations"))), filter, " ", compare,
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, names.map((name, i) => h("th", { class: `${i > 2 ? "n" : ""} ${[3, 4, 6, 7, 8, 9].includes(i) ? "hide-narrow" : ""}` }, name)))), h("tbody", {}, rows))));
   return { title: "Runs", crumbs: [], element, poll: 3000 };
 }
@@ -66,10 +66,10 @@ function figures(run) {
   return h("dl", { class: "figures" }, rows.map(([name, value, small]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, small ? h("small", {}, small) : null))));
 }
 
-function story(run) {
+function story(run, whole) {
   const out = [];
-  if (run.parts.length > 1) out.push(h("p", { class: "sub" }, "Continues ", run.parts.slice(0, -1).map((name, i) => [i ? ", then " : "", h("a", { href: at(name) }, name)]), ". Time between the parts is not counted."));
-  for (const branch of run.branches) out.push(h("p", { class: "sub" }, `Branch: ${count(branch.steps)} steps from step ${count(branch.step)} on were abandoned and done again.`));
+  if (whole && run.parts.length > 1) out.push(h("p", { class: "sub" }, "Continues ", run.parts.slice(0, -1).map((name, i) => [i ? ", then " : "", h("a", { href: at(name) }, name)]), ". Time between the parts is not counted."));
+  for (const branch of whole ? run.branches : []) out.push(h("p", { class: "sub" }, `Branch: ${count(branch.steps)} steps from step ${count(branch.step)} on were abandoned and done again.`));
   if (run.damaged_lines) out.push(h("div", { class: "note bad" }, `${count(run.damaged_lines)} damaged lines of the record were passed over.`));
   if (run.dropped) out.push(h("div", { class: "note bad" }, `${count(run.dropped)} lines of the record were lost: its disk was full.`));
   return out;
@@ -77,24 +77,27 @@ function story(run) {
 
 export async function runPage(name, tab, query) {
   let run = await get(`/api/runs/${encodeURIComponent(name)}`);
-  const headline = h("h1", { id: "headline" }, run.headline), strip = h("div", {});
+  const answer = h("h1", { id: "headline" }), about = h("p", { class: "sub", id: "about" }), strip = h("div", {});
   const links = Object.fromEntries(Object.entries(TABS).map(([key, text]) => [key, h("a", { href: at(name, key), "aria-current": key === tab ? "page" : null }, text)]));
   const tabs = h("nav", { class: "tabs", "aria-label": "Pages of this run" }, Object.values(links));
   const body = h("div", {}), notes = h("div", {});
-  const fill = () => { refill(strip, figures(run)); refill(notes, story(run)); links.incidents.textContent = run.incidents ? `Incidents (${count(run.incidents)})` : "Incidents"; };
+  const fill = () => {
+    answer.textContent = part.says ? part.says() : run.headline;
+    about.textContent = part.says ? run.headline : [run.layout, `began ${date(run.began)}`, run.promise].filter(Boolean).join(" · ");
+    refill(strip, part.says ? null : figures(run)); refill(notes, story(run, !part.says)); links.incidents.textContent = run.incidents ? `Incidents (${count(run.incidents)})` : "Incidents";
+  };
   const makers = { "": overview, steps: stepsTab, goodput: goodputTab, ranks: ranksTab, map: mapTab, hosts: hostsTab, incidents: incidentsTab, checkpoints: checkpointsTab, data: dataTab, logs: logsTab, record: recordTab };
-  const part = await (makers[tab] || overview)(name, run, query);
+  const part = await (makers[tab] || overview)(name, run, query, () => fill());
   refill(body, part.element);
   fill();
   return {
     title: name, crumbs: [[name, at(name)]],
-    element: h("div", {}, headline, h("p", { class: "sub" }, run.layout, " · began ", date(run.began), " · ", run.promise || ""), tabs, strip, notes, body),
+    element: h("div", {}, tabs, answer, about, strip, notes, body),
     live: run.state === "running" ? name : null,
-    async heard(about) {
-      headline.textContent = about.headline;
+    async heard() {
       run = await get(`/api/runs/${encodeURIComponent(name)}`);
-      fill();
       await part.heard?.(run);
+      fill();
     },
     view: part.view,
   };
@@ -147,26 +150,29 @@ function waterfall(run) {
 function goodputTab(name, run) {
   const bars = h("div", { class: "bars-box" }, waterfall(run)), beside = h("div", {}, ...kept(run));
   return {
+    says() {
+      const good = run.goodput, worst = good.states.filter((row) => row.state !== "productive" && row.gpu_s > 0).sort((a, b) => b.gpu_s - a.gpu_s)[0];
+      return `${percent(good.ratio)} goodput${worst ? `; most of the rest, ${percent(worst.share)}, is ${worst.state}: ${STATES[worst.state]}` : ", and nothing is lost"}.`;
+    },
     element: [beside, bars,
       h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name}`))],
-    heard: (next) => { bars.replaceChildren(waterfall(next)); beside.replaceChildren(...kept(next)); },
+    heard: (next) => { run = next; bars.replaceChildren(waterfall(next)); beside.replaceChildren(...kept(next)); },
   };
 }
 
-// Goodput in a sentence, with the other two figures that people mean by it.
+// Goodput with the other two figures that people mean by it.
 function kept(run) {
-  const good = run.goodput, worst = good.states.filter((row) => row.state !== "productive" && row.gpu_s > 0).sort((a, b) => b.gpu_s - a.gpu_s)[0];
+  const good = run.goodput;
   const rows = [
     ["goodput", percent(good.ratio), "GPU-seconds in steps that count"], ["effective training time", percent(good.effective), "of the wall clock, by however many ranks"],
     ["time between failures", known(good.mtbf_s) ? seconds(good.mtbf_s) : "–", good.failures ? `${count(good.failures)} ${good.failures > 1 ? "failures" : "failure"} in ${seconds(good.wall_s)}` : `no failure in ${seconds(good.wall_s)}`],
     ["energy", known(good.kwh) ? `${figure(good.kwh)} kWh` : "–", known(good.kwh) ? "at the GPU's rated power" : "no power is known"],
   ];
-  return [h("h2", {}, worst ? `Most of what is lost goes to ${worst.state}: ${percent(worst.share)}, ${STATES[worst.state]}.` : "Nothing is lost."),
-    h("dl", { class: "figures" }, rows.map(([name, value, small]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, small))))),
+  return [h("dl", { class: "figures" }, rows.map(([name, value, small]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, small))))),
     h("p", { class: "sub" }, `Every GPU-second is in exactly one state: ${figure(good.gpu_s)} GPU-seconds, ${count(good.ranks)} ranks for ${seconds(good.wall_s)}. The shares add up to 100 %.`)];
 }
 
-async function ranksTab(name, run, query) {
+async function ranksTab(name, run, query, told) {
   const view = makeView(run, query), rank = query.has("rank") ? Number(query.get("rank")) : null;
   let data = await get(`/api/runs/${encodeURIComponent(name)}/series?points=4000`);
   view.steps = (begin, end) => {
@@ -174,6 +180,8 @@ async function ranksTab(name, run, query) {
     const first = data.time.findIndex((t) => t >= begin), last = data.time.findLastIndex((t) => t <= end);
     return [Math.max(0, data.step[Math.max(0, first < 0 ? data.step.length - 1 : first)] - 1), last < 0 ? 1 : data.step[Math.min(data.step.length - 1, last + 1)] + 1];
   };
+  let slowest = "";
+  const says = () => (run.has_ranks ? slowest || "Reading the step times of the ranks …" : "No rank has told its step times yet.");
   const none = h("div", { class: "note" }, "This record has no step times of single ranks. Runs keep them from their first step on.");
   const open = (one) => { const url = new URL(location.href); url.searchParams.set("rank", one); history.pushState(null, "", url); dispatchEvent(new PopStateEvent("popstate")); };
   const many = rank === null && run.ranks > 1, first = Number(query.get("r0")), end = Number(query.get("r1"));
@@ -182,12 +190,12 @@ async function ranksTab(name, run, query) {
     for (const [key, value] of [["r0", a], ["r1", b]]) if (Number.isFinite(b)) url.searchParams.set(key, value); else url.searchParams.delete(key);
     history.replaceState(null, "", url);
   };
-  const map = heatMap(view, { run: name, ranks: rank !== null ? [rank, rank + 1] : many && end > first ? [first, end] : [0, Infinity], height: rank === null ? 256 : 64, onRank: many ? open : null, onRanks: many ? shown : null });
+  const map = heatMap(view, { run: name, ranks: rank !== null ? [rank, rank + 1] : many && end > first ? [first, end] : [0, Infinity], height: rank === null ? 256 : 64, onRank: many ? open : null, onRanks: many ? shown : null, onDrawn: (words) => { slowest = words; told(); } });
   const band = ribbon(view, { segments: () => run.segments, incidents: () => run.incident_list, checkpoints: () => run.checkpoints, spikes: () => [], href: (n) => at(name, `incidents/${n}`) });
   const where = rank === null ? null : h("p", { class: "sub" }, `Rank ${count(rank)} alone. `, h("a", { href: at(name, "ranks") }, "All ranks"));
   const fill = () => { none.hidden = run.has_ranks; map.figure.hidden = !run.has_ranks; };
   fill();
-  return { view, element: [where, band.figure, none, map.figure], async heard(next) { run = next; view.grow(run.ended); data = await get(`/api/runs/${encodeURIComponent(name)}/series?points=4000`); fill(); band.draw(); map.load(); } };
+  return { view, says, element: [where, band.figure, none, map.figure, h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs ranks ${name}`))], async heard(next) { run = next; view.grow(run.ended); data = await get(`/api/runs/${encodeURIComponent(name)}/series?points=4000`); fill(); band.draw(); map.load(); } };
 }
 
 // What nodes have read of their hosts and devices. Charts show the end at which trouble shows first.
@@ -198,6 +206,19 @@ const READINGS = {  // title, format, unit of the axis
   device_power: ["Power of the hungriest device", per("W"), "W"], device_heat: ["The hottest device", per("°C"), "°C"], device_clock: ["Clock of the slowest device", per("Hz"), "Hz"],
   device_throttle: ["Times slowed down, the most on a node", count], device_ecc: ["ECC errors, the most on a node", count], device_link_errors: ["Link errors, the most on a node", count],
 };
+
+const ANSWERS = {  // what is said first, of devices or else of hosts: of which reading, which end of it, in which words
+  Devices: [["device_busy", "min", (v) => `the least busy works ${v} of the time`], ["device_heat", "max", (v) => `the hottest is at ${v}`], ["device_memory", "max", (v) => `the fullest is ${v} full`]],
+  Hosts: [["host_cpu", "max", (v) => `the busiest uses ${v} of its cores`], ["host_memory", "max", (v) => `the fullest uses ${v} of its memory`]],
+};
+
+function readingsInWords(readings) {
+  for (const [what, list] of Object.entries(ANSWERS)) {
+    const known = list.filter(([key]) => readings[key]).map(([key, end, words]) => words(READINGS[key][1](readings[key][end])));
+    if (known.length) return `${what}: ${known.join(", ")}.`;
+  }
+  return "Nothing is known of the hosts yet.";
+}
 
 async function hostsTab(name, run, query) {
   const view = makeView(run, query);
@@ -217,7 +238,7 @@ async function hostsTab(name, run, query) {
     refill(last, table());
   };
   fill();
-  return { view, element: [none, some], async heard(next) { run = next; view.grow(run.ended); await load(); fill(); charts.forEach((c) => c.draw()); } };
+  return { view, says: () => readingsInWords(run.readings), element: [none, some, h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name} --json`), " (readings)")], async heard(next) { run = next; view.grow(run.ended); await load(); fill(); charts.forEach((c) => c.draw()); } };
 }
 
 function phasesBar(one) {
@@ -232,9 +253,14 @@ function incidentTable(name, run) {
 }
 
 function incidentsTab(name, run) {
-  const none = () => h("div", { class: "note" }, "Nothing has broken. Deaths of workers and nodes, hangs, failed checkpoints and damaged data appear here, with what they cost. To see one: ", h("code", {}, "phalanx chaos run"), ".");
+  const none = () => h("div", { class: "note" }, "Deaths of workers and nodes, hangs, failed checkpoints and damaged data appear here, with what they cost. To see one: ", h("code", {}, "phalanx chaos run"), ".");
   const box = h("div", {}), fill = (now) => refill(box, now.incident_list.length ? incidentTable(name, now) : none());
-  return { element: fill(run), heard: fill };
+  fill(run);
+  const says = () => {
+    const stops = run.incident_list.filter((one) => one.stops), lost = stops.reduce((sum, one) => sum + one.lost_gpu_s, 0);
+    return run.incident_list.length ? `${count(run.incidents)} ${run.incidents === 1 ? "incident" : "incidents"}${stops.length ? `: ${count(stops.length)} stopped training and lost ${figure(lost)} GPU-seconds` : ", and none stopped training"}.` : "Nothing has broken.";
+  };
+  return { says, element: [box, h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name}`))], heard: (next) => { run = next; fill(run); } };
 }
 
 export async function incidentPage(name, number) {
@@ -259,7 +285,7 @@ function incident(name, one) {
     from += v;
     return [h("div", {}, phase, h("span", { class: "what" }, meaning[phase] || "")), bar, h("div", { class: "n" }, seconds(v))];
   }));
-  return [h("h1", { id: "headline" }, `${one.subject} ${one.what}.`), h("p", {}, one.verdict), h("p", { class: "sub" }, `${one.kind}, at step ${count(one.step)}${one.rung >= 0 ? `, rung ${one.rung} of the recovery ladder` : ""}, noticed ${date(one.at)}`),
+  return [h("h1", { id: "headline" }, `${one.subject} ${one.what}.`), h("p", {}, one.verdict), h("p", { class: "sub" }, `${one.kind}, at step ${count(one.step)}${one.rung >= 0 ? `, rung ${one.rung} of the recovery ladder` : ""}, noticed ${date(one.at)}. `, h("a", { href: `${at(name)}?from=${Math.floor((one.since || one.at) - 10)}&to=${Math.ceil(Math.max(one.healed, one.committed, one.at) + 10)}` }, "On the axis of the run")),
     phases.length ? [h("h2", {}, "Where the time went"), bars] : null, h("h2", {}, "Evidence"), evidence(one.evidence),
     h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs show ${name}`))];
 }
@@ -269,18 +295,19 @@ function evidence(events) {
   const about = ({ time, type, rank, node, service, worker, at_ns, ...rest }) => flat(rest).filter(([, v]) => v !== null && v !== "").map(([key, v]) => [h("span", { class: "why" }, `${key} `), asText(v), "  "]);
   const who = (event) => [event.service || (event.rank >= 0 ? `rank ${count(event.rank)}` : ""), event.node].filter(Boolean).join(" on ");
   return [h("div", { class: "scroll" }, h("table", { "data-table": "evidence" }, h("thead", {}, h("tr", {}, ["at", "event", "of", ""].map((text, i) => h("th", { class: i > 2 ? "hide-narrow" : "" }, text)))),
-    h("tbody", {}, events.map((event) => h("tr", {}, h("td", { class: "key" }, clock(event.time)), h("td", {}, event.type), h("td", {}, who(event) || "–"), h("td", { class: "hide-narrow value" }, about(event))))))),
+    h("tbody", {}, events.map((event) => h("tr", {}, h("td", { class: "key" }, precise(event.time)), h("td", {}, event.type), h("td", {}, who(event) || "–"), h("td", { class: "hide-narrow value" }, about(event))))))),
     h("details", {}, h("summary", {}, "as written in events.jsonl"), h("pre", {}, events.map((event) => `${JSON.stringify(event)}\n`)))];
 }
 
 const LOGS_MS = 4000;  // between two looks at the logs of a live run: the server reads all of them each time
 
-async function logsTab(name) {
+async function logsTab(name, run, query, told) {
   const box = h("div", {});
-  let waits = null;
-  const load = async () => refill(box, logLines(name, await get(`/api/runs/${encodeURIComponent(name)}/logs`)));
+  let waits = null, logs = null;
+  const load = async () => { logs = await get(`/api/runs/${encodeURIComponent(name)}/logs`); refill(box, logLines(name, logs)); };
   await load();
-  return { element: box, heard: () => { waits ||= setTimeout(() => { waits = null; load().catch(() => {}); }, LOGS_MS); } };
+  const says = () => { const odd = logs.lines.filter((line) => line.on < logs.ranks).length; return logs.lines.length ? `${count(logs.ranks)} ${logs.ranks === 1 ? "rank" : "ranks"} wrote ${count(logs.lines.length)} different ${logs.lines.length === 1 ? "line" : "lines"}, ${odd === logs.lines.length ? "none" : odd ? count(logs.lines.length - odd) : "all"} of them on all ranks.` : "No rank has written a line."; };
+  return { says, element: box, heard: () => { waits ||= setTimeout(() => { waits = null; load().then(told).catch(() => {}); }, LOGS_MS); } };
 }
 
 function logLines(name, logs) {
@@ -298,8 +325,8 @@ function logLines(name, logs) {
 function flat(value, path = "") {
   return Object.entries(value || {}).flatMap(([key, v]) => (v && typeof v === "object" && !Array.isArray(v) && Object.keys(v).length ? flat(v, `${path}${key}.`) : [[path + key, v]]));
 }
-const asText = (v) => (v === null || v === "" ? "–" : typeof v === "string" ? v : JSON.stringify(v));
-const facts = (rows, name) => h("div", { class: "scroll" }, h("table", { "data-table": name }, h("tbody", {}, rows.map(([key, v]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value" }, key === "started" ? date(v) : asText(v)))))));
+const asText = (v) => (v === null || v === "" || JSON.stringify(v) === "{}" ? "–" : typeof v === "string" ? v : known(v) && !Number.isInteger(v) ? String(Number(v.toPrecision(6))) : JSON.stringify(v));
+const facts = (rows, name) => h("div", { class: "scroll" }, h("table", { "data-table": name }, h("tbody", {}, rows.map(([key, v]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value", title: known(v) ? v : null }, key === "started" ? date(v) : key === "command" && Array.isArray(v) ? v.join(" ") : asText(v)))))));
 
 async function recordTab(name) {
   const { job, meta, summary } = await get(`/api/runs/${encodeURIComponent(name)}/record`), { code, ...rest } = meta, { diff, untracked, ...version } = code || {};
@@ -307,7 +334,8 @@ async function recordTab(name) {
   const table = (list) => h("table", { "data-table": "job" }, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, "value"), h("th", { class: "hide-narrow" }, "from"))), h("tbody", {}, list.map(([key, v, from]) => h("tr", {}, h("td", { class: "key" }, key), h("td", { class: "value" }, asText(v)), h("td", { class: "hide-narrow key" }, from)))));
   const box = h("div", { class: "scroll" }, table(chosen)), more = rows.length - chosen.length;
   const all = h("button", { type: "button", "aria-pressed": false, onclick: () => { const now = all.getAttribute("aria-pressed") !== "true"; all.setAttribute("aria-pressed", now); box.replaceChildren(table(now ? rows : chosen)); all.textContent = now ? "only what was chosen" : `and ${count(more)} of presets and defaults`; } }, `and ${count(more)} of presets and defaults`);
-  return { element: [h("h2", {}, "The job, as it was chosen"), box, more ? h("p", {}, all) : null,
+  const says = () => `Phalanx ${asText(meta.phalanx ?? null)}, torch ${asText(meta.libraries?.torch ?? null)}, Python ${asText(meta.python ?? null)}${code?.commit ? `, commit ${code.commit.slice(0, 12)}${diff ? " with changes" : ""}` : ""}.`;
+  return { says, element: [h("h2", {}, "The job, as it was chosen"), box, more ? h("p", {}, all) : null,
     h("h2", {}, "Code, libraries, machine"), facts([...flat(version, "code."), ...flat(rest)], "meta"),
     untracked?.length ? [h("h2", {}, "Files that were not in the repository"), h("pre", {}, untracked.join("\n"))] : null,
     diff ? [h("h2", {}, "Changes that were not committed"), h("pre", {}, diff)] : null, summary ? [h("h2", {}, "Summary"), facts(flat(summary), "summary")] : null,
@@ -323,7 +351,7 @@ export async function comparePage(query) {
   const [one, other] = await Promise.all([a, b].map((name) => get(`/api/runs/${encodeURIComponent(name)}/series?points=1200`)));
   const overlay = stepChart([[a, one], [b, other]], found.part?.step);
   const table = (rows, title) => (rows.length ? [h("h2", {}, title), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "field"), h("th", {}, a), h("th", {}, b))), h("tbody", {}, rows.map((row) => h("tr", {}, h("td", {}, row.field), row.values.map((v) => h("td", {}, typeof v === "string" ? v : JSON.stringify(v))))))))] : null);
-  return { title: "Compare", crumbs: [["compare", location.pathname + location.search]], element: h("div", {}, h("h1", { id: "headline" }, found.verdict), h("p", { class: "sub" }, h("a", { href: at(a) }, a), " and ", h("a", { href: at(b) }, b), `; ${count(found.compared)} steps in common`), overlay, table(found.job, "The job"), table(found.meta, "Code, libraries, machine, data"), !found.job.length && !found.meta.length ? h("div", { class: "note" }, "Job, code, libraries, machine and data are the same.") : null) };
+  return { title: "Compare", crumbs: [["compare", location.pathname + location.search]], element: h("div", {}, h("h1", { id: "headline" }, found.verdict), h("p", { class: "sub" }, h("a", { href: at(a) }, a), " and ", h("a", { href: at(b) }, b), `; ${count(found.compared)} steps in common`), overlay, table(found.job, "The job"), table(found.meta, "Code, libraries, machine, data"), !found.job.length && !found.meta.length ? h("div", { class: "note" }, "Job, code, libraries, machine and data are the same.") : null, h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs diff ${a} ${b}`))) };
 }
 
 async function pickTwo(given) {
@@ -350,7 +378,7 @@ function drawSteps(runs, part, width) {
   const [s0, s1, low, high] = [Math.min(...steps), Math.max(...steps), Math.min(...losses), Math.max(...losses)];
   const x = (v) => left + ((v - s0) / (s1 - s0 || 1)) * (width - left - right), y = (v) => height - 24 - ((v - low) / (high - low || 1)) * (height - 40);
   const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Loss of both runs by step" });
-  for (const v of [low, (low + high) / 2, high]) svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }), s("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, figure(v)));
+  for (const v of ticks(low, high, 5)) svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }), s("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, figure(v)));
   for (const v of [s0, Math.round((s0 + s1) / 2), s1]) svg.append(s("text", { x: x(v), y: height - 4, "text-anchor": v === s1 ? "end" : v === s0 ? "start" : "middle" }, `step ${count(v)}`));
   runs.forEach(([, d], k) => {
     const line = (d.series.loss?.mean || []).map((v, i) => (known(v) ? `${x(d.step[i]).toFixed(1)},${y(v).toFixed(1)}` : null)).filter(Boolean);

@@ -32,6 +32,7 @@ export async function seriesOf(name, view, after) {
   const load = async () => {
     const points = Math.min(2000, Math.max(200, innerWidth));
     data = await get(`/api/runs/${encodeURIComponent(name)}/series?begin=${view.begin}&end=${view.end}&points=${points}`);
+    for (const one of Object.values(data.series)) { one.min ||= one.mean; one.max ||= one.mean; }  // where each point is one step
   };
   await load();
   let drawn = `${view.begin},${view.end}`;

@@ -56,17 +56,17 @@ function tierTable(run) {
 
 function list(run) {
   if (!run.checkpoints.length) return null;
-  return [h("h2", {}, "Durable checkpoints"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["step", "durable at", "size", "written in", "training waited", "name"].map((text, i) => h("th", { class: i < 5 ? "n" : "" }, text)))),
-    h("tbody", {}, run.checkpoints.toReversed().map((one) => h("tr", {}, h("td", { class: "n" }, count(one.step)), h("td", { class: "n" }, clock(one.time)), h("td", { class: "n" }, `${figure(one.bytes / 1e6)} MB`), h("td", { class: "n" }, seconds(one.drain_s)), h("td", { class: "n" }, seconds(one.stall_s + one.slowdown_s)), h("td", {}, one.checkpoint))))))];
+  return [h("h2", {}, "Durable checkpoints"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["step", "durable at", "size", "written in", "training waited", "name"].map((text, i) => h("th", { class: i < 5 ? "n" : "hide-narrow" }, text)))),
+    h("tbody", {}, run.checkpoints.toReversed().map((one) => h("tr", {}, h("td", { class: "n" }, count(one.step)), h("td", { class: "n" }, clock(one.time)), h("td", { class: "n" }, `${figure(one.bytes / 1e6)} MB`), h("td", { class: "n" }, seconds(one.drain_s)), h("td", { class: "n" }, seconds(one.stall_s + one.slowdown_s)), h("td", { class: "hide-narrow" }, one.checkpoint))))))];
 }
 
 export async function checkpointsTab(name, run, query) {
   const view = makeView(run, query);
   const { load, data } = await seriesOf(name, view, () => chart.draw());
   const chart = tierChart(view, { data, run: () => run, marks: () => run.incident_list.filter((one) => one.stops) });
-  const first = h("h2", {}), tiers = h("div", {}), names = h("div", {}), all = h("div", {});
-  const fill = () => { refill(first, run.saved.headline); refill(tiers, tierTable(run)); refill(names, key(chart.tiers())); refill(all, list(run)); };
+  const tiers = h("div", {}), names = h("div", {}), all = h("div", {});
+  const fill = () => { refill(tiers, tierTable(run)); refill(names, key(chart.tiers())); refill(all, list(run)); };
   fill();
-  return { view, element: [first, chart.figure, names, tiers, all],
+  return { view, says: () => run.saved.headline, element: [chart.figure, names, tiers, all, h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx runs fleet ${name}`))],
     async heard(next) { run = next; view.grow(run.ended); await load(); chart.draw(); fill(); } };
 }

@@ -80,6 +80,14 @@ function traceList(name, found) {
   return h("ul", { "data-list": "traces" }, found.map((one) => h("li", {}, h("a", { href: `/api/runs/${encodeURIComponent(name)}/traces/${one.name}`, download: true }, `steps ${one.name.replace(".json.gz", "")}`), ` ${figure(one.bytes / 1e6)} MB, open it in Perfetto or chrome://tracing`)));
 }
 
+// Which phases take the time, the three longest of them.
+function answer(run) {
+  const all = Object.entries(run.phases || {}).sort(([, a], [, b]) => b - a), total = all.reduce((sum, [, took]) => sum + took, 0);
+  if (!known(run.step_s)) return "No step is done yet.";
+  const plan = known(run.off_plan) ? `, ${run.off_plan > 0 ? "+" : "−"}${percent(Math.abs(run.off_plan), 0)} against the plan` : "";
+  return `A step takes ${seconds(run.step_s)}${plan}${total ? `: ${all.slice(0, 3).map(([name, took]) => `${name} ${percent(took / total, 0)}`).join(", ")}` : ""}.`;
+}
+
 export async function stepsTab(name, run, query) {
   const view = makeView(run, query), { traces } = await get(`/api/runs/${encodeURIComponent(name)}/traces`);
   const { load, data } = await seriesOf(name, view, () => charts.forEach((c) => c.draw()));
@@ -90,7 +98,7 @@ export async function stepsTab(name, run, query) {
   const bars = h("div", {}), plan = h("div", {}), who = h("div", {}), none = h("div", { class: "note" }, "No step has reported its phases yet: each reports those of the step before it.");
   const fill = () => { none.hidden = Object.keys(run.phases || {}).length > 0; refill(bars, table(run)); refill(plan, planned(run)); refill(who, slowest(name, run)); };
   fill();
-  return { view, element: [none, charts[0].figure, who, charts.slice(1).map((c) => c.figure), h("h2", {}, "The last 200 steps, in the median"), bars, h("h2", {}, "Predicted and measured"), plan,
+  return { view, says: () => answer(run), element: [none, charts[0].figure, who, charts.slice(1).map((c) => c.figure), h("h2", {}, "In the median of the last steps"), bars, h("h2", {}, "Predicted and measured"), plan,
     h("h2", {}, "Traces"), traceList(name, traces), h("p", { class: "sub" }, "In the terminal: ", h("code", {}, `phalanx top ${name}`))],
     async heard(next) { run = next; view.grow(run.ended); await load(); charts.forEach((c) => c.draw()); fill(); } };
 }
