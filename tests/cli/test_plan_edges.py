@@ -25,6 +25,9 @@ def run(*args: str):
     [
         (["--failures", "1e9"], "makes no progress"),
         (["--precision", "nvfp4"], "no such precision"),
+        (["--schedules", "dualpipe"], "this engine has no dualpipe"),
+        (["--pin", "schedule=zb-h2"], "this engine has no zb-h2"),
+        (["--pin", "tp=8", "--pin", "tp=4"], "given twice"),
     ],
 )
 def test_what_cannot_be_is_said(args, said):
@@ -46,7 +49,17 @@ def test_the_arithmetic_keeps_its_formulas():
 
 def test_the_lines_for_a_job_file_say_the_precision():
     assert 'precision = "bf16"' in run(*LLAMA, "--explain").stdout
-    assert "in a job file" not in run(*LLAMA, "--explain", "--precision", "fp8").stdout, "the engine has none"
+    assert 'precision = "fp8"' in run(*LLAMA, "--explain", "--precision", "fp8").stdout
+    other = run(*LLAMA, "--explain", "--schedules", "dualpipe", "--pin", "pp=8", "--software", "nemo").stdout
+    assert "dualpipe" in other and "in a job file" not in other, "the engine has none"
+
+
+def test_pins_that_are_given_apart_count_together():
+    """Or the first of two --pin is silently dropped."""
+    apart, together = (
+        run(*LLAMA, *args).stdout for args in (["--pin", "tp=8", "--pin", "pp=2"], ["--pin", "tp=8,pp=2"])
+    )
+    assert "tp 8 x" in apart and "pp 2" in apart and apart.splitlines()[1:8] == together.splitlines()[1:8]
 
 
 def test_a_job_files_tokens_are_those_of_the_batch_that_is_asked_for(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -17,9 +18,12 @@ from phalanx.cli.plan_ask import Options, ask
 from phalanx.cli.plan_dry import planned_job
 from phalanx.core import compat
 from phalanx.core.errors import UserError
-from phalanx.plan.cost.candidates import RECOMPUTE
+from phalanx.core.layout import CHUNKS, SPLIT_BACKWARD
+from phalanx.plan.cost.candidates import PRECISIONS, RECOMPUTE
 from phalanx.plan.search import runnable
+from phalanx.plan.search.runnable import RUN_PRECISIONS
 from phalanx.spec import PRESETS
+from phalanx.spec.fields import TrainSection
 
 PHALANX = Path(sys.executable).with_name("phalanx")
 DECODERS = [name for name, preset in PRESETS.items() if preset.get("family", "dense") in ("dense", "moe")]
@@ -27,7 +31,8 @@ PINS = {
     "tp": st.sampled_from([1, 2, 4, 8]), "pp": st.sampled_from([1, 2, 3, 4, 8, 16]), "cp": st.sampled_from([1, 2, 4]),
     "ep": st.sampled_from([1, 2, 4, 8]), "zero": st.integers(0, 3), "micro_batch": st.sampled_from([1, 2, 4, 8]),
     "recompute": st.sampled_from(RECOMPUTE), "vpp": st.sampled_from([1, 2, 3]),
-    "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved"]), "dp": st.sampled_from([1, 2, 8, 64]),
+    "schedule": st.sampled_from(list(CHUNKS)), "dp": st.sampled_from([1, 2, 8, 64]),
+    "precision": st.sampled_from(PRECISIONS),
 }  # fmt: skip
 questions = st.fixed_dictionaries({
     "model": st.sampled_from(DECODERS),
@@ -51,7 +56,8 @@ def check(model: str, gpus: int, hardware: str, seq: int | None, batch: int | No
     job = planned_job(plan, model)
     compat.check(job)
     assert job.layout.world_size == plan.used <= gpus and job.micro_per_rank == plan.micro_batches
-    assert job.train.compile == "inductor" and job.train.recompute == plan.layout["recompute"]
+    compiled = plan.layout["schedule"] not in SPLIT_BACKWARD
+    assert job.train.compile == ("inductor" if compiled else "none") and job.train.recompute == plan.layout["recompute"]
     assert plan.memory_high_bytes <= plan.capacity_bytes
     kept = plan.layout | {"dp": plan.layout["replica"] * plan.layout["shard"]}
     assert {name: kept[name] for name in pins} == pins
@@ -108,6 +114,27 @@ def test_a_schedule_that_is_given_is_not_dropped():
     assert ask(Options("llama3-8b", 16, "h100", pin="schedule=1f1b")).plan.layout["pp"] > 1
     with pytest.raises(UserError):
         ask(Options("llama3-8b", 16, "h100", pin="schedule=1f1b,pp=1"))
+
+
+def test_fp8_with_a_schedule_that_splits_the_backward_is_not_planned():
+    """The engine refuses the two together, so a search over both takes one of them."""
+    pins = {"schedule": "zbv"}
+    assert check("llama3-8b", 16, "h100", 2048, None, pins)
+    with pytest.raises(UserError, match="do not run in fp8"):
+        ask(Options("llama3-8b", 16, "h100", seq=2048, precision="fp8", pin="schedule=zbv"))
+    both = ask(
+        Options("llama3-8b", 16, "h100", seq=2048, precision="bf16,fp8", schedules="all", pin="pp=2")
+    ).plan.layout
+    assert both["precision"] == "bf16" or both["schedule"] not in SPLIT_BACKWARD
+
+
+@pytest.mark.parametrize("pin", ["precision=mxfp8", "precision=nvfp4", "schedule=dualpipe"])
+def test_what_only_other_engines_have_is_planned_for_them(pin):
+    with pytest.raises(UserError, match="this engine has no") as error:
+        ask(Options("llama3-8b", 64, "gb200", pin=pin))
+    assert "--software" in (error.value.remedy or "")
+    assert ask(Options("llama3-8b", 64, "gb200", pin=pin, software="nemo")).plan.layout[pin.split("=")[0]] in pin
+    assert set(RUN_PRECISIONS) == {*get_args(TrainSection.model_fields["precision"].annotation)} & {*PRECISIONS}
 
 
 def test_a_precision_that_the_chip_lacks_is_refused_as_a_pin_too():

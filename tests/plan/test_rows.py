@@ -115,6 +115,12 @@ def test_what_is_missing_is_marginalised(tmp_path):
     assert run.stratum == "dense bf16, incomplete"
 
 
+def test_paxml_is_no_nemo(tmp_path):
+    """NVIDIA/dgxc-benchmarking has recipes of both; what XLA compiles is closest to MaxText."""
+    assert one(tmp_path, source="NVIDIA/dgxc-benchmarking paxml/README_175b.md").engine == "maxtext"
+    assert one(tmp_path, source="NVIDIA/dgxc-benchmarking llama3.1/README.md").engine == "nemo"
+
+
 def test_experts_are_read_from_the_notes(tmp_path):
     run = one(
         tmp_path,

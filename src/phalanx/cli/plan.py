@@ -35,7 +35,9 @@ def plan(
     seq: Annotated[int | None, typer.Option(metavar="N", help="Tokens of a sequence; the job file's, or 8192.")] = None,
     objective: Annotated[str, typer.Option(metavar="time|step|cost", help="What is to be least.")] = "time",
     days: Annotated[float | None, typer.Option(metavar="N", help="The most that a run may take.")] = None,
-    pin: Annotated[str, typer.Option(metavar="tp=8,pp=4", help="Degrees that are given.")] = "",
+    pin: Annotated[
+        list[str] | None, typer.Option(metavar="tp=8,pp=4", help="Degrees that are given; repeatable.")
+    ] = None,
     compare: Annotated[
         list[str] | None, typer.Option(metavar="tp=8,pp=4", help="Beside the best: the best with these; repeatable.")
     ] = None,
@@ -80,8 +82,8 @@ def plan(
     from phalanx.cli.plan_text import as_dict, print_answer
 
     options = Options(
-        model, gpus, hardware, tokens, global_batch, seq, objective, days, pin, tuple(compare or ()), precision,
-        schedules, margin, use, wide_tp, software, fabric, site, failures, hardware_file, calibration,
+        model, gpus, hardware, tokens, global_batch, seq, objective, days, ",".join(pin or ()), tuple(compare or ()),
+        precision, schedules, margin, use, wide_tp, software, fabric, site, failures, hardware_file, calibration,
     )  # fmt: skip
     answer = ask(options)
     if html:

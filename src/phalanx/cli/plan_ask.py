@@ -6,11 +6,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.core.errors import UserError
+from phalanx.core.layout import CHUNKS
 from phalanx.core.shape import ModelConfig
 from phalanx.hardware import Cluster, load
 from phalanx.plan.cost.calibrated import known_profile, profile_from
@@ -26,6 +28,7 @@ from phalanx.plan.planner import Request, usual_batch, usual_tokens
 from phalanx.plan.report.answer import Answer, answer
 from phalanx.plan.search.impossible import parse_pins
 from phalanx.plan.search.objective import OBJECTIVES
+from phalanx.plan.search.runnable import RUN_PRECISIONS
 from phalanx.plan.search.space import COMPILED, Ask, Limits
 from phalanx.run.planned import feedback
 
@@ -81,13 +84,20 @@ def request(options: Options, cluster: Cluster) -> Request:
     pins = parse_pins(options.pin, "pin")
     if "precision" in pins:
         _precisions(str(pins["precision"]), cluster)
+    schedules = _names(options.schedules, "schedules", SCHEDULES) if options.schedules else COMPILED
+    precisions = _precisions(options.precision, cluster)
+    if options.software == OWN:
+        schedules = _run("schedules", schedules, CHUNKS, options.schedules == "all")
+        precisions = _run("precision", precisions, RUN_PRECISIONS, options.precision == "all")
+        for axis, known in (("schedule", CHUNKS), ("precision", RUN_PRECISIONS)):
+            _run(f"pin {axis}", [str(pins[axis])] if axis in pins else [], known)
     limits = Limits(
         margin=options.margin,
         use=options.use,
         tolerance=0.0 if batch else Limits().tolerance,
         tp_domain=not options.wide_tp,
-        schedules=_names(options.schedules, "schedules", SCHEDULES) if options.schedules else COMPILED,
-        precisions=_precisions(options.precision, cluster),
+        schedules=schedules,
+        precisions=precisions,
         engine=options.software == OWN,
         pins=pins,
     )
@@ -186,6 +196,15 @@ def _names(text: str, what: str, known: tuple[str, ...]) -> tuple[str, ...]:
     if unknown or not names:
         raise UserError(f"no such {what}", field=what, value=text, remedy=f"some of {', '.join(known)}")
     return names
+
+
+def _run(field: str, names: Iterable[str], known: Iterable[str], some: bool = False) -> tuple[str, ...]:
+    """Names that this engine runs: all of them, or `some`, whichever it does."""
+    missing = [name for name in names if name not in known]
+    if missing and not some:
+        remedy = f"one of {', '.join(known)}; or --software, such as nemo, to plan for an engine that has it"
+        raise UserError(f"this engine has no {missing[0]}", field=field, value=missing[0], remedy=remedy)
+    return tuple(name for name in names if name in known)
 
 
 def _precisions(text: str, cluster: Cluster) -> tuple[str, ...]:

@@ -9,10 +9,12 @@ from typing import Any
 from rich.table import Table
 
 from phalanx.core.errors import UserError
+from phalanx.core.layout import CHUNKS
 from phalanx.plan.planner import Plan
 from phalanx.plan.report import words
 from phalanx.plan.report.answer import Answer
-from phalanx.plan.settings import ENGINE_PRECISIONS, job_lines
+from phalanx.plan.search.runnable import RUN_PRECISIONS
+from phalanx.plan.settings import job_lines
 from phalanx.run.console import PlainConsole
 
 BAR = 30  # characters of a full bar
@@ -50,7 +52,7 @@ def print_answer(answer: Answer, explain: bool) -> None:
     if explain:
         out.head(f"speeds and traits expected: {plan.profile}")
         out.table(words.profile_rows(answer.request.ask.profile))
-        if plan.layout["precision"] in ENGINE_PRECISIONS:
+        if plan.layout["precision"] in RUN_PRECISIONS and plan.layout["schedule"] in CHUNKS:
             out.head("in a job file")
             for text in job_lines(plan):
                 out.line(f"  {text}" if text else "")

@@ -8,8 +8,6 @@ from typing import Any
 from phalanx.core.layout import SPLIT_BACKWARD
 from phalanx.plan.planner import Plan
 
-ENGINE_PRECISIONS = ("bf16", "fp32")
-
 
 def settings(plan: Plan, kept: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
     """Yield each field of a job file with its value, except the [train] fields named in `kept`."""

@@ -35,7 +35,7 @@ PRECISIONS = (
 )  # fmt: skip
 SOFTWARE = (
     ("megascale", r"\[megascale\]"),
-    ("maxtext", r"maxtext|\bjax\b"),
+    ("maxtext", r"maxtext|paxml|\bjax\b"),
     ("llm-foundry", r"llm-foundry|mosaic|composer"),
     ("torchtitan", r"torchtitan"),
     ("deepspeed", r"deepspeed"),

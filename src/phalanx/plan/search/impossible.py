@@ -11,11 +11,13 @@ from functools import partial
 import numpy as np
 
 from phalanx.core.errors import UserError
+from phalanx.core.layout import SPLIT_BACKWARD
 from phalanx.hardware import Catalogue
 from phalanx.plan.cost.candidates import PRECISIONS, RECOMPUTE, SCHEDULES, Candidates
 from phalanx.plan.search.advice import with_memory
 from phalanx.plan.search.exhaustive import evaluate_rows, search
 from phalanx.plan.search.objective import resized
+from phalanx.plan.search.runnable import splits_backward_in_fp8, takes_tied_pipelines
 from phalanx.plan.search.space import Ask, children, cores, size_of, tensor_degrees
 
 NAMED = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "precision": PRECISIONS}
@@ -142,10 +144,13 @@ def _no_layout(ask: Ask) -> UserError:
 
 def _looser(ask: Ask) -> Iterator[tuple[str, object, Callable[[Ask], Ask], str]]:
     """Each constraint by itself: its name, its value, how to relax it, what to do about it."""
+    tied = ask.limits.engine and ask.shape.tied and not takes_tied_pipelines()
     for name, value in ask.limits.pins.items():
         hint = "leave it out"
-        if name == "pp" and ask.limits.engine and ask.shape.tied and int(value) > 1:
+        if tied and (name == "schedule" or (name == "pp" and int(value) > 1)):
             hint = "the engine keeps a tied embedding in one stage: set model.tied = false, or pp = 1"
+        elif ask.limits.engine and _splits_in_fp8(ask, name):
+            hint = f"{' and '.join(SPLIT_BACKWARD)} do not run in fp8: take bf16, or another schedule"
         if name == "tp":
             able = tensor_degrees(replace(ask, limits=replace(ask.limits, pins={})))
             hint = f"it can be {', '.join(map(str, able))}"
@@ -155,6 +160,14 @@ def _looser(ask: Ask) -> Iterator[tuple[str, object, Callable[[Ask], Ask], str]]
     yield "global_batch", ask.batch, lambda a: _with_batch(a, good or a.batch), hint
     used = f"allow fewer of the {ask.cluster.num_chips:,} chips to be used (--use 0.5)"
     yield "use", ask.limits.use, lambda a: replace(a, limits=replace(a.limits, use=min(0.5, a.limits.use))), used
+
+
+def _splits_in_fp8(ask: Ask, name: str) -> bool:
+    """Whether this pin asks for a schedule that splits the backward pass, in fp8 alone."""
+    pins = ask.limits.pins
+    precisions = {pins["precision"]} if "precision" in pins else set(ask.limits.precisions)
+    together = pins.get("schedule") in SPLIT_BACKWARD and precisions == {"fp8"}
+    return name in ("schedule", "precision") and together and not splits_backward_in_fp8()
 
 
 def _without(ask: Ask, name: str) -> Ask:

@@ -9,9 +9,10 @@ from functools import cache
 from phalanx.core import compat
 from phalanx.core.errors import UserError
 from phalanx.core.job import Job
-from phalanx.core.layout import Layout
+from phalanx.core.layout import SPLIT_BACKWARD, Layout
 from phalanx.core.shape import ModelConfig
 
+RUN_PRECISIONS = ("bf16", "fp8", "fp32")  # of those that the planner knows
 PROBE = Job(model=ModelConfig(num_layers=8, num_heads=8, num_kv_heads=8))
 
 
@@ -20,6 +21,14 @@ def takes_tied_pipelines() -> bool:
     """Whether embedding and head may be one matrix when they stand in different stages."""
     job = replace(PROBE, model=replace(PROBE.model, tied=True), layout=Layout(pp=2))
     job = replace(job, train=replace(job.train, global_batch=4, micro_batch=1))
+    return refusal(job) is None
+
+
+@cache
+def splits_backward_in_fp8() -> bool:
+    """Whether schedules that split the backward pass run in fp8."""
+    job = replace(PROBE, layout=Layout(pp=2, schedule=SPLIT_BACKWARD[-1]))
+    job = replace(job, train=replace(job.train, global_batch=4, micro_batch=1, precision="fp8"))
     return refusal(job) is None
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.layout import SPLIT_BACKWARD
 from phalanx.hardware import Cluster
 from phalanx.plan.cost.candidates import PRECISIONS, RECOMPUTE, SCHEDULES, Candidates
 from phalanx.plan.cost.profiles import Profile
 from phalanx.plan.cost.sizes import ModelShape
-from phalanx.plan.search.runnable import takes_tied_pipelines
+from phalanx.plan.search.runnable import splits_backward_in_fp8, takes_tied_pipelines
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # where the batch can be fitted to them
 MOST_MICRO = 128
@@ -175,6 +176,9 @@ def _cores(ask: Ask, idle: bool = True) -> tuple[Candidates, NDArray]:
     batches = c.pop("batch")
     found = Candidates.of(**c, shard=1, zero=0, bucket_bytes=BUCKETS[-1])
     keep = _rounds(found, batches)
+    if limits.engine and not splits_backward_in_fp8():
+        split = np.isin(found.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
+        keep &= ~((found.precision == PRECISIONS.index("fp8")) & split)
     return found.take(keep), batches[keep]
 
 
