@@ -66,7 +66,7 @@ def test_where_compares_a_whole_step_with_what_the_ranks_reported(quickstart):
     [
         (["--step", "9"], ["--step = 9", "the run has 4 steps", "remedy: name a step from 0 to 3"]),
         (["--step", "0", "--rank", "7"], ["--rank = 7", "remedy: name a rank from 0 to 1"]),
-        (["elsewhere", "--step", "0"], ["RUN = 'elsewhere'", "not the record of a run"]),
+        (["elsewhere", "--step", "0"], ["RUN = 'elsewhere'", "there is no such run"]),
     ],
 )
 def test_where_refuses_what_is_not_there(quickstart, args, parts):
