@@ -129,3 +129,25 @@ def test_a_worker_that_has_ended_is_not_started_again_because_its_launch_is_repe
     said = agent.take()
     assert [post.event.worker for post in said if isinstance(post, Post)] == [2], "the word of it may be lost"
     assert not [action for action in said if isinstance(action, Spawn)]
+
+
+def test_a_node_that_cannot_end_its_workers_is_silent_and_may_leave():
+    agent = an_agent()
+    assert agent.beat(S) is not None
+    agent.obey(2 * S, Fence("n", 1))
+    assert agent.beat(3 * S) is None, "the controller would believe that an incarnation that is over lives"
+    for number in (1, 2):
+        agent.fire(20 * S, f"ended {number}")
+    agent.obey(21 * S, Leave("over", ("n",)))
+    agent.take()
+    agent.fire(21 * S + agent.leave_ns, "leave")
+    assert [action.body["type"] for action in agent.take() if isinstance(action, Tell)] == ["left"]
+
+
+def test_a_node_whose_workers_end_after_a_fence_beats_again():
+    agent = an_agent()
+    agent.obey(2 * S, Fence("n", 1))
+    for number in (1, 2):
+        agent.ended(3 * S, number, Failure(signal="SIGKILL"))
+    agent.booted(4 * S, 2)
+    assert agent.beat(5 * S) is not None

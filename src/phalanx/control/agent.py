@@ -198,6 +198,8 @@ class Agent:
             self._serve(about)
         elif kind == "leave":
             self._end(self.mates, "did not leave in time")
+            if not self.mates:  # processes of an earlier incarnation, which were killed long ago
+                self._tell_left()
         elif kind == "ended":
             self._outlived(int(about))
         elif kind == "lease":
@@ -238,9 +240,12 @@ class Agent:
         """Note that the controller has heard all events up to this number."""
         self.acked = max(self.acked, number)
 
-    def beat(self, now_ns: int) -> Body:
-        """Return the content of a heartbeat."""
+    def beat(self, now_ns: int) -> Body | None:
+        """Return the content of a heartbeat. None: the node is silent until it comes back as another incarnation, which
+        may take forever if the kernel does not let its workers end."""
         self.now_ns = max(self.now_ns, now_ns)
+        if self.fenced:
+            return None
         self._join()
         self._tell_steps()
         generation = max((mate.formed for mate in self.mates.values()), default=0)

@@ -411,6 +411,8 @@ class Node(Host):
         readings = [w.progress.read() for n, w in self.spawner.workers.items() if n >= 0]
         sent_ns = time.monotonic_ns()
         said = self.agent.beat(sent_ns)
+        if said is None:
+            return
         said["step"] = max([said["step"], *(r.step for r in readings)])
         said["counter"] = sum(r.counter for r in readings)
         self.link.tell({"type": "beat", "visit": self.link.visits, "sent_ns": sent_ns, **said})

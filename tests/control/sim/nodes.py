@@ -70,7 +70,8 @@ class Node:
         self.visits += 1
         self.line += 1
         self.unsent = sorted(self.outbox)
-        self.beat_once()
+        if not self.agent.fenced:
+            self.beat_once()
         self.agent.connected(world.now)
         self.act()
         self.pump(self.line)
@@ -134,9 +135,10 @@ class Node:
     def beat(self, agent, incarnation):
         if self.alive and agent is self.agent and incarnation == self.incarnation:
             self.world.after(BEAT_NS, self.beat, agent, incarnation)
-            self.agent.beat(self.world.now)
+            said = self.agent.beat(self.world.now)
             self.act()
-            self.beat_once()
+            if said is not None:
+                self.beat_once()
 
     def beat_once(self):
         world = self.world
