@@ -279,9 +279,11 @@ def test_an_answer_that_comes_after_its_lease_has_ended_grants_nothing(told):
 
 
 def test_a_node_that_is_fenced_is_given_no_lease(told):
+    sent = told.beat()
     told.node.agent.living.add(1)  # it has not ended yet
     told.node.agent.reset()
-    assert told.lease(told.beat(), 60 * S) is None and told.progress.lease_ended
+    assert told.beat() == sent, "it is silent"
+    assert told.lease(sent, 60 * S) is None and told.progress.lease_ended
 
 
 def test_a_lease_that_ends_parks_the_workers_until_the_controller_is_back(cluster):
