@@ -1,13 +1,13 @@
-"""Which checkpoints a folder or a bucket has: the newest that may be loaded, those that must not be, those that may
-go. A folder is looked at; a bucket has an index (`checkpoint.index`). A checkpoint exists when its manifest does.
+"""The checkpoints in a folder or a bucket: finds the newest one to load, quarantines damaged ones and removes old ones.
+A folder is listed; a bucket has an index (`checkpoint.index`). A checkpoint exists once its manifest does.
 
-    owner.json                            which run writes here (`core.lease`)
+    owner.json                            the run that writes here (`core.lease`)
     step-000000042-g0003-<lineage>-<mark>/manifest.json
                                           rank-000000.bin …
                                           quarantined.json      why it must not be loaded
 
-Only damage that a second reader confirms puts a checkpoint into quarantine. What cannot be read now is left alone, and
-what is in quarantine is never deleted: `release` takes it out again when all its bytes are right.
+A checkpoint is quarantined only if a second reader confirms the damage. One that cannot be read now is left alone.
+Quarantined checkpoints are never deleted; `release` takes one out again once all its bytes are right.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from phalanx.core.store import PAUSES_S, Folder, Store, sync_folder
 
 QUARANTINED = "quarantined.json"
 OWNER = "owner.json"  # a lease: the run that writes there
-UNDER_WAY_S = 3600  # what was touched less long ago may be
+UNDER_WAY_S = 3600  # anything touched more recently may still be in progress
 THREADS = 16
 
 OnEvent = Callable[[dict[str, Any]], None]
-OnProgress = Callable[[int, int], None]  # bytes: done, of how many
+OnProgress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 def ignore(*_: Any) -> None: ...
@@ -58,9 +58,9 @@ class Found:
     name: str
     status: str  # good | quarantined | incomplete | unreadable
     since: float  # seconds since 1970
-    quarantine: dict[str, Any]  # why and since when; empty: it is not
+    quarantine: dict[str, Any]  # reason and time; empty if it is not quarantined
     num_files: int = 0  # in a bucket
-    why: str = ""  # it cannot be read
+    why: str = ""  # the reason if it is unreadable
 
     @property
     def place(self) -> Place:
@@ -76,7 +76,7 @@ class Found:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """FileNotFoundError: it has been removed since. BadCheckpoint: it is damaged, or cannot be read."""
+        """Raise FileNotFoundError if it has since been removed, BadCheckpoint if it is damaged or cannot be read."""
         return read_manifest(self.store, self.name)
 
 
@@ -84,44 +84,44 @@ class Catalog:
     def __init__(self, store: Store):
         self.store = store
         self.index = None if isinstance(store, Folder) else Index(store)
-        self._bad: dict[str, str] = {}  # quarantined here, for when that could not be written
-        self._aside: dict[str, str] = {}  # not to be tried again by this process: why
-        self._doubted: set[str] = set()  # that a second reader found good
-        self._pauses = [] if self.store.is_local else [*PAUSES_S]  # while a bucket does not answer, all in all
+        self._bad: dict[str, str] = {}  # reasons for quarantine, in case they could not be written
+        self._aside: dict[str, str] = {}  # why this process must not try it again
+        self._doubted: set[str] = set()  # refused once, but a second reader found them good
+        self._pauses = [] if self.store.is_local else [*PAUSES_S]  # shared by all waits for a silent bucket
 
-    # -- what there is
+    # -- listing
 
     def all(self) -> list[Found]:
-        """Also what was never committed, the newest first: by generation, then by step, then by time."""
+        """Return all, even uncommitted ones, newest first: by generation, then by step, then by time."""
         found = [self._look(name, *known) for name, known in self._names().items()]
         return sorted((f for f in found if f), key=lambda f: (f.place, f.since), reverse=True)
 
     def newest_first(self) -> list[Found]:
-        """The committed ones."""
+        """Return the committed ones."""
         return [found for found in self.all() if found.status != "incomplete"]
 
     def good(self) -> list[Found]:
-        """Those that may be loaded, the newest first."""
+        """Return those that may be loaded, newest first."""
         return [found for found in self.all() if found.status == "good"]
 
     def find(self, place: Place, lineage: str) -> list[Found]:
-        """The good ones of a step and generation. Looks at no other: every rank of a gang may ask at once."""
+        """Return the good ones of a step and generation. Read no others: every rank of a gang may ask at once."""
         names = [(name, known) for name, known in self._names().items() if place_of(name) == place]
         found = [self._look(name, *known) for name, known in names if lineage_of(name) == lineage]
         return [each for each in found if each and each.status == "good"]
 
     def to_try(self) -> list[Found]:
-        """The good ones, and those of which it cannot be seen now whether they are, the newest first."""
+        """Return the good ones and those whose status cannot be read now, newest first."""
         return [found for found in self.all() if found.status in ("good", "unreadable")]
 
     def _names(self) -> dict[str, tuple[float, int]]:
-        """Since when, and of how many files; of a folder that is seen later."""
+        """Map each name to its time and number of files. Both are 0 in a folder: `_look` reads the time there."""
         if self.index:
             return {name: (known.since, known.files) for name, known in self.index.names().items()}
         return {name: (0.0, 0) for name in self.store.folders() if NAME.fullmatch(name)}
 
     def _look(self, name: str, since: float, num_files: int) -> Found | None:
-        """None: it has been removed since."""
+        """Return None if it has since been removed."""
         try:
             why = self._quarantine_of(name)
             is_there = self._has(name)
@@ -130,7 +130,7 @@ class Catalog:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if not self.store.is_local:  # it is the bucket that does not answer
+            if not self.store.is_local:  # the bucket itself does not answer
                 raise
             return Found(self.store, name, "unreadable", since, {}, num_files, f"cannot be read: {error.strerror}")
         status = "incomplete" if not is_there else "quarantined" if why else "good"
@@ -157,21 +157,21 @@ class Catalog:
         except ValueError:
             return {"reason": f"{QUARANTINED} is damaged"}
 
-    # -- what comes
+    # -- adding
 
     def begun(self, name: str, num_files: int) -> None:
-        """Before the first of its files is written to a bucket."""
+        """Index a checkpoint. Call this before its first file is written to a bucket."""
         if self.index:
             self.index.add(name, num_files)
 
     def added(self, manifest: Manifest) -> None:
-        """After it was committed."""
+        """Index a checkpoint that has been committed."""
         self.begun(manifest.name, len(manifest.files))
 
-    # -- what is damaged
+    # -- damage
 
     def quarantine(self, name: str, reason: str) -> bool:
-        """It is not loaded any more, and nothing is deleted. False: it was removed before."""
+        """Prevent it from being loaded, without deleting anything. Return False if it has already been removed."""
         self._bad[name] = reason
         if not self._has(name):
             return False
@@ -181,7 +181,7 @@ class Catalog:
         return True
 
     def release(self, name: str) -> list[Fault]:
-        """Take it out of quarantine if a second reader finds every byte right; else what is wrong with it."""
+        """Take it out of quarantine if a second reader finds every byte right; otherwise return the faults."""
         faults = second.look(self.store, name)
         if not faults:
             self._bad.pop(name, None)
@@ -190,8 +190,8 @@ class Catalog:
         return faults
 
     def judge(self, name: str, reason: str, on_event: OnEvent = ignore) -> bool:
-        """Whether to try it again, after a reader has refused it. What a second reader finds damaged too is put into
-        quarantine; what is found good is tried once more; what cannot be read is left as it is."""
+        """Decide whether to retry a checkpoint that a reader refused. If a second reader confirms the damage,
+        quarantine it; if it finds it good, retry once; if it cannot read it, leave it as it is."""
         faults = second.look(self.store, name, reason)
         while faults and all(fault.no_answer for fault in faults) and self._pauses:
             on_event({"type": "checkpoint_waits", "checkpoint": name, "reason": faults[0].text})
@@ -205,7 +205,7 @@ class Catalog:
             self._doubted.add(name)
             return True
         if faults and self._is_gone(name):
-            return False  # removed meanwhile
+            return False  # removed in the meantime
         self._aside[name] = faults[0].text if faults else f"{reason} (a second reader found it good)"
         on_event({"type": "checkpoint_unreadable", "checkpoint": name, "reason": self._aside[name]})
         return False
@@ -219,14 +219,14 @@ class Catalog:
         on_event({"type": "checkpoint_quarantined", "checkpoint": name, "reason": reason})
 
     def open(self, name: str) -> Reader:
-        """FileNotFoundError: it is not there. BadCheckpoint: it must not be loaded."""
+        """Raise FileNotFoundError if it does not exist, BadCheckpoint if it must not be loaded."""
         why = self._quarantine_of(name)
         if why and self._has(name):
             raise BadCheckpoint(f"{name}: is quarantined: {why['reason']}")
         return Reader(self.store, name)
 
     def try_open(self, name: str, on_event: OnEvent = ignore) -> Reader | None:
-        """None: its manifest does not verify, or it has been removed, or it has failed here before."""
+        """Return None if its manifest does not verify, it has been removed, or it failed in this process before."""
         while name not in self._aside and name not in self._bad:
             try:
                 return Reader(self.store, name)
@@ -238,12 +238,12 @@ class Catalog:
         return None
 
     def newest_good(self, on_event: OnEvent = ignore) -> Reader | None:
-        """The newest whose manifest verifies."""
+        """Return the newest one whose manifest verifies."""
         return next(filter(None, (self.try_open(found.name, on_event) for found in self.good())), None)
 
     def verify(self, found: Iterable[Found], on_progress: OnProgress = ignore) -> Iterator[tuple[str, list[Fault]]]:
-        """Read every byte of them; for each its name and all that is wrong with it. One that is removed meanwhile
-        is left out."""
+        """Read every byte of each and yield its name and all its faults. Skip those that are removed in the
+        meantime."""
         readers: list[tuple[str, Reader | Fault]] = []
         for each in found:
             try:
@@ -268,7 +268,7 @@ class Catalog:
                 yield name, wrong
 
     def scrub(self, on_progress: OnProgress = ignore, on_event: OnEvent = ignore) -> dict[str, list[Fault]]:
-        """Read every byte of the good ones and quarantine what is damaged; what is wrong with each, by name."""
+        """Read every byte of those in `to_try`, quarantine the damaged ones and return the faults by name."""
         report = {}
         for name, wrong in self.verify(self.to_try(), on_progress):
             report[name] = wrong
@@ -276,7 +276,7 @@ class Catalog:
                 self.judge(name, "; ".join(fault.text for fault in wrong), on_event)
         return report
 
-    # -- what may go
+    # -- removing
 
     def retain(
         self,
@@ -286,11 +286,11 @@ class Catalog:
         lineage: str | None = None,
         spares: Callable[[int], bool] = lambda step: False,
     ) -> list[str]:
-        """Remove all but the newest `keep_last` good ones, those whose step is a multiple of `keep_every` (0: none) and
-        those that `spares`; returns the names. What belongs to another lineage stays (None: there is only one), and so
-        does what is in quarantine. What was never committed goes when it comes before the newest good one and nothing
-        of it was touched for an hour. Nothing goes before the newest `keep_last` are seen to have right manifests and
-        files of the right sizes."""
+        """Remove old checkpoints and return their names. Keep the newest `keep_last` good ones, those whose step is a
+        multiple of `keep_every` (0: none) and those whose step `spares` accepts. Keep other lineages (None: there is
+        only one) and quarantined checkpoints. Remove an uncommitted one if it precedes the newest good one and has not
+        been touched for an hour. Remove nothing unless the newest `keep_last` have valid manifests and files of the
+        right sizes."""
         assert keep_last > 0 and keep_every >= 0, (keep_last, keep_every)
         everything = [found for found in self.all() if lineage is None or found.lineage == lineage]
         good = [found for found in everything if found.status == "good"]
@@ -335,7 +335,7 @@ class Catalog:
         return next(wrong, "")
 
     def _remove(self, found: Found) -> None:
-        """First the manifest: what is left without it is no checkpoint, and goes another time."""
+        """Remove the manifest first: without it the rest is no checkpoint, and a later call removes it."""
         name = found.name
         if isinstance(self.store, Folder):
             folder = self.store.path / name

@@ -1,5 +1,5 @@
-"""A checkpoint's files: written, committed, read and verified. A checkpoint exists when its manifest does, and that
-is written last; nothing is ever overwritten. Needs no torch."""
+"""Writes, commits, reads and verifies the files of a checkpoint. A checkpoint exists once its manifest does, which is
+written last; nothing is ever overwritten. Needs no torch."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from phalanx.core.errors import UserError
 from phalanx.core.store import Folder, ObjectStore, Store, sync_folder
 
 HASH_BYTES = 16
-RUN_CHUNKS = 8  # read at once
+RUN_CHUNKS = 8  # per read
 BUCKET_THREADS = 16
-WRITE_BYTES = 8 << 20  # written at once
-UNREAD = "cannot be read: "  # of what may be there
-RETRY_S = (0.1, 0.4, 1.6, 6.4)  # pauses, when a bucket does not answer
+WRITE_BYTES = 8 << 20  # per write
+UNREAD = "cannot be read: "  # marks a fault where the data may still exist
+RETRY_S = (0.1, 0.4, 1.6, 6.4)  # pauses while a bucket does not answer
 
 
 def hash_of(data: Any) -> bytes:
@@ -55,7 +55,7 @@ def hash_chunks(image: memoryview, start: int, stop: int) -> bytes:
 
 
 def make_tail(header: dict[str, Any], rng: bytes, hashes: bytes) -> bytes:
-    """The end of a file: one line that says whose it is, then the hashes of the chunks before it."""
+    """Make the end of a file: a line that identifies it, then the hashes of the chunks before it."""
     line = json.dumps({**header, "rng": base64.b64encode(rng).decode()}, separators=(",", ":"))
     return line.encode() + b"\n" + hashes
 
@@ -65,7 +65,7 @@ def root_of(tail: bytes) -> str:
 
 
 def write_file(store: Store, name: str, own: memoryview, tail: bytes) -> None:
-    """All of it, on the disk when this returns. FileExistsError: somebody has written it before."""
+    """Write a file durably: it is on the disk when this returns. Raise FileExistsError if it already exists."""
     if isinstance(store, Folder):
         _write_local(store.path / name, own, tail)
     else:
@@ -75,11 +75,10 @@ def write_file(store: Store, name: str, own: memoryview, tail: bytes) -> None:
 
 
 def _write_local(path: Path, own: memoryview, tail: bytes) -> None:
-    """Past the page cache where the file system and the memory's address allow it: the trainer's cores are not
-    needed for that."""
+    """Bypass the page cache where the file system and the memory's address allow it, to save the trainer's cores."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        with contextlib.suppress(OSError):  # one extent, where the file system can
+        with contextlib.suppress(OSError):  # in one extent if the file system can
             os.posix_fallocate(fd, 0, len(own) + len(tail))
         with contextlib.suppress(OSError):
             _set_direct(fd, True)
@@ -100,7 +99,7 @@ def _write_local(path: Path, own: memoryview, tail: bytes) -> None:
 
 
 def _set_direct(fd: int, on: bool) -> bool:
-    """Whether that changed anything."""
+    """Set or clear O_DIRECT; return whether that changed anything."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     wanted = flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
     if wanted != flags:
@@ -109,7 +108,7 @@ def _set_direct(fd: int, on: bool) -> bool:
 
 
 def make_folder(store: Store, name: str) -> None:
-    """For a checkpoint's files; on an object store there is nothing to make."""
+    """Make the folder for a checkpoint's files. An object store needs none."""
     if isinstance(store, Folder):
         make_root(store.path)
         (store.path / name).mkdir(exist_ok=True)
@@ -117,18 +116,18 @@ def make_folder(store: Store, name: str) -> None:
 
 
 def make_root(path: Path) -> None:
-    """The folder of all checkpoints. If it is new its own name must be on the disk as well, and those of the folders
-    that it is in, which may be as new."""
+    """Make the folder of all checkpoints. If it is new, sync its parents too: its name, and those of parents that are
+    just as new, must be on the disk."""
     if path.is_dir():
         return
     path.mkdir(parents=True, exist_ok=True)
     for parent in path.parents:
-        with contextlib.suppress(PermissionError):  # one that may not be read was there before
+        with contextlib.suppress(PermissionError):  # an unreadable one existed before
             sync_folder(parent)
 
 
 def commit(store: Store, manifest: Manifest) -> None:
-    """From here on it exists. Everything that it names must be on the disk."""
+    """Make the checkpoint exist. Every file that the manifest names must already be on the disk."""
     if isinstance(store, Folder):
         sync_folder(store.path / manifest.name)  # the names of the files, before the name of the manifest
     body, target = manifest.to_json(), f"{manifest.name}/{MANIFEST}"
@@ -141,7 +140,7 @@ def commit(store: Store, manifest: Manifest) -> None:
 
 
 def _is_there(store: Store, target: str, data: bytes) -> bool:
-    """For a bucket that has done what it was asked, and whose answer was lost."""
+    """Return whether a bucket performed the write although its answer was lost."""
     try:
         return store.read(target) == data
     except OSError:
@@ -163,13 +162,13 @@ class File:
 
 
 class Request(NamedTuple):
-    """Bytes [start, stop) of a rank's own pieces, wanted in `room`; or of rows of `row_bytes` there only columns, as
-    wide as `room` and from byte `first` on."""
+    """A request to read bytes [start, stop) of a rank's own pieces into `room`. If `room` is narrower than the rows of
+    `row_bytes`, only the columns that start at byte `first` and are as wide as `room` are wanted."""
 
     rank: int
     start: int
     stop: int
-    room: np.ndarray  # (rows, bytes of a row)
+    room: np.ndarray  # (rows, bytes per row)
     row_bytes: int
     first: int = 0
 
@@ -178,7 +177,7 @@ class Request(NamedTuple):
         return self.row_bytes == self.room.shape[1] and self.room.flags.c_contiguous
 
     def put(self, at: int, data: np.ndarray) -> None:
-        """Bytes of the file from `at` on."""
+        """Copy in bytes of the file that start at `at`."""
         at -= self.start
         if self.is_whole:
             self.room.reshape(-1)[at : at + len(data)] = data
@@ -200,15 +199,15 @@ class Request(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Something wrong with a checkpoint. `damage`: the bytes are not those that were written; otherwise they could
-    not be read, which may pass."""
+    """Something wrong with a checkpoint. With `damage`, the bytes are not those that were written; otherwise they
+    could not be read, which may be temporary."""
 
     text: str
     damage: bool
 
     @property
     def no_answer(self) -> bool:
-        """Whether it is not known that anything is missing: whoever was asked did not answer."""
+        """Return whether the store did not answer, so that nothing is known to be missing."""
         return not self.damage and UNREAD in self.text
 
     @property
@@ -217,12 +216,12 @@ class Fault(NamedTuple):
 
 
 class Reader:
-    """Reads one committed checkpoint. All that it hands out has been verified; otherwise it raises BadCheckpoint, or
+    """Reads one committed checkpoint. It returns only verified data; otherwise it raises BadCheckpoint or
     Unreadable."""
 
     def __init__(self, store: Store, name: str, local_ranks: int = 1):
-        """`local_ranks` of this host read at the same time. A disk is read by as many threads as there are cores, a
-        bucket by more: they wait most of the time."""
+        """For a disk, split one thread per core (at most BUCKET_THREADS) among the `local_ranks` that read at the same
+        time on this host. For a bucket, use BUCKET_THREADS in each rank: they mostly wait."""
         self.store, self.name = store, name
         cores = len(os.sched_getaffinity(0)) if store.is_local else BUCKET_THREADS
         self.threads = max(1, min(cores, BUCKET_THREADS) // (local_ranks if store.is_local else 1))
@@ -254,7 +253,7 @@ class Reader:
             raise _unreadable(name, error).error from None
 
     def fill(self, requests: Iterable[Request]) -> int:
-        """Read what is asked for, and no chunk beside; returns the bytes read."""
+        """Read only the chunks that are requested; return the bytes read."""
         by_rank: dict[int, list[Request]] = {}
         for request in requests:
             by_rank.setdefault(request.rank, []).append(request)
@@ -264,12 +263,12 @@ class Reader:
             return sum(pool.map(lambda task: self._fill_run(*task), tasks))
 
     def _fill_run(self, rank: int, first: int, last: int, wanted: list[Request]) -> int:
-        """Chunks [first, last) of a file, from which something is wanted."""
+        """Read chunks [first, last) of a file and hand each request its part."""
         file = self.file(rank)
         start, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, file.own_bytes)
         only = wanted[0]
         if len(wanted) == 1 and only.is_whole and only.start <= start and stop <= only.stop:
-            room = only.room.reshape(-1)[start - only.start : stop - only.start]  # straight to where it belongs
+            room = only.room.reshape(-1)[start - only.start : stop - only.start]  # read in place, without a copy
             self._read_verified(file, first, start, stop, room.data)
             return stop - start
         room = np.empty(stop - start, np.uint8)
@@ -285,7 +284,7 @@ class Reader:
             raise max(wrong, key=lambda fault: fault.damage).error
 
     def _read_chunks(self, file: File, first: int, start: int, stop: int, room: memoryview) -> list[Fault]:
-        """What is wrong with them. A bucket is asked twice: its answer may have been damaged on its way."""
+        """Return the faults. Ask a bucket twice: its answer may have been damaged in transit."""
         wrong = self._try_chunks(file, first, start, stop, room)
         return wrong if self.store.is_local or not wrong else self._try_chunks(file, first, start, stop, room)
 
@@ -307,7 +306,7 @@ class Reader:
         return wrong
 
     def read(self, name: str) -> np.ndarray:
-        """A whole tensor, as rows of bytes: (rows, bytes of a row)."""
+        """Return a whole tensor as bytes, in the shape (rows, bytes per row)."""
         entry = self.manifest.entries[self.manifest.index[name]]
         held = entry.held
         out = np.zeros((held.num_rows, held.num_cols * held.inner * entry.item_bytes), np.uint8)
@@ -315,8 +314,8 @@ class Reader:
         return out
 
     def fill_blocks(self, wanted: Sequence[tuple[str, tuple[int, int, int, int], np.ndarray]]) -> int:
-        """For each (name, (r0, r1, c0, c1), room): those rows and columns of the tensor, as bytes in `room`, which is
-        (rows, bytes of a row). Returns the bytes read."""
+        """For each (name, (r0, r1, c0, c1), room), read those rows and columns of the tensor into `room`, which holds
+        bytes in the shape (rows, bytes per row). Return the bytes read."""
         m = self.manifest
         requests = []
         for name, (r0, r1, c0, c1), room in wanted:
@@ -334,8 +333,8 @@ class Reader:
     def verify(
         self, on_bytes: Callable[[int], None] = lambda n: None, ranks: Iterable[int] | None = None
     ) -> list[Fault]:
-        """Everything that is wrong with it, or with the files of these ranks: with as many threads as there are
-        cores. `on_bytes` hears of every run of chunks, from any of them."""
+        """Return all faults of the checkpoint, or of the files of `ranks`. Any of the reader's threads may call
+        `on_bytes`, once per run of chunks."""
         wanted = list(range(len(self.manifest.files)) if ranks is None else ranks)
         with ThreadPoolExecutor(self.threads, "phalanx-verify") as pool:
             heads = list(pool.map(self._verify_head, wanted))
@@ -383,14 +382,14 @@ def _unreadable(name: str, error: OSError, what: str = "it") -> Fault:
 
 
 def _runs(wanted: list[Request]) -> list[tuple[int, int, list[Request]]]:
-    """Runs of neighbouring chunks, at most RUN_CHUNKS long, and who wants something of each."""
+    """Group adjacent chunks into runs of at most RUN_CHUNKS, each with the requests that need it."""
     need: dict[int, list[Request]] = {}
     for request in wanted:
         for chunk in range(request.start // CHUNK_BYTES, -(-request.stop // CHUNK_BYTES)):
             need.setdefault(chunk, []).append(request)
     runs: list[tuple[int, int, list[Request]]] = []
     for chunk in sorted(need):
-        # A run's readers are the same, so that what one of them wants alone goes straight to it.
+        # Only chunks with the same single request share a run, so that they can be read in place.
         if runs and runs[-1][1] == chunk and chunk - runs[-1][0] < RUN_CHUNKS and _same(runs[-1][2], need[chunk]):
             runs[-1] = (runs[-1][0], chunk + 1, runs[-1][2])
         else:
@@ -403,7 +402,7 @@ def _same(a: list[Request], b: list[Request]) -> bool:
 
 
 def read_into(store: Store, name: str, start: int, room: memoryview) -> int:
-    """How many bytes were there."""
+    """Fill `room` from a file; return the number of bytes read, fewer if the file ends early."""
     if isinstance(store, Folder):
         done = 0
         while done < len(room):
@@ -418,7 +417,7 @@ def read_into(store: Store, name: str, start: int, room: memoryview) -> int:
 
 
 def _patient(store: Store, call: Callable[[], Any]) -> Any:
-    """Try again: for ranges the store itself does not."""
+    """Retry a call on a bucket: the store itself does not retry range reads."""
     for pause_s in () if store.is_local else RETRY_S:
         try:
             return call()
@@ -430,8 +429,8 @@ def _patient(store: Store, call: Callable[[], Any]) -> Any:
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
-    """FileNotFoundError: it was never committed. Unreadable: it cannot be read now, or not by this version.
-    BadCheckpoint: it is damaged."""
+    """Raise FileNotFoundError if it was never committed, Unreadable if it cannot be read now or not by this version,
+    and BadCheckpoint if it is damaged."""
     try:
         data = store.read(f"{name}/{MANIFEST}")
     except (FileNotFoundError, NotADirectoryError):
@@ -446,7 +445,7 @@ def read_manifest(store: Store, name: str) -> Manifest:
     except UserError as error:
         raise UserError(f"{name}: {error.message}", field=error.field, value=error.value, remedy=error.remedy) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unreadable(  # its bytes are those that were written
+        raise Unreadable(  # its hash matches, so it is intact
             f"{name}/{MANIFEST}: is not damaged, but this version of Phalanx cannot read it ({error!r}); use the one "
             "that wrote it, or a newer one"
         ) from None
@@ -457,8 +456,8 @@ def read_manifest(store: Store, name: str) -> Manifest:
 
 
 def write_whole(store: Store, manifest: Manifest, images: Iterable[tuple[memoryview, bytes]]) -> Manifest:
-    """A checkpoint in one go, from (own pieces, random state) of each rank; for converters. Returns what was
-    committed."""
+    """Write a checkpoint at once from the (own pieces, random state) of each rank; for converters. Return the
+    committed manifest."""
     make_folder(store, manifest.name)
     files = []
     for rank, (own, rng) in enumerate(images):

@@ -1,6 +1,6 @@
-"""Which checkpoints a bucket has: `catalog.json`, since a bucket is not listed. Writers replace it only if nobody else
-has, so that none loses another's names. It may name what does not exist. If it is gone, or names nothing, the bucket is
-listed."""
+"""The index of the checkpoints in a bucket, `catalog.json`, which saves listing the bucket. A writer replaces it only
+if no other has changed it, so no name is lost. It may name checkpoints that do not exist. If it is missing or empty,
+the bucket is listed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.core.store import Changed, Store
 
 CATALOG = "catalog.json"
 FORMAT = 1
-TRIES = 30  # against writers that are faster
+TRIES = 30  # when other writers are faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Index:
         return self._read()[0] or self._listed()
 
     def add(self, name: str, num_files: int) -> None:
-        """Before the first file is written: then the files can be found after a crash."""
+        """Add a checkpoint before its first file is written, so that its files can be found after a crash."""
         self._update(lambda known: known if name in known else {**known, name: Known(num_files, time.time())})
 
     def remove(self, name: str) -> None:
         self._update(lambda known: {other: of for other, of in known.items() if other != name})
 
     def rebuild(self) -> dict[str, Known]:
-        """Write it anew from a listing, and return what it names now."""
+        """Rewrite the index from a listing and its valid names; return its new entries."""
         found: dict[str, Known] = {}
 
         def listed(known: dict[str, Known]) -> dict[str, Known]:
@@ -59,20 +59,20 @@ class Index:
         return found
 
     def _listed(self) -> dict[str, Known]:
-        """Those with a manifest."""
+        """List the checkpoints that have a manifest."""
         found = {}
         for name in filter(NAME.fullmatch, self.store.folders()):
             try:
                 manifest = read_manifest(self.store, name)
                 found[name] = Known(len(manifest.files), manifest.made)
             except FileNotFoundError:
-                continue  # a writer adds it with its manifest
+                continue  # its writer adds it when it commits
             except (BadCheckpoint, UserError):
                 found[name] = Known(0, 0.0)
         return found
 
     def _read(self, mend: bool = False) -> tuple[dict[str, Known] | None, str]:
-        """None: there is none. `mend`: take a damaged one for empty."""
+        """Return the entries (None if there is no index) and the tag. With `mend`, treat a damaged index as empty."""
         try:
             data, tag = self.store.read_tagged(CATALOG)
         except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Chunks, fetched by threads and verified as they arrive. A chunk that is wrong is fetched again; one that stays
-wrong is told as `Corrupt`, and what becomes of its samples is the loader's business.
+"""Fetches chunks with threads and verifies them as they arrive. A bad chunk is fetched again; if it stays bad,
+`Corrupt` is raised, and the loader decides what happens to its samples.
 
-Reads of a remote store are retried until a deadline, with growing and jittered pauses, and hedged: one that takes
-longer than nearly all before it gets a rival, and the first answer counts. A store that refuses is not asked again.
+Reads of a remote store are retried until a deadline, with growing, jittered pauses. They are also hedged: a read that
+takes longer than nearly all before it gets a rival, and the first answer counts. A refusal is not retried.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from phalanx.data.address import reach, restore, versions
 from phalanx.data.cache import Cache
 from phalanx.data.shard_file import fast_hash, root_of, version_of
 
-TRIES = 3  # of a chunk that arrives, but wrong
+TRIES = 3  # at data that is missing or arrives damaged
 DISK = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.ENODATA)
-FOOTERS_BYTES = 1 << 20  # kept in memory, of hashes
-OPEN_FILES = 16  # of a reader
+FOOTERS_BYTES = 1 << 20  # of hashes kept in memory
+OPEN_FILES = 16  # per reader
 
 Chunk = tuple[int, int, int]  # extent, shard, chunk in the shard
 
 
 class Corrupt(Exception):
-    """A chunk that cannot be had as the manifest says it is."""
+    """A chunk that cannot be read as the manifest describes it."""
 
     def __init__(self, shard: str, chunk: int | None, reason: str, expected: str = "", got: str = ""):
         where = f"shard {shard}" + ("" if chunk is None else f", chunk {chunk}")
@@ -50,8 +50,8 @@ class Corrupt(Exception):
 def read_manifest(
     store: Store, version: str = "", field: str = "data.source", version_field: str = "data.version"
 ) -> tuple[Manifest, str]:
-    """The newest manifest of a data set, or that of a version, and its version. UserError says what is wrong, in the
-    words of what the user named the data set and the version in."""
+    """Return the manifest of a data set (the newest, or that of `version`) and its version. A UserError names the
+    fields in which the user gave the data set and the version."""
     name = manifest_name(version) if version else MANIFEST
     for attempt in range(TRIES):
         try:
@@ -67,11 +67,11 @@ def read_manifest(
         except NotADirectoryError:
             remedy = "name the folder of a data set, in which manifest.jsonl lies"
             raise UserError("it is a file", field=field, value=store.url, remedy=remedy) from None
-        except UserError as error:  # of a newer version
+        except UserError as error:  # written by a newer version
             raise UserError(error.message, field=field, value=store.url, remedy=error.remedy) from None
         except ValueError as error:
             if attempt < TRIES - 1:
-                continue  # it may have been damaged on its way
+                continue  # it may have been damaged in transit
             remedy = "restore this file, or name another version" if version else restore(store)
             if version and next(versions(store), "").startswith(version):
                 remedy = f"copy {MANIFEST} over it, which holds the same version"
@@ -105,19 +105,19 @@ def _missing(store: Store, version: str, field: str, version_field: str) -> User
 
 
 def _plainly(store: Store, error: OSError) -> str:
-    """What a store in the cloud says of credentials names those of another."""
+    """Drop the hint about AWS credentials from the errors of stores other than S3."""
     return str(error) if store.url.startswith("s3:") else str(error).replace(" (AWS_ACCESS_KEY_ID and others)", "")
 
 
 @dataclass
 class Counters:
-    """What a fetcher has done; for metrics and benchmarks."""
+    """Counts of what a fetcher has done; for metrics and benchmarks."""
 
     bytes_read: int = 0
     bytes_from_cache: int = 0
-    retries: int = 0  # of reads that failed
+    retries: int = 0  # after failed reads
     hedges: int = 0
-    corrupt: int = 0  # answers that were not what was written
+    corrupt: int = 0  # reads of missing, unreadable or altered data
 
 
 @dataclass
@@ -129,13 +129,13 @@ class Fetcher:
     threads: int = 0  # 0: 2 for a folder, 16 for a remote store
     deadline_s: float = 60.0  # for one chunk, retries included
     max_id: int | None = None  # tokens must be below it
-    start_jitter_s: float = 0.5  # over which the first remote reads are spread: nodes start in the same instant
+    start_jitter_s: float = 0.5  # spreads the first remote reads: all nodes start at the same instant
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         self.num_threads = threads = self.threads or (2 if self.store.is_local else 16)
         self._loaders = ThreadPoolExecutor(threads, "phalanx-fetch")
-        # A read that lost against its rival keeps its thread until it ends, so there are some to spare.
+        # A read that lost to its rival keeps its thread until it ends, so there are spare threads.
         self._readers = None if self.store.is_local else ThreadPoolExecutor(4 * threads, "phalanx-read")
         self._lock = threading.Lock()
         self._pool: OrderedDict[Chunk, np.ndarray] = OrderedDict()
@@ -146,28 +146,28 @@ class Fetcher:
         self._footers_pending: dict[tuple[int, int], Future[bytes]] = {}
         self._latency: deque[float] = deque(maxlen=200)
         self._closed = threading.Event()
-        self._started = 0.0  # when the first remote read was asked for
-        # Its own: the global generator is the user's, and often seeded alike on all nodes.
-        self._random = random.Random()  # noqa: S311  (it spreads load, nothing else)
+        self._started = 0.0  # when the first remote read was requested
+        # Not the global generator: that is the user's, and often has the same seed on all nodes.
+        self._random = random.Random()  # noqa: S311  (it only spreads load)
 
     def close(self) -> None:
-        """Give up what is under way; callers that wait for it get an error. The threads end with their last read."""
+        """Abandon fetches in progress; their callers get an error. The threads end with their last read."""
         self._closed.set()
         for executor in filter(None, (self._loaders, self._readers)):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def start(self, ids: Iterable[Chunk]) -> None:
-        """Begin to fetch what is not there yet, and keep what is. What is on a disk is left to whoever asks for it:
-        to hand it to another thread takes as long as to read it."""
+        """Start to fetch the chunks that are not in memory, and keep those that are. Chunks on a disk are read by the
+        caller of `get`: handing them to another thread takes as long as reading them."""
         for i in ids:
             if self._touch(i) is None and i not in self._pending and not self.store.is_local:
                 self._future(i)
 
     def reader(self, room: np.ndarray) -> Callable[[Chunk], bool]:
-        """The shortest way for chunks on a local disk that are not there yet: reads one into `room`, which has the
-        size of a chunk with its overlap, and verifies it there. False: it did not work out, as it cannot for a
-        shorter chunk, and `get` will say why. There is little in it besides calls that leave the interpreter to
-        other threads: after a MB was moved, the interpreter itself is out of the processor's cache, and slow."""
+        """Return the fastest reader for chunks on a local disk that are not in memory. It reads a chunk into `room`,
+        which has the size of a chunk with its overlap, and verifies it there. It returns False if that fails, as it
+        must for a shorter chunk; `get` then finds out why. It does little besides calls that release the interpreter
+        lock: moving a MB evicts the interpreter itself from the processor's cache and makes it slow."""
         data, files = room.view(np.uint8).data, dict[tuple[int, int], tuple[File, bytes]]()
         into, step = [data], self.manifest.chunk_items * room.itemsize
 
@@ -194,15 +194,15 @@ class Fetcher:
         return read
 
     def get(self, i: Chunk) -> np.ndarray:
-        """The items of a chunk, verified, with the item that follows it if tokens. Raises Corrupt; OSError when the
-        store does not answer; UserError when it refuses, or when an id is out of range."""
+        """Return the verified items of a chunk; for tokens, with the item that follows. Raise Corrupt; OSError if the
+        store does not answer; UserError if it refuses or an id is out of range."""
         items = self._touch(i)
         if items is not None:
             return items
         return self._load(i) if self.store.is_local else self._future(i).result()
 
     def _touch(self, i: Chunk) -> np.ndarray | None:
-        """Without the lock, as each of these is one step of the interpreter."""
+        """Look in the pool without the lock: each operation is one step of the interpreter."""
         items = self._pool.get(i)
         if items is not None:
             with contextlib.suppress(KeyError):  # dropped just now
@@ -224,7 +224,7 @@ class Fetcher:
             items = self._fetch(i)
         except BaseException:
             with self._lock:
-                self._pending.pop(i, None)  # whoever asks next tries again
+                self._pending.pop(i, None)  # the next caller tries again
             raise
         with self._lock:
             if i not in self._pool:
@@ -267,7 +267,7 @@ class Fetcher:
         if self.max_id is None or not self.manifest.is_tokens:
             return
         extent, shard, chunk = i
-        # Seen as unsigned, a negative id is a large one.
+        # As an unsigned number, a negative id is a large one.
         ids = items.view(f"u{items.itemsize}") if items.dtype.kind == "i" else items
         if np.maximum.reduce(ids) >= self.max_id:
             at = int(np.argmax(ids >= self.max_id))
@@ -280,7 +280,7 @@ class Fetcher:
             )
 
     def _hashes(self, extent: int, shard: int, until: float) -> bytes:
-        """The xxh3 of every chunk of a shard, out of its footer. Threads that need the same wait for one read."""
+        """Return the xxh3 of every chunk of a shard, from its footer. Threads that need the same share one read."""
         key = extent, shard
         with self._lock:
             known = self._footers.get(key)
@@ -340,11 +340,11 @@ class Fetcher:
         describe: Callable[[Any], str],
         wrong: tuple[str, str],
     ) -> Any:
-        """A range of a shard, asked for again if it is missing or not good; then Corrupt."""
+        """Read a range of a shard. Retry if it is missing or not good, then raise Corrupt."""
         corrupt = Corrupt(name, chunk, wrong[0])
         for attempt in range(TRIES):
             if attempt:
-                self.store.refresh(name)  # whoever repairs a shard puts another file in its place
+                self.store.refresh(name)  # repairing a shard replaces its file
             try:
                 data = self._read(name, span, until)
             except FileNotFoundError:
@@ -360,7 +360,7 @@ class Fetcher:
         raise corrupt
 
     def _read(self, name: str, span: tuple[int, int], until: float) -> Any:
-        """A range, in spite of a store that fails now and then."""
+        """Read a range, and retry if a remote store fails now and then."""
         pause = 0.05
         while True:
             try:
@@ -412,7 +412,7 @@ class Fetcher:
                 hedge_at = until
 
     def _spread(self) -> None:
-        """Wait a little if this is one of the first reads."""
+        """Wait for a random time if this is one of the first reads."""
         with self._lock:
             now = time.monotonic()
             self._started = self._started or now
@@ -421,7 +421,7 @@ class Fetcher:
             self._closed.wait(self._random.uniform(0, rest))
 
     def _hedge_after(self) -> float:
-        """Longer than 19 of 20 reads took; before that is known, a second."""
+        """Return twice the time in which 19 of 20 reads ended, at least 20 ms; 1 s until 20 reads are known."""
         with self._lock:
             known = sorted(self._latency)
         return 1.0 if len(known) < 20 else max(0.02, 2 * known[len(known) * 19 // 20])

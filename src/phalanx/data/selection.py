@@ -1,5 +1,5 @@
-"""The data of one run: which data set, which version, which order. Fixed before the ranks start and kept in the run's
-record, from which alone every sample of the run can be found again."""
+"""The data of one run: its data set, version and order. They are fixed before the ranks start and kept in the run's
+record, which suffices to find every sample of the run again."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from phalanx.data.samples import Samples, unpack
 
 FILE = "data.json"
 FORMAT = 1
-GROUPS = 8  # whatever the number of nodes: the order must not depend on it
-POOL_BYTES = 2 << 30  # of chunks in memory, at most
+GROUPS = 8  # for any number of nodes: the order must not depend on it
+POOL_BYTES = 2 << 30  # limit for chunks in memory
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where an earlier run has come to, as its checkpoint says."""
+    """The position that an earlier run had reached, from its checkpoint."""
 
     step: int
-    cursor: int  # samples that were served
-    order: dict[str, Any]  # that they were served in; empty: it is not known
+    cursor: int  # number of samples served
+    order: dict[str, Any]  # in which they were served; empty if unknown
     data_version: str
     seq_len: int
 
     def check(self, job: Job) -> None:
-        """Refuse what cannot change within an order: samples that were served could come again, and others never."""
+        """Refuse changes that an order does not allow: they could repeat served samples and skip others."""
         try:
             order = Order.from_dict(self.order)
         except (ValueError, KeyError, TypeError) as error:
@@ -64,7 +64,7 @@ class Position:
 
 
 def _check_extends(store: Store, manifest: Manifest, version: str, served: str, job: Job) -> None:
-    """That the data that was served so far is still there."""
+    """Check that the data set still contains the version that was served so far."""
     try:
         before = read_manifest(store, served)[0]
     except UserError:
@@ -93,13 +93,13 @@ class RunData:
     cache_dir: str
     cache_gb: float
     quarantine_limit: int
-    first_step: int = 0  # where the run began,
-    first_place: int = 0  # and how many samples had been served before
+    first_step: int = 0  # where the run began
+    first_place: int = 0  # number of samples served before it
 
     @staticmethod
     def plan(job: Job, url: str, position: Position | None = None) -> RunData:
-        """Plan for a job that reads the data set at `url`, from the position of an earlier run on. UserError if they do
-        not fit together."""
+        """Plan for a job that reads the data set at `url`, from the position of an earlier run on. Raise UserError if
+        they do not fit together."""
         d, store = job.data, open_set(url, "data.source")
         manifest, version = read_manifest(store, d.version)
         reads = {"dense": "tokens", "moe": "tokens", "image": "records"}.get(job.model.family)
@@ -164,7 +164,7 @@ class RunData:
 
     @staticmethod
     def read(run_dir: Path) -> RunData:
-        """UserError: it is of a newer version."""
+        """Raise UserError if a newer version wrote it."""
         body = json.loads((run_dir / FILE).read_bytes())
         document.check_version({"format": FORMAT, **body}, FORMAT, str(run_dir / FILE))
         return document.make(RunData, body)
@@ -187,11 +187,11 @@ class RunData:
         return Cache(Path(self.cache_dir) if self.cache_dir else home / "phalanx" / "chunks", int(self.cache_gb * 1e9))
 
     def cursor(self, step: Any) -> Any:
-        """How many samples were served before a step; of an array too."""
+        """Return the number of samples served before a step, or before each step of an array."""
         return self.first_place + (step - self.first_step) * self.global_batch
 
     def places(self, step: int) -> range:
-        """What the run serves in a step."""
+        """Return the samples that the run serves in a step, as positions in its order."""
         return range(self.cursor(step), self.cursor(step + 1))
 
 
@@ -201,7 +201,7 @@ def first_samples(loader: Loader, count: int) -> Samples:
 
 
 def unigram_entropy(loader: Loader, count: int) -> float:
-    """In nats: the loss of a model that knows only how frequent each target is among the first samples."""
+    """Return the loss, in nats, of a model that knows only the frequency of each target among the first samples."""
     targets = first_samples(loader, count).targets_BL
     counts = np.unique(targets, return_counts=True)[1] / targets.size
     return float(-(counts * np.log(counts)).sum())
