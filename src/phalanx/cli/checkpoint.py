@@ -239,14 +239,14 @@ def _kind_of(source: str) -> str:
 
 
 def newest(path: str) -> str:
-    """The path of the checkpoint that it names, or of the newest good one there."""
+    """Return the path of the checkpoint that `path` names, or of the newest good one there."""
     with _edge(path):
         catalog, found = _found(path)
         return f"{catalog.store.url}/{found[0].name}"
 
 
 def _found(path: str, everything: bool = False, wanted: tuple[str, ...] = ("good",)) -> tuple[Catalog, list[Found]]:
-    """The checkpoint that it names; or the good ones, the newest first; or all that is there."""
+    """Find the checkpoint that `path` names; or the good ones, newest first; or everything there."""
     catalog, name = _locate(path)
     all_of_it = catalog.all()
     found = [f for f in all_of_it if (f.name == name if name else everything or f.status in wanted)]
@@ -264,7 +264,7 @@ def _found(path: str, everything: bool = False, wanted: tuple[str, ...] = ("good
 
 
 def _locate(path: str) -> tuple[Catalog, str]:
-    """Where the checkpoints are, and the name of one if that is what was named."""
+    """Find where the checkpoints are, and the name of the checkpoint if `path` names one."""
     import json
 
     from phalanx.checkpoint.catalog import Catalog
@@ -306,7 +306,7 @@ def _error(message: str, path: str, remedy: str, field: str = "PATH") -> Excepti
 
 @contextlib.contextmanager
 def _edge(path: str, remedy: str = "see that it is there, and that you may read it") -> Iterator[None]:
-    """What is wrong with the files is told without a traceback."""
+    """Report what is wrong with the files without a traceback."""
     from phalanx.core.checkpoint import BadCheckpoint
 
     try:
@@ -323,7 +323,7 @@ def _edge(path: str, remedy: str = "see that it is there, and that you may read 
 
 
 def _kinds(m: Manifest) -> dict[str, list[int]]:
-    """Weights, moments and so on, by the beginning of their names and their type: how many, and their bytes."""
+    """Count weights, moments and so on, by name prefix and type: how many, and their bytes."""
     kinds: dict[str, list[int]] = {}
     for entry in m.entries:
         kind, slash, _ = entry.held.name.partition("/")

@@ -1,5 +1,5 @@
-"""From the options of `phalanx plan` to a question for the planner: names looked up, numbers checked, what was left out
-filled in and noted."""
+"""Turns the options of `phalanx plan` into a question for the planner: looks up names, checks numbers, and fills in and
+notes what was left out."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Model(NamedTuple):
     shape: ModelShape
     batch: int = 0  # 0: not given
     steps: int = 0
-    assumed: tuple[str, ...] = ()  # what a job file says otherwise
+    assumed: tuple[str, ...] = ()  # where a job file differs
 
 
 def ask(options: Options) -> Answer:
@@ -115,7 +115,7 @@ def request(options: Options, cluster: Cluster) -> Request:
 
 
 def _model_only(options: Options, cluster: Cluster) -> list[str]:
-    """What this engine cannot run of it: the figures are the model's alone."""
+    """List what this engine cannot run; those figures come from the cost model alone."""
     from phalanx.spec import PRESETS
 
     if options.software != OWN:
@@ -128,7 +128,7 @@ def _model_only(options: Options, cluster: Cluster) -> list[str]:
 
 
 def _profile(options: Options, cluster: Cluster) -> Profile:
-    """As calibrated, or what such software reached on such chips elsewhere; corrected by runs of such jobs here."""
+    """Return the calibrated profile, or what such software reached on such chips elsewhere; runs here correct it."""
     if options.calibration:
         profile = profile_from(options.calibration, Machine.of(cluster))
     else:
@@ -137,7 +137,7 @@ def _profile(options: Options, cluster: Cluster) -> Profile:
 
 
 def find_model(name: str, seq: int = 0) -> Model:
-    """A job file, a preset of the engine, or a published model."""
+    """Find a job file, a preset of the engine, or a published model."""
     if name.endswith(".toml") or Path(name).is_file():
         return _of_job(Path(name), seq)
     from phalanx.spec import PRESETS
@@ -182,7 +182,7 @@ def parse_count(text: str) -> float:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Numbers of chips, such as 8,64,512."""
+    """Parse numbers of chips, such as 8,64,512."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdigit() and int(word) > 0 for word in words):
         remedy = "write whole numbers with commas between them, such as 8,64,512"
@@ -199,7 +199,7 @@ def _names(text: str, what: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _run(field: str, names: Iterable[str], known: Iterable[str], some: bool = False) -> tuple[str, ...]:
-    """Names that this engine runs: all of them, or `some`, whichever it does."""
+    """Return the names that this engine runs. Unless `some`, it is an error if it lacks any of them."""
     missing = [name for name in names if name not in known]
     if missing and not some:
         remedy = f"one of {', '.join(known)}; or --software, such as nemo, to plan for an engine that has it"
@@ -210,7 +210,7 @@ def _run(field: str, names: Iterable[str], known: Iterable[str], some: bool = Fa
 def _precisions(text: str, cluster: Cluster) -> tuple[str, ...]:
     names, chip = _names(text, "precision", PRECISIONS), cluster.node.chip
     for name in names:
-        # Only TPUs train in int8 for want of fp8.
+        # Only TPUs train in int8, because they lack fp8.
         able = [p for p in PEAKS[name] if p != "int8" or chip.name.startswith("tpu")]
         if name in ("nvfp4", "mxfp8"):  # block scales came with the chips that have fp4
             able = ["nvfp4"]
@@ -221,7 +221,7 @@ def _precisions(text: str, cluster: Cluster) -> tuple[str, ...]:
 
 
 def _check(o: Options) -> None:
-    """What typer does not know: which numbers make sense."""
+    """Check that the numbers make sense, which typer cannot."""
     for field, value, what in (("model", o.model, "llama3-8b"), ("hardware", o.hardware, "h100")):
         if not value:
             raise UserError("it is missing", field=field, value=value, remedy=f"--{field}, such as {what}")

@@ -21,7 +21,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="A folder, a name in RUN
 
 
 def say(text: str) -> None:
-    """Print a line that may hold what a run's record says."""
+    """Print a line that may hold text from a run's record."""
     from phalanx.observe.words import printable
 
     print(printable(text))

@@ -32,13 +32,13 @@ from phalanx.observe.record import RunRecord
 from phalanx.observe.story import Story
 from phalanx.run.console import PlainConsole
 
-PLACE_BYTES = 200  # of arithmetic for each row that is located
+PLACE_BYTES = 200  # working memory for each row that is located
 
 T = TypeVar("T")
 
 
 def find_run(path: Path | None) -> RunRecord:
-    """The record at `path`, or the run of that name in ./runs; without one, the newest there."""
+    """Find the record at `path`, or the run of that name in ./runs; without a path, the newest there."""
     if path is None:
         runs = [file.parent for file in Path("runs").glob("*/meta.json")]
         if not runs:
@@ -56,7 +56,7 @@ def find_run(path: Path | None) -> RunRecord:
 
 
 def _read(record: RunRecord, name: str, read: Callable[[], T]) -> T:
-    """A file of the record, which may be damaged."""
+    """Read a file of the record; raise UserError if it is damaged."""
     try:
         return read()
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -66,8 +66,8 @@ def _read(record: RunRecord, name: str, read: Callable[[], T]) -> T:
 
 
 def _served(record: RunRecord) -> list[tuple[range, str, dict[str, int]]]:
-    """List the steps that count, also those of the runs that this one continues: the places of a step, the digest of
-    its bytes, and how much came from each source."""
+    """List the steps that count, including those of the runs that this one continues: the places of each step, the
+    digest of its bytes, and how much came from each source."""
 
     def read() -> list[tuple[range, str, dict[str, int]]]:
         for row in record.metrics():  # a damaged line is an error here, not one step less
@@ -84,7 +84,7 @@ def _served(record: RunRecord) -> list[tuple[range, str, dict[str, int]]]:
 
 
 def print_where(run: Path | None, step: int, rank: int | None, url: str | None, as_json: bool) -> None:
-    """`url`: where the data set lies now, if it was moved."""
+    """`url`: where the data set is now, if it was moved."""
     record = find_run(run)
     data = _read(record, FILE, lambda: RunData.read(record.path))
     job = _read(record, "job.json", lambda: Job.from_dict(record.job["job"]))
@@ -145,7 +145,7 @@ def _shapes(row: np.ndarray) -> str:
 
 
 def _compared(record: RunRecord, places: range, step: int, found: list[Found]) -> str:
-    """With the digest that the ranks reported of what they trained on."""
+    """Compare the rows with the digest that the ranks reported for what they trained on."""
     trained = next((digest for those, digest, _ in _served(record) if those == places), None)
     if trained is None:
         return f"step {step} was not reached: this is what it would have been"
@@ -154,7 +154,7 @@ def _compared(record: RunRecord, places: range, step: int, found: list[Found]) -
 
 
 def print_mix(run: Path | None, as_json: bool) -> None:
-    """Planned and served, source by source, stage by stage."""
+    """Print what was planned and what was served, by source and stage."""
     record = find_run(run)
     data = _read(record, FILE, lambda: RunData.read(record.path))
     order = _read(record, FILE, lambda: Order.from_dict(data.order))
@@ -165,7 +165,7 @@ def print_mix(run: Path | None, as_json: bool) -> None:
         stages = order.stage(order.position(places))
         if stages[0] == stages[-1] and sum(counts.values()) == len(places):
             served[int(stages[0])].update(counts)
-        else:  # the order knows what was in which stage, and what a rank had that died before it reported
+        else:  # the order knows the stage of each sample, and what a rank had that died before reporting
             for stage, stream in zip(stages.tolist(), order.locate(places)[0].tolist(), strict=True):
                 served[stage][order.streams[stream].source] += 1
     rows: list[dict[str, Any]] = []
@@ -188,7 +188,7 @@ def print_mix(run: Path | None, as_json: bool) -> None:
 
 
 def print_bench(url: str, seq_len: int, batch: int, seconds: float, as_json: bool) -> None:
-    """How fast this machine reads a data set: verified, in the run's order, in one process."""
+    """Measure how fast this machine reads a data set: verified, in the run's order, in one process."""
     store = open_set(url, "URL")
     manifest, _ = read_manifest(store, field="URL")
     try:

@@ -1,5 +1,5 @@
-"""Incidents: what broke, folded from the events of a run. Each has phases, evidence and a verdict in plain words.
-An event is read once, in order, so a live run costs only what is new."""
+"""Incidents: what broke during a run, derived from its events. Each has phases, evidence and a verdict in plain words.
+Events are read once and in order, so following a live run costs only the new ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 Event = dict[str, Any]
 
-#: Events that are an incident by themselves and stop nobody: their kind, and what to say.
+#: Events that are incidents in themselves and do not stop training: their kind, and the text to show.
 NOTICES = {
     "checkpoint_failed": ("checkpoint", "could not be written"),
     "checkpoint_quarantined": ("checkpoint", "is damaged and was put aside"),
@@ -32,12 +32,12 @@ SOURCES = {
 @dataclass
 class Incident:
     number: int
-    kind: str  # worker, hang, node, controller, service, generation, or of NOTICES
+    kind: str  # worker, hang, node, controller, service, generation, or a kind in NOTICES
     at: float  # when it was noticed
     subject: str
     what: str
     since: float = 0.0  # when the last step before it ended
-    undone_since: float = 0.0  # when the first of the steps that it undid began
+    undone_since: float = 0.0  # when the first step that it undid began
     step: int = -1  # where the run stood
     rung: int = -1
     stops: bool = True  # whether training waited for it
@@ -45,12 +45,12 @@ class Incident:
     started: float = 0.0
     committed: float = 0.0
     joined: float = 0.0  # when the gang was formed at full strength again
-    join_s: float = 0.0  # for which all stood still then
+    join_s: float = 0.0  # how long everyone stood still for that
     healed: float = 0.0
     restore_s: float = 0.0
     sources: set[str] = field(default_factory=set)
     lost_steps: int = 0
-    generation: int = 0  # that it led to
+    generation: int = 0  # the generation that it led to
     ended_run: bool = False
     to_the_end: bool = False  # the run ended before it was healed
     evidence: list[Event] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Incident:
         return not self.healed and not self.ended_run and not self.to_the_end
 
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, of those that are known."""
+        """Seconds spent in each phase that is known."""
         marks = {
             "detect": self.at if self.stops and self.since else 0.0,
             "decide": self.decided,
@@ -130,20 +130,20 @@ class Incident:
 
 
 class Incidents:
-    """Fold events into incidents. `windows` are the times in which the gang stood still: (from, until)."""
+    """Fold events into incidents. `windows` are the times when the gang stood still: (from, until)."""
 
     def __init__(self, replicas: int, replica_size: int = 1):
         self.replicas, self.replica_size = replicas, replica_size
         self.all: list[Incident] = []
-        self.forms: list[Event] = []  # of generations, in order
-        self.changes: list[Event] = []  # generations that nothing had failed for
+        self.forms: list[Event] = []  # one for each generation, in order
+        self.changes: list[Event] = []  # generations that were not caused by a failure
         self.windows: list[tuple[float, float]] = []
         self.ready = 0.0  # when the first generation began to train
         self.ended: Event | None = None
         self.step = -1
-        self._nodes: dict[int, str] = {}  # of each rank, where it was started last
+        self._nodes: dict[int, str] = {}  # rank -> the node where it was last started
         self._form: Event | None = None
-        self._begun = False  # whether the generation that was formed last is known to train
+        self._begun = False  # whether the latest generation is known to train
 
     def add(self, event: Event) -> None:
         kind, at = str(event.get("type", "")), _number(event.get("time"))
@@ -195,7 +195,7 @@ class Incidents:
         how = f"hung: it {event.get('reason')}"
         rank, name = _int(event.get("rank")), f"Rank {event.get('rank')} on {event.get('node')}"
         one = self._fail("hang", at, name, how, event, [rank] if rank >= 0 else None)
-        if event.get("final") and one.kind == "hang":  # the others only wait for this one
+        if event.get("final") and one.kind == "hang":  # the others are only waiting for this one
             one.subject, one.what = name, how
         progress = event.get("progress")
         if isinstance(progress, dict):
@@ -225,13 +225,13 @@ class Incidents:
         self._open(group, at, about, f"{text}: {reason}" if reason else text, event, stops=False).healed = at
 
     def _fail(self, kind: str, at: float, subject: str, what: str, event: Event, ranks: list[int] | None) -> Incident:
-        """Open an incident that stops the gang, or add to the one that it waits for. `ranks`: that failed; None: nobody
-        knows. Those that take no part stop nobody, but may be what an incident waits for to be healed."""
+        """Open an incident that stops the gang, or add to the one that the gang is waiting for. `ranks`: those that
+        failed; None: unknown. Ranks outside the gang do not stop it, but an incident may need them back to heal."""
         there = (self._form or {}).get("replicas")
         stops = ranks is None or there is None or any(rank // self.replica_size in there for rank in ranks)
         for one in reversed(self._waiting()):
             if not one.committed or (ranks and not stops):
-                if one.kind == "generation":  # the controller's word has come before that of the agent
+                if one.kind == "generation":  # the controller reported it before the agent did
                     one.kind, one.subject, one.what = kind, subject, what
                 one.evidence.append(event)
                 return one
@@ -271,8 +271,8 @@ class Incidents:
             return
         for one in self._waiting():
             if one.committed or (one.started and _int(event.get("rung")) < 1):
-                # It only waits for its replicas, which come back with this generation, or do not. (The first step
-                # without them may be reported later than this is decided.)
+                # It is only waiting for its replicas, which may or may not come back with this generation. (The first
+                # step without them may be reported after this decision.)
                 one.joined = at if self._is_whole(event) else one.joined
                 continue
             one.decided = one.decided or at
@@ -301,7 +301,7 @@ class Incidents:
         form = next((f for f in reversed(self.forms) if f.get("generation") == event.get("generation")), {})
         late = [one for one in self._waiting() if not one.started and one.at <= _number(form.get("time"))]
         if late and form is self._form:
-            self._began(at, event)  # the ranks' word has come before the controller's
+            self._began(at, event)  # the ranks reported before the controller did
         for one in self._waiting():
             if not one.started:
                 continue
@@ -328,7 +328,7 @@ def clock(at: float) -> str:
 
 
 def figure(value: float) -> str:
-    """At most three significant figures."""
+    """Format a number with at most three significant figures."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

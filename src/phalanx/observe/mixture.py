@@ -1,4 +1,4 @@
-"""Mixture: from which sources the samples of a run came, beside what its data order plans."""
+"""Mixture: which sources the samples of a run came from, compared with what its data order plans."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from phalanx.observe.story import Part, Row, Story, read_json
 
-POINTS = 120  # of the share of each source over the steps
+POINTS = 120  # in the curve of each source's share over the steps
 
 
 def mixture(story: Story) -> Row:
-    """Samples by source: in all, over the steps, and as planned by stage (the stage begins at a sample)."""
+    """Count samples by source: in total, over the steps, and as planned for each stage (a stage begins at a sample)."""
     counts = [(row["step"], row["served"]) for row in story.rows if isinstance(row.get("served"), dict)]
     names = list(dict.fromkeys(name for _, served in counts for name in served))
     size = max(1, -(-len(counts) // POINTS))
@@ -30,7 +30,7 @@ def mixture(story: Story) -> Row:
 
 
 def stage_starts(story: Story) -> list[Row]:
-    """When the stages of the data began, the first aside: step, time and the share of each source."""
+    """List when each data stage after the first began: step, time and the share of each source."""
     cursors, out = [_count(row.get("cursor")) for row in story.rows], []
     for number, stage in enumerate(_stages(story.part)[1:], 2):
         at = bisect_right(cursors, stage["first"])
@@ -40,7 +40,7 @@ def stage_starts(story: Story) -> list[Row]:
 
 
 def _stages(part: Part) -> list[Row]:
-    """Of each stage the sample that it begins with, and the planned share of each source."""
+    """List the stages: the sample that each begins with, and the planned share of each source."""
     order = read_json(part.path / "data.json").get("order")
     try:
         names = [str(stream[0]) for stream in order["streams"]]  # type: ignore[index]

@@ -1,5 +1,5 @@
-"""What a Prometheus server may scrape, and a Grafana dashboard made from the same table, so it names only metrics
-that are there. A rank is never a label: at a million ranks each would be a series."""
+"""The metrics that a Prometheus server may scrape, and a Grafana dashboard made from the same table, so that it names
+only metrics that exist. A rank is never a label: a million ranks would make a million series."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PREFIX = "phalanx"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`values`: of one run, pairs of label values and a number. A counter's name ends in _total."""
+    """`values` yields pairs of label values and a number for one run. A counter's name ends in _total."""
 
     name: str
     help: str
     values: Callable[[About], Iterable[tuple[tuple[str, ...], Any]]]
     labels: tuple[str, ...] = ()
-    unit: str = "short"  # Grafana's name of it
+    unit: str = "short"  # Grafana's name for the unit
     panel: str = ""  # the title of a panel; "": none
 
     @property
@@ -84,7 +84,7 @@ METRICS = (
         "mtbf_seconds", "Wall-clock time for each failure.", _good("mtbf_s"), unit="s", panel="Time between failures"
     ),
     Metric(
-        "gpu_seconds",  # no counter: what was productive becomes rollback when a step is abandoned
+        "gpu_seconds",  # not a counter: productive time becomes rollback when a step is abandoned
         "GPU-seconds by state; every one is in exactly one.",
         lambda about: [((row["state"],), row["gpu_s"]) for row in about["goodput"]["states"]],
         ("state",),
@@ -117,7 +117,7 @@ METRICS = (
 
 
 def families(runs: list[About]) -> list[Any]:
-    """The metrics of these runs, as prometheus_client has them."""
+    """Return the metrics of these runs as prometheus_client objects."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     out = []
@@ -133,7 +133,7 @@ def families(runs: list[About]) -> list[Any]:
 
 
 def exposition(runs: list[About]) -> str:
-    """The text that a Prometheus server reads."""
+    """Return the text that a Prometheus server reads."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     class Collector:
@@ -146,7 +146,7 @@ def exposition(runs: list[About]) -> str:
 
 
 def grafana() -> dict[str, Any]:
-    """A dashboard over METRICS."""
+    """Build a dashboard over METRICS."""
     panels: list[dict[str, Any]] = []
     for metric in METRICS:
         if not metric.panel:

@@ -1,5 +1,5 @@
-"""Story: a run as one line of steps, read from its record. A run that was resumed continues the record that it was
-resumed from; a step that was abandoned is on a branch, and the step that took its place is the one that counts."""
+"""Story: a run as one line of steps, read from its record. A resumed run continues the record that it was resumed
+from. An abandoned step is on a branch, and the step that replaced it is the one that counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx.observe.tail import Tail
 
 Row = dict[str, Any]
 NAME = re.compile(r"[A-Za-z0-9._-]+-\d{8}T\d{6}Z-[0-9a-f]{4}")
-SILENT_S = 60.0  # after which a run on another host, without a summary, is taken for lost
+SILENT_S = 60.0  # a run on another host that is silent for longer, and has no summary, counts as lost
 SPIKE_WINDOW, SPIKE_DEVIATIONS, SPIKE_LEAST, SPIKE_BATCH = 64, 8.0, 0.1, 8192
 LONGEST_CHAIN = 1000
 LASTING = ("step", "time", "time_s", "data_wait_s", "loss", "cursor", "generation", "served", "held")  # see `slim`
@@ -33,14 +33,14 @@ LASTING = ("step", "time", "time_s", "data_wait_s", "loss", "cursor", "generatio
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Steps that were done and abandoned."""
+    """Steps that were completed and then abandoned."""
 
     step: int  # the first of them
     rows: tuple[Row, ...]
 
 
 class Part:
-    """One record: what one `phalanx train` left behind, or is writing."""
+    """One record: what one `phalanx train` left behind, or is still writing."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -57,7 +57,7 @@ class Part:
         self._anchors: dict[int, float] = {}  # generation -> when its first step was committed
 
     def update(self) -> bool:
-        """Read what is new; whether anything is."""
+        """Read what is new; return whether there was anything."""
         events, rows = self._events.read(), self._metrics.read()
         for event in events:
             if not _is_timed(event):
@@ -79,7 +79,7 @@ class Part:
         return bool(events or rows or ended)
 
     def _time(self, row: Row) -> float:
-        """When the step was reported. Records of older versions say it only for the first step of a generation."""
+        """Return when the step was reported. Older records have this only for the first step of a generation."""
         if "time" in row:
             return float(row["time"])
         last, generation = self.rows[-1] if self.rows else None, row.get("generation", 0)
@@ -104,7 +104,7 @@ class Part:
 
     @property
     def state(self) -> str:
-        """running, done, stopped, failed, or lost: no summary, and its process is gone."""
+        """running, done, stopped, failed, or lost (no summary, and its process is gone)."""
         if self.summary is not None:
             return str(self.summary.get("status", "done"))
         process = self.meta.get("process")
@@ -122,31 +122,31 @@ class Part:
 
     @property
     def rates(self) -> Row:
-        """Dollars and watts of a GPU, where they are known."""
+        """Dollars and watts for each GPU, where they are known."""
         rates = self.meta.get("rates")
         return rates if isinstance(rates, dict) else {}
 
 
 class Story:
-    """The record at `path`, and those that it continues. `price`: dollars per GPU-hour, in place of the record's."""
+    """The record at `path` and those that it continues. `price`: dollars per GPU-hour, instead of the record's."""
 
     def __init__(self, path: Path, price: float | None = None):
         self.path, self.price = path, price
         self.parts = [Part(path)]
-        self.rows: list[Row] = []  # that count, one for each step
+        self.rows: list[Row] = []  # the rows that count, one for each step
         self.branches: list[Branch] = []
         self._where: list[tuple[int, int]] = []  # part and index of each row that counts
         self._spikes: list[Row] = []
-        self._judged = 0  # rows that were looked at for spikes
+        self._judged = 0  # rows already checked for spikes
         self.parts[0].update()
         self._find_earlier()
-        self._taken = [0 for _ in self.parts]  # rows of each that are folded in
+        self._taken = [0 for _ in self.parts]  # rows of each part that are folded in
         self._abandoned: list[set[int]] = [set() for _ in self.parts]
         self._fold()
 
     @property
     def part(self) -> Part:
-        """The latest."""
+        """The latest part."""
         return self.parts[-1]
 
     @property
@@ -193,13 +193,13 @@ class Story:
         self._where.append((number, index))
 
     def slim(self, keep: int) -> None:
-        """Forget what nobody asks of a step that is long over; `keep`: how many of the last ones stay whole. For a
-        reader that lives for weeks and keeps its own columns: a row with all readings has 8 kB."""
+        """Drop the readings of old steps that nobody asks for; the last `keep` rows stay whole. This is for a reader
+        that runs for weeks and keeps its own columns: a row with all readings takes 8 kB."""
         for part in self.parts:
             rows, before = part.rows, Row()
             for row in rows[part.slimmed : max(part.slimmed, len(rows) - keep)]:
                 kept = {name: row[name] for name in LASTING if name in row}
-                for name in ("served", "held"):  # mostly those of the step before
+                for name in ("served", "held"):  # mostly the same as in the step before
                     if kept.get(name) is not None and kept[name] == before.get(name):
                         kept[name] = before[name]
                 row.clear()
@@ -236,7 +236,7 @@ class Story:
                 yield part, piece
 
     def goodput(self) -> Row:
-        """GPU-seconds by state, over all parts; time between two parts is nobody's."""
+        """Add up GPU-seconds by state over all parts; time between two parts is not counted."""
         sums: dict[str, int] = {}
         ranks = [part.layout.world_size for part in self.parts]
         for count, pieces in zip(ranks, self._accounts, strict=True):
@@ -247,7 +247,7 @@ class Story:
         stops = [one for one in self.incidents() if one.stops]
         wall = sum(max(0.0, part.ended - part.began) for part in self.parts)
         trained_ns = sum(piece.end_ns - piece.begin_ns for _, piece in self.segments() if piece.state == "productive")
-        kwh = watts / 3.6e6 / NS if isinstance(watts, int | float) else None  # of a GPU-nanosecond
+        kwh = watts / 3.6e6 / NS if isinstance(watts, int | float) else None  # per GPU-nanosecond
         return {
             "gpu_s": total / NS,
             "ranks": self.part.layout.world_size,
@@ -278,7 +278,7 @@ class Story:
     # -- incidents
 
     def incidents(self) -> list[Incident]:
-        """All of them, numbered through, with what each of them cost."""
+        """List all incidents, numbered across parts, with the cost of each."""
         out: list[Incident] = []
         price, watts = self.dollars_per_gpu_s, self.part.rates.get("watts_per_gpu")
         for part, pieces, abandoned in zip(self.parts, self._accounts, self._abandoned, strict=True):
@@ -301,8 +301,8 @@ class Story:
     # -- steps
 
     def spikes(self) -> list[Row]:
-        """Steps whose loss stands out of the steps before them, with their samples. Each step is judged once. A loss
-        that is not finite is None, and stands out if the one before it was finite."""
+        """List the steps whose loss stands out from the steps before, with their samples. Each step is judged once. A
+        loss that is not finite is None, and stands out if the one before it was finite."""
         import numpy as np
 
         while (first := self._judged) < len(self.rows):
@@ -336,13 +336,13 @@ class Story:
 
     @property
     def not_finite_since(self) -> int | None:
-        """The step since which no loss is finite."""
+        """Return the step since which no loss has been finite."""
         spikes = self.spikes() if self.rows and self.rows[-1].get("loss", 0.0) is None else ()
         return spikes[-1]["step"] if spikes else None
 
     @property
     def steps(self) -> int:
-        """How many the job asks for."""
+        """The number of steps that the job asks for."""
         train = self.part.settings.get("train")
         return int(train.get("steps", 0)) if isinstance(train, dict) else 0
 
@@ -352,11 +352,11 @@ class Story:
 
 
 def _undone(rows: list[Row], abandoned: set[int], end: int, step: int) -> float:
-    """When the steps from `step` on began that were abandoned with the row before `end`; 0: it counts."""
+    """Return when the steps from `step` on, abandoned together with the row before `end`, began; 0: it counts."""
     first = end
     while first and first - 1 in abandoned and rows[first - 1]["step"] >= step:
         if first < end and rows[first - 1]["step"] >= rows[first]["step"]:
-            break  # those that were abandoned before
+            break  # the rest were abandoned earlier
         first -= 1
     return float(rows[first]["time"] - (rows[first].get("time_s") or 0.0)) if first < end else 0.0
 
@@ -371,7 +371,7 @@ def find_runs(root: Path) -> list[Path]:
 
 
 def process_start(pid: object) -> str:
-    """When a process of this host began, as its kernel counts; "": it is gone."""
+    """Return when a process on this host started, in the kernel's count; "": it is gone."""
     try:
         with open(f"/proc/{int(str(pid))}/stat") as f:
             fields = f.read().rpartition(")")[2].split()
@@ -398,7 +398,7 @@ def _writer(part: Part, resumed: Row) -> Path | None:
 
 
 def _is_timed(row: Row) -> bool:
-    """Whether its time, if it says one, is a number."""
+    """Return whether the row's time, if it has one, is a number."""
     at = row.get("time", 0.0)
     return isinstance(at, int | float) and math.isfinite(at)
 
@@ -406,13 +406,13 @@ def _is_timed(row: Row) -> bool:
 def _layout(fields: object) -> Layout:
     try:
         layout = document.make(Layout, fields) if isinstance(fields, dict) else Layout()
-        return layout if isinstance(layout.world_size, int) else Layout()  # nobody has checked the record
+        return layout if isinstance(layout.world_size, int) else Layout()  # the record is unchecked
     except TypeError:
         return Layout()
 
 
 def read_json(path: Path) -> Row:
-    """Read an object from a file; {}: there is none."""
+    """Read a JSON object from a file; {}: there is none."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -3,9 +3,9 @@
 A value is one byte: a rank's step time over the median of that step, on a scale of 1.4 %, rounded up; 0: the
 rank did not report. Beside the full table there is a table for every combination of rank blocks and step blocks of 4,
 16, 64 ..., which holds the largest value of each block. So one slow rank in a million shows at every zoom, and a
-picture of any part reads at most 16 values for a pixel. In a file 64 ranks x 64 steps lie together in one page of
-memory, so that one rank over all steps is as near as all ranks at one step. Where the top keeps blocks of ranks, the
-aggregators keep the single ones (`observe.near`), and a picture of few ranks is drawn from theirs."""
+picture of any part reads at most 16 values for each pixel. In a file, 64 ranks x 64 steps share one page of memory, so
+reading one rank over all steps is as cheap as all ranks at one step. Where the top keeps blocks of ranks, the
+aggregators keep the single ranks (`observe.near`), and a picture of few ranks is drawn from their tables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import numpy as np
 from phalanx.observe.record import FULL
 
 FOLDER, NEAR = "ranks", "near"
-SHARD = 4096  # ranks of a table of an aggregator
-MOST_ROWS = 1024  # of a picture that is searched
+SHARD = 4096  # ranks in an aggregator's table
+MOST_ROWS = 1024  # in a picture that is searched
 FACTOR = 4
 SIDE = 64  # ranks and steps of a page
-LEAST, MOST = 0.5, 16.0  # of the median; what is beyond is shown as the end of the scale
-MOST_SAMPLED = 1 << 16  # ranks that the median is taken from; of more, evenly spread ones
+LEAST, MOST = 0.5, 16.0  # times the median; values beyond are shown as the end of the scale
+MOST_SAMPLED = 1 << 16  # ranks that the median is taken from; if there are more, an evenly spaced sample
 _SCALE = 254 / np.log2(MOST / LEAST)
 Codes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -39,7 +39,7 @@ def encode(times_s: np.ndarray, median_s: float) -> Codes:
         np.log2(position, out=position)
         position *= np.float32(_SCALE)
     np.ceil(position, out=position)
-    np.fmax(position, 0, out=position)  # of a time of 0, and of what is absent
+    np.fmax(position, 0, out=position)  # for a time of 0, and for absent values
     np.fmin(position, 254, out=position)
     position += 1
     codes = position.astype(np.uint8)
@@ -55,7 +55,7 @@ def decode(codes: Codes) -> np.ndarray:
 
 
 def levels(count: int) -> int:
-    """How many sizes of blocks there are, the single one included."""
+    """Return the number of block sizes, size 1 included."""
     number = 1
     while count > 1:
         count, number = -(-count // FACTOR), number + 1
@@ -72,14 +72,14 @@ class _Table:
         self._whole = width // SIDE * SIDE
 
     def write(self, row: int, values: Codes) -> None:
-        """OSError: there is no room, which is known before anything is touched."""
+        """Write one row. A lack of room raises OSError before anything is touched."""
         pages = self._at(row // SIDE)[:, row % SIDE, :]
         pages[: self._whole // SIDE] = values[: self._whole].reshape(-1, SIDE)
         if self._whole < self.width:
             pages[-1, : self.width - self._whole] = values[self._whole :]
 
     def largest(self, first: int, last: int) -> Codes:
-        """The largest value of each column in these rows."""
+        """Return the largest value of each column in these rows."""
         out = np.zeros(self.width, np.uint8)
         for row in range(first, last):
             np.maximum(out, self._at(row // SIDE)[:, row % SIDE, :].reshape(-1)[: self.width], out=out)
@@ -100,11 +100,11 @@ class _Table:
 
 
 class TileWriter:
-    """Takes one row for each step, in order; a step that is done again replaces the one that was abandoned. A disk that
-    is full costs rows, never a step: they are counted."""
+    """Takes one row for each step, in order; a repeated step replaces the abandoned one. A full disk costs rows, which
+    are counted, but never a training step."""
 
     def __init__(self, folder: Path, ranks: int, first_step: int = 0, each: int = 1, in_all: int = 0):
-        """`ranks`: rows of the table; each is of `each` ranks, of `in_all` (0: those of all rows)."""
+        """`ranks`: rows of the table, of `each` ranks each; `in_all`: ranks in total (0: those of all rows)."""
         folder.mkdir(parents=True, exist_ok=True)
         self.ranks, self.first, self.dropped = ranks, first_step, 0
         about: dict[str, float] = {"ranks": ranks, "each": each, "in_all": in_all or ranks * each}
@@ -114,13 +114,13 @@ class TileWriter:
         self._folder = folder
         self._tables: dict[tuple[int, int], _Table] = {}
         self._medians = os.open(folder / "medians.f32", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._count = 0  # rows that are there
+        self._count = 0  # rows written
         self._blocks: list[
             list[Codes]
-        ] = []  # by size of step blocks from FACTOR on: the largest so far of the open one
+        ] = []  # by size of step block, from FACTOR on: the largest values so far in the open block
 
     def add(self, step: int, times_s: Sequence[float] | np.ndarray, median_s: float | None = None) -> None:
-        """`times_s`: of every rank, NaN where it is not known; `median_s`: what they are measured by, if not theirs."""
+        """`times_s`: one for each rank, NaN if unknown; `median_s`: the reference, if not the median of these times."""
         times = np.asarray(times_s, dtype=np.float32)
         some = times[:: -(-len(times) // MOST_SAMPLED)] if len(times) > MOST_SAMPLED else times
         known = some[np.isfinite(some)]
@@ -132,7 +132,7 @@ class TileWriter:
         try:
             if at < self._count:
                 self._rewind(at)
-            while self._count < at:  # rows that were dropped
+            while self._count < at:  # dropped rows
                 self._append(np.zeros(self.ranks, np.uint8), 0.0)
             self._append(encode(times, median), median)
         except OSError as error:
@@ -151,7 +151,7 @@ class TileWriter:
         for width in self.widths[1:]:
             rows.append(_blocked(rows[-1], width))
         self._write(0, at, rows)
-        number, size = 1, 1  # a block of steps takes the blocks of the next smaller size as they are completed
+        number, size = 1, 1  # a block of steps takes in each next smaller block when that is complete
         while (at + 1) % size == 0:
             if len(self._blocks) < number:
                 self._blocks.append([np.zeros(width, np.uint8) for width in self.widths])
@@ -165,11 +165,11 @@ class TileWriter:
             size *= FACTOR
             self._write(number, at // size, block)
             rows, number = block, number + 1
-        os.pwrite(self._medians, np.float32(median).tobytes(), 4 * at)  # last: a reader counts these
+        os.pwrite(self._medians, np.float32(median).tobytes(), 4 * at)  # written last, because a reader counts these
         self._count = at + 1
 
     def _rewind(self, at: int) -> None:
-        """Forget rows from `at` on: they were abandoned."""
+        """Forget the rows from `at` on, which were abandoned."""
         os.ftruncate(self._medians, 4 * at)
         self._count = at
         for number, block in enumerate(self._blocks, 1):
@@ -191,7 +191,7 @@ class TileWriter:
 
 
 class TileReader:
-    """Draws parts of what a TileWriter has written, also while it writes."""
+    """Draws parts of what a TileWriter has written, even while it is still writing."""
 
     def __init__(self, folder: Path):
         about = json.loads((folder / "tiles.json").read_bytes())
@@ -203,15 +203,15 @@ class TileReader:
 
     @property
     def steps(self) -> int:
-        """How many steps there are."""
+        """The number of steps written."""
         try:
             return (self.folder / "medians.f32").stat().st_size // 4
         except OSError:
             return 0
 
     def picture(self, ranks: tuple[int, int], steps: tuple[int, int], height: int, width: int) -> dict[str, Any]:
-        """The largest value in each cell of a picture of these ranks (rows) and steps (columns). `ranks` and `steps`
-        are half-open; they come back widened to whole blocks."""
+        """Draw these ranks (rows) and steps (columns); each cell holds its largest value. `ranks` and `steps` are
+        half-open; they come back widened to whole blocks."""
         count, each, last = self.steps, self.each, self._rows_in_all
         low = (max(0, min(ranks[0] // each, last - 1)), max(0, min(steps[0] - self.first, count - 1)))
         high = (max(low[0] + 1, min(-(-ranks[1] // each), last)), max(low[1] + 1, min(steps[1] - self.first, count)))
@@ -220,7 +220,7 @@ class TileReader:
             return {"ranks": [low[0] * each, high[0] * each], "steps": [self.first, self.first], "codes": none}
         level = _level(high[0] - low[0], height, last)
         number = _level(high[1] - low[1], width, count)
-        rows, columns = FACTOR**level, FACTOR**number  # of a block
+        rows, columns = FACTOR**level, FACTOR**number  # in a block
         r0, r1 = low[0] // rows, -(-high[0] // rows)
         s0, s1 = low[1] // columns, -(-high[1] // columns)
         table = self._rows(level, number, s0, s1, r0, r1, count)
@@ -230,13 +230,13 @@ class TileReader:
             single = (max(0, ranks[0]), min(self.ranks, ranks[1]))
             near = self._near(single, shown, codes.shape[1])
             if near is not None:
-                unkept = np.flatnonzero(~near.any(axis=1))  # of these there is only their block
+                unkept = np.flatnonzero(~near.any(axis=1))  # only their block is kept
                 near[unkept] = codes[(unkept + single[0]) // each - r0]
                 return {"ranks": [*single], "steps": [*shown], "codes": near}
         return {"ranks": [r0 * rows * each, min(self.ranks, r1 * rows * each)], "steps": [*shown], "codes": codes}
 
     def slowest(self, steps: tuple[int, int], most: int = 10) -> list[dict[str, Any]]:
-        """List the ranks with the largest values in these steps; their block, where single ranks are not kept."""
+        """List the ranks with the largest values in these steps, or their block where single ranks are not kept."""
         out = []
         for a, b, code in self._worst((0, self.ranks), steps)[:most]:
             while (inside := self._worst((a, b), steps)) and inside[0][1] - inside[0][0] < b - a:
@@ -245,7 +245,7 @@ class TileReader:
         return out
 
     def _worst(self, ranks: tuple[int, int], steps: tuple[int, int]) -> list[tuple[int, int, int]]:
-        """(first rank, end, code) of the rows of a picture, the largest first."""
+        """List (first rank, end, code) for each row of a picture, largest code first."""
         found = self.picture(ranks, steps, MOST_ROWS, 1)
         (first, end), rows = found["ranks"], len(found["codes"])
         codes, many = found["codes"].max(axis=1, initial=0).tolist(), end - first
@@ -253,7 +253,7 @@ class TileReader:
         return sorted((s for s in spans if s[2] and s[0] < ranks[1] and s[1] > ranks[0]), key=lambda s: -s[2])
 
     def _near(self, ranks: tuple[int, int], steps: tuple[int, int], columns: int) -> Codes | None:
-        """Single ranks, from the tables of the aggregators; None: none of them has any of these."""
+        """Draw single ranks from the tables of the aggregators; None: no table covers any of them."""
         out, found = np.zeros((ranks[1] - ranks[0], columns), np.uint8), False
         for shard in self.folder.glob(f"{NEAR}/*/*/tiles.json"):
             first = int(shard.parent.name) if shard.parent.name.isdigit() else -SHARD
@@ -274,8 +274,8 @@ class TileReader:
         return out if found else None
 
     def _rows(self, level: int, number: int, s0: int, s1: int, r0: int, r1: int, count: int) -> Codes:
-        """Rows s0 to s1 of a table. The newest steps are not in it before a part of their block is complete: they are
-        taken from the tables with smaller blocks."""
+        """Return rows s0 to s1 of a table. The newest steps are missing from it until part of their block is complete,
+        so they are read from the tables with smaller blocks."""
         part = max(1, FACTOR ** (number - 1))  # steps by which a row grows
         written = -(-(count // part * part) // FACTOR**number)
         table = self._read(level, number, s0, min(s1, written), r0, r1)
@@ -290,7 +290,7 @@ class TileReader:
         return table
 
     def _read(self, level: int, number: int, s0: int, s1: int, r0: int, r1: int) -> Codes:
-        """A rectangle of a table."""
+        """Read a rectangle of a table."""
         if s1 <= s0:
             return np.zeros((0, r1 - r0), np.uint8)
         width = -(-self._rows_in_all // FACTOR**level)
@@ -301,7 +301,7 @@ class TileReader:
         places = [(chunk * blocks + b0) * page for chunk in range(c0, c1)]
         fd = os.open(self.folder / f"r{level}s{number}.u8", os.O_RDONLY)
         try:
-            for place in places:  # the disk has all of them to do at once
+            for place in places:  # queue all reads at once
                 os.posix_fadvise(fd, place, size, os.POSIX_FADV_WILLNEED)
             for chunk, place in zip(pages, places, strict=True):
                 os.preadv(fd, [chunk.data], place)
@@ -312,7 +312,7 @@ class TileReader:
 
 
 def _level(span: int, pixels: int, count: int) -> int:
-    """The largest blocks that are no larger than a pixel."""
+    """Return the level of the largest blocks that are no larger than a pixel."""
     level = 0
     while level + 1 < levels(count) and span >= pixels * FACTOR ** (level + 1):
         level += 1
@@ -320,14 +320,14 @@ def _level(span: int, pixels: int, count: int) -> int:
 
 
 def _blocked(row: Codes, width: int) -> Codes:
-    """The largest of each four."""
+    """Return the largest of each FACTOR values."""
     if len(row) % FACTOR:
         row = np.concatenate([row, np.zeros(-len(row) % FACTOR, np.uint8)])
     return row.reshape(width, FACTOR).max(axis=1)
 
 
 def _pooled(table: Codes, rows: int) -> Codes:
-    """Reduce to so many rows by the largest."""
+    """Reduce the table to `rows` rows; each keeps its largest values."""
     if not len(table) or rows == len(table):
         return np.ascontiguousarray(table)
     edges = np.arange(rows) * len(table) // rows

@@ -1,5 +1,5 @@
-"""What a run's story is in words and in figures: the one line at the top, and the object that `--json`, the page and
-the exporters share."""
+"""A run's story in words and figures: the one line at the top, and the object that `--json`, the page and the exporters
+share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Show control characters, which a terminal would obey, as their codes."""
+    """Replace control characters, which a terminal would obey, with their codes."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def overview(story: Story) -> dict[str, Any]:
-    """The figures of a run, without its series."""
+    """Return the figures of a run, without its series."""
     from phalanx.observe.near import dropped  # which needs numpy
 
     part, goodput, incidents = story.part, story.goodput(), story.incidents()
@@ -75,19 +75,19 @@ def overview(story: Story) -> dict[str, Any]:
 
 
 def _experts(row: dict[str, Any]) -> dict[str, Any]:
-    """Return how evenly a mixture's tokens were spread in a step; {}: it is none."""
+    """Return how evenly the tokens of a mixture of experts were spread in a step; {}: the model is not one."""
     return {name: row[f"expert_{name}"] for name in ("load", "layer", "idle") if f"expert_{name}" in row}
 
 
 def describe(story: Story) -> dict[str, Any]:
-    """The overview with the line in words."""
+    """Return the overview with the line in words."""
     out = overview(story)
     out["headline"] = headline(out)
     return out
 
 
 def describe_any(path: Path, price: float | None) -> dict[str, Any]:
-    """The overview of a run. One whose record makes no sense must not hide the others."""
+    """Return the overview of a run. A run with an unreadable record must not hide the others."""
     try:
         return describe(Story(path, price))
     except Exception as error:
@@ -95,7 +95,7 @@ def describe_any(path: Path, price: float | None) -> dict[str, Any]:
 
 
 def unreadable(path: Path, error: Exception) -> dict[str, Any]:
-    """The overview of a run whose record makes no sense: what is known of it is its name."""
+    """Return the overview of a run with an unreadable record: only its name is known."""
     nothing = dict.fromkeys(
         ("step", "steps", "ended", "last_sign", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "step_s", "eta",
          "ranks", "promise", "durable", "incidents", "open_incidents", "near_dropped"), None,
@@ -145,7 +145,7 @@ def headline(o: dict[str, Any]) -> str:
 
 
 def forecast_end(story: Story) -> dict[str, Any] | None:
-    """When the run ends at its present pace, failures included; the interval is twice the standard error."""
+    """Predict when the run ends at its present pace, failures included; the interval is twice the standard error."""
     rows = story.rows[-RECENT:]
     left = story.steps - story.done
     if story.part.state != "running" or len(rows) < 3 or left <= 0:
@@ -162,7 +162,7 @@ def _median(story: Story) -> float | None:
 
 
 def _median_phases(story: Story) -> dict[str, float]:
-    """Seconds of the last steps, by phase; records of older versions know fewer of them."""
+    """Return the median seconds of the last steps by phase; older records have fewer phases."""
     known = [row["phases"] for row in story.rows[-RECENT:] if isinstance(row.get("phases"), dict)]
     found = {name: [p[name] for p in known if isinstance(p.get(name), float)] for name in PHASES}
     return {name: statistics.median(values) for name, values in found.items() if values}

@@ -1,5 +1,5 @@
-"""Series: the steps of a story as columns, and their min/max envelope at any zoom. A spike never vanishes: a bucket
-keeps the smallest and the largest value that fell into it."""
+"""Series: the steps of a story as columns, and their min/max envelope at any zoom. A spike never vanishes: each bucket
+keeps its smallest and its largest value."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from phalanx.observe.phases import PHASES
 from phalanx.observe.readings import READINGS, worst
 from phalanx.observe.story import Story
 
-PHASE, HELD = "phase_", "held_"  # before the name of one
+PHASE, HELD = "phase_", "held_"  # prefixes of column names
 NAMES = (
     "loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "mfu", "time_s", "data_wait_s", "data_ready",
     "expert_load", "expert_idle",
     *(PHASE + name for name in PHASES), *(HELD + tier for tier in ("memory", "buddy")), *READINGS,
 )  # fmt: skip
-BREAK = 5.0  # a pause of so many usual steps is a gap in a line
+BREAK = 5.0  # a pause of this many usual steps is a gap in a line
 MOST_POINTS = 4000
-BLOCK = 64  # rows that are folded once and for all, for charts of long histories
+BLOCK = 64  # rows folded once and for all, for charts of long histories
 
 
 class Columns:
-    """Grows with its story; goes back to the first step that was abandoned."""
+    """Columns that grow with their story, and go back to the first abandoned step."""
 
     def __init__(self) -> None:
         self.count, self.branches = 0, 0
         self._names = ("time", "step", *NAMES)
         self._data = np.empty((len(self._names), 1024))
         self._blocks = _folded(np.empty((len(self._names), 0, 1)))
-        self._used = np.zeros(len(self._names), bool)  # columns that any row had a number for
+        self._used = np.zeros(len(self._names), bool)  # columns with a number in any row
 
     def update(self, story: Story) -> None:
         if len(story.branches) != self.branches:
@@ -46,7 +46,7 @@ class Columns:
         self.extend(len(rows))
 
     def extend(self, count: int) -> None:
-        """Take the rows that were just written; time never runs backwards on an axis."""
+        """Take in the rows just written; time never runs backwards on an axis."""
         first = max(0, self.count - 1)
         self.count += count
         times = self._data[0, first : self.count]
@@ -71,7 +71,7 @@ class Columns:
         return self._data[self._names.index(name), : self.count]
 
     def query(self, begin: float, end: float, points: int, names: tuple[str, ...] = NAMES) -> dict[str, Any]:
-        """At most `points` points between two times: of each the time, the step, and min, max, mean of every name."""
+        """Return at most `points` points between two times: the time, the step, and min, max and mean of each name."""
         points = max(1, min(points, MOST_POINTS))
         times = self["time"]
         first = max(0, int(np.searchsorted(times, begin)) - 1)  # one beyond each edge, so that lines reach it
@@ -79,7 +79,7 @@ class Columns:
         if last <= first:
             return {"time": [], "step": [], "breaks": [], "series": {}}
         named = [name for name in names if self._used[self._names.index(name)]]
-        columns = [0, 1, *(self._names.index(name) for name in named)]  # time, step, and those that are drawn
+        columns = [0, 1, *(self._names.index(name) for name in named)]  # time, step, and the columns to draw
         low, high, total, many = self._rows(columns, first, last, points)
         times, steps = high[0], high[1]
         if len(times) <= points:
@@ -102,7 +102,7 @@ class Columns:
             }
         gaps = np.diff(times)
         usual = float(np.median(gaps)) if len(gaps) else 0.0
-        if "time_s" in named:  # a step that took long is no gap
+        if "time_s" in named:  # a long step is not a gap
             gaps -= total[2 + named.index("time_s")][1:]
         where = np.flatnonzero(gaps > max(BREAK * usual, 1e-9)) + 1
         lasts = np.append(edges[1:], len(times)) - 1
@@ -115,8 +115,8 @@ class Columns:
         }
 
     def _rows(self, columns: list[int], first: int, last: int, points: int) -> tuple[np.ndarray, ...]:
-        """Smallest, largest, sum and count of each column: of every row, or of blocks of rows where a point takes many
-        of them."""
+        """Return smallest, largest, sum and count of each column: for every row, or for blocks of rows where a point
+        covers many."""
         if last - first < points * BLOCK * 2:
             return _folded(self._data[columns, first:last, None])
         a, b = first // BLOCK, min(self._blocks[0].shape[1], -(-last // BLOCK))
@@ -127,7 +127,7 @@ class Columns:
         return parts
 
     def spans(self, edges: np.ndarray) -> tuple[list[float], list[float]]:
-        """When the steps from each edge to the next one began and ended."""
+        """Return when the steps between each edge and the next began and ended."""
         known, times = self["step"], self["time"]
         if not len(known):
             return [0.0] * (len(edges) - 1), [0.0] * (len(edges) - 1)
@@ -139,7 +139,7 @@ class Columns:
 
 
 def _folded(rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Smallest, largest, sum and count over the last axis; NaN is nothing."""
+    """Return smallest, largest, sum and count over the last axis, ignoring NaN."""
     if rows.shape[2] == 1:
         values = rows[:, :, 0]
         known = ~np.isnan(values)
@@ -168,7 +168,7 @@ def _number(value: object) -> float:
 
 
 def _plain(values: np.ndarray, many: np.ndarray) -> list[float | None]:
-    """Eight significant figures, and None where there is nothing."""
+    """Round to eight significant figures, with None for missing values."""
     known = np.isfinite(values) & (many > 0)
     held = np.where(known, values, 0.0)
     with np.errstate(divide="ignore"):

@@ -1,6 +1,6 @@
-"""What a layout costs: seconds of a step and bytes of a rank, every term of them, for columns of candidates. Closed
-form; docs/planner.md has each formula. Time on the chip is computed for the distinct (tp, cp, ep, etp, micro-batch,
-precision) only and spread over the rows."""
+"""The cost of a layout: every term of a step's seconds and a rank's bytes, in closed form, for columns of candidates.
+docs/planner.md has each formula. Time on the chip is computed only for each distinct (tp, cp, ep, etp, micro-batch,
+precision) and spread over the rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from phalanx.plan.cost.volumes import state_gathers, state_scatters
 if TYPE_CHECKING:
     from phalanx.hardware import Cluster
 
-OPTIMIZER_BYTES = 12  # a local parameter: gradient and master read, master written; moments besides, twice
-COPY_BYTES = 2  # and the copy that products take, written: not in fp32
+OPTIMIZER_BYTES = 12  # for each local parameter: gradient and master read, master written; moments come on top, twice
+COPY_BYTES = 2  # the copy that products read, written as well, except in fp32
 
 TERMS = {  # seconds of a step, on the rank that takes longest
     "matmul": "products with weights, forward and backward, tile and wave efficiency, x micro-batches",
@@ -48,7 +48,7 @@ TERMS = {  # seconds of a step, on the rank that takes longest
 
 @dataclass(frozen=True)
 class Costs:
-    """A column per term; `seconds` add up to the step, `memory` to what a rank reserves."""
+    """One column for each term; `seconds` add up to the step, `memory` to what a rank reserves."""
 
     seconds: dict[str, Num]
     memory: dict[str, Num]
@@ -56,8 +56,8 @@ class Costs:
     valid: Num  # the batch and the degrees divide as they must
     capacity_bytes: Num
     chips: Num
-    tokens: Num  # of a step
-    flops: dict[str, Num]  # of a token, by convention
+    tokens: Num  # in a step
+    flops: dict[str, Num]  # for each token, by convention
     peak: Num  # FLOP/s of a chip in the candidate's precision
     setup_s: Num  # communicators, once per start
 
@@ -70,14 +70,14 @@ class Costs:
         return sum(self.memory.values())
 
     def memory_interval(self, profile: Profile) -> tuple[Num, Num]:
-        """P5 and P95 of the bytes; the device's context is known."""
+        """Return P5 and P95 of the bytes; the device's context is known exactly."""
         low, high = profile.memory_interval
         context = self.memory["context"]
         rest = self.memory_bytes - context
         return np.exp(low) * rest + context, np.exp(high) * rest + context
 
     def fits(self, profile: Profile, margin: float = 0.0) -> Num:
-        """Whether the upper end of its memory leaves `margin` of the chip's free."""
+        """Return whether the upper end of the memory interval leaves `margin` of the chip's memory free."""
         return self.memory_interval(profile)[1] <= (1 - margin) * self.capacity_bytes
 
     @property
@@ -85,15 +85,15 @@ class Costs:
         return self.tokens / self.step_s / self.chips
 
     def mfu(self, convention: str = "causal") -> Num:
-        """The share of the peak of the precision that the matmuls run in."""
+        """Return the share of the peak in the precision that the matmuls run in."""
         return self.flops[convention] * self.tokens_per_s_per_chip / self.peak
 
 
 def evaluate(
     shape: ModelShape, cluster: Cluster | Machine, candidates: Candidates, global_batch: Num, profile: Profile
 ) -> Costs:
-    """Costs of every candidate, in chunks that stay in cache. `global_batch` in samples. Shape, machine and profile
-    may be columns with a row per candidate (published runs); then all rows are one chunk."""
+    """Compute the costs of every candidate, in chunks that stay in cache. `global_batch` is in samples. Shape, machine
+    and profile may be columns with a row per candidate (published runs); then all rows are one chunk."""
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
     if np.ndim(shape.layers) or len(candidates) <= CHUNK:
         return _evaluate(shape, machine, candidates, global_batch, profile)
@@ -103,7 +103,7 @@ def evaluate(
 def step_seconds(
     shape: ModelShape, machine: Machine, c: Candidates, global_batch: Num, profile: Profile
 ) -> dict[str, Num]:
-    """The terms of a step alone."""
+    """Compute only the terms of a step's time."""
     return _seconds(shape, machine, c.as_floats(), global_batch, profile, layers_of(shape, machine, profile, c))
 
 
@@ -126,11 +126,11 @@ def _seconds(
     local = np.where(c.zero >= 1, mem.sharded(c, *params), sum(params))
     memory_rate = machine.memory_bytes_per_s * profile.memory
     part = m * part
-    # Added up apart: the first micro-batch is copied (2 or 4 B read, 4 written), others are added (4 more read).
+    # Added up separately: the first micro-batch is copied (2 or 4 B read, 4 written), others are added (4 more read).
     passed = (8 + c.item_bytes) * m - 4
     added = np.where(np.asarray(soft.adds_apart, bool) & (m > 1), passed * sum(params) / memory_rate, 0.0)
     updated = OPTIMIZER_BYTES + np.where(c.precision == FP32, 0, COPY_BYTES) + 2 * soft.moment_bytes
-    # Where the host never waits inside a step, it is late only by what the whole step does not hide.
+    # If the host never waits inside a step, it delays only by what the whole step does not hide.
     late = np.maximum(0.0, part * (layers.host - whole - around) + profile.host_s - m * has_head * head)
     seconds = {
         "matmul": part * layers.matmul,
@@ -181,8 +181,8 @@ def _evaluate(shape: ModelShape, machine: Machine, c: Candidates, global_batch: 
 
 
 def setup_s(world: Num) -> Num:
-    """Communicators of a whole job: 14.5 s, 55.7 s, 265 s at 8k, 32k, 96k ranks with NCCL (arXiv:2510.20171): a share
-    linear in the ranks and one quadratic."""
+    """Estimate the setup of a job's communicators: 14.5 s, 55.7 s, 265 s at 8k, 32k, 96k ranks with NCCL
+    (arXiv:2510.20171), fitted by a linear and a quadratic term in the ranks."""
     return 1.0 + 1.3e-3 * world + 1.5e-8 * world * np.asarray(world, dtype=float)
 
 
@@ -190,8 +190,8 @@ def _fsdp(
     c: Candidates, profile: Profile, params: tuple[Num, Num], groups: list[Group], layers: Num, f: Num, b: Num, m: Num,
     memory_rate: Num,
 ) -> Num:  # fmt: skip
-    """Zero 3: weights gathered for each forward and each backward pass, gradients scattered, a layer at a time, hidden
-    as far as compute lasts; the first layer waits for its own. What is gathered and scattered is copied besides."""
+    """Zero 3: weights are gathered for each forward and each backward pass and gradients scattered, layer by layer,
+    hidden as far as compute lasts; the first layer waits for its own. Gathers and scatters also cost copies."""
     soft = profile.software
     sharded = mem.zero_stage(c, soft) >= 3
     if not np.any(sharded):
@@ -211,9 +211,9 @@ def _data(
     c: Candidates, machine: Machine, profile: Profile, params: tuple[Num, Num], groups: list[Group],
     f: Num, b: Num, m: Num,
 ) -> Num:  # fmt: skip
-    """Across data ranks: gradients scattered over shard x cp (zero 0: reduced) and reduced over replica, weights
-    gathered. The last micro-batch's backward hides the one, the next step's first forward the other; of an interleaved
-    pipeline most chunks are done before the last."""
+    """Across data ranks: gradients are scattered over shard x cp (zero 0: reduced) and reduced over replica; weights
+    are gathered. The last micro-batch's backward hides the gradients, the next step's first forward the weights. In an
+    interleaved pipeline, most chunks are done before the last."""
     soft = profile.software
     down: Num = 0.0
     up: Num = 0.0
@@ -240,7 +240,7 @@ def _data(
 
 
 def _groups(shape: ModelShape, c: Candidates, machine: Machine, profile: Profile) -> list[Group]:
-    """Who holds the same weights: outside the experts shard x cp, inside what ep and etp leave of a stage's ranks."""
+    """List the groups with equal weights: shard x cp outside the experts, what ep and etp leave of a stage inside."""
     shards, inside = c.shard * c.cp, c.ep * c.etp
     groups = [Group.of(machine, shards, c.tp, profile)]
     if np.any(shape.experts):
@@ -249,7 +249,7 @@ def _groups(shape: ModelShape, c: Candidates, machine: Machine, profile: Profile
 
 
 def _pipe(shape: ModelShape, machine: Machine, c: Candidates, profile: Profile, m: Num) -> Num:
-    """Sends between stages: hidden behind the other chunk's work when interleaved, else waited for."""
+    """Time the sends between stages: hidden behind the other chunk's work when interleaved, exposed otherwise."""
     if not np.any(c.pp > 1):
         return np.zeros(np.shape(m))
     group = Group.of(machine, c.pp, c.tp * c.cp * c.shard, profile)

@@ -1,5 +1,5 @@
-"""Profile: what a chip and its software really reach. Rates are shares of a data-sheet figure; they come from the
-fitted numbers, the chip's generation and watts, and the facts of the software. Every field may be a column."""
+"""Profile: what a chip and its software reach in practice. Rates are shares of a data-sheet figure; they follow from
+the fitted numbers, the chip's generation and watts, and the facts of the software. Every field may be a column."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ GENERATIONS = {
     "blackwell": ("b200", "b300", "gb200", "gb300"),
     "tpu": ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x"),
 }
-WATTS = {"ampere": 400.0, "hopper": 700.0, "blackwell": 1200.0}  # that a generation's share of the peak is given for
-# Of the peak, where no best product is published for a chip: between those that are (0.51-0.87).
+WATTS = {"ampere": 400.0, "hopper": 700.0, "blackwell": 1200.0}  # at which each generation's share is given
+# Share of the peak for chips without a published best product: between the published shares (0.51-0.87).
 DEFAULT_CEILING = 0.75
 # Best measured product over the bf16 peak (MAMF of the catalogue) of A100, H100 and GB200.
 BEST = {"ampere": 0.869, "hopper": 0.803, "blackwell": 0.729}
-FUSED = 0.3  # of the passes and casts of experts that are left when their products do them
+FUSED = 0.3  # share of the experts' passes and casts that remains when their products do them
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Return the part of a chip that decides its shares."""
+    """The facts about a chip that decide its shares."""
 
-    generation: Num  # of GENERATIONS, or other
-    watts: Num  # over those of its generation
+    generation: Num  # one of GENERATIONS, or other
+    watts: Num  # relative to its generation
     ceiling: Num  # measured best product over the peak, bf16
 
     @classmethod
@@ -59,12 +59,12 @@ class Profile:
     up: Num  # of the scale-up links
     nic: Num  # of the network cards
     exchange: Num  # of both, in the exchange of experts
-    # What products and attention lose by their shape.
+    # What products and attention lose through their shape.
     k_half: Num
     quantised: Num
     grouped: Num
     length_half: Num
-    # Passes over memory, over those of fused code; bytes.
+    # Passes over memory, relative to fused code; bytes.
     casts: Num  # a row per precision
     passes: Num
     loss_passes: Num
@@ -88,9 +88,9 @@ class Profile:
     interference: Num
     fsdp_interference: Num
     straggle: Num
-    host_s: Num = 0.0  # once a step, beside the layers' own; seen only where the device waits for the host
-    width_half: Num = 0.0  # of a head, at which attention reaches half of its speed: the exponentials cost as much
-    pace: float = 1.0  # of the whole step, as runs on such chips here showed
+    host_s: Num = 0.0  # once a step, on top of the layers' own; seen only where the device waits for the host
+    width_half: Num = 0.0  # head width at which attention reaches half its speed: the exponentials cost as much
+    pace: float = 1.0  # factor for the whole step, from runs on such chips here
     software: Software = field(default_factory=Software)
     engine: str = OWN
     generation: str = "other"  # of the chip
@@ -100,7 +100,7 @@ class Profile:
     evidence: str = ""  # what the interval rests on
 
     def interval(self, experts: bool, precision: str) -> tuple[float, float]:
-        """ln(measured / predicted) of such a run's step at 5 % and 95 %."""
+        """Return ln(measured / predicted) at 5 % and 95 % for the step of such a run."""
         if self.error:
             return self.error
         kind = kind_of(experts, precision, self.generation)
@@ -108,11 +108,11 @@ class Profile:
 
     @property
     def memory_interval(self) -> tuple[float, float]:
-        """ln(peak / predicted) of a rank's memory at 5 % and 95 %."""
+        """Return ln(peak / predicted) at 5 % and 95 % for a rank's memory."""
         return self.memory_error or memory_interval(self.engine)
 
     def take(self, rows: Num) -> Profile:
-        """Some rows of the columns."""
+        """Return some rows of the columns."""
 
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("software", "error")}
         parts = {name: value[..., rows] if isinstance(value, np.ndarray) and value.ndim and name != "casts" else value
@@ -121,7 +121,7 @@ class Profile:
 
 
 def profile_of(kind: Kind, soft: Software, v: Mapping[str, float]) -> Profile:
-    """From the numbers `v`; kind and software may be columns of equal length."""
+    """Build a profile from the numbers `v`; kind and software may be columns of equal length."""
     generation, attention = np.asarray(kind.generation), np.asarray(soft.attention)
     known = {name: generation == name for name in GENERATIONS}
     power = np.asarray(kind.watts, float) ** v["power"]
@@ -190,8 +190,8 @@ def profile_of(kind: Kind, soft: Software, v: Mapping[str, float]) -> Profile:
 
 
 def default_profile(chip: Chip, engine: str = OWN, **facts: Any) -> Profile:
-    """For a cluster that nobody measured: what published runs of such software on such chips lead to expect. `facts`
-    are those of the job."""
+    """Return the profile for an unmeasured cluster, from published runs of such software on such chips. `facts` are
+    those of the job."""
     kind = Kind.of(chip)
     soft = software(engine, **facts)
     profile = replace(profile_of(kind, soft, values()), **costs(engine, bool(soft.fused)))

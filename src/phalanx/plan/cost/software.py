@@ -1,5 +1,5 @@
-"""Software: what a training engine does that costs time or memory, as facts (software.toml). This engine is one of
-them; the others are there to learn from their published runs, and to plan for them."""
+"""Software: facts about what a training engine does that costs time or memory (software.toml). This engine is one of
+them; the others are listed to learn from their published runs, and to plan for them."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class Software:
     accumulates: Num = True  # weights' gradients are added up in fp32 by the product itself
     scatter_bytes: Num = 4.0  # of a gradient on the wire
     ring_grad_bytes: Num = 2.0  # of gradients of keys and values that go round the cp ring
-    merge_bytes: Num = 12.0  # that a hop of the ring reads and writes per element of its result, to merge it in fp32
+    merge_bytes: Num = 12.0  # read and written by a hop of the ring per element of its result, to merge it in fp32
     reruns_ring: Num = False  # selective recomputation sends keys and values round again
     pipeline_keeps: Num = True  # with a pipeline, zero 2 and 3 keep weights and gradients whole between micro-batches
     keeps_own: Num = False  # a replica keeps its own gradients beside the sum over all replicas until the commit
     grad_bytes: Num = 4.0  # of a gradient in memory
     eight_bytes: Num = 2.0  # of a weight whose products are quantised
     moment_bytes: Num = 8.0  # of AdamW's two moments on the device
-    remainders: Num = False  # weights in 16 bits with a 16-bit remainder, in the place of an fp32 master
+    remainders: Num = False  # weights in 16 bits with a 16-bit remainder, instead of an fp32 master
     one_pass_bytes: Num = 0.0  # of a gradient when a rank alone has one micro-batch; it takes the room of activations
     adds_apart: Num = False  # micro-batches' gradients are added up in fp32 by passes over memory
     keeps_gated: Num = True  # the result of an FFN's activation function stays in memory for the backward
     keeps_both: Num = False  # quantised: attention's output in 16 bits too, beside the next product's input
     kept_sums: Num = 0.5  # share of residuals and norms that selective recomputation keeps
-    router_copy: Num = False  # an fp32 copy of what experts are chosen by stays too
-    runs_ahead: Num = False  # the host waits for the device once a step, so what a layer is late the head may hide
+    router_copy: Num = False  # the router's fp32 input, scores and choices stay too
+    runs_ahead: Num = False  # the host waits for the device once a step, so the head may hide a layer's delay
     fused_loss: Num = False  # logits are made in chunks (core.shape.loss_rows), and the head's gradients in the forward
     logit_bytes: Num = 14.0  # per logit: bf16 and fp32 copies, softmax, gradients; a fused loss needs fewer
     kept_products: Num = 1.0  # share of the products' results that selective recomputation keeps
@@ -62,7 +62,7 @@ class Software:
 
     @classmethod
     def stack(cls, several: list[Software]) -> Software:
-        """One whose fields are columns, a row for each."""
+        """Combine several into one whose fields are columns, a row for each."""
         return cls(**{f.name: np.array([getattr(s, f.name) for s in several]) for f in fields(cls)})
 
     def take(self, rows: Num) -> Software:
@@ -79,19 +79,19 @@ def names() -> list[str]:
 
 
 def facts(name: str) -> dict[str, Any]:
-    """What is known of a software, beside the defaults of `Software`."""
+    """Return what is known about an engine beyond the defaults of `Software`."""
     known = {f.name for f in fields(Software)}
     return {key: value for key, value in _table()[name].items() if key in known}
 
 
 def costs(name: str, fused: bool) -> dict[str, Any]:
-    """Fields of a Profile that were measured on this software itself, in place of what others' runs lead to expect."""
+    """Return Profile fields measured on this software itself, which replace estimates from the runs of others."""
     measured = _table()[name].get("costs", {})
     return {**measured.get("compiled", {}), **({} if fused else measured.get("eager", {}))}
 
 
 def software(name: str = OWN, **more: Any) -> Software:
-    """By name; `more` are facts of one run or recipe."""
+    """Look up software by name; `more` are facts of one run or recipe."""
     return Software(**(facts(name) | more))
 
 

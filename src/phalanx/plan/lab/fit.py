@@ -1,7 +1,7 @@
-"""Fits the numbers of cost/numbers.py to published runs, all at once: the values that are likeliest given what is known
-of them beforehand and how far predictions lie off, ln(predicted / published), with Huber's loss. Gauss-Newton steps
-inside the bounds. `python -m phalanx.plan.lab.fit` writes fitted.toml, intervals included: those are quantiles of the
-errors that remain when each source in turn is left out and everything is fitted without it."""
+"""Fits the numbers of cost/numbers.py to published runs, all at once: the likeliest values given their priors and the
+errors ln(predicted / published), with Huber's loss, by Gauss-Newton steps inside the bounds.
+`python -m phalanx.plan.lab.fit` writes fitted.toml with intervals: quantiles of the errors that remain when each source
+in turn is left out of the fit."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from phalanx.plan.lab.columns import RunTable
 from phalanx.plan.lab.reading import packaged, read_runs
 from phalanx.plan.lab.runs import Run
 
-ERROR = 0.05  # ln: what the model itself may be off by
-HUBER = 1.5  # errors beyond so many times ERROR count linearly
+ERROR = 0.05  # ln: the error expected of the model itself
+HUBER = 1.5  # errors beyond this many times ERROR count linearly
 ROUNDS = 30
-STEP = 0.01  # ln, of a slope
-TAIL = 0.04  # of the errors left out on each side of an interval: a little under 5 %, for want of rows
+STEP = 0.01  # ln: the step of a finite difference
+TAIL = 0.04  # share of the errors left out on each side of an interval: a little under 5 %, because rows are few
 LEAST = 0.05  # ln: no interval is narrower
 OWN_MEMORY = [-0.05, 0.15]  # of this engine: 17 shapes on one H200 lie from -0.01 to 0.13 (benchmarks/plan_truth.py)
 NAMES = [number.name for number in numbers()]
@@ -88,8 +88,8 @@ def subset(table: RunTable, use: NDArray) -> RunTable:
 
 
 def left_out(table: RunTable, groups: NDArray) -> NDArray:
-    """ln(predicted) of each run, everything fitted without any run of its group. Each fit begins at the prior, so that
-    nothing of the group leaks into it."""
+    """Predict ln(time) of each run from a fit without its group. Each fit begins at the prior, so that nothing of the
+    group leaks into it."""
     out = np.zeros(len(table.runs))
     for group in np.unique(groups):
         mine = groups == group
@@ -98,13 +98,13 @@ def left_out(table: RunTable, groups: NDArray) -> NDArray:
 
 
 def publisher(source: str) -> str:
-    """Who published a source: tables of one publisher share clusters and habits."""
+    """Return who published a source: tables of one publisher share clusters and habits."""
     names = ("Megatron-Bridge", "dgxc", "llm-foundry", "torchtitan", "maxtext", "MegaScale", "Megatron-LM")
     return next((name for name in names if name in source), source)
 
 
 def kinds(runs: list[Run]) -> list[str]:
-    """Say for each run which others are about as well known."""
+    """Label each run, so that runs with one label are about equally well known."""
     return [
         kind_of(bool(run.shape.experts), run.precision, str(Kind.of(run.cluster.node.chip).generation)) for run in runs
     ]
@@ -115,7 +115,7 @@ def engine_on_chip(run: Run) -> str:
 
 
 def intervals(kind: list[str], near: NDArray, far: NDArray) -> dict[str, list[float]]:
-    """Quantiles of ln(published / predicted) by kind of run: `near` with the source left out, `far` with its
+    """Return quantiles of ln(published / predicted) by kind of run: `near` with the source left out, `far` with its
     publisher."""
     out = {}
     for name in sorted(set(kind)):
@@ -127,7 +127,7 @@ def intervals(kind: list[str], near: NDArray, far: NDArray) -> dict[str, list[fl
 
 
 def peaks(runs: list[Run], table: RunTable, found: Fit) -> dict[str, list[float]]:
-    """Range of ln(peak / predicted) by software, of runs that state their whole layout."""
+    """Return the range of ln(peak / predicted) by software, over runs that state their whole layout."""
     costs = table.evaluate(found.numbers)
     errors: dict[str, list[float]] = {}
     for i, run in enumerate(runs):

@@ -1,5 +1,5 @@
-"""Turns the words of a table into columns: software, conventions and facts that `source`, `model` and `notes` state in
-prose. Done once, when a table without those columns comes in; the packaged runs carry them. To convert a file:
+"""Turns the prose of a table into columns: software, conventions and facts stated in `source`, `model` and `notes`.
+This is needed once, for a table without those columns; the packaged runs have them. To convert a file:
 `python -m phalanx.plan.lab.prose OLD.csv NEW.csv`."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from phalanx.plan.known_models import known_model
 from phalanx.plan.lab.runs import COLUMNS, FACTS
 
-CHIPS = (  # what a table calls a chip -> hardware of the catalogue; the first whose pattern is found wins
+CHIPS = (  # pattern of a chip's name in a table -> hardware in the catalogue; the first match wins
     (r"h100.*(96 ?gb|hbm2e)", "h100-hbm2e"),
     *((name, name) for name in ("gb300", "gb200", "gh200", "b300", "b200", "h200", "h800", "h100")),
     (r"a100.*(?<!\d)40 ?gb", "a100-40"),
@@ -58,7 +58,7 @@ def precision_of(text: str) -> str | None:
 
 
 def facts(row: dict[str, str]) -> dict[str, str]:
-    """The fact columns of a row, as its words state them; what they do not state is empty."""
+    """Return the fact columns that the row's prose states; the others are empty."""
     notes, about = row["notes"], f"{row['source']} {row['model']}"
     found = dict.fromkeys(FACTS, "")
     software = _software(row)
@@ -94,7 +94,7 @@ def facts(row: dict[str, str]) -> dict[str, str]:
 
 
 def _software(row: dict[str, str]) -> str:
-    """That the row names, or its notes do; else what is usual for such a layout on such a chip."""
+    """Return the software that the row or its notes name; else the usual one for such a layout on such a chip."""
     for about in (f"{row['source']} {row['model']}", row["notes"]):
         for name, pattern in SOFTWARE:
             if re.search(pattern, about, re.I):
@@ -106,7 +106,7 @@ def _software(row: dict[str, str]) -> str:
 
 
 def _convention(notes: str) -> str:
-    """Unless the notes state it, attention counts in full (Megatron-LM until 2024, PaLM, torchtitan, MaxText)."""
+    """Return the stated convention; else full attention (Megatron-LM until 2024, PaLM, torchtitan, MaxText)."""
     if re.search(r"hardware[ -]flop", notes, re.I):
         return "hardware"
     if re.search(r"\b6N\b", notes):
@@ -115,7 +115,7 @@ def _convention(notes: str) -> str:
 
 
 def _experts(notes: str) -> dict[str, str]:
-    """What "MoE 256 routed+1 shared top-8; moe_ffn=2048; first 3 layers dense" says."""
+    """Parse text like "MoE 256 routed+1 shared top-8; moe_ffn=2048; first 3 layers dense"."""
     found = re.search(r"MoE (\d+)(?: routed)?(?:\+(\d+) shared)?(?: experts)? top-(\d+)", notes)
     if not found:
         return {}
@@ -158,7 +158,7 @@ def _recipes() -> list[dict[str, Any]]:
 
 
 def _recipe(row: dict[str, str], release: str) -> dict[str, str]:
-    """What NVIDIA's recipe for this model, chip, precision and release switches on (recipes.toml)."""
+    """Return what NVIDIA's recipe for this model, chip, precision and release switches on (recipes.toml)."""
     known = known_model(row["model"])
     routed = bool(known.get("experts")) or "MoE" in row["notes"]
     chip, precision = chip_of(row["gpu"]), precision_of(row["precision"])

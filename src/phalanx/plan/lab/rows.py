@@ -1,5 +1,5 @@
-"""Reads one row of published runs. What it leaves open stays open: every sensible value is an option with a weight,
-none is chosen to fit."""
+"""Reads one row of published runs. What the row leaves open stays open: every sensible value is an option with a
+weight, and none is chosen to fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.plan.known_models import shape_of
 from phalanx.plan.lab.prose import PRECISIONS, chip_of, precision_of
 from phalanx.plan.lab.runs import Option, RowError, Run
 
-RECOMPUTED = (  # the first whose pattern is found at the beginning, and then anywhere
+RECOMPUTED = (  # the first match wins: full and none match at the beginning, selective anywhere
     ("full", r"full|yes|true|block|uniform|all\b"),
     ("none", r"none|no\b|not|false|0$|off\b"),
     (
@@ -26,7 +26,7 @@ RECOMPUTED = (  # the first whose pattern is found at the beginning, and then an
     ),
 )
 LIMITS = {"layers": 10_000, "hidden": 10**6, "heads": 10**5, "kv_heads": 10**5, "ffn": 10**7, "vocab": 10**8}
-LIMIT = 10**8  # of other whole numbers
+LIMIT = 10**8  # for other whole numbers
 WHOLE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 ROUTED = ("experts", "top_k", "expert_ffn", "dense_layers", "mtp")
 Weighed = list[tuple[int, float]]
@@ -58,7 +58,7 @@ class RowReader:
         )  # fmt: skip
 
     def _software(self, engine: str) -> Software:
-        """Its facts, and those that the row states."""
+        """Return the engine's facts, with those that the row states."""
         more: dict[str, object] = {}
         for field in fields(Software):
             value = self.text.get("compiled" if field.name == "fused" else field.name, "")
@@ -81,7 +81,7 @@ class RowReader:
         return number / 100 if value.endswith("%") else number
 
     def _count(self, name: str) -> int:
-        """A whole number; 0 where there is none."""
+        """Read a whole number; 0 if there is none."""
         number = self._number(name) or 0.0
         if number != int(number):
             raise RowError(f"{name} = {self.text[name]!r} is not a whole number")
@@ -116,7 +116,7 @@ class RowReader:
         try:
             cluster = self.catalogue.cluster(chip, whole, fabric=fabric)
         except UserError:
-            # It ran, so a larger network than the usual one was there: that one's last tier reaches further.
+            # It ran, so the network was larger than the usual one: extend the last tier of the usual one.
             usual = self.catalogue.cluster(chip, node.chips)
             last = replace(usual.fabric.tiers[-1], span_nodes=whole)
             larger = replace(usual.fabric, tiers=(*usual.fabric.tiers[:-1], last))
@@ -124,7 +124,7 @@ class RowReader:
         return self._as_stated(cluster)
 
     def _as_stated(self, cluster: Cluster) -> Cluster:
-        """With the memory and the network cards that the row itself states."""
+        """Replace the memory and the network cards with those that the row itself states."""
         node, chip = cluster.node, cluster.node.chip
         size, rate, cards = (self._number(name) for name in ("memory_gb", "memory_tb_per_s", "nic_gbit"))
         if size and abs(size * 2**30 / chip.memory_bytes - 1) > 0.1:  # not the catalogue's chip of that name
@@ -187,7 +187,7 @@ class RowReader:
         return tuple(options), batch
 
     def _shard(self, dp: int) -> int:
-        """Ranks that state is sharded over: all data ranks, or a stated number or part of them."""
+        """Return how many ranks state is sharded over: all data ranks, or a stated number or part of them."""
         text = self.text["shard"]
         if text.startswith("1/"):
             parts = int(text[2:])
@@ -196,14 +196,14 @@ class RowReader:
         return shard if dp % shard == 0 else dp
 
     def _etp(self, shape: ModelShape, tp: int, ep: int, ranks: int) -> int:
-        """Stated, or as in Megatron-LM: wide experts are split like the rest, fine-grained ones are not."""
+        """Return the stated value, or split as Megatron-LM does: wide experts like the rest, fine-grained ones not."""
         etp = self._count("etp") or (tp if shape.experts and shape.expert_ffn > 4096 else 1)
         while etp > 1 and ranks % (ep * etp):
             etp //= 2
         return etp
 
     def _micro_batches(self, batch: int, dp: int, pp: int, seq: int) -> Weighed:
-        """The published one, or 1 to 16 with 32,768 tokens at most: a pipeline wants small ones."""
+        """Return the published size, or 1 to 16 with at most 32,768 tokens: a pipeline wants small ones."""
         micro = self._count("micro_batch")
         if micro:
             if batch and batch < micro * dp:
@@ -216,7 +216,7 @@ class RowReader:
         return [(b, 1.0 / b if pp > 1 else 1.0) for b in sizes]
 
     def _step_s(self, shape: ModelShape, cluster: Cluster, batch: int, gpus: int, precision: str) -> float:
-        """From the figure that the row gives, the closest to a clock first."""
+        """Derive the step time from a figure in the row, preferring the one closest to a clock."""
         names = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")
         step, rate, tflops, mfu = (self._number(name) for name in names)
         tokens = batch * float(shape.seq)
@@ -236,14 +236,14 @@ class RowReader:
         return flops / (tflops * 1e12 * gpus)
 
     def _flops(self, shape: ModelShape) -> float:
-        """Per token, by the row's convention."""
+        """Return the FLOPs per token, by the row's convention."""
         convention = self.text["flops"] or "full"
         if convention == "hardware":
             return float(hardware_flops_sc21(shape)) * (1.0 if self.text["recompute"].startswith("full") else 0.75)
         return float(shape.flops_per_token(convention))
 
     def _peak(self, cluster: Cluster, precision: str) -> float:
-        """What the row's MFU is a share of: as stated, or the chip's in the row's precision."""
+        """Return the peak that the row's MFU refers to: as stated, or the chip's in the row's precision."""
         stated, peaks = self.text["peak_tflops"], cluster.node.chip.peak
         if stated and stated != "bf16":
             return float(stated) * 1e12
@@ -265,8 +265,8 @@ class RowReader:
 
 
 def _chunks(layers: int, pp: int) -> Weighed:
-    """Model chunks per pipeline rank, when not published: none, or as many as divide the layers; where the pipeline
-    itself does not, embedding and head take the place of a layer each."""
+    """Guess unpublished model chunks per pipeline rank: none, or as many as divide the layers. If the pipeline itself
+    does not divide them, embedding and head take the place of a layer each."""
     if pp == 1:
         return [(1, 1.0)]
     slots = layers if layers % pp == 0 else layers + 2

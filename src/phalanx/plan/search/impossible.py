@@ -1,4 +1,4 @@
-"""When nothing fits: which constraint binds, by how much, and what would lift it. Found by searching with one
+"""Explains why nothing fits: which constraint binds, by how much, and what would lift it. It searches again with one
 constraint relaxed at a time."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PINS = (*(f.name for f in fields(Candidates) if f.name != "etp"), "dp")  # dp: r
 
 
 def parse_pins(text: str, field: str) -> dict[str, int | float | str]:
-    """ "tp=8,pp=4,recompute=full"; `field`: the option that says it."""
+    """Parse text like "tp=8,pp=4,recompute=full"; `field`: the option that it came from."""
     pins: dict[str, int | float | str] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in item.partition("="))
@@ -47,7 +47,7 @@ def parse_pins(text: str, field: str) -> dict[str, int | float | str]:
 
 
 def impossible(ask: Ask, catalogue: Catalogue) -> UserError:
-    """The error for a question that has no answer."""
+    """Return the error for a question that has no answer."""
     pins, chips = ask.limits.pins, ask.cluster.num_chips
     size = math.prod(int(pins.get(axis, 1)) for axis in ("tp", "cp", "pp", "shard", "replica", "dp"))
     if size > chips:
@@ -61,7 +61,7 @@ def impossible(ask: Ask, catalogue: Catalogue) -> UserError:
 
 
 def _exists(ask: Ask) -> bool:
-    """Whether any layout divides as it must, fitting or not."""
+    """Return whether any layout divides as it must, whether it fits or not."""
     core, batch = cores(ask)
     return len(core) > 0 and size_of(ask, core, batch) > 0
 
@@ -84,7 +84,7 @@ def _too_large(ask: Ask, catalogue: Catalogue) -> UserError:
 
 
 def _least_bytes(ask: Ask) -> float:
-    """The least bytes of any layout, at P95: each core with all of its data ranks as one shard, or as its pins say."""
+    """Return the least bytes of any layout at P95: each core with all its data ranks in one shard, or as pinned."""
     pins = ask.limits.pins
     lean = replace(ask, limits=replace(ask.limits, pins={"replica": 1} | pins))
     found, batch = children(lean, *cores(lean))
@@ -95,7 +95,7 @@ def _least_bytes(ask: Ask) -> float:
 
 
 def _lighter(ask: Ask, catalogue: Catalogue) -> Iterator[tuple[str, Ask]]:
-    """Ways to make it fit, least first of each kind."""
+    """Yield ways to make it fit, the smallest change of each kind first."""
     if ask.limits.pins:
         yield "leave the layout to the search", replace(ask, limits=replace(ask.limits, pins={}))
     if ask.limits.margin:
@@ -119,7 +119,7 @@ def _lighter(ask: Ask, catalogue: Catalogue) -> Iterator[tuple[str, Ask]]:
 
 
 def _no_layout(ask: Ask) -> UserError:
-    """No combination divides as it must: which of the constraints it is, alone or with those before it."""
+    """Find which constraint, alone or with those before it, keeps every combination from dividing as it must."""
     relaxed, together = ask, []
     ways = list(_looser(ask))
     for field, value, change, remedy in ways:
@@ -143,7 +143,7 @@ def _no_layout(ask: Ask) -> UserError:
 
 
 def _looser(ask: Ask) -> Iterator[tuple[str, object, Callable[[Ask], Ask], str]]:
-    """Each constraint by itself: its name, its value, how to relax it, what to do about it."""
+    """Yield each constraint: its name, its value, how to relax it, and what to do about it."""
     tied = ask.limits.engine and ask.shape.tied and not takes_tied_pipelines()
     for name, value in ask.limits.pins.items():
         hint = "leave it out"
@@ -163,7 +163,7 @@ def _looser(ask: Ask) -> Iterator[tuple[str, object, Callable[[Ask], Ask], str]]
 
 
 def _splits_in_fp8(ask: Ask, name: str) -> bool:
-    """Whether this pin asks for a schedule that splits the backward pass, in fp8 alone."""
+    """Return whether this pin asks for a schedule that splits the backward pass, in fp8 only."""
     pins = ask.limits.pins
     precisions = {pins["precision"]} if "precision" in pins else set(ask.limits.precisions)
     together = pins.get("schedule") in SPLIT_BACKWARD and precisions == {"fp8"}
@@ -179,7 +179,7 @@ def _with_batch(ask: Ask, batch: int) -> Ask:
 
 
 def _near_batch(ask: Ask) -> int:
-    """The nearest batch that some layout divides; 0: none below 64 samples a chip."""
+    """Return the nearest batch that some layout divides; 0: none below 64 samples per chip."""
     for power in range(40):
         if ask.batch << power > 64 * ask.cluster.num_chips + ask.batch:
             return 0

@@ -1,5 +1,5 @@
-"""What this engine runs. It refuses by rules (core.compat), and the search asks those very rules, so that a layout that
-it prints is one that the engine takes, and one that the engine learns to take is found the same day."""
+"""What this engine runs. The search asks the same rules by which the engine refuses jobs (core.compat). So the engine
+accepts every layout that the search prints, and the search finds a newly supported layout at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from phalanx.core.job import Job
 from phalanx.core.layout import SPLIT_BACKWARD, Layout
 from phalanx.core.shape import ModelConfig
 
-RUN_PRECISIONS = ("bf16", "fp8", "fp32")  # of those that the planner knows
+RUN_PRECISIONS = ("bf16", "fp8", "fp32")  # among those that the planner knows
 PROBE = Job(model=ModelConfig(num_layers=8, num_heads=8, num_kv_heads=8))
 
 
 @cache
 def takes_tied_pipelines() -> bool:
-    """Whether embedding and head may be one matrix when they stand in different stages."""
+    """Return whether embedding and head may share one matrix when they are in different stages."""
     job = replace(PROBE, model=replace(PROBE.model, tied=True), layout=Layout(pp=2))
     job = replace(job, train=replace(job.train, global_batch=4, micro_batch=1))
     return refusal(job) is None
@@ -26,14 +26,14 @@ def takes_tied_pipelines() -> bool:
 
 @cache
 def splits_backward_in_fp8() -> bool:
-    """Whether schedules that split the backward pass run in fp8."""
+    """Return whether schedules that split the backward pass run in fp8."""
     job = replace(PROBE, layout=Layout(pp=2, schedule=SPLIT_BACKWARD[-1]))
     job = replace(job, train=replace(job.train, global_batch=4, micro_batch=1, precision="fp8"))
     return refusal(job) is None
 
 
 def refusal(job: Job) -> UserError | None:
-    """Why the engine does not take a job; None: it does."""
+    """Return why the engine refuses a job; None: it accepts it."""
     try:
         compat.check(job)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Which layouts there are: every combination of the axes that a model, a number of chips and a global batch allow. A
+"""The space of layouts: every combination of the axes that a model, a number of chips and a global batch allow. A
 `core` fixes all but how the data ranks are split into replica x shard and what ZeRO shards; `children` adds those."""
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from phalanx.plan.cost.profiles import Profile
 from phalanx.plan.cost.sizes import ModelShape
 from phalanx.plan.search.runnable import splits_backward_in_fp8, takes_tied_pipelines
 
-MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # where the batch can be fitted to them
+MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # used where the batch can be adapted to them
 MOST_MICRO = 128
-MOST_IDLE = 0.5  # of the chips, where a batch that is given divides over no more of them
-MOST_CHUNKS = 24  # of a pipeline rank, as published
+MOST_IDLE = 0.5  # share of the chips, if the given batch does not divide over more of them
+MOST_CHUNKS = 24  # per pipeline rank, as published
 BUCKETS = (25e6, 40e6, 100e6, 200e6)  # bytes
 COLUMNS = (
     "tp", "cp", "pp", "replica", "vpp", "schedule", "micro_batch", "batch", "ep", "recompute", "precision",
 )  # fmt: skip
-# Those of core.layout that the engine compiles; it runs zbv and interleaved-zb in eager mode only.
+# The schedules of core.layout that the engine compiles; it runs zbv and interleaved-zb in eager mode only.
 COMPILED = ("gpipe", "1f1b", "interleaved")
 
 
@@ -36,14 +36,14 @@ COMPILED = ("gpipe", "1f1b", "interleaved")
 class Limits:
     """What a user may ask of a layout."""
 
-    margin: float = 0.0  # share of the chip's memory that must stay free beside the upper end of the prediction
-    use: float = 0.95  # of the chips, at least; what is left over can stand by as spares
-    tolerance: float = 0.125  # how far the batch may be from the one asked for; 0: it is the user's own
+    margin: float = 0.0  # share of the chip's memory that must stay free above the upper end of the prediction
+    use: float = 0.95  # least share of the chips; the rest can stand by as spares
+    tolerance: float = 0.125  # how far the batch may be from the one asked for; 0: the user fixed it
     tp_domain: bool = True  # tensor parallelism inside one scale-up domain only
     schedules: tuple[str, ...] = COMPILED
     precisions: tuple[str, ...] = ("bf16",)
     engine: bool = True  # this engine's own rules: key/value heads are not copied over tp, state is sharded over cp
-    pins: dict[str, Any] = field(default_factory=dict)  # columns that are given, and dp: replica x shard. {"tp": 8}
+    pins: dict[str, Any] = field(default_factory=dict)  # fixed columns, such as {"tp": 8}; dp: replica x shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Ask:
     profile: Profile
     batch: int
     limits: Limits = field(default_factory=Limits)
-    contains: bool = True  # the software lets other replicas go on when one fails
+    contains: bool = True  # the software lets other replicas continue when one fails
     failures: float = 0.0  # per 1000 node-days; 0: as published
 
     def at(self, cluster: Cluster) -> Ask:
@@ -69,7 +69,7 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def _pinned(ask: Ask, name: str, choices: list[int], valid: Callable[[int], bool] = lambda _: True) -> list[int]:
-    """The choices, or the one that is given: it need not be among them, but it must be valid."""
+    """Return the choices, or the pinned value, which need not be among them but must be valid."""
     pin = ask.limits.pins.get(name)
     return choices if pin is None else [int(pin)] if valid(int(pin)) else []
 
@@ -83,8 +83,8 @@ def tensor_degrees(ask: Ask) -> list[int]:
 
 
 def stage_counts(ask: Ask) -> list[int]:
-    """Divisors of the layers, of the layers and both ends (embedding and head in place of one each), of the chips, and
-    powers of two. None but one where embedding and head are one matrix and the engine cannot cut between them."""
+    """List the divisors of the layers, of the layers plus both ends (embedding and head count as one each) and of the
+    chips, and powers of two. Only 1 if embedding and head are one matrix and the engine cannot cut between them."""
     layers, chips = int(ask.shape.layers), ask.cluster.num_chips
     most = min(layers, chips)
     if ask.limits.engine and ask.shape.tied and not takes_tied_pipelines():
@@ -95,8 +95,8 @@ def stage_counts(ask: Ask) -> list[int]:
 
 
 def chunk_counts(ask: Ask, pp: int) -> list[int]:
-    """Chunks of the model on a pipeline rank: 1, and those that cut the layers, or the layers and both ends, evenly:
-    with uneven chunks ranks wait for each other more than the formula for the bubble knows."""
+    """List the model chunks per pipeline rank: 1, and those that cut the layers, or the layers plus both ends, evenly.
+    With uneven chunks, ranks wait for each other more than the bubble formula accounts for."""
     layers = int(ask.shape.layers)
     most = layers // pp
     even = [v for v in range(2, min(most, MOST_CHUNKS) + 1) if not layers % (pp * v) or not (layers + 2) % (pp * v)]
@@ -107,16 +107,16 @@ def chunk_counts(ask: Ask, pp: int) -> list[int]:
 def schedules_of(ask: Ask, pp: int, vpp: int) -> list[int]:
     many, two = ("interleaved", "interleaved-zb"), ("zbv",)
     pin = ask.limits.pins.get("schedule")
-    if pp == 1:  # there is nothing to schedule, so a schedule that is given asks for a pipeline
+    if pp == 1:  # there is nothing to schedule, so a pinned schedule asks for a pipeline
         return [] if pin else [SCHEDULES.index("1f1b")]
     names = [n for n in ([pin] if pin else ask.limits.schedules) if (vpp > 1) == (n in many) or (n in two and vpp == 2)]
     return [SCHEDULES.index(n) for n in names if n not in two or vpp == 2]
 
 
 def data_ranks(ask: Ask, size: int, idle: bool = True) -> list[int]:
-    """How many groups of `size` ranks work on different samples: as many as there are chips for, or a few less where
-    that is a rounder number. A batch that is given has to be a multiple; where that leaves chips over, the most that
-    divide it, down to half of the chips."""
+    """List how many groups of `size` ranks work on different samples: as many as the chips allow, or a few less for a
+    rounder number. A given batch must be a multiple of it; if that leaves chips over, take the largest number that
+    divides the batch, down to half of the chips."""
     most = ask.cluster.num_chips // size
     if "dp" in ask.limits.pins:
         given = int(ask.limits.pins["dp"])
@@ -131,7 +131,7 @@ def data_ranks(ask: Ask, size: int, idle: bool = True) -> list[int]:
 
 
 def _batches(ask: Ask, data: int) -> list[tuple[int, int]]:
-    """(micro-batch, global batch) near enough to the one asked for."""
+    """List (micro-batch, global batch) near enough to the batch asked for."""
     out, choices = [], list(MICRO_BATCHES)
     if ask.limits.tolerance == 0:
         choices = [micro for micro in divisors(ask.batch // data) if micro <= MOST_MICRO]
@@ -144,8 +144,8 @@ def _batches(ask: Ask, data: int) -> list[tuple[int, int]]:
 
 
 def cores(ask: Ask) -> tuple[Candidates, NDArray]:
-    """Everything but replica x shard and zero, with the global batch of each; shard is 1 and zero is 0. A batch that
-    may be fitted to the chips is not, as long as it divides over nearly all of them as it is."""
+    """List everything but replica x shard and zero, with the global batch of each; shard is 1 and zero is 0. An
+    adjustable batch is kept as it is if it divides over nearly all of the chips."""
     if ask.limits.tolerance and "dp" not in ask.limits.pins:
         exact = _cores(replace(ask, limits=replace(ask.limits, tolerance=0.0)), idle=False)
         if len(exact[1]):
@@ -154,7 +154,7 @@ def cores(ask: Ask) -> tuple[Candidates, NDArray]:
 
 
 def _cores(ask: Ask, idle: bool = True) -> tuple[Candidates, NDArray]:
-    """`idle`: a batch that is given may leave chips over."""
+    """`idle`: a given batch may leave chips over."""
     shape, limits = ask.shape, ask.limits
     experts = int(shape.experts)
     modes = [RECOMPUTE.index(limits.pins["recompute"])] if "recompute" in limits.pins else list(range(len(RECOMPUTE)))
@@ -183,7 +183,7 @@ def _cores(ask: Ask, idle: bool = True) -> tuple[Candidates, NDArray]:
 
 
 def _product(*parts: Sequence[Any]) -> NDArray:
-    """A row for each combination of rows of the parts."""
+    """Return a row for each combination of rows of the parts."""
     out = np.zeros((1, 0), dtype=np.int64)
     for part in parts:
         rows = np.array(part, dtype=np.int64).reshape(len(part), -1) if len(part) else np.zeros((0, 1), dtype=np.int64)
@@ -201,10 +201,10 @@ def _rounds(c: Candidates, batch: NDArray) -> NDArray:
 
 @cache
 def _splits(data: int, multiple: int, alone: bool, once: bool, bare: bool, pins: tuple[int | None, ...]) -> NDArray:
-    """(shard, zero) of so many data ranks: all shards with ZeRO 1 to 3, or nothing sharded. `multiple`: of it the shard
-    must be one, for the experts. `alone`: no cp, over which state is sharded as well. `once`: one micro-batch a step:
-    ZeRO-2 scatters gradients in every micro-batch, and the cost model knows one scatter a step. `bare`: nothing need
-    be sharded beside cp."""
+    """List (shard, zero) for `data` ranks: all shards with ZeRO 1 to 3, or nothing sharded. For the experts, shard
+    must be a multiple of `multiple`. `alone`: no cp, over which state is sharded as well. `once`: one micro-batch a
+    step: ZeRO-2 scatters gradients in every micro-batch, and the cost model knows one scatter a step. `bare`: nothing
+    need be sharded besides cp."""
     zero, shard, replica = pins
     rows = [
         (s, z)
@@ -217,7 +217,7 @@ def _splits(data: int, multiple: int, alone: bool, once: bool, bare: bool, pins:
 
 
 def _groups(ask: Ask, core: Candidates, batch: NDArray) -> Iterator[tuple[NDArray, NDArray]]:
-    """Rows of the cores that may split their data ranks in the same ways, and those ways."""
+    """Yield rows of the cores that may split their data ranks in the same ways, with those ways."""
     multiple = core.ep // np.gcd(core.ep, core.tp * core.cp)
     alone, once = core.cp == 1, batch == core.replica * core.micro_batch
     key = ((core.replica * (int(multiple.max(initial=0)) + 1) + multiple) * 2 + alone) * 2 + once
@@ -232,7 +232,7 @@ def _groups(ask: Ask, core: Candidates, batch: NDArray) -> Iterator[tuple[NDArra
 
 
 def children(ask: Ask, core: Candidates, batch: NDArray) -> tuple[Candidates, NDArray]:
-    """Every split of the data ranks and every ZeRO stage of these cores, and the batch of each."""
+    """List every split of the data ranks and every ZeRO stage of these cores, with the batch of each."""
     owners, pairs = [], []
     for rows, splits in _groups(ask, core, batch):
         owners.append(np.repeat(rows, len(splits)))
@@ -244,5 +244,5 @@ def children(ask: Ask, core: Candidates, batch: NDArray) -> tuple[Candidates, ND
 
 
 def size_of(ask: Ask, core: Candidates, batch: NDArray) -> int:
-    """How many layouts these cores stand for, all buckets of each."""
+    """Count the layouts that these cores stand for, with all buckets of each."""
     return len(BUCKETS) * sum(len(rows) * len(splits) for rows, splits in _groups(ask, core, batch))
