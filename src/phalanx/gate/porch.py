@@ -1,6 +1,6 @@
-"""A listening end, and those who have come in and proven nothing yet. There are never many of them: when the porch
-is full, others wait with the kernel, and who has stood there for a moment without a proof makes way. So a crowd costs
-no more than a few descriptors, and does not keep a member of the run out."""
+"""Listening sockets, and the connections that have not yet proven who they are. Their number is limited: while the
+porch is full, new connections wait in the kernel's queue, and any that has proven nothing for a moment is dropped. A
+crowd of strangers therefore costs only a few descriptors, and cannot keep a member of the run out."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from phalanx.gate.tls import Certificate, Tls, client_context, is_loopback
 
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64  # at a time
-PORT_TRIES = 16  # for a port that is free at several addresses
-MOMENT_S = 0.25  # enough for a handshake; who takes longer makes way when there are too many
-DEAD_S = 6  # a connection on which the other host answers nothing
+PORT_TRIES = 16  # to find a port that is free at several addresses
+MOMENT_S = 0.25  # enough for a handshake; a slower stranger is dropped when the porch is full
+DEAD_S = 6  # until a connection whose other host does not answer counts as dead
 
 
 class Porch:
-    """`host`: an address, or several with commas between them, which get the same port; `address` is the first.
-    `greet(channel)` returns the stranger behind a new connection, `refuse(stranger, reason)` ends it. `encrypt`: None:
-    what does not come over loopback. The certificate is made here if none is given."""
+    """Accepts connections and holds them until they have proven themselves.
+
+    `host` is one address, or several separated by commas, which share a port; `address` is the first. `greet(channel)`
+    returns the stranger behind a new connection, and `refuse(stranger, reason)` ends it. With `encrypt` None,
+    everything but loopback is encrypted. If no certificate is given, the porch makes one."""
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class Porch:
         certificate: Certificate | None = None,
         handshake_s: float = HANDSHAKE_S,
     ):
-        self.strangers: dict[Any, float] = {}  # when they came, the oldest first
+        self.strangers: dict[Any, float] = {}  # when each arrived, oldest first
         self._loop, self._greet, self._refuse, self._handshake_s = loop, greet, refuse, handshake_s
         self._encrypt, self._paused, self._has_timer = encrypt, False, False
         self._tls = None
@@ -50,7 +52,7 @@ class Porch:
         self._watch()
 
     def leave(self, stranger: Any) -> bool:
-        """It has proven itself, or is gone. Return whether it was a stranger."""
+        """Remove a stranger that has proven itself or is gone. Return whether it was here."""
         was = self.strangers.pop(stranger, None) is not None
         if was:
             self._resume()
@@ -74,7 +76,7 @@ class Porch:
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     break
-                continue  # that one is gone again
+                continue  # this one has already gone
             try:
                 tune(sock)
                 stranger = self._greet(self._channel(sock))
@@ -83,7 +85,7 @@ class Porch:
                 continue
             self.strangers[stranger] = time.monotonic()
             self._set_timer()
-        self._paused = True  # all others wait with the kernel
+        self._paused = True  # the others wait in the kernel's queue
         for each in self._listeners:
             self._loop.watch(each, 0)
         self._loop.after(MOMENT_S, self._make_room)
@@ -107,7 +109,7 @@ class Porch:
             self._watch()
 
     def _set_timer(self) -> None:
-        """One for all of them: strangers that come and go by the thousand leave none behind."""
+        """Keep one timer for all strangers, so that thousands who come and go leave no timers behind."""
         if self.strangers and not self._has_timer:
             self._has_timer = True
             oldest = next(iter(self.strangers.values()))
@@ -121,7 +123,7 @@ class Porch:
 
 
 def listeners(hosts: list[str], port: int) -> list[socket.socket]:
-    """A listening socket for each address, all with the same port; 0: one that is free at all of them."""
+    """Return a listening socket for each address, all on one port. Port 0 picks one that is free at all of them."""
     for tries_left in range(PORT_TRIES if not port else 1)[::-1]:
         made = list[socket.socket]()
         try:
@@ -140,18 +142,18 @@ def listeners(hosts: list[str], port: int) -> list[socket.socket]:
 
 
 def must_encrypt(wanted: bool | None, server: str) -> bool:
-    """`server`: the address at which a connection was accepted, or to which it was made."""
+    """Return whether to encrypt a connection. `server` is the address that accepted it, or that it was made to."""
     return not is_loopback(server) if wanted is None else wanted
 
 
 def dialled(sock: socket.socket, encrypt: bool | None = None) -> Any:
-    """The client's end of a new connection."""
+    """Return the client's end of a new connection."""
     tune(sock)
     return Tls(sock, client_context(), None) if must_encrypt(encrypt, sock.getpeername()[0]) else sock
 
 
 def tune(sock: socket.socket) -> None:
-    """Small messages go at once, and a host that vanished without a word is noticed."""
+    """Send small messages at once, and detect a host that vanished silently."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", DEAD_S // 3), ("TCP_KEEPINTVL", DEAD_S // 3), ("TCP_KEEPCNT", 2)):

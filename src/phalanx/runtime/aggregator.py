@@ -1,14 +1,15 @@
-"""The aggregator: a process between some hundred agents and the controller. Heartbeats end here: it keeps who is alive
-and where it stands as soft state, and passes on edges. What agents post it passes on as it is, and acknowledges when
-the controller has; commands go the other way. It holds a lease of the controller's, which it renews by a ping, and
-passes on what is left of it with every beat, once the controller has acknowledged that the node is there.
+"""The aggregator: a process between about a hundred agents and the controller. Heartbeats end here: the aggregator
+keeps which nodes are alive, and how far they are, as soft state, and passes on only edges. It passes on what agents
+post, and acknowledges it once the controller has; commands go the other way. It renews a lease from the controller by
+pings. With every beat it passes on what is left of that lease, once the controller has acknowledged the node.
 
-What a step costs the controller does not grow with the fleet: it says when the next ping is due, and one aggregator
-alone tells it which steps are done.
+The controller's cost per step does not grow with the fleet: the controller says when the next ping is due, and only one
+aggregator tells it which steps are done.
 
-It may be killed at any time. Agents connect again, to it or to another, and send again what was not acknowledged. The
-controller says whom it expects there, so that a node that died meanwhile is missed. What came twice, by two ways, has
-the same number of the same agent, and `control.liveness.Roster`, the controller's end of this, takes it once.
+The aggregator may be killed at any time. Agents connect again, to it or to another, and repeat what was not
+acknowledged. The controller says which nodes it expects there, so a node that died meanwhile is noticed. A message that
+arrives twice, by two routes, has the same agent and number, and `control.liveness.Roster`, the controller's end of
+this, takes it once.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from phalanx.runtime.transport import Link, Loop, Server, Session, in_parts, key
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 if TYPE_CHECKING:
-    from phalanx.observe.near import NearTables  # which needs numpy, and few aggregators need it
+    from phalanx.observe.near import NearTables  # it needs numpy, and few aggregators need it
 
 BEAT_S = 5.0
 TICK_S = 0.1
-PING_S = 1.0  # between two words to the controller, which renew the lease, unless it says otherwise
-STALL_S = 1.0  # between two ticks: beyond that it was not the nodes that were silent
-JOINS_S = 0.5  # in which joins are gathered, at most: nodes that take seconds to start can wait
-RETRY_S = 0.1  # after the controller could not be told
-#: What the controller hears at once, whatever else is gathered: failures, but not the rounds of a start.
+PING_S = 1.0  # between the pings that renew the lease, unless the controller says otherwise
+STALL_S = 1.0  # between two ticks: beyond that, this process stood still, not the nodes
+JOINS_S = 0.5  # for which joins are gathered at most: nodes take seconds to start, so they can wait
+RETRY_S = 0.1  # after a report could not be posted
+#: Reports that are not held back to be gathered: failures, but not the rounds of a start.
 URGENT = (SUSPECT, DEAD, GONE, "NodeDead", "ServiceDied", "WorkerDied", "LinkLost", "DeviceWarning")
-#: What replicas, or the nodes of one, say at once; and what of it comes in columns.
+#: Events that all replicas, or all nodes of one, report at once, and the fields that hold columns.
 MERGED = {
     **dict.fromkeys(("Formed", "Parted"), ("replicas", "worlds")),
     **dict.fromkeys(("Built", "Parked"), ("nodes", "incarnations", "workers")),
@@ -79,7 +80,7 @@ COMMANDS: Schemas = {
     "recorded": {"upto": int},
     "store": {"items": list},
 }
-#: To one that would join. `final`: it need not ask again.
+#: To a node that wants to join. `final`: it need not ask again.
 WELCOME: Schemas = {"serve": {"incarnation": int, "spec": dict}, "refused": {"reason": str, "final": bool}}
 #: To the controller: reports are posted; pings (the furthest step here), joins and what groups meet by are told.
 PASSED: Schemas = {
@@ -93,10 +94,10 @@ ITEMS: Schemas = {
     "event": {"node": str, "incarnation": int, "number": int, "event": dict},
     "many": {"said": list, "event": dict},  # what replicas said alike; by whom: node, incarnation and number
 }
-#: From the controller: commands for many nodes; whom it expects there, name -> incarnation, and how long they may be
-#: silent beyond the usual; a lease, counted from when
-#: the ping that it answers was sent, when the next ping is due, and whether to say which steps are done; what agents
-#: are to serve, where the record is kept, and of how many ranks; who may join.
+#: From the controller. `commands`: for many nodes. `expect`: the nodes that should be here, name -> incarnation, and
+#: how much longer than usual they may be silent. `lease`: counted from when the ping that it answers was sent, with
+#: when the next ping is due and whether to report finished steps. `spec`: what agents are to serve, where the record is
+#: kept, and the number of ranks. `admitted`: answers to joins.
 ORDERS: Schemas = {
     "commands": {"items": list},
     "expect": {"nodes": dict, "grace_ns": int},
@@ -105,14 +106,14 @@ ORDERS: Schemas = {
     "admitted": {"items": list},
     "store": {"items": list},
 }
-#: `nodes`: ["*"] for all that are here; `own`: what some of them are told beside the rest.
+#: `nodes`: ["*"] means all that are here. `own`: what some of them are told in addition.
 _ORDER: Schemas = {"command": {"nodes": list, "command": dict, "own": dict}}
 
 Report = tuple[Message, Session | None]  # who waits for an answer
 
 
 class Sending:
-    """What hubs say to those below them, in one message for each and round of the loop, if that can hold it."""
+    """Sends the items of a hub downwards: one message per receiver and turn of the loop, if one can hold them."""
 
     def __init__(self, loop: Loop, session_of: Callable[[str], Session | None]):
         self._loop, self._session_of = loop, session_of
@@ -131,7 +132,7 @@ class Sending:
 
 
 class Aggregator:
-    """`controllers`: addresses, one of which answers."""
+    """The aggregator. `controllers` lists addresses, one of which answers."""
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class Aggregator:
     ):
         self._recorder, self._near = recorder, near
         self.liveness = Liveness(round(beat_s * 1e9))
-        self.beats: dict[str, Message] = {}  # the last of each node
+        self.beats: dict[str, Message] = {}  # the last beat of each node
         self._beat_s = beat_s
         self._lease_ns = 0  # until when the controller is known to listen
         self._ping_s, self._speaks = PING_S, True
@@ -159,8 +160,8 @@ class Aggregator:
         self._joins = Gatherer[Message](loop, lambda: JOINS_S, self._send_joins)
         self._above = Gatherer[Item](loop, self._limit_s, self._send_above)
         self._coming: set[str] = set()  # nodes that were admitted and have not spoken yet
-        self._asker = ""  # the node whose hub is listened to
-        self._steps = (0, -1)  # generation, step: the last that was passed on
+        self._asker = ""  # the node whose item the hub is handling
+        self._steps = (0, -1)  # generation, step: the latest reported here
         # Number to the controller; the report, of which an agent is told when it is heard, or which was seen here.
         self._passed: deque[tuple[int, Report]] = deque()
         self._ticked_ns, self._stalled_ns = time.monotonic_ns(), 0
@@ -200,7 +201,7 @@ class Aggregator:
         return limit_s(len(self.server.sessions) + len(self._coming))
 
     def _now_ns(self) -> int:
-        """Read a clock that stood still when this process did: beats may have come meanwhile, unread."""
+        """Read a clock that stops while this process stands still: beats may have arrived unread in that time."""
         return time.monotonic_ns() - self._stalled_ns
 
     def _reported(self, agent: Session, number: int, body: Message) -> None:
@@ -229,7 +230,7 @@ class Aggregator:
             about = {"node": node, "incarnation": incarnation, "number": number, "event": body["event"]}
             self._gather({"type": "event", **about}, agent)
 
-    # -- who joins
+    # -- joining
 
     def _join(self, agent: Session, body: Message) -> None:
         if not self._spec:
@@ -245,7 +246,7 @@ class Aggregator:
             return
         inventory.check_about(body["about"])
         item = {"node": agent.peer.name, **{key: body[key] for key in ("life", "about")}}
-        self._joins.add(object(), item)  # one that asks again does not begin a round
+        self._joins.add(object(), item)  # a node that asks again does not begin a round
 
     def _send_joins(self, items: list[Message]) -> None:
         in_parts(lambda part: self.link.tell({"type": "joins", "items": part}), items)
@@ -270,10 +271,10 @@ class Aggregator:
                 self._loop, self._secret, self._me, at, {}, refuse, on_ack=self.folder.acked, retry_s=PING_S
             )
 
-    # -- who is there
+    # -- liveness
 
     def _found(self, controller: Session) -> None:
-        """The controller may have taken all nodes here for lost."""
+        """Report all nodes again: the controller may have taken them for lost."""
         self._passed = deque(passed for passed in self._passed if passed[1][1])
         self._post(self.liveness.all(self._lease_ns))
         self._speaks = True
@@ -281,7 +282,7 @@ class Aggregator:
         self.hub.resync()
 
     def _raise(self, item: Item) -> None:
-        """Gather what goes up: all ranks of a gang meet at once. A call is made by one rank, which waits for it."""
+        """Gather items for the controller: all ranks of a gang meet at once. A call is urgent: a rank waits for it."""
         self._above.add(self._asker, item, urgent=item[0] == "call")
 
     def _send_above(self, items: list[Item]) -> None:
@@ -297,7 +298,7 @@ class Aggregator:
         self.link.tell({"type": "ping", "sent_ns": time.monotonic_ns(), "generation": generation, "step": step})
 
     def _ended(self, agent: Session) -> None:
-        """A connection is lost. An agent that lives is back before its next beat is due."""
+        """Handle a lost connection. A live agent is back before its next beat is due."""
         if not agent.peer.incarnation:
             self.server.forget(key_of(agent.peer))
             return
@@ -305,7 +306,7 @@ class Aggregator:
         seen = self.liveness.nodes.get(agent.peer.name)
         if seen and not self._closed:
             found = (agent.peer.name, agent.peer.incarnation, seen.visit)
-            # In two steps: if this process stood still, what came meanwhile is read in between.
+            # In two steps: if this process stood still, it reads in between what arrived meanwhile.
             self._loop.after(self._beat_s, lambda: self._loop.after(2 * FIRST_S, partial(self._missed, *found)))
 
     def _missed(self, node: str, incarnation: int, visit: int) -> None:
@@ -356,7 +357,7 @@ class Aggregator:
         for item in body["items"]:
             order, sessions = check(item, _ORDER), self.server.sessions
             for node in [*sessions] if tuple(order["nodes"]) == EVERYONE else order["nodes"]:
-                if node in sessions and sessions[node].peer.incarnation:  # others have moved, or are to join
+                if node in sessions and sessions[node].peer.incarnation:  # the others have moved, or have yet to join
                     command = {**order["command"], **order["own"].get(node, {})}
                     sessions[node].post({"type": "command", "command": command})
 
@@ -370,14 +371,15 @@ class Aggregator:
     def _gather(self, item: Message, agent: Session | None = None) -> None:
         kind = item["event"].get("kind") if item["type"] == "event" else item["edge"]
         if agent and kind == "StepsDone" and self._is_known(item["event"]):
-            self._reports.flush()  # what it said before
+            self._reports.flush()  # send earlier reports first
             self._passed.append((self.link.outbox.last, (item, agent)))
             self._acked(self.link.outbox.acked)
             return
         self._reports.add(item["node"], (item, agent), urgent=kind in URGENT)
 
     def _is_known(self, event: Message) -> bool:
-        """All nodes say which steps are done: it is passed on once, and the first of a generation by everybody."""
+        """Return whether finished steps need not be passed on. All nodes report them, and the controller needs them
+        once; only the first of a generation comes from every aggregator."""
         generation, step = event.get("generation"), event.get("step")
         if not isinstance(generation, int) or not isinstance(step, int):
             return False  # the controller refuses it
@@ -388,7 +390,7 @@ class Aggregator:
     def _send_reports(self, bundle: list[Report]) -> None:
         try:
             self._post_reports(merged([item for item, _ in bundle]))
-        except OverflowError:  # nobody has listened for very long
+        except OverflowError:  # the controller has not acknowledged for very long
             self._give_back(bundle)
             return
         number = self.link.outbox.last
@@ -398,8 +400,8 @@ class Aggregator:
         in_parts(lambda part: self.link.post({"type": "reports", "items": part}), items)
 
     def _give_back(self, bundle: list[Report]) -> None:
-        """Agents connect anew, and send what they said again, from the first on that was not acknowledged. Of the edges
-        only the last of a node counts."""
+        """Make agents connect again and repeat everything that was not acknowledged. Keep only the last edge of each
+        node."""
         for name in {agent.peer.name for _, agent in bundle if agent}:
             self.server.forget(name)
         edges = {item["node"]: (item, agent) for item, agent in bundle if agent is None}
@@ -421,7 +423,7 @@ def tell_store(end: Session | Link, items: list[Item]) -> None:
 
 
 def check_said(item: Any, node: str) -> None:
-    """Refuse what a node says for the record if it is of another node, or of no known form. WireError."""
+    """Raise WireError if an item for the record names another node or has no known form."""
     if not isinstance(item, dict) or item.get("node", node) != node:
         raise WireError(f"{node} speaks for another node")
     if "ranks" in item:
@@ -434,11 +436,11 @@ def check_said(item: Any, node: str) -> None:
 
 
 def merged(items: list[Message]) -> list[Message]:
-    """Make one of what many said alike: when a gang parts or forms all replicas speak, when a world is built or broken
-    all its nodes. Nobody overtakes himself: an agent's numbers stay in order, or the controller takes the lower ones
-    for repetitions."""
+    """Merge equal reports into one: when a gang parts or forms, all replicas report it, and when a world is built or
+    broken, all its nodes do. Each agent's numbers stay in order, or the controller would take the lower ones for
+    repetitions."""
     out, alike = list[Message](), dict[str, int]()
-    last: dict[str, int] = {}  # node -> where in `out` its last word is
+    last: dict[str, int] = {}  # node -> the index of its last report in `out`
     for item in items:
         event = item.get("event", {})
         names = MERGED.get(str(event.get("kind")), ())
@@ -463,7 +465,7 @@ def merged(items: list[Message]) -> list[Message]:
 
 
 def _has_columns(item: Message, names: tuple[str, ...]) -> bool:
-    """Else the controller refuses it, and must not refuse others with it."""
+    """Return whether a report can be merged. The controller refuses one that cannot, and must not refuse others too."""
     event = item["event"]
     columns: list[Any] = [event.get(name) for name in names]
     if not all(isinstance(column, list) for column in columns) or len({*map(len, columns)}) != 1:

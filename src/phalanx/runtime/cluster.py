@@ -1,8 +1,8 @@
 """Start a run's processes: a controller, and agents that join it, on this machine or wherever an adapter starts them
-(`runtime.launch`). It decides nothing about the run: it starts again what dies, as a supervisor would, tells the
-controller which nodes are proven dead, and hears what is said for the record.
+(`runtime.launch`). It decides nothing about the run. It restarts processes that die, as a supervisor would, tells the
+controller which nodes are proven dead, and receives the items for the record.
 
-If this process ends, what it started does too: agents and controller end with their standard input.
+If this process ends, so do the agents and the controller, because they end with their standard input.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from phalanx.runtime.wire import Message
 POLL_S = 0.1
 LOOK_S = 0.5
 MORE_NODES, MOST_ADDED = "more-nodes", 64
-LOST_NODES = "lost-nodes"  # a file: how often each node was lost, as one knows who looks after the nodes of many runs
-STOP = "stop"  # the file by which a user asks for the end of a run that would else be handed over
-SPARE_S = 60.0  # after which spares are started at the latest
+LOST_NODES = "lost-nodes"  # a file: how often each node was lost, as known to a program that serves many runs
+STOP = "stop"  # the file by which a user ends a run that would otherwise be handed over
+SPARE_S = 60.0  # the latest that spares are started
 CONTROLLER_S = 30.0  # for the controller to start
-MOST_DEATHS = 8  # of the controller, or of a node process before the run has begun, one soon after the other
+MOST_DEATHS = 8  # in SOON_S: of the controller, or of a node process before the run has begun
 SOON_S = 30.0
-FAR_S = 30.0  # between two attempts to start an agent on a host that is lost
-SILENT_S = 10.0  # a controller that gives no sign of life for so long is ended and started again
-TROUBLED, WELL = "waits: ", "can write again"  # what is said of a controller that cannot write its journal
-LAST_WORDS_S = 5.0  # from an orderly stop to the last word of all agents
-LEAVE_LIMIT_S = 60.0  # from the end of the run to the last word of all ranks
-LOG_BYTES = 64 << 10  # of an agent's log, in one look
-SILENCE_BEATS = 12  # in which nodes fall silent "at once"
+FAR_S = 30.0  # at most, between two attempts to start an agent on a lost host
+SILENT_S = 10.0  # after which a controller without a sign of life is killed and restarted
+TROUBLED, WELL = "waits: ", "can write again"  # texts about a controller that cannot write its journal, or can again
+LAST_WORDS_S = 5.0  # from an orderly stop to the last message of all agents
+LEAVE_LIMIT_S = 60.0  # from the end of the run to the last message of all ranks
+LOG_BYTES = 64 << 10  # of an agent's log, read at a time
+SILENCE_BEATS = 12  # nodes that fall silent within this many beats do so "at once"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entries:
-    """Which code the processes run, as "package.module:function"; "": there is no such service."""
+    """The code that the processes run, as "package.module:function", or "" if there is no such service."""
 
     worker: str
     store: str
@@ -71,8 +71,8 @@ class Entries:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shared:
-    """A journal that several controllers of a run share. `kept`: the run that this one continues; None: it begins one.
-    `standby`: others are there, and SIGTERM hands the run over to them."""
+    """A journal that several controllers of a run share. `kept` is the run to continue, or None to begin one. With
+    `standby`, other controllers are waiting, and SIGTERM hands the run over to them."""
 
     journal: JournalServer
     kept: Kept | None = None
@@ -80,16 +80,16 @@ class Shared:
 
 
 class Superseded(RunFailed):
-    """Another controller acts, or may: this process has nothing more to say in the run, which continues. `is_final`: it
-    was asked to leave."""
+    """Another controller acts, or may act: the run continues without this process. `is_final`: it was asked to
+    leave."""
 
     is_final = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Begin:
-    """What the run begins from: a step, the generation in which it was made, the ledger's head, and where the
-    checkpoint is ({"url", "name"}; None: first weights)."""
+    """The starting point of a run: a step, the generation in which it was made, the ledger's head, and the place of the
+    checkpoint ({"url", "name"}, or None for initial weights)."""
 
     step: int = 0
     generation: int = 0
@@ -98,7 +98,7 @@ class Begin:
 
 
 def policy_of(job: Job, save: bool, nodes: int) -> Policy:
-    """What the job asks of its recovery. `nodes`: with the spares."""
+    """Return the recovery policy of a job. `nodes` includes the spares."""
     r, layout = job.recovery, job.layout
     return Policy(
         recover=r.on,
@@ -123,7 +123,7 @@ def beat_s(job: Job, nodes: int) -> float:
 
 
 def environment() -> dict[str, str]:
-    """Variables of the ranks, where their host does not say otherwise."""
+    """Return environment variables for the ranks, used unless their host sets them."""
     return {
         "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin at barriers starve the other ranks
         # A communicator that fails must not take its process down: we abort it, and the rank forms a new one.
@@ -144,7 +144,7 @@ def check_free(hosts: list[str], port: int) -> None:
 
 
 def listen_at(listen: str, adapter: Adapter) -> tuple[str, int]:
-    """Where the controller listens: at `listen`, HOST or HOST:PORT, or where the nodes reach this host. Port 0: any."""
+    """Return where the controller listens: at `listen` (HOST[:PORT]), or where nodes reach this host. Port 0: any."""
     if not listen:
         return adapter.address(), 0
     host, _, port = listen.rpartition(":") if ":" in listen else (listen, "", "0")
@@ -154,11 +154,13 @@ def listen_at(listen: str, adapter: Adapter) -> tuple[str, int]:
 
 
 class Cluster:
-    """`on_event` hears {"type": "started" | "exit", "rank", "pid", ...}, {"type": "hang", "rank", "reason", ...},
-    {"type": "ready", "start_s"} once all ranks are, {"type": "message", "rank", "body"}, what ranks say alike
-    (`observe.fold`), {"type": "node", "node", "what"}, and what the controller decides. When `stop()`, the run ends;
-    when `gently()`, its state is saved first; when it `hands_over()`, others continue it. `unrecorded()`: generations
-    and steps that are not all in the record: where others may continue the run, nodes keep what they said of them."""
+    """The processes of a run.
+
+    `on_event` receives {"type": "started" | "exit", "rank", "pid", ...}, {"type": "hang", "rank", "reason", ...},
+    {"type": "ready", "start_s"} once all ranks are ready, {"type": "message", "rank", "body"}, folded items of ranks
+    (`observe.fold`), {"type": "node", "node", "what"}, and the controller's decisions. The run ends when `stop()` is
+    true; with `gently()`, its state is saved first, and with `hands_over()`, others continue it. `unrecorded()` returns
+    the generations and steps that are not all in the record: where others may continue the run, nodes keep theirs."""
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class Cluster:
         unrecorded: Callable[[], Collection[tuple[int, int]]] = tuple,
     ):
         self.shared, self.hands_over, self.unrecorded = shared, hands_over, unrecorded
-        self._given = secret  # the file of one that others know already
+        self._given = secret  # the file of a secret that others already know
         self.job, self.run_dir, self.entries, self.on_event = job, run_dir.absolute(), entries, on_event
         self.stop, self.gently = stop, gently
         self.folder = self.run_dir / "control"
@@ -192,33 +194,33 @@ class Cluster:
         self.loop = Loop()
         self.nodes_up: dict[str, Started] = {}
         self.incarnations: dict[str, int] = {}
-        self.results: list[Message] = []  # what ranks said last, folded
-        self.form: Message = {}  # of the generation that was formed last
+        self.results: list[Message] = []  # the last reports of ranks, folded
+        self.form: Message = {}  # of the latest generation
         self.ended: Message = {}
-        self._left: set[str] = set()  # nodes that have said so
+        self._left: set[str] = set()  # nodes that have reported that they leave
         self.start_s = 0.0
-        self.added = 0  # nodes, since the run began
+        self.added = 0  # nodes added since the run began
         self.seats = self._find_seats()
         self._began = time.monotonic()
         self._look_at = 0.0
         self._leave_by = float("inf")
-        self._again: dict[str, float] = {}  # what died -> when it is started again
+        self._again: dict[str, float] = {}  # a process to start -> when
         self._controller: subprocess.Popen[bytes] | None = None
         self._lines = b""
         self._heard_at = 0.0  # the last sign of life of the controller
         self._trouble: tuple[float, str] = (0.0, "")  # since when, and why, the controller cannot write its journal
-        self._deaths: dict[str, list[float]] = {}  # what died -> when, of the latest
-        self._lost: dict[str, int] = {}  # node -> how often it was said to be lost
+        self._deaths: dict[str, list[float]] = {}  # a process -> the times of its latest deaths
+        self._lost: dict[str, int] = {}  # node -> how often it was reported lost
         self._failures: dict[str, int] = {}  # node -> how often it ended since it joined
-        self._read_upto: dict[str, int] = {}  # by node: of its agent's log
-        self._told_waiting: set[tuple[str, str]] = set()  # a node, and why it has not joined
-        self._first_commit = 0  # the last generation that had one
+        self._read_upto: dict[str, int] = {}  # node -> the offset read in its agent's log
+        self._told_waiting: set[tuple[str, str]] = set()  # a node, and the reason why it has not joined
+        self._first_commit = 0  # the last generation that committed a step
         self._link: Link | None = None
         self._recorder: Recorder | None = None
         self.session = secrets.token_hex(16)  # in the environment of all processes of this machine
 
     def _find_seats(self) -> dict[str, Seat]:
-        """Where agents are started from here, by name."""
+        """Return the places where agents are started from here, by name."""
         wanted = num_nodes(self.job.layout) + self.job.recovery.spares + self.added
         return {seat.name: seat for seat in self.adapter.seats(wanted)}
 
@@ -229,8 +231,8 @@ class Cluster:
     # -- from the first process to the last
 
     def run(self, begin: Begin) -> dict[str, Any]:
-        """To the end of the run: {"ended": how, "start_s", "wall_s", "done": what each rank said last}.
-        KeyboardInterrupt when `stop()`; RunFailed when the controller cannot be started."""
+        """Run to the end, and return {"ended": how, "start_s", "wall_s", "done": the last report of each rank}. Raise
+        KeyboardInterrupt on `stop()`, and RunFailed if the controller cannot be started."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.secret = secret = self._load_secret()
         self._write_down(begin)
@@ -284,7 +286,7 @@ class Cluster:
         return copy_secret(self._given, path) if self._given else load_secret(path)
 
     def _write_down(self, begin: Begin) -> None:
-        """What the controller starts from. Of several that share a journal, the one that begins the run says it."""
+        """Write what the controller starts from. If several share a journal, the one that begins the run decides it."""
         policy = policy_of(self.job, bool(self.entries.keeper), self.num_nodes)
         homes = tuple(self.seats)[: num_nodes(self.job.layout)]
         plan = Plan(self.job.layout, self.job.train.steps, begin.step, begin.generation, policy, homes)
@@ -302,13 +304,13 @@ class Cluster:
         controller.write_spec(self.folder, spec)
 
     def _hear_last_words(self) -> None:
-        """Until every agent has said that it leaves, which it says last: what its ranks did is in the record then."""
+        """Wait for every agent to report that it leaves. That comes last, so its ranks' items are recorded by then."""
         deadline = time.monotonic() + LAST_WORDS_S
         while self.nodes_up.keys() - self._left and time.monotonic() < deadline:
             self.loop.turn(POLL_S)
 
     def _addresses(self) -> list[str]:
-        """By which hosts reach this one: with several networks, by each of them."""
+        """Return the addresses by which other hosts reach this one: with several networks, one in each."""
         more = [address for network in self.job.run.networks for address in inventory.inside(network).values()]
         return list(dict.fromkeys([self.host, *more]))
 
@@ -318,7 +320,7 @@ class Cluster:
         return {int(r) * size + i for r in self.form.get("replicas", ()) for i in range(size)}
 
     def _done(self) -> dict[int, Message]:
-        """By rank: its digest, and the memory that it has used."""
+        """Return the digest of each rank, and the memory that it has used."""
         return {
             rank: {"digest": digest, "memory_bytes": said["memory_bytes"]}
             for said in self.results
@@ -327,7 +329,7 @@ class Cluster:
         }
 
     def _spec(self, begin: Begin) -> dict[str, Any]:
-        """What all nodes are told of the run."""
+        """Return the description of the run that all nodes get."""
         e, c, layout, peers = self.entries, self.job.checkpoint, self.job.layout, self._peers()
         worker_args = {
             "job": self.job.to_dict(),
@@ -367,7 +369,7 @@ class Cluster:
         }
 
     def _peers(self) -> dict[str, str]:
-        """What ranks and keepers share to hand state to each other; none of it is known outside the run."""
+        """Return what ranks and keepers share to hand state to each other. None of it is known outside the run."""
         beyond = not is_loopback(self.host)
         return {"key": secrets.token_hex(KEY_BYTES), "certificate": Certificate.make().pem if beyond else ""}
 
@@ -426,7 +428,7 @@ class Cluster:
         self.loop.watch(agent, READ, lambda mask: self._lose_node(name))
         self._tell_node(name, "started", **({"pid": agent.pid} if agent.proves else {}))
 
-    # -- what is heard
+    # -- events
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -454,15 +456,15 @@ class Cluster:
             raise RunFailed(f"the controller cannot continue: {why}", remedy="make room, or name another run.dir")
 
     def _stop(self, now: float) -> None:
-        """At once, or when the state is saved and all have left; also when nobody is left who could save it. Not at all
-        if others continue the run."""
+        """Stop the run at once, or gently once the state is saved and all have left, or nobody is left to save it. If
+        others continue the run, hand it over instead."""
         if self.hands_over() and not (self.folder / STOP).exists() and not self.ended:
             handed = Superseded("the run is handed over")
             handed.is_final = True
             raise handed
         leaving = self._leave_by < float("inf")
         deserted = leaving and self.seats and not self.nodes_up and not self._left
-        trains = self.start_s or self._first_commit  # either may be heard of first
+        trains = self.start_s or self._first_commit  # either may arrive first
         if not self.gently() or not trains or now > self._leave_by or deserted:
             raise KeyboardInterrupt
         if not leaving:
@@ -472,12 +474,12 @@ class Cluster:
             self._tell_node("controller", f"is asked to save and stop within {grace_s:g} s")
 
     def _ask(self, event: NodeDead | Stop) -> None:
-        """It is heard as soon as there is a controller."""
+        """Post an event for the controller, which gets it as soon as there is one."""
         assert self._link
         self._link.post({"type": "ask", "event": event.to_dict()})
 
     def _add_nodes(self) -> None:
-        """`phalanx nodes add` asks for them by a number in a file."""
+        """Start the nodes that `phalanx nodes add` asks for by a number in a file."""
         try:
             wanted = int((self.folder / MORE_NODES).read_text())
         except (OSError, ValueError):
@@ -489,7 +491,7 @@ class Cluster:
                 self._start_node(name)
 
     def _tell_waiting(self) -> None:
-        """Before the first step: tell why a node has not joined. It says so in its log alone, which is on this host."""
+        """Report, before the first step, why nodes have not joined. They say so only in their logs, on this host."""
         for name, agent in self.nodes_up.items():
             if name in self.incarnations:
                 continue
@@ -503,7 +505,7 @@ class Cluster:
                         self._tell_node(name, line)
 
     def _end_lost(self) -> None:
-        """End what runs on nodes that are said to be lost."""
+        """Kill the agents of nodes that were reported lost."""
         try:
             said = json.loads((self.folder / LOST_NODES).read_text())
         except (OSError, ValueError):
@@ -542,7 +544,7 @@ class Cluster:
         if kind == "trouble":
             since, before = self._trouble
             self._trouble = (since if before else time.monotonic(), said["text"])
-            if bool(before) != bool(said["text"]):  # how many entries wait changes all the time
+            if bool(before) != bool(said["text"]):  # the text changes all the time, with the number of waiting entries
                 self._tell_node("controller", f"{TROUBLED}{said['text']}" if said["text"] else WELL)
             return
         if kind == "report":
@@ -565,7 +567,7 @@ class Cluster:
         self.on_event(said)
 
     def _heard(self, item: Message) -> None:
-        """Record what a node or ranks have said. One that says nonsense must not end the run, nor a full disk."""
+        """Record an item of a node or of ranks. Neither a nonsensical item nor a full disk may end the run."""
         try:
             self._hear(item)
         except OSError as error:
@@ -606,7 +608,7 @@ class Cluster:
             self.on_event({"type": "message", "rank": rank, "body": item["body"]})
 
     def _lose_node(self, name: str) -> None:
-        """Its process has ended. Once the last process of its tree is gone too, that is proven."""
+        """Handle the end of a node's process. Its death is proven once the last process of its tree is gone too."""
         agent = self.nodes_up.pop(name)
         self.loop.watch(agent, 0)
         reason = agent.how_it_ended()
@@ -624,8 +626,8 @@ class Cluster:
                 self._again[name] = max(self._again[name], time.monotonic() + late_s)
 
     def _restart(self, name: str, after_s: float, why: str) -> None:
-        """Start it again after a while, which grows. A controller that does not stay up, or a node that dies before the
-        first step, is not worth many attempts."""
+        """Restart a process after a pause that grows. A controller that does not stay up, or a node that dies before
+        the first step, gets only a few attempts."""
         now = time.monotonic()
         deaths = self._deaths[name] = [at for at in self._deaths.get(name, []) if at > now - SOON_S] + [now]
         if len(deaths) >= MOST_DEATHS and (name == "controller" or not self.start_s):

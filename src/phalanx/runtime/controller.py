@@ -1,15 +1,15 @@
-"""The controller process: the shell around `control.journaled`. It journals what aggregators and users say, folds it,
-and sends the commands that follow once the entries that led to them are durable; only then are the senders told that
-they were heard. It may be killed at any instruction: the next one folds the same journal, listens on the same ports,
-and repeats what was not answered. An entry on which the state machine raises is set aside, and the state is folded
-again without it.
+"""The controller process: the shell around `control.journaled`. It journals the messages of aggregators and users and
+folds them into the state. Once the entries are durable, it sends the commands that follow and acknowledges the
+messages. It may be killed at any instruction: the next controller folds the same journal, listens on the same ports,
+and repeats what was not answered. If the state machine raises on an entry, the controller sets the entry aside and
+folds the state again without it.
 
-In its folder: `gang.json` and `serve.json` (what agents that join are told), which are written before the first start;
-`journal.db`, unless the journal is on a server; and `controller.json`, where it listens. What it decides is printed as
-JSON, one line each, and a line every second that it is alive.
+Its folder holds `gang.json` and `serve.json` (what agents that join are told), both written before the first start;
+`journal.db`, unless the journal is on a server; and `controller.json`, which says where it listens. It prints each
+decision as a line of JSON, and a sign of life every second.
 
-Where several controllers share a journal, the one that acts holds a lease on it (`journal_server`). It says nothing to
-anybody once that may have ended, and leaves when it has lost all its nodes at once: another controller may reach them.
+Where several controllers share a journal, the active one holds a lease on it (`journal_server`). It sends nothing once
+that lease may have ended, and exits when it loses all its nodes at once, because another controller may reach them.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from phalanx.runtime.secret import READ, Identity, Secret, load_secret
 from phalanx.runtime.transport import ODD, Link, Loop, Server, Session, in_parts
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
-URGENT_S = 0.1  # that a decision is waited for, before others are heard
+URGENT_S = 0.1  # to wait for a decision to become durable before other messages are read
 ENDING = (signal.SIGTERM, signal.SIGINT)
 TIDY_S = 15.0
 RETRY_S = 1.0  # while the journal cannot be written
-TICK_S = 0.25  # between two looks at who is silent
+TICK_S = 0.25  # between two checks for silent nodes
 PINGS = 16  # a second, from all aggregators together
 ALIVE_S = 1.0  # between two signs of life
-TEXT_CHARS = 1000  # of a reason, where it is printed
-UNREAD_LINES = 1000  # that nobody takes from standard output
+TEXT_CHARS = 1000  # at most, of a text that is printed
+UNREAD_LINES = 1000  # kept while nobody reads standard output
 SNAPSHOT_EVERY = 10_000  # entries
-LATE = 4  # times as many, and a snapshot does not wait for a quiet moment any longer
-ASIDE_S = 10.0  # for the journal, when an entry is set aside
+LATE = 4  # after this many times SNAPSHOT_EVERY, a snapshot no longer waits for a quiet moment
+ASIDE_S = 10.0  # to wait for the journal when an entry is set aside
 FENCED = 3  # the exit code of a controller that another has replaced, or may
-MOST_ASIDE = 100  # entries that may be set aside, before something is wrong with the program
+MOST_ASIDE = 100  # entries that may be set aside; more mean that the program is broken
 
-#: From users. Posted, and answered by "done" or "refused"; "status" is answered by "status".
+#: Posted by users. The answer to "ask" is "done" or "refused", and the answer to "status" is "status".
 ASKED: Schemas = {"ask": {"event": dict}, "status": {}}
 ANSWERS: Schemas = {
     "done": {},
@@ -77,7 +77,7 @@ ANSWERS: Schemas = {
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
-    """The launcher's, before the first start."""
+    """Write gang.json. The launcher does this before the first start."""
     _write(Path(folder) / "gang.json", codec.encode(plan))
 
 
@@ -92,12 +92,12 @@ def read_plan(folder: Path) -> Plan:
 
 
 def write_spec(folder: Path, spec: Message) -> None:
-    """What agents that join are to serve: see SPEC in `runtime.node`."""
+    """Write what agents that join are to serve: see SPEC in `runtime.node`."""
     _write(Path(folder) / "serve.json", spec)
 
 
 def read_address(folder: Path) -> Message:
-    """controller.json; ports are 0 before the first start."""
+    """Return the contents of controller.json. Before the first start, ports are 0."""
     try:
         said = json.loads((Path(folder) / "controller.json").read_bytes())
         (aggregators, port) = said["aggregators"], said["port"]
@@ -119,14 +119,14 @@ def _write(path: Path, body: Any) -> None:
     sync_folder(path.parent)
 
 
-# -- what is said
+# -- outgoing messages
 
 
-OWN = ("sources", "takers", "gifts", "buddies")  # of a Form: what some nodes are told, and others are not
+OWN = ("sources", "takers", "gifts", "buddies")  # fields of a Form that differ from node to node
 
 
 def body_of(command: Command) -> Message:
-    """What all nodes are told."""
+    """Return the part of a command that is the same for all nodes."""
     kind: Any = type(command)
     kept = [name for name in codec.hints(kind) if name != "nodes"]
     body = {"kind": kind.__name__, **{name: codec.encode(getattr(command, name)) for name in kept}}
@@ -134,13 +134,13 @@ def body_of(command: Command) -> Message:
 
 
 def brief(command: Command) -> Message:
-    """What the journal keeps of a decision, for people: the state is the fold of the events."""
+    """Return what the journal keeps of a decision. Only people read it: the state is the fold of the events."""
     body = body_of(command) | {"nodes": "all" if command.to == messages.EVERYONE else len(command.to)}
     return {name: value for name, value in body.items() if name not in ("files", "crew", *OWN)}
 
 
 def orders(commands: list[Command], roster: Roster) -> dict[str, list[Message]]:
-    """By aggregator. What is for a node that none is known to reach is left out."""
+    """Return the orders for each aggregator. Nodes that no aggregator is known to reach are left out."""
     out: dict[str, list[Message]] = {}
     for command in commands:
         everyone = command.to == messages.EVERYONE
@@ -158,7 +158,7 @@ def _post_commands(session: Session, items: list[Message]) -> None:
 
 
 class Printer:
-    """Lines for the process that started this one. Unread lines wait, up to a limit; then the oldest are dropped."""
+    """Prints lines for the process that started this one. It keeps a limited number unread, and drops the oldest."""
 
     def __init__(self, fd: int = 1):
         self._fd, self._lines = fd, deque[bytes](maxlen=UNREAD_LINES)
@@ -170,13 +170,13 @@ class Printer:
         self.flush()
 
     def alive(self) -> None:
-        """A sign of life; not one more while others are unread."""
+        """Print a sign of life, unless lines are still unread."""
         if not self._lines:
             self.say("alive")
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
-            while self._lines and self._poll.poll(0):  # a pipe that can be written takes 4 KiB without a wait
+            while self._lines and self._poll.poll(0):  # a writable pipe takes 4 KiB without blocking
                 os.write(self._fd, self._lines.popleft())
 
 
@@ -189,13 +189,13 @@ def _tells_steps(item: Message) -> bool:
 
 @dataclass
 class Heard:
-    """What was said, on its way through the journal."""
+    """A message on its way through the journal."""
 
     kind: str
     entry: Message
     time_ns: int
     commands: list[Command]  # that follow from it
-    session: Session | None  # who said it, and waits to be told that it was heard
+    session: Session | None  # the sender, who waits for an acknowledgement
     number: int
 
     @property
@@ -204,7 +204,7 @@ class Heard:
 
 
 class Controller:
-    """`aggregate`: serve agents as well, as a separate aggregator would."""
+    """The controller. With `aggregate`, it also serves agents, as a separate aggregator would."""
 
     def __init__(
         self,
@@ -226,20 +226,20 @@ class Controller:
         self._recorder = list(recorder or ())
         self._given: dict[str, int] = {}  # node -> the last incarnation that it was given
         self._joined: dict[str, tuple[str, str]] = {}  # node -> its life and address
-        self._torch = ""  # the version that those of them have that live
-        self.over = ""  # why it ends
-        self.fenced = False  # another controller acts, or may
+        self._torch = ""  # the torch version of the nodes that are alive
+        self.over = ""  # why this controller ends
+        self.fenced = False  # another controller acts, or may act
         self.plan = read_plan(self.folder)
         self.journal = Journal(tables or self.folder / "journal.db", snapshot_every, form=form())
-        self.aside: dict[int, str] = {}  # entries that the state machine raised on, and why
+        self.aside: dict[int, str] = {}  # the entries that the state machine raised on -> why
         self.state = self._fold()
         self.state.check(codec.encode(self.plan))
         self._base_ns = self.state.time_ns - time.monotonic_ns()
         self._waiting: deque[tuple[int, Heard]] = deque()  # until an entry is durable
-        self._unwritten: deque[Heard] = deque()  # while the journal takes none
+        self._unwritten: deque[Heard] = deque()  # while the journal cannot be written
         self._trouble = self._complained = ""
         self._seen_steps: dict[str, tuple[int, int]] = {}  # aggregator -> the furthest generation and step there
-        self._speaker = (-1, "")  # in which generation which aggregator says the steps that are done
+        self._speaker = (-1, "")  # a generation, and the aggregator that reports its finished steps
         self._told = (self.gang.generation, self.gang.phase in ("running", "ended"), False)
         self._began_ns, self._has_nodes = time.monotonic_ns(), False
         self._beat_ns = round(beat_s * 1e9)
@@ -258,7 +258,7 @@ class Controller:
             host=host,
             port=port or old["port"],
             roles=("aggregator", "user"),
-            exact=True,  # if an entry is half taken in, the next controller folds the journal
+            exact=True,  # an error may leave the state half changed: the next controller folds the journal again
         )
         self.hub = Hub(Sending(self.loop, self.server.sessions.get).add, newest=self._newest)
         self.aggregator: Aggregator | None = None
@@ -298,12 +298,12 @@ class Controller:
         )
 
     def _fold(self) -> State:
-        """The state at the end of the journal, without the entries that the state machine raises on."""
+        """Return the state at the end of the journal, without the entries that the state machine raises on."""
 
         def take(state: State, entry: Entry) -> None:
             if entry.kind == "aside" and entry.body.get("entry", 0) not in {0, *self.aside}:
                 self.aside[entry.body["entry"]] = entry.body["why"]
-                raise Poison  # what was decided since was decided without that entry
+                raise Poison  # all later decisions were made without that entry
             if entry.number not in self.aside:
                 try:
                     state.take(entry.kind, entry.body, entry.time_ns)
@@ -325,7 +325,7 @@ class Controller:
         return self.state.gang
 
     def now_ns(self) -> int:
-        """Goes on where the last controller stopped: the time without one does not count."""
+        """Return the time, continued from where the last controller stopped: the gap between them does not count."""
         return self._base_ns + time.monotonic_ns()
 
     def run(self) -> None:
@@ -340,10 +340,10 @@ class Controller:
         with contextlib.suppress(JournalError):
             self.journal.close()
 
-    # -- who speaks
+    # -- peers
 
     def _opened(self, session: Session) -> None:
-        """A new aggregator, or one whose connection was lost, may have missed anything."""
+        """Bring an aggregator up to date: a new one, or one that lost its connection, may have missed anything."""
         if session.peer.role == "aggregator":
             name = session.peer.name
             self._orphans.find(name)
@@ -368,17 +368,17 @@ class Controller:
             self._speaker = (-1, "")
 
     def _grace_ns(self) -> int:
-        """How much longer than usual nodes may be silent: they may still wait for a controller that was cut off."""
+        """Return how much longer than usual nodes may be silent: they may still wait for a cut-off controller."""
         since_ns = time.monotonic_ns() - self._began_ns
         return max(0, self.gang.policy.lease_ns // 2 - since_ns) if self.journal.tables.lease_s else 0
 
     def _lose_home(self, name: str) -> None:
-        """An aggregator is gone: its nodes speak to another one soon, or are dead."""
+        """Note that an aggregator is gone: its nodes will soon speak to another one, or are dead."""
         self._homes.forget(name)
         self._orphans.lose(name, time.monotonic_ns() + self._grace_ns())
 
     def _lose_absent(self) -> None:
-        """Aggregators that nodes speak to, until they say that they are there."""
+        """Count the aggregators that nodes speak to as lost until they connect."""
         here = {name for name, session in self.server.sessions.items() if session.conn}
         for name in {known[2] for known in self.state.roster.to_dict().values()} - here - {""}:
             self._lose_home(name)
@@ -398,8 +398,9 @@ class Controller:
             self._take("reports", {"from": home, "items": [item]})
 
     def _check_lease(self) -> None:
-        """End this controller if another may act, or should: before it takes nodes for dead that it has lost all at
-        once. One that never heard of any stays, so that controllers do not pass a dead fleet to each other for ever."""
+        """End this controller if another may act, or should. If it loses all its nodes at once, it ends before it takes
+        them for dead. If it never heard of any node, it stays: otherwise controllers would pass a dead fleet to each
+        other for ever."""
         if not self.journal.is_held:
             self._step_down("the lease on the journal has ended: another controller may have taken over")
             return
@@ -444,7 +445,7 @@ class Controller:
                 raise WireError(f"{kind} from {session.peer.name}: {error!r}") from error
 
     def _hear_in_passing(self, session: Session, body: Message) -> None:
-        """What is in no journal."""
+        """Handle a message that is not journaled."""
         if body["type"] == "ping":
             self._pinged(session, body)
         elif body["type"] == "joins":
@@ -455,13 +456,13 @@ class Controller:
                 self.hub.take(session.peer.name, item)
 
     def _newest(self, what: str) -> int | None:
-        """Return the number of the last meeting that nodes were sent to."""
+        """Return the number of the last meeting to which nodes were sent."""
         if what == "gang":
             return self.gang.generation
         return self.gang.worlds.last if what.startswith("replica ") else None
 
     def _pinged(self, session: Session, body: Message) -> None:
-        """Renew a lease. However many aggregators there are, a few pings come in a second, several in a lease."""
+        """Renew a lease. Pings become rarer as aggregators are added, but several still fit in a lease."""
         if not self.journal.is_held:
             return
         name, lease_ns = session.peer.name, self.gang.policy.lease_ns
@@ -475,11 +476,11 @@ class Controller:
         session.tell({"type": "lease", **about})
 
     def _admit(self, join: Message) -> Message:
-        """Give a node that joins its incarnation, which is greater than all earlier ones of its name."""
+        """Give a joining node its incarnation, which is greater than all earlier ones of its name."""
         node, life, about, asker = str(join["node"]), str(join["life"]), join["about"], {"node": join["node"]}
         known, address = self.gang.members.nodes.get(node), str(about.get("address"))
         before, at = self._joined.get(node, ("", ""))
-        if known and not before:  # this controller has not admitted it, an earlier one has
+        if known and not before:  # an earlier controller admitted it, not this one
             at = known.address
         if known and not known.dead and at and before != life and address not in at.split(","):
             reason = (
@@ -488,7 +489,7 @@ class Controller:
             )
             return {**asker, "type": "refused", "reason": reason, "final": False}
         torch = str(about.get("torch", ""))
-        if self._torch not in ("", torch) and self._has_other(node):  # seldom: it looks at all nodes
+        if self._torch not in ("", torch) and self._has_other(node):  # rarely reached, and it goes through all nodes
             reason = f"it runs torch {torch}, and the other nodes run {self._torch}: install the same on all of them"
             return {**asker, "type": "refused", "reason": reason, "final": True}
         self._torch = torch
@@ -498,7 +499,7 @@ class Controller:
         return {**asker, "type": "serve", "incarnation": number}
 
     def _has_other(self, node: str) -> bool:
-        """Return whether another node was admitted that lives, or is about to speak."""
+        """Return whether another admitted node is alive, or has yet to speak."""
         nodes = self.gang.members.nodes
         return any(name != node and not (name in nodes and nodes[name].dead) for name in self._joined)
 
@@ -529,7 +530,7 @@ class Controller:
             "why": gang.gen.pausing or gang.desk.said or (gang.form.reason if gang.form else ""),
         }
 
-    # -- from what is heard to what is said
+    # -- from incoming messages to commands
 
     def _take(self, kind: str, body: Message, session: Session | None = None, number: int = 0) -> None:
         now = self.now_ns()
@@ -544,7 +545,7 @@ class Controller:
                 self._set(command)
             else:
                 said.append(command)
-        # One entry for all: each costs the thread that commits.
+        # One entry for all of it: each entry costs the committing thread time.
         entry = {**news, "decisions": [brief(command) for command in said]}
         self._unwritten.append(Heard(kind, entry, now, said, session, number))
         if self.state.refused:
@@ -554,8 +555,8 @@ class Controller:
             self._write_down(urgent=any(command.to for command in said))
 
     def _set_aside(self, kind: str, body: Message, why: str, now: int, session: Session | None, number: int) -> None:
-        """The event never happened, but people can read of it, and its sender is told that it was heard, or it would
-        send it for ever. The state is folded anew, without it. Of several items each is tried alone."""
+        """Journal an event as set aside, and fold the state again without it. People can still read about it, and it is
+        acknowledged so that its sender does not repeat it for ever. Several items are tried one by one."""
         items = body.get("items", [])
         if len(items) < 2:
             kernel.complain(f"set aside: {str(body)[:TEXT_CHARS]}\n{traceback.format_exc()}")
@@ -581,7 +582,7 @@ class Controller:
             self._take(kind, {**body, "items": items[-1:]}, session, number)
 
     def _write_down(self, urgent: bool = False) -> None:
-        """`urgent`: somebody waits for what was decided, so nothing else is read before it is durable and said."""
+        """Append to the journal. With `urgent`, a node waits for the decision, so wait briefly until it is durable."""
         try:
             while self._unwritten:
                 heard = self._unwritten[0]
@@ -596,11 +597,11 @@ class Controller:
         self._settle()
         late = self.journal.number - self.journal.snapshot_number >= LATE * self.journal.snapshot_every
         if self.journal.snapshot_due and not self._trouble and (late or self.gang.calm):
-            with contextlib.suppress(JournalError):  # heard of by the next entry
+            with contextlib.suppress(JournalError):  # the next entry reports it
                 self.journal.snapshot(self.state.to_bytes())
 
     def _settle(self) -> None:
-        """Send what has become durable, and tell those who caused it that they were heard."""
+        """Send the commands whose entries have become durable, and acknowledge the messages behind them."""
         try:
             durable = self.journal.settled()
         except JournalError as error:
@@ -627,7 +628,7 @@ class Controller:
                 _post_commands(self.server.sessions[home], items)
 
     def _troubled(self, error: JournalError) -> None:
-        """Nothing more is said, and no sender is told that it was heard, until the journal can be written."""
+        """Send nothing more, and acknowledge nothing, until the journal can be written."""
         if isinstance(error, Fenced):
             self._step_down(str(error))
         elif not self._trouble:
@@ -648,7 +649,7 @@ class Controller:
 
     def _fire(self, command: messages.SetTimer) -> None:
         if self.gang.desk.timers.get(command.timer) != command.at_ns:
-            return  # it was put off, or is not needed any more
+            return  # it was put off, or is no longer needed
         if self.now_ns() < command.at_ns:
             self._set(command)  # the loop's clock counts in floats
         else:
@@ -657,7 +658,7 @@ class Controller:
     # -- for people
 
     def _tell(self, command: Command, at_ns: int) -> None:
-        """Each once, however often it is said; with the time that the journal has."""
+        """Print a command once, however often it is repeated, with its time in the journal."""
         generation, started, ended = self._told
         if isinstance(command, messages.Note):
             self.printer.say("note", rung=command.rung, text=command.text[:TEXT_CHARS], at_ns=at_ns)
@@ -676,7 +677,7 @@ class Controller:
             self.printer.say("ended", **codec.encode(command), at_ns=at_ns)
 
     def _tell_again(self, form: Form) -> None:
-        """To a process that starts to keep the record: what others were told of the generation that stands."""
+        """Print the current generation again, for a process that starts to keep the record."""
         self._told = (form.generation - 1, False, False)
         self._tell(dataclasses.replace(form, branch=False, rung=-1), self.state.time_ns)
         if self.gang.phase == "running":
@@ -709,8 +710,8 @@ def ask(folder: Path, secret: Secret, message: Message, timeout_s: float = 10.0)
 
 
 def tidy(controller: Controller) -> None:
-    """A gang is a million objects. To look for garbage among them takes longer than any decision, so it is done when
-    nothing is under way, and only among what is new."""
+    """Collect garbage while nothing is under way, and only among new objects. A gang has a million objects, and to scan
+    them all takes longer than any decision."""
     gc.disable()
     if controller.gang.calm:
         gc.collect()

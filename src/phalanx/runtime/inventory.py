@@ -1,5 +1,5 @@
-"""What a node finds out about itself before it joins: which address reaches the controller, what it has, which code it
-runs. Nothing here asks anybody."""
+"""Facts that a node finds out about itself before it joins: its address towards the controller, its hardware, and the
+code it runs. Nothing here talks to another process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from phalanx.core.errors import MOST_INT, UserError
 from phalanx.core.limits import limit_bytes, num_cores
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
-MOST_ABOUT_BYTES = 64 << 10  # a host with a thousand interfaces and devices says less
+MOST_ABOUT_BYTES = 64 << 10  # even a host with a thousand interfaces and devices needs less
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 NUMA = Path("/sys/devices/system/node")
 
 
 def version() -> str:
-    """The release and a hash of the code: nodes that differ in either do not train together."""
+    """Return the release and a hash of the code. Nodes that differ in either do not train together."""
     folder = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -40,7 +40,7 @@ def version() -> str:
 
 
 def parse_address(text: str, field: str) -> tuple[str, int]:
-    """HOST:PORT, with the host's name resolved."""
+    """Parse HOST:PORT, and resolve the host's name."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError("expected HOST:PORT", field=field, value=text, remedy="the controller prints its address")
@@ -58,7 +58,7 @@ def resolve(host: str, field: str) -> str:
 
 
 def address_towards(*hosts: str) -> str:
-    """The address of the interface from which this host reaches another, the first to which there is a route."""
+    """Return the address from which this host reaches the first of `hosts` that it has a route to."""
     for host in hosts[:-1]:
         with contextlib.suppress(UserError):
             return _address_towards(host)
@@ -76,7 +76,7 @@ def _address_towards(host: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """By name: the IPv4 address of each interface that has one."""
+    """Return the IPv4 address of each interface that has one, by the interface's name."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
@@ -93,7 +93,7 @@ def interface_of(address: str) -> str:
 
 
 def network_near(text: str) -> str:
-    """The network of an address that was written with a prefix; "": it is none."""
+    """Return the network of an address that was written with a prefix, or "" if it is not one."""
     try:
         return str(ipaddress.ip_network(text, strict=False))
     except ValueError:
@@ -101,7 +101,7 @@ def network_near(text: str) -> str:
 
 
 def inside(network: str) -> dict[str, str]:
-    """The interfaces of this host that are in a network."""
+    """Return the interfaces of this host that are in a network."""
     try:
         known = ipaddress.ip_network(network)
     except ValueError as error:
@@ -111,8 +111,8 @@ def inside(network: str) -> dict[str, str]:
 
 
 def rails(networks: list[str], address: str) -> list[dict[str, str]]:
-    """Where ranks may speak with each other, the preferred first: this host's interface in each of the networks;
-    without any, the one that reaches the controller."""
+    """Return the interfaces over which ranks may speak with each other, the preferred one first: this host's interface
+    in each of the networks or, if there are none, the one that reaches the controller."""
     if not networks:
         return [{"interface": interface_of(address), "address": address}]
     out = []
@@ -132,15 +132,15 @@ def rails(networks: list[str], address: str) -> list[dict[str, str]]:
 
 
 def about(address: str, topology: str = "") -> dict[str, Any]:
-    """What the controller is told, and the run's record keeps. `topology`: as its starter knows it; "": as Slurm says,
-    whose last name is the host's."""
+    """Describe this host to the controller and for the run's record. If the starter gives no `topology`, it comes from
+    Slurm, without the last name, which is the host's."""
     devices, domain = _devices()
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "address": address,
         "interfaces": interfaces(),
         "devices": devices,
-        "domain": domain,  # of NVLink; empty: the host is one by itself
+        "domain": domain,  # of NVLink; empty if the host is a domain of its own
         "topology": topology or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],
         "cores": num_cores(),
         "memory_bytes": limit_bytes(),
@@ -153,7 +153,7 @@ def about(address: str, topology: str = "") -> dict[str, Any]:
     }
 
 
-#: What `about` says, and when it was said. Nothing else is taken: it goes to the run's record as it is.
+#: The fields of `about`, and the time. Others are refused, because all of it goes to the run's record unchanged.
 ABOUT: Schemas = {
     "about": {
         "address": str,
@@ -175,19 +175,19 @@ ABOUT: Schemas = {
 
 
 def check_about(said: Message) -> None:
-    """WireError: it is not what a node says of itself."""
+    """Raise WireError if this is not a valid description of a node."""
     check({**said, "type": "about"}, ABOUT)
     if more := said.keys() - ABOUT["about"].keys():
         raise WireError(f"about.{min(more)} is not known")
     if (size := len(json.dumps(said))) > MOST_ABOUT_BYTES:
         raise WireError(f"about has {size} bytes: expected at most {MOST_ABOUT_BYTES}")
     for name, value in said.items():
-        if isinstance(value, (int, float)) and not -MOST_INT < value < MOST_INT:  # no number at all is refused too
+        if isinstance(value, (int, float)) and not -MOST_INT < value < MOST_INT:  # refuses NaN too
             raise WireError(f"about.{name} = {str(value)[:30]}: expected at most {MOST_INT}")
 
 
 def _version_of(package: str) -> str:
-    """Without importing it; empty: it is not installed."""
+    """Return the version of a package without importing it, or "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -195,7 +195,7 @@ def _version_of(package: str) -> str:
 
 
 def _devices() -> tuple[list[str], str]:
-    """The names of the accelerators, and the NVLink domain that they are in."""
+    """Return the names of the accelerators, and the NVLink domain that they are in."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -204,7 +204,7 @@ def _devices() -> tuple[list[str], str]:
     except Exception:  # no package, no driver, no device
         return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*")), ""
     domain = ""
-    with contextlib.suppress(Exception):  # older drivers, and hosts outside of any
+    with contextlib.suppress(Exception):  # older drivers, and hosts outside any domain
         info = (getattr(nvml, "c_nvmlGpuFabricInfo_v3_t", None) or nvml.c_nvmlGpuFabricInfoV_t)()
         nvml.nvmlDeviceGetGpuFabricInfoV(handles[0], ctypes.byref(info))  # the package passes on what it is given
         cluster = bytes(info.clusterUuid)

@@ -1,9 +1,9 @@
-"""The node process, one per host, started by anything: `phalanx agent --join HOST:PORT --secret FILE`. It finds what
-the host has, joins, is told what to serve, and carries out what `control.agent` decides: forks services and workers,
-speaks with an aggregator, and watches for hangs. It ends when the run is over, when nobody is there for long, and with
-its standard input if it is told to; everything below it ends with it.
+"""The node process, one per host. Anything may start it: `phalanx agent --join HOST:PORT --secret FILE`. It takes stock
+of the host, joins, learns what to serve, and carries out what `control.agent` decides: it forks services and workers,
+speaks with an aggregator, and watches for hangs. It ends when the run is over, when it has heard no controller for too
+long, or, with `--attached`, when its standard input ends. All processes below it end with it.
 
-One thread, one loop, nothing that blocks: a slow record holds back the workers' messages, not the node.
+It has one thread and one loop, and never blocks: a slow record holds back the workers' messages, not the node.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from phalanx.runtime.transport import Link, Session, in_parts
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
 STDIN = "-"
-LAST_WORDS_S = 10.0  # for the record, after the run
-RAILS_S = 0.25  # between two looks at the interfaces
-ALONE_S = 15.0  # between two looks whether no controller is heard of
-FULL_BYTES = 1 << 20  # said and not recorded: logs can wait
+LAST_WORDS_S = 10.0  # to finish the record after the run
+RAILS_S = 0.25  # between two checks of the interfaces
+ALONE_S = 15.0  # between two checks whether any controller can be heard
+FULL_BYTES = 1 << 20  # sent but not recorded; beyond that, logs wait
 
-#: What the controller tells a node that joins. `worker` and each of `services`: {"entry", "args"}; they are also told
-#: the `host` to listen at. `hang_s`: 0 derives the limit from the steps. `env`: variables of the ranks, where the host
-#: does not say otherwise. `networks`: that ranks use among themselves. `limits`: halt_s and leave_s, if others than the
-#: usual ones are wanted.
+#: Sent by the controller to a node that joins. `worker` and each of `services`: {"entry", "args"}; they also get the
+#: `host` to listen at. `hang_s`: 0 derives the limit from the steps. `env`: variables of the ranks, unless the host
+#: sets them. `networks`: those that ranks use among themselves. `limits`: halt_s and leave_s, if they differ from the
+#: defaults.
 SPEC: Schemas = {
     "spec": {
         "version": str,
@@ -71,7 +71,7 @@ SPEC: Schemas = {
         "limits": dict,
     }
 }
-#: The first words of services.
+#: The first message of each service.
 FIRST: Schemas = {
     "store": {"address": str},
     "data": {"address": str},
@@ -110,19 +110,19 @@ class Options:
     join: list[tuple[str, int]]
     secret: Keys
     name: str
-    folder: Path  # for its own files; logs of its processes are there, too, unless `logs` says otherwise
+    folder: Path  # for its own files, and for the logs of its processes unless `logs` is given
     logs: Path | None = None  # in the run's record, if that is on this host
     attached: bool = False  # it ends when standard input does
     shared: bool = False  # the job's other nodes are on this machine too: ranks divide its cores and devices
     topology: str = ""  # where it stands in the network, if its starter knows
     pulse: Path | None = None  # a file that is touched with every beat, for those who watch the process
     give_up_s: float = GIVE_UP_S
-    when_alone: tuple[str, ...] = ()  # a command of its starter's, for a node that hears no controller
+    when_alone: tuple[str, ...] = ()  # a command of its starter's, to run while no controller can be heard
 
 
 class Node(Host):
     def __init__(self, options: Options, warm: Warm | None = None):
-        """`warm`: its zygote, if it has one already."""
+        """`warm` is its zygote, if it already has one."""
         super().__init__()
         self._warm = warm
         self.options, self.name, self.life = options, options.name, secrets.token_hex(8)
@@ -133,16 +133,16 @@ class Node(Host):
         self.health = Monitor()
         self.telemetry = Telemetry(self.health)
         self.ranks: dict[int, int] = {}  # worker -> rank
-        self.rails: dict[str, bool] = {}  # interface -> whether it is up; of several
-        self._told_rails = 0  # the incarnation in which the controller was told of those that are down
+        self.rails: dict[str, bool] = {}  # interface -> whether it is up, if there are several
+        self._told_rails = 0  # the incarnation that last reported the interfaces that are down
         self.reporter = Reporter(self.loop, self.life, self._tell_record, self._check_done)
         self.logs = options.logs or options.folder / "logs"
         self.shipped = None if options.logs else Logs(self.logs)
         self._granted = 0  # the incarnation that it may have next
-        self._terms: dict[str, int] = {}  # of controllers: nobody with an older one is heard
+        self._terms: dict[str, int] = {}  # of controllers: those with an older one are refused
         self._leaving = self._joining = False
-        self._heard_at = time.monotonic()  # the last time that there was a connection
-        self._leased_at = time.monotonic()  # the last time that somebody spoke over it
+        self._heard_at = time.monotonic()  # when there was last a connection
+        self._leased_at = time.monotonic()  # when the last lease came over it
         self._asking: subprocess.Popen[bytes] | None = None  # the starter's command
         self.logs.mkdir(parents=True, exist_ok=True)
         if options.when_alone:
@@ -211,7 +211,7 @@ class Node(Host):
         if self.agent.joined and self._told_rails != self.agent.incarnation:
             self._told_rails = self.agent.incarnation
             for interface in [interface for interface, was_up in self.rails.items() if not was_up]:
-                self.agent.link_changed(interface, up=False)  # what an earlier incarnation said is not heard
+                self.agent.link_changed(interface, up=False)  # reports of an earlier incarnation do not count
         for interface, was_up in self.rails.items():
             up = is_up(interface)
             if up != was_up:
@@ -222,7 +222,7 @@ class Node(Host):
         self._act()
 
     def _leave_rail(self, interface: str) -> None:
-        """Do not wait for silence to tell: by then the others take this node for dead."""
+        """Leave an interface that is down at once: by the time silence shows it, this node counts as dead."""
         if (
             self.link
             and len(self.options.join) > 1
@@ -230,7 +230,7 @@ class Node(Host):
         ):
             self.link.drop(f"{interface} has no carrier, and there are other addresses")
 
-    # -- what the agent asks for
+    # -- actions of the agent
 
     def _act(self) -> None:
         assert self.agent
@@ -244,7 +244,7 @@ class Node(Host):
             return
         try:
             self.link.post({"type": "event", "event": action.event.to_dict()})
-        except OverflowError as error:  # nobody has listened for very long
+        except OverflowError as error:  # the aggregator has not acknowledged for very long
             kernel.complain(f"the node starts anew: {error}")
             self.agent.reset()
 
@@ -252,7 +252,7 @@ class Node(Host):
         assert self.spawner
         entry, args = self.entries[action.name]
         args = {**args, **action.args}
-        for name in ("data", "keeper"):  # what all ranks are told of a service, and what it said itself
+        for name in ("data", "keeper"):  # what all ranks get about a service, and what the service said itself
             if action.args.get(name) and self.entries[""][1].get(name):
                 args[name] = {**self.entries[""][1][name], **action.args[name]}
         log = self.logs / (f"{action.name}.log" if action.name else f"rank-{action.args['rank']:05d}.log")
@@ -261,7 +261,7 @@ class Node(Host):
     def _send(self, action: machine.Send) -> None:
         assert self.spawner
         body = action.body
-        if body["type"] == "allow":  # by what the kernel says of a connection
+        if body["type"] == "allow":  # the kernel reports the pid behind a connection
             w = self.spawner.workers.get(body["worker"])
             body = {**body, "pid": w.pid if w else 0}
         self.spawner.send(action.number, body)
@@ -276,7 +276,7 @@ class Node(Host):
     def _fire(self, action: machine.Alarm) -> None:
         assert self.agent
         if self.agent.alarms.get(action.name) != action.at_ns:
-            return  # it was put off, or is not needed any more
+            return  # it was put off, or is no longer needed
         now_ns = time.monotonic_ns()
         if now_ns < action.at_ns:
             self._alarm(action)  # the loop's clock counts in floats
@@ -306,7 +306,7 @@ class Node(Host):
             raise Stop
 
     def _say(self, item: Message) -> None:
-        """For the run's record."""
+        """Send an item for the run's record."""
         self.reporter.say({**item, "node": self.name})
 
     def _tell_record(self, body: Message) -> bool:
@@ -325,7 +325,7 @@ class Node(Host):
             self.link.drop("the controller was not heard of through this aggregator")
 
     def _reboot(self, action: machine.Reboot) -> None:
-        """Nothing that was said to an earlier incarnation counts."""
+        """Close the link, so that nothing sent to an earlier incarnation counts, and start the next one."""
         if self.link:
             self.link.close()
             self.link = None
@@ -360,7 +360,7 @@ class Node(Host):
     def _opened(self, session: Session) -> None:
         assert self.agent
         self._leased_at = time.monotonic()
-        self._tell_beat()  # before anything else: it says where this node can be reached
+        self._tell_beat()  # first of all, because it says where this node can be reached
         self.reporter.opened()
         assert self.spawner
         self.spawner.send(machine.SERVICES["store"], {"type": "resync"})
@@ -389,7 +389,7 @@ class Node(Host):
         self._act()
 
     def _ask_when_alone(self) -> None:
-        """Run the command of the starter, which may know that no controller will come back."""
+        """Run the starter's command: the starter may know that no controller will come back."""
         self.loop.after(ALONE_S, self._ask_when_alone)
         is_alone = self._joining or (self.link is not None and not self.link.session)
         is_running = self._asking is not None and self._asking.poll() is None
@@ -444,19 +444,19 @@ class Node(Host):
             self._act()
 
     def _command_of(self, body: Message) -> Command:
-        """Fill in to whom it is sent, which is left out on the way."""
+        """Decode a command, and fill in its addressee, which is left out on the way."""
         assert self.agent
         known: Any = messages.KINDS.get(str(body.get("kind")))
         sent = {"nodes": [self.agent.name]} if known and "nodes" in codec.hints(known) else {}
         return Command.from_dict({**sent, **body})
 
     def _set_lease(self, until_ns: int) -> None:
-        """Workers look at it before they vote: they obey it even if this process hangs."""
+        """Write the lease where workers read it before they vote, so that they obey it even if this process hangs."""
         assert self.spawner
         for w in self.spawner.workers.values():
             w.progress.lease(until_ns)
 
-    # -- what is heard of services and workers
+    # -- services and workers
 
     def started(self, w: Worker) -> None:
         if self.agent and w.number >= 0:
@@ -530,7 +530,7 @@ DO: dict[type[Any], Callable[[Node, Any], None]] = {
 
 
 def main_forked(channel: Channel, args: dict[str, Any]) -> None:
-    """A node that is forked with all imported that its ranks need (`runtime.nursery`). It ends with its channel."""
+    """Run a node in a fork that already has its ranks' imports (`runtime.nursery`). It ends with its channel."""
     pid, control = zygote.fork_off(close=[channel.fileno()])
     os.dup2(channel.fileno(), 0)
     code = main(args["argv"], Warm(pid, control, dict(os.environ)))
@@ -540,7 +540,7 @@ def main_forked(channel: Channel, args: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None, warm: Warm | None = None) -> int:
-    """Exit codes: 0 when the run is over or its starter gone, 2 when it may not join."""
+    """Run a node. Return 0 when the run is over or its starter is gone, 2 when it may not join, 1 on other errors."""
     parser = argparse.ArgumentParser(prog="phalanx agent", description="Join a run, and do what its controller says.")
     parser.add_argument("--join", required=True, metavar="HOST:PORT[,...]", help="where the controller takes agents in")
     parser.add_argument(

@@ -1,8 +1,9 @@
-"""The way of what is said for the run's record: from the agents, by the aggregators, to the process that keeps it.
+"""The path of the run's record: from the agents, through the aggregators, to the process that keeps it.
 
-An agent numbers what it says and keeps it until it is told that it is recorded; over a new connection it says the rest
-again. On the way what ranks say alike is folded (`observe.fold`), so that the record's keeper hears a few messages for
-a step, however many ranks there are. What comes twice is recorded once: events by their numbers, folds by their ranks.
+An agent numbers its items and keeps each until it hears that it is recorded; over a new connection it sends the rest
+again. On the way, equal items of many ranks are folded (`observe.fold`), so the process that keeps the record gets a
+few messages per step, however many ranks there are. Repetitions are recorded once: events are recognised by their
+numbers, folds by their ranks.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from phalanx.runtime.secret import Identity, Secret
 from phalanx.runtime.transport import Link, Loop, Server, Session, in_parts
 from phalanx.runtime.wire import Message, Schemas
 
-GATHER_S = 0.005  # in which an agent gathers
-FOLD_S = 0.01  # and an aggregator, events
-STEPS_S = 0.1  # and steps, which nobody waits for: enough for all nodes to have said theirs
-RELAY_S = 0.5  # and a relay, steps that some of its aggregators have not said yet
+GATHER_S = 0.005  # for which an agent gathers items
+FOLD_S = 0.01  # for which an aggregator gathers events
+STEPS_S = 0.1  # and steps, which nobody waits for: long enough for all nodes to report theirs
+RELAY_S = 0.5  # for which a relay waits for the steps of its other aggregators
 RETRY_S = 0.25
-MOST_BYTES = 1 << 20  # in a message of an agent
+MOST_BYTES = 1 << 20  # in one message of an agent
 AGGREGATORS = ("aggregator",)  # who may speak for the record
 
-#: To a keeper of records, or to another aggregator before it.
+#: To the process that keeps the record, or to a relay before it.
 SAID: Schemas = {"said": {"items": list}}
 
 
 class Reporter:
-    """An agent's end. `tell`: whether there was a connection that took it. `life`: of this process, as no other has."""
+    """An agent's end. `tell` returns whether a connection took the message. `life` is unique to this process."""
 
     def __init__(self, loop: Loop, life: str, tell: Callable[[Message], bool], on_empty: Callable[[], object]):
         self.size_bytes = 0
         self._loop, self._life, self._tell, self._on_empty = loop, life, tell, on_empty
-        self._kept: deque[tuple[int, Message, int, float]] = deque()  # number, item, bytes, when it was said
+        self._kept: deque[tuple[int, Message, int, float]] = deque()  # number, item, bytes, and when it was added
         self._last = self._sent = 0
         self._due = False
 
@@ -60,7 +61,7 @@ class Reporter:
         self._later(GATHER_S)
 
     def opened(self) -> None:
-        """Over a new connection everything is said again that may not have been recorded."""
+        """Send everything again, over a new connection, that may not have been recorded."""
         self._sent = self._kept[0][0] - 1 if self._kept else self._last
         self._later(0.0)
 
@@ -76,7 +77,7 @@ class Reporter:
             self._loop.after(seconds, self._flush)
 
     def _flush(self) -> None:
-        """Say as much as a frame is sure to hold, and the rest next."""
+        """Send as much as a frame is sure to hold, and leave the rest for the next."""
         self._due = False
         now, upto, items, size_bytes = time.monotonic(), self._sent, list[Message](), 0
         for number, item, size, at in self._kept:
@@ -98,20 +99,20 @@ class Reporter:
 
 
 class Folder:
-    """An aggregator's part. `upstream` is None until it is known. `block`: of how many ranks the record keeps one time;
+    """An aggregator's part. `upstream` is None until it is known. The record keeps one step time per `block` ranks;
     finer ones are not passed on."""
 
     def __init__(self, loop: Loop, steps_s: float = STEPS_S) -> None:
         self.upstream: Link | None = None
         self.block = 1
         self._loop, self._steps_s = loop, steps_s
-        self._items: list[tuple[Message, float]] = []  # and when they came
-        self._owed: dict[str, Callable[[], object]] = {}  # who is to be told that it is recorded
+        self._items: list[tuple[Message, float]] = []  # and when they arrived
+        self._owed: dict[str, Callable[[], object]] = {}  # sender -> what to call when its items are recorded
         self._passed: deque[tuple[int, dict[str, Callable[[], object]]]] = deque()
         self._due_at = math.inf
 
     def take(self, name: str, items: list[Message], recorded: Callable[[], object]) -> None:
-        """`recorded`: called when the items are, and those that `name` said before."""
+        """Take items of `name`. Call `recorded` once they and all its earlier ones are recorded."""
         now = time.monotonic()
         self._items += [(item, now) for item in items]
         self._owed[name] = recorded
@@ -119,7 +120,7 @@ class Folder:
 
     @property
     def waiting(self) -> Collection[str]:
-        """Whose items are not passed on yet."""
+        """Return the senders whose items have not been passed on yet."""
         return self._owed.keys()
 
     def flush(self) -> None:
@@ -127,7 +128,7 @@ class Folder:
         self._send()
 
     def acked(self, number: int) -> None:
-        """Hear that the upstream link has acknowledged everything up to `number`."""
+        """Note that the upstream end has acknowledged everything up to `number`."""
         while self._passed and self._passed[0][0] <= number:
             for recorded in self._passed.popleft()[1].values():
                 recorded()
@@ -148,7 +149,7 @@ class Folder:
             blocks = [in_blocks(item, self.block) for item in items]
             try:
                 in_parts(partial(_post_said, self.upstream), blocks)
-            except OverflowError:  # the record's keeper is away for long
+            except OverflowError:  # the process that keeps the record has been away for long
                 return self._later(RETRY_S)
             self._passed.append((self.upstream.outbox.last, self._owed))
             self._items, self._owed = [], {}
@@ -162,8 +163,9 @@ def _post_said(link: Link, items: list[Message]) -> None:
 
 
 class Relay:
-    """Between many aggregators and the keeper of the record: folds what they say once more, so that however large the
-    fleet is, a few ends speak to the top. What all have said it passes on at once; else it waits for the others."""
+    """Stands between many aggregators and the process that keeps the record. It folds their items once more, so only a
+    few ends speak to that process, however large the fleet is. Once all its aggregators have reported, it passes their
+    items on at once; otherwise it waits for the others."""
 
     def __init__(self, loop: Loop, secret: Secret, me: Identity, upstream: tuple[str, int], host: str, port: int = 0):
         self.folder = Folder(loop, RELAY_S)
@@ -178,8 +180,8 @@ class Relay:
 
 
 class Recorder:
-    """The end of the way: each item goes to `on_item` once, and is acknowledged when that returns. Steps that are in
-    `unrecorded()` then are acknowledged later: until then those who said them keep them."""
+    """The end of the path. It passes each item to `on_item` once, and acknowledges it when that returns. If a step is
+    still in `unrecorded()`, it acknowledges it later, and the sender keeps it until then."""
 
     def __init__(
         self,
@@ -192,7 +194,7 @@ class Recorder:
     ):
         self.messages = 0
         self._on_item, self._unrecorded = on_item, unrecorded
-        self._numbers: dict[str, int] = {}  # by life: the last that was recorded
+        self._numbers: dict[str, int] = {}  # life -> the last number that was recorded
         self._owed: deque[tuple[Session, int, set[tuple[int, int]]]] = deque()  # messages, and the steps in them
         me = Identity("recorder", "recorder", 1)
         self.server = Server(loop, secret, me, SAID, self._heard, host=host, port=port, roles=AGGREGATORS)

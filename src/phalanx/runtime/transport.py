@@ -1,14 +1,14 @@
-"""Control messages between machines, over TCP: a Server that hundreds of peers speak to, and the Link of one of them.
+"""Control messages between machines, over TCP: a Server for hundreds of peers, and the Link that each peer holds to it.
 
-Connections are `Secure`: both ends have proven the cluster's secret, and strangers are sent nothing. Messages come in
-two kinds. A told message is lost if there is no connection. A posted one is numbered, kept until the other end has
-acknowledged it, and sent again over the next connection. A server knows a sender by its name and its incarnation (one
-process) and hands over each number once; a link may be handed the same number again after a connection was lost.
+Connections are `Secure`: both ends have proven the cluster's secret, and strangers are sent nothing. There are two
+kinds of message. A told message is lost if there is no connection. A posted one is numbered, kept until the other end
+acknowledges it, and sent again over the next connection. A server identifies a sender by its name and its incarnation
+(one process) and delivers each number once; a link may deliver the same number again after it lost a connection.
 
-A server acknowledges when it is asked to, which is when the message is in the journal: it may be killed at any moment
-and misses nothing. A peer with an older incarnation than was seen before is refused, at both ends: nobody listens to a
-process that was believed dead and replaced. An end that never acknowledges is given up when its messages fill the
-outbox: its session is forgotten and it must connect anew.
+A server acknowledges a message only when its handler asks for it, once the message is in the journal, so a server that
+is killed at any moment loses nothing. Both ends refuse a peer with an older incarnation than they have seen, because
+that process was believed dead and has been replaced. If a peer never acknowledges and its messages fill the outbox, the
+server forgets its session and the peer must connect anew.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from phalanx.runtime import kernel
 from phalanx.runtime.secret import Secure, body_of
 from phalanx.runtime.wire import Message, Schemas, WireError, check
 
-OUTBOX_BYTES = 64 << 20  # posted and not acknowledged
-WINDOW_BYTES = 1 << 20  # given to a connection and not yet taken by the kernel
-REACH_S = 1.0  # for a connection, where there are other addresses
+OUTBOX_BYTES = 64 << 20  # posted but not acknowledged
+WINDOW_BYTES = 1 << 20  # handed to a connection but not yet taken by the kernel
+REACH_S = 1.0  # to connect, where there are other addresses to try
 BACKOFF_S = (0.05, 5.0)  # between attempts to connect: first, and at most
 
-#: What a handler raises on something that nobody thought that a peer could send.
+#: Errors that a handler raises on a message that nobody expected a peer to send.
 ODD = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 
 T = TypeVar("T")
 
 _ENVELOPES: Schemas = {
-    "resume": {"seq": int},  # all that I posted up to here was acknowledged
+    "resume": {"seq": int},  # everything I posted up to here was acknowledged
     "ack": {"seq": int},
     "post": {"seq": int, "body": dict},
     "tell": {"body": dict},
@@ -49,7 +49,7 @@ _ENVELOPES: Schemas = {
 
 
 class Outbox:
-    """What was posted and not acknowledged."""
+    """Messages that were posted but not acknowledged."""
 
     def __init__(self) -> None:
         self.acked = self.last = self.size_bytes = 0
@@ -73,7 +73,7 @@ class Outbox:
 
 
 class Session:
-    """With one incarnation of a peer, through all its connections."""
+    """The exchange with one incarnation of a peer, across all its connections."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Session:
         self.pump()
 
     def post(self, body: Message) -> int:
-        """Its number; 0: there is no room for it, and the session is over."""
+        """Post a message and return its number, or 0 if the outbox was full, which ended the session."""
         try:
             number = self.outbox.post(body)
         except OverflowError:
@@ -105,8 +105,8 @@ class Session:
         return number
 
     def tell(self, body: Message, must: bool = False) -> bool:
-        """Whether there is a connection that takes it. `must`: it is lost only with the connection, and may overtake
-        what was posted."""
+        """Send a message if a connection can take it now, and return whether it did. With `must`, the message is lost
+        only if the connection is, and may overtake posted ones."""
         waits = self.conn is None or self.conn.pending_bytes >= WINDOW_BYTES or self._sent < self.outbox.last
         if self.conn is None or (waits and not must):
             return False
@@ -114,13 +114,13 @@ class Session:
         return True
 
     def ack(self, seq: int) -> None:
-        """It and all before it need not be sent again."""
+        """Acknowledge this message and all before it: the peer need not send them again."""
         self.acked = max(self.acked, seq)
         self.pump()
 
     def pump(self) -> None:
-        """Give the connection what it can take. An acknowledgement comes after what was posted before it: an aggregator
-        relies on it."""
+        """Give the connection as much as it can take. An acknowledgement follows every message posted before it: an
+        aggregator relies on this order."""
         while self.conn and self.conn.pending_bytes < WINDOW_BYTES:
             if self._sent < self.outbox.last:
                 self._sent += 1
@@ -132,7 +132,7 @@ class Session:
                 return
 
     def take(self, message: Message) -> tuple[int, Message] | None:
-        """What the peer wants to be handed over: its number (0: it was told) and the body."""
+        """Process a frame. If it delivers a message, return the message's number (0 if it was told) and its body."""
         kind = check(message, _ENVELOPES)["type"]
         if kind == "tell":
             return 0, message["body"]
@@ -150,8 +150,8 @@ class Session:
 
 
 def in_parts(say: Callable[[list[T]], object], items: list[T]) -> None:
-    """Say items in one message, or in several if one cannot hold them all. Drop an item that none can hold: its sender
-    would repeat it for ever, and everybody else would wait."""
+    """Send items in one message, or in several if one cannot hold them all. Drop an item that is too large for any
+    message: its sender would repeat it for ever, and everybody else would wait."""
     try:
         say(items)
     except WireError as error:
@@ -164,7 +164,7 @@ def in_parts(say: Callable[[list[T]], object], items: list[T]) -> None:
 
 
 def key_of(peer: Identity) -> str:
-    """By what a server knows a session. A peer that is to be given its incarnation stands beside that of its name."""
+    """Return a server's key for a session. A peer without an incarnation yet gets a key beside that of its name."""
     return peer.name if peer.incarnation else f"{peer.name} joins"
 
 
@@ -173,11 +173,12 @@ Hook = Callable[[Session], object]
 
 
 class Server:
-    """Listens on loopback unless told otherwise; elsewhere under TLS (`encrypt` None). Its messages go to
-    `on_message(session, number, body)`, which acknowledges a number with `session.ack`. `on_open` and `on_close` hear
-    of connections. `roles`: those that are let in; none: all. `positions`: what an earlier process had acknowledged, as
-    its `positions()` said. A handler that raises on what a peer sent (ODD) ends that connection, with a note in the
-    log. `exact`: it ends this process instead, whose state may be half changed."""
+    """Listens on loopback by default; with `encrypt` None, on other addresses under TLS. It passes messages to
+    `on_message(session, number, body)`, which acknowledges a number with `session.ack`. `on_open` and `on_close` are
+    called as connections open and close. `roles` lists the roles that are admitted; an empty one admits all.
+    `positions` is what `positions()` of an earlier process returned. If a handler raises one of ODD on a peer's
+    message, the server ends that connection and notes it in the log. With `exact`, the error ends this process instead,
+    because its state may be half changed."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class Server:
         exact: bool = False,
     ):
         self.me, self._exact = me, exact
-        self.refused, self.trouble = 0, ""  # connections that were ended by this end; the last reason
+        self.refused, self.trouble = 0, ""  # connections that this end ended for a reason; the last reason
         self.sessions: dict[str, Session] = {}
         for name, (incarnation, seq) in (positions or {}).items():
             self.sessions[name] = Session(Identity("", name, incarnation), received=seq)
@@ -210,7 +211,7 @@ class Server:
         return {name: (s.peer.incarnation, s.acked) for name, s in self.sessions.items()}
 
     def forget(self, name: str) -> None:
-        """A peer that will not come back."""
+        """Drop the session of a peer that will not come back."""
         session = self.sessions.pop(name, None)
         if session and session.conn:
             conn, session.conn = session.conn, None
@@ -250,12 +251,12 @@ class Server:
             self._drop(conn)
 
     def _admit(self, conn: Secure) -> Session:
-        """The session that a proven connection belongs to."""
+        """Return the session that a proven connection belongs to."""
         assert conn.peer
         session = self.sessions.get(key_of(conn.peer))
         if session and session.conn is conn:
             return session
-        if self._roles and conn.peer.role not in self._roles:  # it may have the name of somebody else
+        if self._roles and conn.peer.role not in self._roles:  # it may use somebody else's name
             raise Refused(f"{conn.peer.name} is a {conn.peer.role}: expected {' or '.join(self._roles)}")
         if session and conn.peer.incarnation < session.peer.incarnation:
             raise Refused(f"{conn.peer.name} has a later incarnation than {conn.peer.incarnation}")
@@ -284,10 +285,10 @@ class Server:
 
 
 class Link:
-    """To one of several addresses, each in its turn until one answers, and again whenever the connection ends; the
-    pauses grow up to `retry_s`, and `seed` spreads those of many links. What it is handed over it acknowledges at once;
-    `on_ack` hears up to which number the other end has acknowledged. `known`: the latest incarnations of servers, by
-    name; several links of one process may share it."""
+    """A connection to one of several addresses. The link tries them in turn until one answers, and again whenever the
+    connection ends; the pauses grow up to `retry_s`, and `seed` spreads those of many links. It acknowledges a message
+    as soon as `on_message` returns; `on_ack` gets the highest number that the other end has acknowledged. `known` holds
+    the latest incarnations of servers, by name; several links of one process may share it."""
 
     def __init__(
         self,
@@ -309,8 +310,8 @@ class Link:
         self.me, self.addresses, self.outbox = me, addresses, Outbox()
         self.session: Session | None = None  # while there is a connection
         self.visits = 0  # connections so far
-        self.local_address = ""  # of this end, over the last one
-        self.trouble = ""  # why the last one ended
+        self.local_address = ""  # of this end, on the last connection
+        self.trouble = ""  # why the last connection ended
         self._loop, self._secret, self._schemas, self._encrypt = loop, secret, schemas, encrypt
         self._on_message, self._on_open, self._on_close, self._on_ack = on_message, on_open, on_close, on_ack
         self._handshake_s, self._retry_s = handshake_s, min(retry_s, BACKOFF_S[1])
@@ -323,14 +324,14 @@ class Link:
         self._connect()
 
     def post(self, body: Message) -> int:
-        """Its number."""
+        """Post a message and return its number."""
         return self.session.post(body) if self.session else self.outbox.post(body)
 
     def tell(self, body: Message, must: bool = False) -> bool:
         return self.session is not None and self.session.tell(body, must)
 
     def flush(self, timeout_s: float) -> None:
-        """Turn the loop until all that was posted is acknowledged. TimeoutError."""
+        """Turn the loop until everything posted is acknowledged, or raise TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while self.outbox.acked < self.outbox.last:
             left = deadline - time.monotonic()
@@ -377,7 +378,7 @@ class Link:
             self._end(f"{self._address} did not answer in {self._handshake_s:g} s")
 
     def _pass_over(self, sock: socket.socket) -> None:
-        """Do not wait out an address that is cut off: by then this end is taken for dead."""
+        """Give up early on an address that is cut off: after a full wait, this end would count as dead."""
         if sock is self._sock and self._conn is None:
             self._end(f"{self._address} did not answer in {REACH_S:g} s, and there are other addresses")
 
@@ -418,14 +419,14 @@ class Link:
             self._end(f"{self._address}: it ended the connection{hint}")
 
     def _admit(self, conn: Secure) -> Session:
-        """Once the server has said something: it has admitted this end."""
+        """Return the session, starting it at the server's first message, which shows that it has admitted this end."""
         assert conn.peer
         if self.session:
             return self.session
         if conn.peer.incarnation < self._incarnations.get(conn.peer.name, 0):
             raise Refused(f"{conn.peer.name} was replaced: this one has incarnation {conn.peer.incarnation}")
         self._incarnations[conn.peer.name] = conn.peer.incarnation
-        session = Session(conn.peer, self.outbox)  # the server says from which number on it goes on
+        session = Session(conn.peer, self.outbox)  # the server says where to resume
         self.session, self._failures, self.trouble = session, 0, ""
         self.visits += 1
         session.attach(conn)
